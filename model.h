@@ -1,0 +1,786 @@
+// A checkpoint on disk becomes Config + Weights.
+//
+// A Hugging Face directory, as downloaded:
+//   config.json                     the shape of the model                       -> Config
+//   generation_config.json          where generation ends (optional)             -> Config::end_ids
+//   model.safetensors               the weights, or, when they are split,
+//   model.safetensors.index.json    which tensor lies in which shard             -> Model
+//
+// Weights are mapped, not read: loading touches the headers only, a page of weights comes from the disk when the
+// first product needs it, and a model takes its file's size in memory (shared with the page cache) and no more.
+//
+// Nothing in these files is trusted. Whatever is wrong with them ends in fail(): an Error that holds one line, which
+// names the file, what was found, what was expected and, where there is one, the cure.
+#pragma once
+
+#include <cjson/cJSON.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+// ---- What went wrong, in one line ----------------------------------------------------------------------------------
+
+struct Error : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// Throws Error with the formatted line. Names out of a file may hold anything: control characters become '?', so that
+// it stays one line, and what is longer than 1,000 bytes is cut.
+[[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char *format, ...) {
+    char line[1000];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(line, sizeof line, format, arguments);
+    va_end(arguments);
+    for (char *c = line; *c; c++) {
+        if ((unsigned char)*c < ' ' || *c == 127) *c = '?';
+    }
+    throw Error(line);
+}
+
+// ---- What a checkpoint becomes -------------------------------------------------------------------------------------
+
+enum class DType { f32, f16, bf16 };
+
+inline int dtype_bytes(DType type) { return type == DType::f32 ? 4 : 2; }
+inline const char *dtype_name(DType type) { return type == DType::f32 ? "f32" : type == DType::f16 ? "f16" : "bf16"; }
+
+// A matrix (rows, cols), row-major, where it lies in the mapped file. A vector has one row.
+struct Tensor {
+    const void *data = nullptr;  // nullptr: this model has no such tensor
+    DType type = DType::f32;
+    int64_t rows = 0, cols = 0;
+};
+
+struct Linear {     // y = weight x + bias
+    Tensor weight;  // (outputs, inputs)
+    Tensor bias;    // (1, outputs), absent in most families
+};
+
+// With D = head_dim. Rows of query, key and value are head after head, D rows each; a head's rows are in the half-split
+// order of RoPE: component i turns together with component i + D / 2.
+struct LayerWeights {
+    Tensor attention_norm;        // (1, hidden)
+    Linear query;                 // (heads * D, hidden)
+    Linear key, value;            // (kv_heads * D, hidden)
+    Linear output;                // (hidden, heads * D)
+    Tensor query_norm, key_norm;  // (1, D): RMSNorm of each head before RoPE (Qwen3), absent elsewhere
+    Tensor mlp_norm;              // (1, hidden)
+    Linear gate, up;              // (ffn, hidden)
+    Linear down;                  // (hidden, ffn)
+    int window = 0;  // the query at position p sees positions max(0, p - window + 1) .. p; 0: all of 0 .. p
+};
+
+// How the frequencies f_i = theta^(-2i/D) are stretched so that a model reads further than it was trained at first.
+//   linear: f_i / factor (Chen et al. 2023, Position Interpolation).
+//   llama3: with w_i = 2 pi / f_i, the wavelength in positions, and C = original_context:
+//           w_i > C / low_freq_factor: f_i / factor;  w_i < C / high_freq_factor: f_i;  between them
+//           (1 - s) f_i / factor + s f_i,  s = (C / w_i - low_freq_factor) / (high_freq_factor - low_freq_factor).
+struct RopeScaling {
+    enum Kind { none, linear, llama3 } kind = none;
+    double factor = 1, low_freq_factor = 1, high_freq_factor = 4;
+    int original_context = 0;
+};
+
+struct Config {
+    std::string architecture, model_type;  // "LlamaForCausalLM", "llama"
+    std::string dtype;                     // what the config says of the weights; each Tensor knows its own type
+    int layers = 0, hidden = 0, ffn = 0, heads = 0, kv_heads = 0, head_dim = 0, vocabulary = 0;
+    int context = 0;  // positions the model was made for
+    double norm_epsilon = 0, rope_theta = 0;
+    RopeScaling rope;
+    bool tied = false;         // the embedding is the head, too
+    std::vector<int> end_ids;  // generation stops after any of them; empty: it never does
+    int bos_id = -1;           // -1: none
+    int window = 0;            // sliding window in positions of the layers that have one; 0: no layer has
+    std::vector<int> windows;  // (layers): LayerWeights::window of each
+    bool qkv_bias = false, output_bias = false, mlp_bias = false, qk_norm = false;
+};
+
+struct Unmap {
+    size_t size = 0;
+    void operator()(const char *data) const { munmap(const_cast<char *>(data), size); }
+};
+using Mapping = std::unique_ptr<const char, Unmap>;  // a whole file, read-only; its size is get_deleter().size
+
+// Move-only: tensors point into files (or copies), which live as long as the model.
+struct Model {
+    Config config;
+    Tensor embedding;   // (vocabulary, hidden)
+    Tensor final_norm;  // (1, hidden)
+    Tensor head;        // (vocabulary, hidden): the embedding itself when tied
+    std::vector<LayerWeights> layers;
+    int64_t weight_bytes = 0, parameters = 0;  // of all tensors above; a tied head counts once
+    std::vector<Mapping> files;
+    std::vector<std::unique_ptr<char[]>> copies;  // tensors that lie at an odd address in their file
+};
+
+// ---- Files ---------------------------------------------------------------------------------------------------------
+
+inline std::string join_path(const std::string &directory, const std::string &name) {
+    return !directory.empty() && directory.back() == '/' ? directory + name : directory + "/" + name;
+}
+
+inline bool file_exists(const std::string &path) {
+    struct stat status;
+    return stat(path.c_str(), &status) == 0;
+}
+
+// Maps a regular file that is not empty. O_NONBLOCK: opening a FIFO must not wait for somebody to write to it.
+inline Mapping map_file(const std::string &path) {
+    int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (descriptor < 0) fail("%s: cannot open it: %s", path.c_str(), strerror(errno));
+    struct stat status;
+    const char *problem = nullptr;
+    void *data = MAP_FAILED;
+    if (fstat(descriptor, &status) != 0) {
+        problem = strerror(errno);
+    } else if (!S_ISREG(status.st_mode)) {
+        problem = S_ISDIR(status.st_mode) ? "is a directory, expected a file" : "is not a regular file";
+    } else if (status.st_size == 0) {
+        problem = "is empty";
+    } else {
+        data = mmap(nullptr, (size_t)status.st_size, PROT_READ, MAP_PRIVATE, descriptor, 0);
+        if (data == MAP_FAILED) problem = strerror(errno);
+    }
+    close(descriptor);
+    if (problem) fail("%s: %s", path.c_str(), problem);
+    return Mapping((const char *)data, Unmap{(size_t)status.st_size});
+}
+
+// The whole file as text. `limit` bounds what a wrong file can make us allocate.
+inline std::string read_file(const std::string &path, size_t limit) {
+    Mapping file = map_file(path);
+    size_t size = file.get_deleter().size;
+    if (size > limit) fail("%s: is %zu bytes long, expected at most %zu", path.c_str(), size, limit);
+    return std::string(file.get(), size);
+}
+
+// ---- JSON ----------------------------------------------------------------------------------------------------------
+
+// A node takes 64 bytes where the text may take 2, so the bound on the text bounds the memory, too. The header of a
+// model with 10,000 tensors is about 1 MiB long.
+constexpr size_t max_json_bytes = 16 << 20;
+
+struct DeleteJson {
+    void operator()(cJSON *item) const { cJSON_Delete(item); }
+};
+using Json = std::unique_ptr<cJSON, DeleteJson>;
+
+// What the file says, for a message: at most 60 bytes of it.
+inline std::string shown(const cJSON *item) {
+    char *text = cJSON_PrintUnformatted(item);
+    std::string result = text ? text : "?";
+    cJSON_free(text);
+    return result.size() <= 60 ? result : result.substr(0, 57) + "...";
+}
+
+// JSON leaves open which of two equal keys counts, so readers differ; a file that has any is refused.
+inline void refuse_duplicate_keys(const std::string &name, const cJSON *item) {
+    std::set<std::string> keys;
+    for (const cJSON *child = item->child; child; child = child->next) {
+        if (child->string && !keys.insert(child->string).second) {
+            fail("%s: key \"%s\" stands twice in one object", name.c_str(), child->string);
+        }
+        if (child->child) refuse_duplicate_keys(name, child);
+    }
+}
+
+// `name` is what messages call the text. Throws unless it is one JSON object, with nothing behind it but white space.
+// cJSON refuses nesting deeper than 1,000, so recursion over the result is bounded.
+inline Json parse_json(const std::string &name, const std::string &text) {
+    if (text.size() > max_json_bytes) fail("%s: JSON of %zu bytes is too long", name.c_str(), text.size());
+    const char *end = text.c_str();
+    Json root(cJSON_ParseWithLengthOpts(text.c_str(), text.size() + 1, &end, /*require_null_terminated=*/true));
+    size_t position = std::min((size_t)(end - text.c_str()), text.size());
+    if (!root || position != text.size()) {
+        int line = 1 + (int)std::count(text.begin(), text.begin() + (std::ptrdiff_t)position, '\n');
+        fail("%s: not valid JSON at line %d, byte %zu: \"%.20s\"", name.c_str(), line, position,
+             text.c_str() + position);
+    }
+    if (!cJSON_IsObject(root.get())) fail("%s: expected a JSON object", name.c_str());
+    refuse_duplicate_keys(name, root.get());
+    return root;
+}
+
+// A JSON object and the questions a loader asks of it. A key whose value is null counts as missing.
+struct Section {
+    std::string name;     // as messages call it: "DIR/config.json"
+    const cJSON *object;  // nullptr: every key is missing
+
+    const cJSON *find(const char *key) const {
+        const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
+        return item && !cJSON_IsNull(item) ? item : nullptr;
+    }
+    [[noreturn]] void refuse(const char *key, const cJSON *item, const std::string &expected) const {
+        fail("%s: %s is %s, expected %s", name.c_str(), key, shown(item).c_str(), expected.c_str());
+    }
+    int integer(const char *key, int low, int high) const {
+        const cJSON *item = find(key);
+        if (!item) fail("%s: %s is missing", name.c_str(), key);
+        double value = cJSON_IsNumber(item) ? item->valuedouble : NAN;
+        if (!(value >= low && value <= high && value == std::floor(value))) {
+            refuse(key, item, "a whole number from " + std::to_string(low) + " to " + std::to_string(high));
+        }
+        return (int)value;
+    }
+    int integer(const char *key, int low, int high, int otherwise) const {
+        return find(key) ? integer(key, low, high) : otherwise;
+    }
+    double number(const char *key, double low, double high, double otherwise) const {
+        const cJSON *item = find(key);
+        if (!item) return otherwise;
+        double value = cJSON_IsNumber(item) ? item->valuedouble : NAN;
+        if (!(value >= low && value <= high)) {
+            char expected[80];
+            snprintf(expected, sizeof expected, "a number from %g to %g", low, high);
+            refuse(key, item, expected);
+        }
+        return value;
+    }
+    bool flag(const char *key, bool otherwise) const {
+        const cJSON *item = find(key);
+        if (item && !cJSON_IsBool(item)) refuse(key, item, "true or false");
+        return item ? cJSON_IsTrue(item) : otherwise;
+    }
+    std::string text(const char *key, const std::string &otherwise) const {
+        const cJSON *item = find(key);
+        if (item && !cJSON_IsString(item)) refuse(key, item, "a text");
+        return item ? item->valuestring : otherwise;
+    }
+    Section section(const char *key) const {
+        const cJSON *item = find(key);
+        if (item && !cJSON_IsObject(item)) refuse(key, item, "an object");
+        return {name + ": " + key, item};
+    }
+};
+
+// ---- config.json ---------------------------------------------------------------------------------------------------
+
+// What a family fixes, and what Transformers takes where a config is silent (transformers/models/*/configuration_*.py).
+// The five sizes hidden_size, intermediate_size, num_hidden_layers, num_attention_heads and vocab_size have no default
+// here: a checkpoint without them is not a checkpoint.
+struct Family {
+    const char *architecture, *model_type;
+    int kv_heads, head_dim;  // 0: as many as heads; hidden_size / heads
+    int context, window;
+    int bos_id, end_id;  // -1: none
+    enum Bias { never, always, if_attention_bias } qkv_bias, output_bias;
+    bool reads_mlp_bias, qk_norm;
+};
+
+// clang-format off
+constexpr Family families[] = {
+    // architecture       model_type kv  dim context  window bos end query, key, value       output                   mlp    q/k norm
+    {"LlamaForCausalLM",   "llama",   0,   0,   2048,    0,  1,  2, Family::if_attention_bias, Family::if_attention_bias, true,  false},
+    {"MistralForCausalLM", "mistral", 8,   0, 131072, 4096,  1,  2, Family::never,             Family::never,             false, false},
+    {"Qwen2ForCausalLM",   "qwen2",  32,   0,  32768, 4096, -1, -1, Family::always,            Family::never,             false, false},
+    {"Qwen3ForCausalLM",   "qwen3",  32, 128,  32768, 4096, -1, -1, Family::if_attention_bias, Family::if_attention_bias, false, true},
+};
+// clang-format on
+
+// No size in a config may exceed this, nor may heads * head_dim: products of two fit an int64_t with room to spare.
+constexpr int max_size = 1 << 24;
+constexpr int max_layers = 10000;
+
+inline const Family &find_family(const Section &config) {
+    std::string wanted;
+    if (const cJSON *list = config.find("architectures")) {
+        if (!cJSON_IsArray(list) || cJSON_GetArraySize(list) != 1 || !cJSON_IsString(list->child)) {
+            config.refuse("architectures", list, "a list of one name");
+        }
+        wanted = list->child->valuestring;
+    }
+    std::string model_type = config.text("model_type", "");
+    if (wanted.empty() && model_type.empty()) fail("%s: architectures is missing", config.name.c_str());
+    std::string known;
+    for (const Family &family : families) {
+        known += std::string(" ") + family.architecture;
+        bool same_type = model_type == family.model_type;
+        if (wanted.empty() ? !same_type : wanted != family.architecture) continue;
+        if (!same_type && !model_type.empty()) {
+            fail("%s: model_type is \"%s\", but %s is a \"%s\"", config.name.c_str(), model_type.c_str(),
+                 family.architecture, family.model_type);
+        }
+        return family;
+    }
+    fail("%s: architecture %s is not supported; supported are%s", config.name.c_str(),
+         (wanted.empty() ? model_type : wanted).c_str(), known.c_str());
+}
+
+// Things that would change the result and that this engine does not do.
+inline void refuse_unsupported(const Section &config) {
+    const char *name = config.name.c_str();
+    std::string activation = config.text("hidden_act", "silu");
+    if (activation != "silu" && activation != "swish") {  // two names of x * sigmoid(x)
+        fail("%s: hidden_act %s is not supported; supported is silu", name, activation.c_str());
+    }
+    if (config.find("quantization_config")) {
+        fail("%s: quantization_config: quantized weights are not supported; take the F32, F16 or BF16 checkpoint",
+             name);
+    }
+    std::string dtype = config.text("dtype", config.text("torch_dtype", "float32"));
+    if (dtype.rfind("torch.", 0) == 0) dtype = dtype.substr(6);
+    if (dtype != "float32" && dtype != "float16" && dtype != "bfloat16") {
+        fail("%s: dtype %s is not supported; supported are float32 float16 bfloat16", name, dtype.c_str());
+    }
+}
+
+inline void read_sizes(const Section &config, const Family &family, Config &out) {
+    const char *name = config.name.c_str();
+    out.layers = config.integer("num_hidden_layers", 1, max_layers);
+    out.hidden = config.integer("hidden_size", 1, max_size);
+    out.ffn = config.integer("intermediate_size", 1, max_size);
+    out.vocabulary = config.integer("vocab_size", 1, max_size);
+    out.context = config.integer("max_position_embeddings", 1, 1 << 30, family.context);
+    out.heads = config.integer("num_attention_heads", 1, max_size);
+    // A null asks for as many KV heads as heads; only a key that is not there takes the family's default.
+    bool spelled = cJSON_HasObjectItem(config.object, "num_key_value_heads") || family.kv_heads == 0;
+    out.kv_heads = config.integer("num_key_value_heads", 1, max_size, spelled ? out.heads : family.kv_heads);
+    if (out.heads % out.kv_heads) {
+        fail("%s: num_attention_heads is %d, expected a multiple of num_key_value_heads, %d", name, out.heads,
+             out.kv_heads);
+    }
+    out.head_dim = config.integer("head_dim", 1, max_size, family.head_dim);
+    if (out.head_dim == 0) {
+        if (out.hidden % out.heads) {
+            fail("%s: hidden_size is %d, expected a multiple of num_attention_heads, %d (or a head_dim)", name,
+                 out.hidden, out.heads);
+        }
+        out.head_dim = out.hidden / out.heads;
+    }
+    if (out.head_dim % 2) fail("%s: head_dim is %d, expected an even number: RoPE turns pairs", name, out.head_dim);
+    if (out.head_dim > max_size / out.heads) {
+        fail("%s: num_attention_heads * head_dim is %lld, expected at most %d", name,
+             (long long)out.heads * out.head_dim, max_size);
+    }
+    out.norm_epsilon = config.number("rms_norm_eps", 1e-30, 1, 1e-6);
+}
+
+// Two spellings: rope_theta beside rope_scaling {type or rope_type, factor, ...}, or all of it in rope_parameters.
+// As in Transformers, rope_scaling goes before rope_parameters, and a theta in either before the one beside them.
+inline void read_rope(const Section &config, Config &out) {
+    Section rope = config.section("rope_scaling");
+    if (!rope.object || !rope.object->child) rope = config.section("rope_parameters");
+    const char *name = rope.name.c_str();
+    for (const cJSON *item = rope.object ? rope.object->child : nullptr; item; item = item->next) {
+        if (cJSON_IsObject(item)) fail("%s: %s: rope parameters per layer type are not supported", name, item->string);
+    }
+    if (rope.number("partial_rotary_factor", 0, 1, config.number("partial_rotary_factor", 0, 1, 1)) != 1) {
+        fail("%s: partial_rotary_factor is not supported; supported is 1", config.name.c_str());
+    }
+    out.rope_theta = rope.number("rope_theta", 1, 1e15, config.number("rope_theta", 1, 1e15, 10000));
+
+    std::string type = rope.text("rope_type", rope.text("type", "default"));
+    if (type == "default") return;
+    if (type != "linear" && type != "llama3") {
+        fail("%s: rope_type %s is not supported; supported are default linear llama3", name, type.c_str());
+    }
+    out.rope.kind = type == "linear" ? RopeScaling::linear : RopeScaling::llama3;
+    if (!rope.find("factor")) fail("%s: factor is missing", name);
+    out.rope.factor = rope.number("factor", 1e-6, 1e6, 1);
+    if (type == "linear") return;
+    for (const char *key : {"low_freq_factor", "high_freq_factor"}) {
+        if (!rope.find(key)) fail("%s: %s is missing", name, key);
+    }
+    out.rope.low_freq_factor = rope.number("low_freq_factor", 1e-6, 1e6, 1);
+    out.rope.high_freq_factor = rope.number("high_freq_factor", 1e-6, 1e6, 4);
+    if (out.rope.high_freq_factor <= out.rope.low_freq_factor) {
+        fail("%s: high_freq_factor is %g, expected more than low_freq_factor, %g", name, out.rope.high_freq_factor,
+             out.rope.low_freq_factor);
+    }
+    int original = rope.integer("original_max_position_embeddings", 1, 1 << 30, out.context);
+    out.rope.original_context = config.integer("original_max_position_embeddings", 1, 1 << 30, original);
+}
+
+// Mistral: every layer slides. Qwen: only with use_sliding_window, and then the layers from max_window_layers on, or
+// those that layer_types names. Llama: none.
+inline void read_windows(const Section &config, const Family &family, Config &out) {
+    bool qwen = out.model_type == "qwen2" || out.model_type == "qwen3";
+    bool slides = family.window > 0 && (!qwen || config.flag("use_sliding_window", false));
+    if (slides) {
+        bool spelled = cJSON_HasObjectItem(config.object, "sliding_window");  // null: no window
+        out.window = config.integer("sliding_window", 1, 1 << 30, spelled ? 0 : family.window);
+    }
+    int first = qwen ? config.integer("max_window_layers", 0, max_layers, 28) : 0;
+    out.windows.assign((size_t)out.layers, 0);
+    for (int layer = first; layer < out.layers; layer++) out.windows[(size_t)layer] = out.window;
+
+    const cJSON *types = config.find("layer_types");
+    if (!types) return;
+    if (!cJSON_IsArray(types) || cJSON_GetArraySize(types) != out.layers) {
+        config.refuse("layer_types", types, "a list of num_hidden_layers names, " + std::to_string(out.layers));
+    }
+    const cJSON *type = types->child;
+    for (int &window : out.windows) {
+        std::string word = cJSON_IsString(type) ? type->valuestring : "";
+        bool sliding = word == "sliding_attention";
+        if (!sliding && word != "full_attention") {
+            config.refuse("an entry of layer_types", type, "full_attention or sliding_attention");
+        }
+        if (!qwen ? sliding != (window > 0) : sliding && out.window == 0) {
+            fail("%s: layer_types has %s, which disagrees with the sliding window of this %s, %d", config.name.c_str(),
+                 word.c_str(), out.architecture.c_str(), out.window);
+        }
+        window = sliding ? out.window : 0;
+        type = type->next;
+    }
+}
+
+// generation_config.json goes before config.json; a family's default counts only where neither has the key.
+inline void read_special_ids(const Section &config, const Section &generation, const Family &family, Config &out) {
+    const int last = out.vocabulary - 1;
+    const Section &bos = generation.find("bos_token_id") ? generation : config;
+    bool bos_spelled = cJSON_HasObjectItem(bos.object, "bos_token_id") || family.bos_id > last;
+    out.bos_id = bos.integer("bos_token_id", 0, last, bos_spelled ? -1 : family.bos_id);
+
+    const Section &end = generation.find("eos_token_id") ? generation : config;
+    const cJSON *ids = end.find("eos_token_id");
+    if (!ids && !cJSON_HasObjectItem(end.object, "eos_token_id") && family.end_id >= 0 && family.end_id <= last) {
+        out.end_ids = {family.end_id};
+    }
+    for (const cJSON *id = cJSON_IsArray(ids) ? ids->child : ids; id; id = cJSON_IsArray(ids) ? id->next : nullptr) {
+        double value = cJSON_IsNumber(id) ? id->valuedouble : NAN;
+        if (!(value >= 0 && value <= last && value == std::floor(value))) {
+            end.refuse("eos_token_id", ids, "ids from 0 to " + std::to_string(last) + " (vocab_size - 1)");
+        }
+        out.end_ids.push_back((int)value);
+    }
+}
+
+// From the two texts in memory; `generation_text` may be empty: no such file. Names are for messages.
+inline Config parse_config(const std::string &name, const std::string &text, const std::string &generation_name,
+                           const std::string &generation_text) {
+    Json root = parse_json(name, text);
+    Json generation_root = generation_text.empty() ? nullptr : parse_json(generation_name, generation_text);
+    const Section config{name, root.get()}, generation{generation_name, generation_root.get()};
+
+    Config out;
+    const Family &family = find_family(config);
+    out.architecture = family.architecture;
+    out.model_type = family.model_type;
+    refuse_unsupported(config);
+    read_sizes(config, family, out);
+    read_rope(config, out);
+    read_windows(config, family, out);
+    read_special_ids(config, generation, family, out);
+    out.dtype = config.text("dtype", config.text("torch_dtype", ""));
+    out.tied = config.flag("tie_word_embeddings", false);
+    bool attention_bias = config.flag("attention_bias", false);
+    auto biased = [&](Family::Bias bias) {
+        return bias == Family::always || (bias != Family::never && attention_bias);
+    };
+    out.qkv_bias = biased(family.qkv_bias);
+    out.output_bias = biased(family.output_bias);
+    out.mlp_bias = family.reads_mlp_bias && config.flag("mlp_bias", false);
+    out.qk_norm = family.qk_norm;
+    return out;
+}
+
+inline Config load_config(const std::string &directory) {
+    struct stat status;
+    if (stat(directory.c_str(), &status) != 0) fail("%s: %s", directory.c_str(), strerror(errno));
+    if (!S_ISDIR(status.st_mode)) {
+        fail("%s: is a file, expected the directory that holds config.json and model.safetensors", directory.c_str());
+    }
+    std::string name = join_path(directory, "config.json"), text = read_file(name, max_json_bytes);
+    std::string generation = join_path(directory, "generation_config.json");
+    return parse_config(name, text, generation,
+                        file_exists(generation) ? read_file(generation, max_json_bytes) : std::string());
+}
+
+// ---- safetensors ---------------------------------------------------------------------------------------------------
+// A file is: 8 bytes, the length n of the header (little-endian); n bytes of JSON,
+//   {"model.norm.weight": {"dtype": "BF16", "shape": [64], "data_offsets": [0, 128]}, ..., "__metadata__": {...}}
+// and the data. Offsets count from the start of the data; the tensors cover all of it, and none overlaps another.
+
+struct StoredTensor {
+    std::string file, dtype;  // the file as messages call it; the type as the file calls it
+    std::vector<int64_t> shape;
+    const char *data = nullptr;
+    size_t bytes = 0;
+};
+
+struct TensorTable {
+    std::string name;  // the file that lists them: model.safetensors, or the index of the shards
+    std::map<std::string, StoredTensor> tensors;
+};
+
+inline std::string shape_text(const std::vector<int64_t> &shape) {
+    std::string text = "[";
+    for (size_t i = 0; i < shape.size(); i++) text += (i ? ", " : "") + std::to_string(shape[i]);
+    return text + "]";
+}
+
+// Bytes of an element of each type the format has; 0: not known here, so its size is not checked. Only F32, F16 and
+// BF16 can be used; others may lie in the file beside them.
+inline size_t stored_dtype_bytes(const std::string &dtype) {
+    for (const char *one : {"BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"})
+        if (dtype == one) return 1;
+    for (const char *two : {"U16", "I16", "F16", "BF16"})
+        if (dtype == two) return 2;
+    for (const char *four : {"U32", "I32", "F32"})
+        if (dtype == four) return 4;
+    for (const char *eight : {"U64", "I64", "F64", "C64"})
+        if (dtype == eight) return 8;
+    return 0;
+}
+
+// A list of whole numbers from 0 to 2^53, which a double holds exactly.
+inline std::vector<int64_t> read_counts(const Section &tensor, const char *key) {
+    const cJSON *list = tensor.find(key);
+    if (!list) fail("%s: %s is missing", tensor.name.c_str(), key);
+    std::vector<int64_t> counts;
+    for (const cJSON *item = list->child; item; item = item->next) {
+        if (!cJSON_IsNumber(item) || !(item->valuedouble >= 0 && item->valuedouble <= 9007199254740992.0) ||
+            item->valuedouble != std::floor(item->valuedouble)) {
+            tensor.refuse(key, list, "a list of whole numbers");
+        }
+        counts.push_back((int64_t)item->valuedouble);
+    }
+    if (!cJSON_IsArray(list)) tensor.refuse(key, list, "a list of whole numbers");
+    return counts;
+}
+
+// One entry of the header. `data` (data_bytes) is the part of the file behind the header.
+inline StoredTensor read_entry(const std::string &file, const cJSON *item, const char *data, size_t data_bytes) {
+    Section entry{file + ": tensor " + item->string, item};
+    const char *name = entry.name.c_str();
+    if (!cJSON_IsObject(item)) fail("%s: expected an object", name);
+    if (!entry.find("dtype")) fail("%s: dtype is missing", name);
+    StoredTensor tensor;
+    tensor.file = file;
+    tensor.dtype = entry.text("dtype", "");
+    tensor.shape = read_counts(entry, "shape");
+    std::vector<int64_t> offsets = read_counts(entry, "data_offsets");
+    if (offsets.size() != 2 || offsets[0] > offsets[1]) {
+        entry.refuse("data_offsets", entry.find("data_offsets"), "[begin, end]");
+    }
+    if ((uint64_t)offsets[1] > data_bytes) {
+        fail("%s ends at byte %lld of the data, but the file holds %zu: it is cut off, fetch it again", name,
+             (long long)offsets[1], data_bytes);
+    }
+    tensor.data = data + offsets[0];
+    tensor.bytes = (size_t)(offsets[1] - offsets[0]);
+
+    size_t element = stored_dtype_bytes(tensor.dtype), expected = element;
+    for (int64_t count : tensor.shape) {
+        if (count && expected > SIZE_MAX / (size_t)count)
+            fail("%s: shape %s is too large", name, shape_text(tensor.shape).c_str());
+        expected *= (size_t)count;
+    }
+    if (element && expected != tensor.bytes) {
+        fail("%s has %zu bytes, its shape %s in %s asks for %zu", name, tensor.bytes, shape_text(tensor.shape).c_str(),
+             tensor.dtype.c_str(), expected);
+    }
+    return tensor;
+}
+
+// Throws unless the tensors cover the data from its first byte to its last, each byte once.
+inline void check_coverage(const TensorTable &table, const char *data, size_t data_bytes) {
+    std::vector<std::pair<const StoredTensor *, const std::string *>> order;
+    for (const auto &[name, tensor] : table.tensors) order.push_back({&tensor, &name});
+    std::sort(order.begin(), order.end(), [](const auto &a, const auto &b) {
+        return std::make_pair(a.first->data, a.first->bytes) < std::make_pair(b.first->data, b.first->bytes);
+    });
+    const char *covered = data;
+    for (const auto &[tensor, name] : order) {
+        if (tensor->data != covered) {
+            fail("%s: tensor %s begins at byte %td of the data, expected %td: tensors %s", table.name.c_str(),
+                 name->c_str(), tensor->data - data, covered - data,
+                 tensor->data < covered ? "overlap" : "leave a gap");
+        }
+        covered += tensor->bytes;
+    }
+    if (covered != data + data_bytes) {
+        fail("%s: holds %zu bytes of data, its header speaks of %td", table.name.c_str(), data_bytes, covered - data);
+    }
+}
+
+// The tensors of one file, given as its bytes in memory; nothing behind the header is read.
+inline TensorTable parse_safetensors(const std::string &name, const char *bytes, size_t size) {
+    const char lfs[] = "version https://git-lfs";
+    if (size >= sizeof lfs - 1 && memcmp(bytes, lfs, sizeof lfs - 1) == 0) {
+        fail("%s: is a Git LFS pointer, not the weights: run `git lfs pull` where it came from", name.c_str());
+    }
+    uint64_t header_bytes = 0;
+    if (size < sizeof header_bytes) fail("%s: is %zu bytes long, too short for a safetensors file", name.c_str(), size);
+    memcpy(&header_bytes, bytes, sizeof header_bytes);
+    const size_t rest = size - sizeof header_bytes;
+    if (header_bytes > max_json_bytes) {
+        fail("%s: its header is said to be %llu bytes long, expected at most %zu: not a safetensors file", name.c_str(),
+             (unsigned long long)header_bytes, max_json_bytes);
+    }
+    if (header_bytes > rest) {
+        fail("%s: its header is said to be %llu bytes long, but the file holds %zu: it is cut off, fetch it again",
+             name.c_str(), (unsigned long long)header_bytes, rest);
+    }
+    const char *header = bytes + sizeof header_bytes, *data = header + header_bytes;
+    Json root = parse_json(name + ": header", std::string(header, (size_t)header_bytes));
+    TensorTable table{name, {}};
+    for (const cJSON *item = root->child; item; item = item->next) {
+        if (strcmp(item->string, "__metadata__") == 0) continue;
+        table.tensors[item->string] = read_entry(name, item, data, rest - (size_t)header_bytes);
+    }
+    check_coverage(table, data, rest - (size_t)header_bytes);
+    return table;
+}
+
+// The shards that the index names, each opened once; a tensor is taken from the shard the index gives.
+inline TensorTable open_shards(const std::string &directory, const std::string &index, std::vector<Mapping> &files) {
+    Json root = parse_json(index, read_file(index, max_json_bytes));
+    Section map = Section{index, root.get()}.section("weight_map");
+    if (!map.object) fail("%s: weight_map is missing", index.c_str());
+    TensorTable all{index, {}};
+    std::map<std::string, TensorTable> shards;
+    for (const cJSON *item = map.object->child; item; item = item->next) {
+        std::string shard = map.text(item->string, "");
+        if (shard.empty() || shard == "." || shard == ".." || shard.find('/') != std::string::npos) {
+            map.refuse(item->string, item, "the name of a file in the same directory");
+        }
+        if (!shards.count(shard)) {
+            std::string path = join_path(directory, shard);
+            if (!file_exists(path)) {
+                fail("%s: cannot open it: %s; %s names it", path.c_str(), strerror(errno), index.c_str());
+            }
+            files.push_back(map_file(path));
+            shards[shard] = parse_safetensors(path, files.back().get(), files.back().get_deleter().size);
+        }
+        auto found = shards[shard].tensors.find(item->string);
+        if (found == shards[shard].tensors.end()) {
+            fail("%s: tensor %s is missing, %s says it is here", shards[shard].name.c_str(), item->string,
+                 index.c_str());
+        }
+        all.tensors[item->string] = found->second;
+    }
+    return all;
+}
+
+inline TensorTable open_weights(const std::string &directory, std::vector<Mapping> &files) {
+    std::string single = join_path(directory, "model.safetensors"), index = single + ".index.json";
+    if (!file_exists(single)) {
+        if (file_exists(index)) return open_shards(directory, index, files);
+        fail("%s: neither model.safetensors nor model.safetensors.index.json is there; no other format is read",
+             directory.c_str());
+    }
+    files.push_back(map_file(single));
+    return parse_safetensors(single, files.back().get(), files.back().get_deleter().size);
+}
+
+// ---- Config + tensors = Model --------------------------------------------------------------------------------------
+
+// Takes tensors out of the table by name, with the shape the config asks for.
+struct Binder {
+    const TensorTable &table;
+    Model &model;
+
+    const StoredTensor *find(const std::string &name) const {
+        auto found = table.tensors.find(name);
+        return found == table.tensors.end() ? nullptr : &found->second;
+    }
+    Tensor take(const std::string &name, const std::vector<int64_t> &shape) {
+        const StoredTensor *stored = find(name);
+        if (!stored) {
+            fail("%s: tensor %s is missing, config.json asks for it (%s, %d layers)", table.name.c_str(), name.c_str(),
+                 model.config.architecture.c_str(), model.config.layers);
+        }
+        if (stored->shape != shape) {
+            fail("%s: tensor %s has shape %s, config.json asks for %s", stored->file.c_str(), name.c_str(),
+                 shape_text(stored->shape).c_str(), shape_text(shape).c_str());
+        }
+        Tensor tensor{stored->data, DType::f32, shape.size() == 1 ? 1 : shape[0], shape.back()};
+        if (stored->dtype == "F16") {
+            tensor.type = DType::f16;
+        } else if (stored->dtype == "BF16") {
+            tensor.type = DType::bf16;
+        } else if (stored->dtype != "F32") {
+            fail("%s: tensor %s has dtype %s, supported are F32 F16 BF16", stored->file.c_str(), name.c_str(),
+                 stored->dtype.c_str());
+        }
+        if ((uintptr_t)tensor.data % (uintptr_t)dtype_bytes(tensor.type)) {
+            model.copies.emplace_back(new char[stored->bytes]);
+            memcpy(model.copies.back().get(), stored->data, stored->bytes);
+            tensor.data = model.copies.back().get();
+        }
+        model.weight_bytes += (int64_t)stored->bytes;
+        model.parameters += tensor.rows * tensor.cols;
+        return tensor;
+    }
+    Linear linear(const std::string &name, int outputs, int inputs, bool bias) {
+        Linear result;
+        result.weight = take(name + ".weight", {outputs, inputs});
+        if (bias) result.bias = take(name + ".bias", {outputs});
+        return result;
+    }
+};
+
+inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) {
+    const std::string layer = "model.layers." + std::to_string(index) + ".", attention = layer + "self_attn.",
+                      mlp = layer + "mlp.";
+    const int query_width = config.heads * config.head_dim, kv_width = config.kv_heads * config.head_dim;
+    LayerWeights out;
+    out.attention_norm = binder.take(layer + "input_layernorm.weight", {config.hidden});
+    out.query = binder.linear(attention + "q_proj", query_width, config.hidden, config.qkv_bias);
+    out.key = binder.linear(attention + "k_proj", kv_width, config.hidden, config.qkv_bias);
+    out.value = binder.linear(attention + "v_proj", kv_width, config.hidden, config.qkv_bias);
+    out.output = binder.linear(attention + "o_proj", config.hidden, query_width, config.output_bias);
+    if (config.qk_norm) {
+        out.query_norm = binder.take(attention + "q_norm.weight", {config.head_dim});
+        out.key_norm = binder.take(attention + "k_norm.weight", {config.head_dim});
+    }
+    out.mlp_norm = binder.take(layer + "post_attention_layernorm.weight", {config.hidden});
+    out.gate = binder.linear(mlp + "gate_proj", config.ffn, config.hidden, config.mlp_bias);
+    out.up = binder.linear(mlp + "up_proj", config.ffn, config.hidden, config.mlp_bias);
+    out.down = binder.linear(mlp + "down_proj", config.hidden, config.ffn, config.mlp_bias);
+    out.window = config.windows[(size_t)index];
+    return out;
+}
+
+// The head is the embedding when the config ties them. As in Transformers 5, what is stored has the last word: a tied
+// checkpoint with only one of the two uses that one for both; one that stores two different matrices is not tied.
+inline void bind_embedding_and_head(Binder &binder, Config &config, Model &model) {
+    const std::string embedding = "model.embed_tokens.weight", head = "lm_head.weight";
+    const StoredTensor *a = binder.find(embedding), *b = binder.find(head);
+    if (config.tied && a && b && (a->bytes != b->bytes || memcmp(a->data, b->data, a->bytes) != 0)) config.tied = false;
+    const std::vector<int64_t> shape = {config.vocabulary, config.hidden};
+    model.embedding = binder.take(config.tied && !a && b ? head : embedding, shape);
+    model.head = config.tied ? model.embedding : binder.take(head, shape);
+}
+
+// Points the model's tensors into the table's; the caller keeps what the table points into alive.
+inline Model bind_weights(Config config, const TensorTable &table) {
+    Model model;
+    model.config = std::move(config);
+    Binder binder{table, model};
+    bind_embedding_and_head(binder, model.config, model);
+    for (int layer = 0; layer < model.config.layers; layer++) {
+        model.layers.push_back(bind_layer(binder, model.config, layer));
+    }
+    model.final_norm = binder.take("model.norm.weight", {model.config.hidden});
+    return model;
+}
+
+inline Model load_model(const std::string &directory) {
+    Config config = load_config(directory);
+    std::vector<Mapping> files;
+    TensorTable table = open_weights(directory, files);
+    Model model = bind_weights(std::move(config), table);
+    model.files = std::move(files);
+    return model;
+}
