@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""Writes tests/fixtures/models: tiny random checkpoints, one per family and special case, with Transformers' answers.
+
+    python3 weights_tools/make_fixtures.py [--out tests/fixtures/models] [--only NAME ...]
+
+Needs torch and transformers (made with 5.23). Each directory is laid out as a downloaded checkpoint (config.json,
+generation_config.json, model.safetensors or shards with an index; no tokenizer: prompts are ids) and holds
+
+    expected.json        prompt_ids (P of them), greedy_ids (the next 16 by argmax)
+    expected_logits.npy  float32 (P + 15, vocabulary): the logits behind each of prompt_ids + greedy_ids[:15]
+
+computed by Transformers, loaded back from that very directory, in float32 with eager attention and no cache. Weights
+stored as f16 or bf16 are rounded first and widened for the computation, so the reference sees what the engine sees.
+
+Random weights are made so that a wrong engine shows: logits are lively, norms are not 1 and biases not 0, the two
+best logits of a greedy step lie more than GAP apart, and what a case is there for (`matters`) moves the logits.
+"""
+import argparse
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+PROMPT, GREEDY = 32, 16
+GAP = 1e-2  # between the best and the second logit of every greedy step: 100 times what float32 may move one
+FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             vocab_size=64, max_position_embeddings=128)
+LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=64)
+# A head wider than hidden / heads keeps the file small.
+WIDE_HEAD = dict(SMALL, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                 num_key_value_heads=1)
+
+# Per case: the family, the config, how it is stored (dtype, old or new spelling, shards), end ids where there are
+# several, and `matters`: a change of the config after which the same weights must give other logits.
+CASES = {
+    "llama_mha": dict(family="llama", config=dict(SMALL, num_key_value_heads=4, rms_norm_eps=0.1),
+                      matters=dict(rms_norm_eps=1e-6)),
+    "llama_gqa_9_on_3": dict(family="llama", config=dict(
+        SMALL, hidden_size=36, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)),
+    "llama_mqa": dict(family="llama", config=dict(SMALL, num_key_value_heads=1)),
+    "llama_bias": dict(family="llama", config=dict(SMALL, attention_bias=True, mlp_bias=True)),
+    "llama_rope_theta": dict(family="llama", config=dict(
+        SMALL, rope_parameters=dict(rope_type="default", rope_theta=500000.0)),
+        matters=dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0))),
+    "llama_rope_linear": dict(family="llama", config=dict(
+        SMALL, rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=10000.0)),
+        matters=dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0))),
+    # 8 frequencies: 2 kept, 1 or 2 between, the rest divided by 8.
+    "llama_rope_llama3": dict(family="llama", ends=[2, 5, 7], config=dict(
+        SMALL, head_dim=16, tie_word_embeddings=True, rope_parameters=dict(LLAMA3_ROPE, rope_theta=10000.0)),
+        matters=dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0))),
+    "llama_new_spelling": dict(family="llama", spelling="new", config=dict(
+        SMALL, head_dim=16, rope_parameters=dict(LLAMA3_ROPE, rope_theta=20000.0)),
+        matters=dict(rope_parameters=dict(LLAMA3_ROPE, rope_theta=10000.0))),
+    "llama_f16": dict(family="llama", dtype=torch.float16, config=dict(
+        SMALL, hidden_size=64, num_attention_heads=8, num_key_value_heads=1)),
+    "llama_bf16": dict(family="llama", dtype=torch.bfloat16, config=dict(
+        SMALL, hidden_size=64, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True)),
+    "llama_sharded": dict(family="llama", dtype=torch.bfloat16, shard="16KB", config=dict(SMALL, vocab_size=96)),
+    "mistral_window": dict(family="mistral", config=dict(SMALL, sliding_window=8), matters=dict(sliding_window=9)),
+    "mistral_no_window": dict(family="mistral", spelling="new", config=dict(SMALL, sliding_window=None, head_dim=16)),
+    "qwen2_14_on_2": dict(family="qwen2", ends=[0, 1], config=dict(
+        SMALL, hidden_size=56, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
+        sliding_window=8, max_window_layers=0, rope_parameters=dict(rope_type="default", rope_theta=1000000.0))),
+    "qwen2_window": dict(family="qwen2", config=dict(
+        SMALL, num_hidden_layers=3, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+        matters=dict(sliding_window=7)),
+    "qwen3": dict(family="qwen3", config=dict(
+        SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=1000000.0))),
+    "qwen3_layer_types": dict(family="qwen3", spelling="new", dtype=torch.bfloat16, config=dict(
+        SMALL, num_hidden_layers=3, head_dim=16, use_sliding_window=True, sliding_window=5, attention_bias=True,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+        matters=dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"])),
+    **{f"head_dim_{dim}": dict(family="llama", config=dict(WIDE_HEAD, head_dim=dim)) for dim in (64, 80, 96, 128, 256)},
+}
+
+
+def fill(model, seed):
+    """Random weights: matrices keep the scale of what passes through them, norms lie around 1. A tied embedding is
+    small, or the head would see in every position little more than the token that stands there, and repeat it."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if name.endswith("bias"):
+                weight.copy_(0.5 * noise)
+            elif weight.dim() == 1:
+                weight.copy_(1 + 0.25 * noise)
+            elif "embed_tokens" in name:
+                weight.copy_(noise * (0.25 if model.config.tie_word_embeddings else 1))
+            else:
+                weight.copy_(noise * 1.2 / weight.shape[1] ** 0.5)
+
+
+def old_spelling(path):
+    """Rewrites a config.json as Transformers 4 wrote it: rope_theta, rope_scaling and torch_dtype."""
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    if rope["rope_type"] == "linear":
+        rope["type"] = rope.pop("rope_type")
+    config["torch_dtype"] = config.pop("dtype")
+    config.pop("layer_types", None)
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids]), use_cache=False).logits[0].float()
+
+
+def load(directory):
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def try_seed(directory, case, seed):
+    """Writes the checkpoint for one seed; returns (prompt, greedy, logits), or None where a step is too close a call."""
+    ends = case.get("ends", 2)
+    config = FAMILIES[case["family"]](**case["config"], bos_token_id=1, eos_token_id=ends, pad_token_id=None)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    fill(model, seed)
+    model.to(case.get("dtype", torch.float32))
+    model.generation_config.bos_token_id, model.generation_config.eos_token_id = 1, ends
+    shutil.rmtree(directory, ignore_errors=True)
+    model.save_pretrained(directory, max_shard_size=case.get("shard", "1GB"))
+    if case.get("spelling", "old") == "old":
+        old_spelling(directory / "config.json")
+
+    model = load(directory)
+    random = np.random.default_rng(seed)
+    prompt = [1] + random.integers(8, config.vocab_size, PROMPT - 1).tolist()
+    ids = list(prompt)
+    for _ in range(GREEDY):
+        best = torch.topk(logits_of(model, ids)[-1], 2)
+        if best.values[0] - best.values[1] < GAP:
+            return None
+        ids.append(int(best.indices[0]))
+    greedy = ids[PROMPT:]
+    if len(set(greedy)) < 6 or set(greedy) & set(np.atleast_1d(ends).tolist()):
+        return None
+    return prompt, greedy, logits_of(model, ids[:-1])
+
+
+def check_matters(directory, case, ids, logits):
+    """The reference itself, with the case's feature changed, must be far away: else the case tests nothing."""
+    if "matters" not in case:
+        return
+    other = FAMILIES[case["family"]](**{**case["config"], **case["matters"]}, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(other).eval()
+    model.load_state_dict(load(directory).state_dict())
+    change = float((logits_of(model, ids) - logits).norm() / logits.norm())
+    assert change > 1e-2, f"{directory.name}: {case['matters']} moves the logits by {change} only"
+
+
+def make(directory, case):
+    for seed in range(1000):
+        found = try_seed(directory, case, seed)
+        if found:
+            break
+    prompt, greedy, logits = found
+    check_matters(directory, case, (prompt + greedy)[:-1], logits)
+    np.save(directory / "expected_logits.npy", logits.numpy().astype(np.float32))
+    expected = dict(prompt_ids=prompt, greedy_ids=greedy)
+    (directory / "expected.json").write_text(json.dumps(expected) + "\n")
+    size = sum(file.stat().st_size for file in directory.iterdir())
+    print(f"{directory.name:20} seed {seed:3}  {size:7} bytes  logits {logits.std():.2f} wide  greedy {greedy[:8]}",
+          flush=True)
+    return size
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tests/fixtures/models"))
+    parser.add_argument("--only", nargs="*", choices=list(CASES))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    sizes = [make(arguments.out / name, CASES[name]) for name in arguments.only or CASES]
+    print(f"{len(sizes)} checkpoints, {sum(sizes)} bytes")
+
+
+if __name__ == "__main__":
+    main()
