@@ -1,0 +1,59 @@
+// Text <-> token ids, from the tokenizer.json of a checkpoint.
+//
+//   text --added tokens--> pieces --normalizer--> --pre-tokenizer--> words --merges--> ids
+//   ids --vocabulary--> tokens --decoder--> text, streamed in whole UTF-8 characters
+//
+// Ids and text are those of the `tokenizers` library: BPE, byte-level (GPT-2, Llama 3, Qwen, SmolLM, DeepSeek,
+// StarCoder) or SentencePiece-style (Llama 2, TinyLlama, Mistral). Anything else in the file is refused by name.
+//
+// A Tokenizer never changes once loaded: any number of threads may encode and decode with it.
+// Errors are one line without a line break: "FILE: what was found, what was expected".
+#ifndef TOKENIZER_H
+#define TOKENIZER_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct Tokenizer Tokenizer;
+typedef struct TokenizerStream TokenizerStream;
+
+// From a file, or from its text (`length` bytes; `name` stands before the error). NULL and an error if it cannot be
+// used. Ids must be below 2^24.
+Tokenizer *tokenizer_load(const char *path, char *error, size_t error_size);
+Tokenizer *tokenizer_parse(const char *json, size_t length, const char *name, char *error, size_t error_size);
+void tokenizer_free(Tokenizer *tokenizer);
+
+int tokenizer_size(const Tokenizer *tokenizer);                     // highest id + 1; ids in between may be unused
+int tokenizer_find(const Tokenizer *tokenizer, const char *token);  // id of a token as the file spells it, or -1
+const char *tokenizer_token(const Tokenizer *tokenizer, int id);    // its spelling ("Ġthe", "<s>"), NULL if unused
+bool tokenizer_is_special(const Tokenizer *tokenizer, int id);      // <s>, </s>, <|im_start|>, ...
+
+// Encodes `length` bytes of UTF-8 (NUL is a character like any other) in O(length log length). With add_special also
+// what the post-processor puts around a text (BOS, EOS). Returns the number of ids and in *ids an array to free();
+// or -1 and an error: text that is not UTF-8 (the byte is named), longer than 2^28 bytes, or out of memory.
+// A character without a token and without an unknown token leaves nothing, as in the library.
+int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t length, bool add_special, int **ids,
+                     char *error, size_t error_size);
+
+// Decodes id by id. What `next` gives, joined, and then `flush`, is the text of all ids together: only whole UTF-8
+// characters; bytes that never become one are given as U+FFFD. The text is NUL-terminated, *length (may be NULL) is
+// its length in bytes, often 0, and it lives until the next call on the stream. Unused ids give nothing; with
+// skip_special special tokens give nothing. After flush the stream begins anew. NULL: out of memory.
+// Where bytes have tokens of their own ("<0xE4>"), a run of them is held until it ends: one bad byte in it turns the
+// whole run into U+FFFD.
+TokenizerStream *tokenizer_stream_begin(const Tokenizer *tokenizer, bool skip_special);
+const char *tokenizer_stream_next(TokenizerStream *stream, int id, size_t *length);
+const char *tokenizer_stream_flush(TokenizerStream *stream, size_t *length);
+void tokenizer_stream_free(TokenizerStream *stream);
+
+// All at once: NUL-terminated text to free(), *length (may be NULL) its bytes. NULL: out of memory.
+char *tokenizer_decode(const Tokenizer *tokenizer, const int *ids, int count, bool skip_special, size_t *length);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
