@@ -40,10 +40,9 @@ struct Error : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Throws Error with the formatted line. Names out of a file may hold anything: control characters become '?', so that
-// it stays one line, and what is longer than 1,000 bytes is cut.
+// Throws Error with the formatted line, cut at 5,000 bytes (a path may have 4,096). Control characters become '?'.
 [[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char *format, ...) {
-    char line[1000];
+    char line[5000];
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(line, sizeof line, format, arguments);
@@ -183,12 +182,23 @@ struct DeleteJson {
 };
 using Json = std::unique_ptr<cJSON, DeleteJson>;
 
-// What the file says, for a message: at most 60 bytes of it.
-inline std::string shown(const cJSON *item) {
+// What a file says, fit for a message, whatever it is: ASCII, and at most 80 characters of it.
+inline std::string printable(std::string text) {
+    if (text.size() > 80) text = text.substr(0, 77) + "...";
+    for (char &c : text) c = c < ' ' || c > '~' ? '?' : c;
+    return text;
+}
+
+inline std::string printable(const cJSON *item) {
     char *text = cJSON_PrintUnformatted(item);
-    std::string result = text ? text : "?";
+    std::string result = printable(std::string(text ? text : "?"));
     cJSON_free(text);
-    return result.size() <= 60 ? result : result.substr(0, 57) + "...";
+    return result;
+}
+
+inline bool is_whole(const cJSON *item, double low, double high) {
+    if (!cJSON_IsNumber(item)) return false;
+    return item->valuedouble >= low && item->valuedouble <= high && item->valuedouble == std::floor(item->valuedouble);
 }
 
 // JSON leaves open which of two equal keys counts, so readers differ; a file that has any is refused.
@@ -196,7 +206,7 @@ inline void refuse_duplicate_keys(const std::string &name, const cJSON *item) {
     std::set<std::string> keys;
     for (const cJSON *child = item->child; child; child = child->next) {
         if (child->string && !keys.insert(child->string).second) {
-            fail("%s: key \"%s\" stands twice in one object", name.c_str(), child->string);
+            fail("%s: key \"%s\" stands twice in one object", name.c_str(), printable(child->string).c_str());
         }
         if (child->child) refuse_duplicate_keys(name, child);
     }
@@ -211,8 +221,7 @@ inline Json parse_json(const std::string &name, const std::string &text) {
     size_t position = std::min((size_t)(end - text.c_str()), text.size());
     if (!root || position != text.size()) {
         int line = 1 + (int)std::count(text.begin(), text.begin() + (std::ptrdiff_t)position, '\n');
-        fail("%s: not valid JSON at line %d, byte %zu: \"%.20s\"", name.c_str(), line, position,
-             text.c_str() + position);
+        fail("%s: not valid JSON at line %d, byte %zu", name.c_str(), line, position);
     }
     if (!cJSON_IsObject(root.get())) fail("%s: expected a JSON object", name.c_str());
     refuse_duplicate_keys(name, root.get());
@@ -228,17 +237,17 @@ struct Section {
         const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
         return item && !cJSON_IsNull(item) ? item : nullptr;
     }
+    bool has_null(const char *key) const { return cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(object, key)); }
     [[noreturn]] void refuse(const char *key, const cJSON *item, const std::string &expected) const {
-        fail("%s: %s is %s, expected %s", name.c_str(), key, shown(item).c_str(), expected.c_str());
+        fail("%s: %s is %s, expected %s", name.c_str(), key, printable(item).c_str(), expected.c_str());
     }
     int integer(const char *key, int low, int high) const {
         const cJSON *item = find(key);
         if (!item) fail("%s: %s is missing", name.c_str(), key);
-        double value = cJSON_IsNumber(item) ? item->valuedouble : NAN;
-        if (!(value >= low && value <= high && value == std::floor(value))) {
+        if (!is_whole(item, low, high)) {
             refuse(key, item, "a whole number from " + std::to_string(low) + " to " + std::to_string(high));
         }
-        return (int)value;
+        return (int)item->valuedouble;
     }
     int integer(const char *key, int low, int high, int otherwise) const {
         return find(key) ? integer(key, low, high) : otherwise;
@@ -280,18 +289,18 @@ struct Family {
     const char *architecture, *model_type;
     int kv_heads, head_dim;  // 0: as many as heads; hidden_size / heads
     int context, window;
-    int bos_id, end_id;  // -1: none
-    enum Bias { never, always, if_attention_bias } qkv_bias, output_bias;
+    int bos_id, end_id;                                           // -1: none
+    enum Bias { never, always, if_asked } qkv_bias, output_bias;  // if_asked: where attention_bias is true
     bool reads_mlp_bias, qk_norm;
 };
 
 // clang-format off
 constexpr Family families[] = {
-    // architecture       model_type kv  dim context  window bos end query, key, value       output                   mlp    q/k norm
-    {"LlamaForCausalLM",   "llama",   0,   0,   2048,    0,  1,  2, Family::if_attention_bias, Family::if_attention_bias, true,  false},
-    {"MistralForCausalLM", "mistral", 8,   0, 131072, 4096,  1,  2, Family::never,             Family::never,             false, false},
-    {"Qwen2ForCausalLM",   "qwen2",  32,   0,  32768, 4096, -1, -1, Family::always,            Family::never,             false, false},
-    {"Qwen3ForCausalLM",   "qwen3",  32, 128,  32768, 4096, -1, -1, Family::if_attention_bias, Family::if_attention_bias, false, true},
+    //                               kv  dim context  window bos end  q, k, v bias      output bias       mlp bias  q/k norm
+    {"LlamaForCausalLM",   "llama",   0,   0,   2048,    0,  1,  2,  Family::if_asked, Family::if_asked, true,  false},
+    {"MistralForCausalLM", "mistral", 8,   0, 131072, 4096,  1,  2,  Family::never,    Family::never,    false, false},
+    {"Qwen2ForCausalLM",   "qwen2",  32,   0,  32768, 4096, -1, -1,  Family::always,   Family::never,    false, false},
+    {"Qwen3ForCausalLM",   "qwen3",  32, 128,  32768, 4096, -1, -1,  Family::if_asked, Family::if_asked, false, true},
 };
 // clang-format on
 
@@ -315,30 +324,28 @@ inline const Family &find_family(const Section &config) {
         bool same_type = model_type == family.model_type;
         if (wanted.empty() ? !same_type : wanted != family.architecture) continue;
         if (!same_type && !model_type.empty()) {
-            fail("%s: model_type is \"%s\", but %s is a \"%s\"", config.name.c_str(), model_type.c_str(),
+            fail("%s: model_type is %s, but %s asks for %s", config.name.c_str(), printable(model_type).c_str(),
                  family.architecture, family.model_type);
         }
         return family;
     }
     fail("%s: architecture %s is not supported; supported are%s", config.name.c_str(),
-         (wanted.empty() ? model_type : wanted).c_str(), known.c_str());
+         printable(wanted.empty() ? model_type : wanted).c_str(), known.c_str());
 }
 
 // Things that would change the result and that this engine does not do.
-inline void refuse_unsupported(const Section &config) {
+inline void refuse_unsupported(const Section &config, const std::string &dtype) {
     const char *name = config.name.c_str();
     std::string activation = config.text("hidden_act", "silu");
     if (activation != "silu" && activation != "swish") {  // two names of x * sigmoid(x)
-        fail("%s: hidden_act %s is not supported; supported is silu", name, activation.c_str());
+        fail("%s: hidden_act %s is not supported; supported is silu", name, printable(activation).c_str());
     }
-    if (config.find("quantization_config")) {
-        fail("%s: quantization_config: quantized weights are not supported; take the F32, F16 or BF16 checkpoint",
-             name);
+    if (const cJSON *item = config.find("quantization_config")) {
+        fail("%s: quantization_config %s: quantized weights are not supported; supported are F32 F16 BF16", name,
+             printable(item).c_str());
     }
-    std::string dtype = config.text("dtype", config.text("torch_dtype", "float32"));
-    if (dtype.rfind("torch.", 0) == 0) dtype = dtype.substr(6);
-    if (dtype != "float32" && dtype != "float16" && dtype != "bfloat16") {
-        fail("%s: dtype %s is not supported; supported are float32 float16 bfloat16", name, dtype.c_str());
+    if (dtype != "" && dtype != "float32" && dtype != "float16" && dtype != "bfloat16") {
+        fail("%s: dtype %s is not supported; supported are float32 float16 bfloat16", name, printable(dtype).c_str());
     }
 }
 
@@ -351,8 +358,8 @@ inline void read_sizes(const Section &config, const Family &family, Config &out)
     out.context = config.integer("max_position_embeddings", 1, 1 << 30, family.context);
     out.heads = config.integer("num_attention_heads", 1, max_size);
     // A null asks for as many KV heads as heads; only a key that is not there takes the family's default.
-    bool spelled = cJSON_HasObjectItem(config.object, "num_key_value_heads") || family.kv_heads == 0;
-    out.kv_heads = config.integer("num_key_value_heads", 1, max_size, spelled ? out.heads : family.kv_heads);
+    bool as_heads = config.has_null("num_key_value_heads") || family.kv_heads == 0;
+    out.kv_heads = config.integer("num_key_value_heads", 1, max_size, as_heads ? out.heads : family.kv_heads);
     if (out.heads % out.kv_heads) {
         fail("%s: num_attention_heads is %d, expected a multiple of num_key_value_heads, %d", name, out.heads,
              out.kv_heads);
@@ -380,7 +387,8 @@ inline void read_rope(const Section &config, Config &out) {
     if (!rope.object || !rope.object->child) rope = config.section("rope_parameters");
     const char *name = rope.name.c_str();
     for (const cJSON *item = rope.object ? rope.object->child : nullptr; item; item = item->next) {
-        if (cJSON_IsObject(item)) fail("%s: %s: rope parameters per layer type are not supported", name, item->string);
+        if (cJSON_IsObject(item))
+            fail("%s: %s: rope parameters per layer type are not supported", name, printable(item->string).c_str());
     }
     if (rope.number("partial_rotary_factor", 0, 1, config.number("partial_rotary_factor", 0, 1, 1)) != 1) {
         fail("%s: partial_rotary_factor is not supported; supported is 1", config.name.c_str());
@@ -390,7 +398,7 @@ inline void read_rope(const Section &config, Config &out) {
     std::string type = rope.text("rope_type", rope.text("type", "default"));
     if (type == "default") return;
     if (type != "linear" && type != "llama3") {
-        fail("%s: rope_type %s is not supported; supported are default linear llama3", name, type.c_str());
+        fail("%s: rope_type %s is not supported; supported are default linear llama3", name, printable(type).c_str());
     }
     out.rope.kind = type == "linear" ? RopeScaling::linear : RopeScaling::llama3;
     if (!rope.find("factor")) fail("%s: factor is missing", name);
@@ -413,32 +421,29 @@ inline void read_rope(const Section &config, Config &out) {
 // those that layer_types names. Llama: none.
 inline void read_windows(const Section &config, const Family &family, Config &out) {
     bool qwen = out.model_type == "qwen2" || out.model_type == "qwen3";
-    bool slides = family.window > 0 && (!qwen || config.flag("use_sliding_window", false));
-    if (slides) {
-        bool spelled = cJSON_HasObjectItem(config.object, "sliding_window");  // null: no window
-        out.window = config.integer("sliding_window", 1, 1 << 30, spelled ? 0 : family.window);
+    if (family.window > 0 && (!qwen || config.flag("use_sliding_window", false))) {
+        out.window =
+            config.integer("sliding_window", 1, 1 << 30, config.has_null("sliding_window") ? 0 : family.window);
     }
     int first = qwen ? config.integer("max_window_layers", 0, max_layers, 28) : 0;
-    out.windows.assign((size_t)out.layers, 0);
-    for (int layer = first; layer < out.layers; layer++) out.windows[(size_t)layer] = out.window;
+    for (int layer = 0; layer < out.layers; layer++) out.windows.push_back(layer < first ? 0 : out.window);
 
-    const cJSON *types = config.find("layer_types");
+    const cJSON *types = qwen ? config.find("layer_types") : nullptr;
     if (!types) return;
     if (!cJSON_IsArray(types) || cJSON_GetArraySize(types) != out.layers) {
-        config.refuse("layer_types", types, "a list of num_hidden_layers names, " + std::to_string(out.layers));
+        config.refuse("layer_types", types, "a list of " + std::to_string(out.layers) + " (num_hidden_layers) names");
     }
     const cJSON *type = types->child;
     for (int &window : out.windows) {
         std::string word = cJSON_IsString(type) ? type->valuestring : "";
-        bool sliding = word == "sliding_attention";
-        if (!sliding && word != "full_attention") {
+        if (word != "full_attention" && word != "sliding_attention") {
             config.refuse("an entry of layer_types", type, "full_attention or sliding_attention");
         }
-        if (!qwen ? sliding != (window > 0) : sliding && out.window == 0) {
-            fail("%s: layer_types has %s, which disagrees with the sliding window of this %s, %d", config.name.c_str(),
-                 word.c_str(), out.architecture.c_str(), out.window);
+        window = word == "full_attention" ? 0 : out.window;
+        if (word == "sliding_attention" && window == 0) {
+            fail("%s: layer_types has sliding_attention, but use_sliding_window and sliding_window give no window",
+                 config.name.c_str());
         }
-        window = sliding ? out.window : 0;
         type = type->next;
     }
 }
@@ -447,20 +452,18 @@ inline void read_windows(const Section &config, const Family &family, Config &ou
 inline void read_special_ids(const Section &config, const Section &generation, const Family &family, Config &out) {
     const int last = out.vocabulary - 1;
     const Section &bos = generation.find("bos_token_id") ? generation : config;
-    bool bos_spelled = cJSON_HasObjectItem(bos.object, "bos_token_id") || family.bos_id > last;
-    out.bos_id = bos.integer("bos_token_id", 0, last, bos_spelled ? -1 : family.bos_id);
+    bool no_bos = bos.has_null("bos_token_id") || family.bos_id > last;
+    out.bos_id = bos.integer("bos_token_id", 0, last, no_bos ? -1 : family.bos_id);
 
     const Section &end = generation.find("eos_token_id") ? generation : config;
     const cJSON *ids = end.find("eos_token_id");
-    if (!ids && !cJSON_HasObjectItem(end.object, "eos_token_id") && family.end_id >= 0 && family.end_id <= last) {
-        out.end_ids = {family.end_id};
-    }
+    bool no_end = end.has_null("eos_token_id") || family.end_id < 0 || family.end_id > last;
+    if (!ids && !no_end) out.end_ids = {family.end_id};
     for (const cJSON *id = cJSON_IsArray(ids) ? ids->child : ids; id; id = cJSON_IsArray(ids) ? id->next : nullptr) {
-        double value = cJSON_IsNumber(id) ? id->valuedouble : NAN;
-        if (!(value >= 0 && value <= last && value == std::floor(value))) {
+        if (!is_whole(id, 0, last)) {
             end.refuse("eos_token_id", ids, "ids from 0 to " + std::to_string(last) + " (vocab_size - 1)");
         }
-        out.end_ids.push_back((int)value);
+        out.end_ids.push_back((int)id->valuedouble);
     }
 }
 
@@ -475,12 +478,13 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     const Family &family = find_family(config);
     out.architecture = family.architecture;
     out.model_type = family.model_type;
-    refuse_unsupported(config);
+    out.dtype = config.text("dtype", config.text("torch_dtype", ""));
+    if (out.dtype.rfind("torch.", 0) == 0) out.dtype = out.dtype.substr(6);
+    refuse_unsupported(config, out.dtype);
     read_sizes(config, family, out);
     read_rope(config, out);
     read_windows(config, family, out);
     read_special_ids(config, generation, family, out);
-    out.dtype = config.text("dtype", config.text("torch_dtype", ""));
     out.tied = config.flag("tie_word_embeddings", false);
     bool attention_bias = config.flag("attention_bias", false);
     auto biased = [&](Family::Bias bias) {
@@ -495,7 +499,7 @@ inline Config parse_config(const std::string &name, const std::string &text, con
 
 inline Config load_config(const std::string &directory) {
     struct stat status;
-    if (stat(directory.c_str(), &status) != 0) fail("%s: %s", directory.c_str(), strerror(errno));
+    if (stat(directory.c_str(), &status) != 0) fail("%s: cannot open it: %s", directory.c_str(), strerror(errno));
     if (!S_ISDIR(status.st_mode)) {
         fail("%s: is a file, expected the directory that holds config.json and model.safetensors", directory.c_str());
     }
@@ -531,36 +535,28 @@ inline std::string shape_text(const std::vector<int64_t> &shape) {
 // Bytes of an element of each type the format has; 0: not known here, so its size is not checked. Only F32, F16 and
 // BF16 can be used; others may lie in the file beside them.
 inline size_t stored_dtype_bytes(const std::string &dtype) {
-    for (const char *one : {"BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"})
-        if (dtype == one) return 1;
-    for (const char *two : {"U16", "I16", "F16", "BF16"})
-        if (dtype == two) return 2;
-    for (const char *four : {"U32", "I32", "F32"})
-        if (dtype == four) return 4;
-    for (const char *eight : {"U64", "I64", "F64", "C64"})
-        if (dtype == eight) return 8;
-    return 0;
+    static const std::map<std::string, size_t> bytes = {
+        {"BOOL", 1}, {"U8", 1},  {"I8", 1},  {"F8_E5M2", 1}, {"F8_E4M3", 1}, {"U16", 2}, {"I16", 2}, {"F16", 2},
+        {"BF16", 2}, {"U32", 4}, {"I32", 4}, {"F32", 4},     {"U64", 8},     {"I64", 8}, {"F64", 8}, {"C64", 8}};
+    auto found = bytes.find(dtype);
+    return found == bytes.end() ? 0 : found->second;
 }
 
-// A list of whole numbers from 0 to 2^53, which a double holds exactly.
 inline std::vector<int64_t> read_counts(const Section &tensor, const char *key) {
     const cJSON *list = tensor.find(key);
     if (!list) fail("%s: %s is missing", tensor.name.c_str(), key);
+    if (!cJSON_IsArray(list)) tensor.refuse(key, list, "a list of whole numbers");
     std::vector<int64_t> counts;
     for (const cJSON *item = list->child; item; item = item->next) {
-        if (!cJSON_IsNumber(item) || !(item->valuedouble >= 0 && item->valuedouble <= 9007199254740992.0) ||
-            item->valuedouble != std::floor(item->valuedouble)) {
-            tensor.refuse(key, list, "a list of whole numbers");
-        }
+        if (!is_whole(item, 0, 1LL << 53)) tensor.refuse(key, list, "a list of whole numbers");  // exact in a double
         counts.push_back((int64_t)item->valuedouble);
     }
-    if (!cJSON_IsArray(list)) tensor.refuse(key, list, "a list of whole numbers");
     return counts;
 }
 
 // One entry of the header. `data` (data_bytes) is the part of the file behind the header.
 inline StoredTensor read_entry(const std::string &file, const cJSON *item, const char *data, size_t data_bytes) {
-    Section entry{file + ": tensor " + item->string, item};
+    Section entry{file + ": tensor " + printable(item->string), item};
     const char *name = entry.name.c_str();
     if (!cJSON_IsObject(item)) fail("%s: expected an object", name);
     if (!entry.find("dtype")) fail("%s: dtype is missing", name);
@@ -582,12 +578,12 @@ inline StoredTensor read_entry(const std::string &file, const cJSON *item, const
     size_t element = stored_dtype_bytes(tensor.dtype), expected = element;
     for (int64_t count : tensor.shape) {
         if (count && expected > SIZE_MAX / (size_t)count)
-            fail("%s: shape %s is too large", name, shape_text(tensor.shape).c_str());
+            entry.refuse("shape", entry.find("shape"), "one that fits a file");
         expected *= (size_t)count;
     }
     if (element && expected != tensor.bytes) {
-        fail("%s has %zu bytes, its shape %s in %s asks for %zu", name, tensor.bytes, shape_text(tensor.shape).c_str(),
-             tensor.dtype.c_str(), expected);
+        fail("%s has %zu bytes, its shape %s in %s asks for %zu", name, tensor.bytes,
+             printable(shape_text(tensor.shape)).c_str(), tensor.dtype.c_str(), expected);
     }
     return tensor;
 }
@@ -603,7 +599,7 @@ inline void check_coverage(const TensorTable &table, const char *data, size_t da
     for (const auto &[tensor, name] : order) {
         if (tensor->data != covered) {
             fail("%s: tensor %s begins at byte %td of the data, expected %td: tensors %s", table.name.c_str(),
-                 name->c_str(), tensor->data - data, covered - data,
+                 printable(*name).c_str(), tensor->data - data, covered - data,
                  tensor->data < covered ? "overlap" : "leave a gap");
         }
         covered += tensor->bytes;
@@ -652,7 +648,7 @@ inline TensorTable open_shards(const std::string &directory, const std::string &
     for (const cJSON *item = map.object->child; item; item = item->next) {
         std::string shard = map.text(item->string, "");
         if (shard.empty() || shard == "." || shard == ".." || shard.find('/') != std::string::npos) {
-            map.refuse(item->string, item, "the name of a file in the same directory");
+            map.refuse(printable(item->string).c_str(), item, "the name of a file in the same directory");
         }
         if (!shards.count(shard)) {
             std::string path = join_path(directory, shard);
@@ -664,8 +660,8 @@ inline TensorTable open_shards(const std::string &directory, const std::string &
         }
         auto found = shards[shard].tensors.find(item->string);
         if (found == shards[shard].tensors.end()) {
-            fail("%s: tensor %s is missing, %s says it is here", shards[shard].name.c_str(), item->string,
-                 index.c_str());
+            fail("%s: tensor %s is missing, %s says it is here", shards[shard].name.c_str(),
+                 printable(item->string).c_str(), index.c_str());
         }
         all.tensors[item->string] = found->second;
     }
@@ -702,7 +698,7 @@ struct Binder {
         }
         if (stored->shape != shape) {
             fail("%s: tensor %s has shape %s, config.json asks for %s", stored->file.c_str(), name.c_str(),
-                 shape_text(stored->shape).c_str(), shape_text(shape).c_str());
+                 printable(shape_text(stored->shape)).c_str(), shape_text(shape).c_str());
         }
         Tensor tensor{stored->data, DType::f32, shape.size() == 1 ? 1 : shape[0], shape.back()};
         if (stored->dtype == "F16") {
@@ -711,7 +707,7 @@ struct Binder {
             tensor.type = DType::bf16;
         } else if (stored->dtype != "F32") {
             fail("%s: tensor %s has dtype %s, supported are F32 F16 BF16", stored->file.c_str(), name.c_str(),
-                 stored->dtype.c_str());
+                 printable(stored->dtype).c_str());
         }
         if ((uintptr_t)tensor.data % (uintptr_t)dtype_bytes(tensor.type)) {
             model.copies.emplace_back(new char[stored->bytes]);

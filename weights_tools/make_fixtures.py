@@ -6,7 +6,8 @@
 Needs torch and transformers (made with 5.23). Each directory is laid out as a downloaded checkpoint (config.json,
 generation_config.json, model.safetensors or shards with an index; no tokenizer: prompts are ids) and holds
 
-    expected.json        prompt_ids (P of them), greedy_ids (the next 16 by argmax)
+    expected.json        prompt_ids (P of them), greedy_ids (the next 16 by argmax), weights: first value, last value
+                         and sum of every tensor (after layer 0, which has the same names)
     expected_logits.npy  float32 (P + 15, vocabulary): the logits behind each of prompt_ids + greedy_ids[:15]
 
 computed by Transformers, loaded back from that very directory, in float32 with eager attention and no cache. Weights
@@ -150,6 +151,12 @@ def try_seed(directory, case, seed):
     return prompt, greedy, logits_of(model, ids[:-1])
 
 
+def probes(model):
+    """[first, last, sum] of each tensor but those of layer 0: what a loader must find under each name."""
+    return {name: [float(weight.flatten()[0]), float(weight.flatten()[-1]), float(weight.double().sum())]
+            for name, weight in model.state_dict().items() if ".layers.0." not in name or len(model.model.layers) == 1}
+
+
 def check_matters(directory, case, ids, logits):
     """The reference itself, with the case's feature changed, must be far away: else the case tests nothing."""
     if "matters" not in case:
@@ -169,7 +176,7 @@ def make(directory, case):
     prompt, greedy, logits = found
     check_matters(directory, case, (prompt + greedy)[:-1], logits)
     np.save(directory / "expected_logits.npy", logits.numpy().astype(np.float32))
-    expected = dict(prompt_ids=prompt, greedy_ids=greedy)
+    expected = dict(prompt_ids=prompt, greedy_ids=greedy, weights=probes(load(directory)))
     (directory / "expected.json").write_text(json.dumps(expected) + "\n")
     size = sum(file.stat().st_size for file in directory.iterdir())
     print(f"{directory.name:20} seed {seed:3}  {size:7} bytes  logits {logits.std():.2f} wide  greedy {greedy[:8]}",
