@@ -1,0 +1,130 @@
+# make          names and installs what is missing, says what it found, builds ./llm
+# make run      generates from the built-in checkpoint with the KV cache, then beside the naive path
+# make test     builds and runs all tests; the last line is "N passed, N failed"
+# make asan     the same tests under AddressSanitizer and UndefinedBehaviorSanitizer
+# make fuzz     libFuzzer on what comes from outside, FUZZ_SECONDS each
+# CUDA=0 leaves nvcc out; CXX=clang++ takes clang; CUDA_HOME says where the toolkit is.
+
+CXX := $(if $(filter default,$(origin CXX)),g++,$(CXX))
+CC := $(if $(filter default,$(origin CC)),gcc,$(CC))
+CUDA_HOME ?= /usr/local/cuda
+CUDA ?= 1
+FUZZ_SECONDS ?= 60
+PROMPT ?= Once upon a time
+
+NVCC := $(if $(filter 0,$(CUDA)),,$(firstword $(shell command -v nvcc) $(wildcard $(CUDA_HOME)/bin/nvcc)))
+# An empty program shows whether a flag works with this compiler.
+works = $(shell echo 'int main() {}' | $(CXX) $(1) -x c++ - -o /dev/null 2>/dev/null && echo $(1))
+OPENMP := $(call works,-fopenmp)
+NATIVE := $(call works,-march=native)
+has = $(shell echo | $(CXX) $(NATIVE) -dM -E -x c++ - 2>/dev/null | grep -q '__$(1)__' && echo ' $(1)')
+SIMD := $(or $(call has,AVX512F),$(call has,AVX2), no SIMD this code knows)
+
+# Sums are reassociated by hand and multiply-adds written out (numbers.h): the compiler shall not do it on its own.
+WARN := -Wall -Wextra -Werror
+HOST := -O3 $(NATIVE) -ffp-contract=off $(or $(OPENMP),-Wno-unknown-pragmas)
+CXXFLAGS := -std=c++17 $(HOST) $(WARN)
+CFLAGS := -std=c11 -O2 $(WARN)
+SANITIZE := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+LIBS := -lcjson -lpcre2-8 -lutf8proc
+comma := ,
+empty :=
+NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings -Xcompiler $(subst $(empty) ,$(comma),$(HOST) -Wall -Wextra -Werror)
+SOURCES := llm.cu model.h tokenizer.h cache.h numbers.h layers.cu attention.cu measure.h
+TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
+FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
+
+.PHONY: all run test asan fuzz need need-tests need-fuzz report clean FORCE
+.DELETE_ON_ERROR:
+.SECONDARY:
+
+all: report llm
+
+run: all
+	@echo; echo "With the KV cache:  ./llm generate -n 200 -p \"$(PROMPT)\""; echo
+	@./llm generate -n 200 -p "$(PROMPT)"
+	@echo; echo "Without and with, side by side:  ./llm diff -n 200 -p \"$(PROMPT)\""; echo
+	@./llm diff -n 200 -p "$(PROMPT)"
+
+test: need-tests all $(TESTS:%=build/%)
+	@sh tests/run.sh $(TESTS:%=build/%)
+
+asan: need-tests build/asan/llm $(TESTS:%=build/asan/%)
+	@LLM=build/asan/llm sh tests/run.sh $(TESTS:%=build/asan/%)
+
+fuzz: need-fuzz $(FUZZERS:%=build/%)
+	@for fuzzer in $(FUZZERS); do mkdir -p build/corpus/$$fuzzer && \
+	  build/$$fuzzer -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -print_final_stats=0 -verbosity=0 \
+	    -artifact_prefix=build/ build/corpus/$$fuzzer $$(ls -d tests/fixtures/fuzz/$$fuzzer 2>/dev/null) && \
+	  echo "$$fuzzer: $(FUZZ_SECONDS) s, nothing found" || exit 1; done
+
+clean:
+	rm -rf build llm
+
+# ---- What must be there --------------------------------------------------------------------------------------
+
+# need_packages(list of file-or-command:package): names and installs the Debian packages of what is not found.
+define need_packages
+@missing=""; for pair in $(1); do thing=$${pair%%:*}; \
+  command -v $$thing >/dev/null 2>&1 || ls $$thing >/dev/null 2>&1 || missing="$$missing $${pair##*:}"; done; \
+if [ -n "$$missing" ]; then \
+  install="apt-get update && apt-get install -y --no-install-recommends$$missing"; \
+  echo "missing Debian packages:$$missing"; \
+  if [ "$$(id -u)" = 0 ]; then sh -c "$$install"; \
+  elif command -v sudo >/dev/null; then sudo sh -c "$$install"; \
+  else echo "neither root nor sudo: let somebody who may run  $$install"; exit 1; fi; fi
+endef
+
+INCLUDE := /usr/include
+need:
+	$(call need_packages,$(CXX):$(notdir $(CXX)) $(CC):$(notdir $(CC)) $(INCLUDE)/cjson/cJSON.h:libcjson-dev \
+	  $(INCLUDE)/pcre2.h:libpcre2-dev $(INCLUDE)/utf8proc.h:libutf8proc-dev)
+
+need-tests: need
+	$(call need_packages,$(INCLUDE)/doctest/doctest.h:doctest-dev)
+
+need-fuzz: need
+	$(call need_packages,clang++:clang /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a:libclang-rt-14-dev)
+
+report: need
+	@$(MAKE) --no-print-directory found
+
+found:
+	@echo "✓ $(CXX) $$($(CXX) -dumpfullversion),$(if $(NATIVE), -march=native:)$(SIMD)"
+	@echo "$(if $(OPENMP),✓ OpenMP: $$(nproc) cores,✗ OpenMP: $(CXX) has none$(comma) one thread)"
+	@echo "$(if $(NVCC),✓ $(NVCC),✗ nvcc: $(if $(filter 0,$(CUDA)),left out by CUDA=0,not found (set CUDA_HOME to change that)), building for the CPU only)"
+
+# ---- Building ------------------------------------------------------------------------------------------------
+
+llm: $(SOURCES) build/tokenizer.o build/flags | need
+ifneq ($(NVCC),)
+	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) llm.cu build/tokenizer.o $(LIBS) -o $@
+else
+	$(CXX) $(CXXFLAGS) -x c++ llm.cu -x none build/tokenizer.o $(LIBS) -o $@
+endif
+
+build/tokenizer.o: tokenizer.c tokenizer.h build/flags | need
+	$(CC) $(CFLAGS) -c $< -o $@
+
+build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) build/tokenizer.o build/flags | need-tests
+	$(CXX) $(CXXFLAGS) $< build/tokenizer.o $(LIBS) -o $@
+
+build/asan/llm: $(SOURCES) build/asan/tokenizer.o
+	$(CXX) $(CXXFLAGS) $(SANITIZE) -x c++ llm.cu -x none build/asan/tokenizer.o $(LIBS) -o $@
+
+build/asan/tokenizer.o: tokenizer.c tokenizer.h build/flags | need
+	@mkdir -p build/asan
+	$(CC) $(CFLAGS) $(SANITIZE) -c $< -o $@
+
+build/asan/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) build/asan/tokenizer.o | need-tests
+	$(CXX) $(CXXFLAGS) $(SANITIZE) $< build/asan/tokenizer.o $(LIBS) -o $@
+
+# The fuzzed parsers, with clang's sanitizers, libFuzzer and its count of branches reached.
+build/fuzz_%: tests/fuzz_%.cpp tokenizer.c tokenizer.h model.h | need-fuzz build/flags
+	clang -std=c11 -O1 -g -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all -c tokenizer.c -o $@.o
+	clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $< $@.o $(LIBS) -o $@
+
+# Changes when the compilers or flags do, so that nothing is linked from two worlds.
+build/flags: FORCE
+	@mkdir -p build
+	@echo '$(NVCC) $(CC) $(CXX) $(CXXFLAGS) $(CFLAGS)' | cmp -s - $@ || echo '$(NVCC) $(CC) $(CXX) $(CXXFLAGS) $(CFLAGS)' > $@

@@ -1,0 +1,281 @@
+// The layers around attention: embedding, RMSNorm, matrix products, rotary positions, SwiGLU.
+//
+// Each function is called by all threads of one parallel region and does its thread's share; it returns
+// without waiting. barrier() stands where what follows needs what the others did.
+#pragma once
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "model.h"
+#include "numbers.h"
+
+// Waits until the whole team is here. OpenMP's own barrier may spin for 10 ms before it lets go of its core; when
+// another program has taken the core of a team mate, that is a wait of 10 ms at each of the ten barriers of a layer.
+// This one yields early. There is one team at a time.
+inline void barrier() {
+#ifdef _OPENMP
+    static std::atomic<int> arrived{0}, round{0};
+    int team = omp_get_num_threads(), mine = round.load(std::memory_order_acquire);
+    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == team) {
+        arrived.store(0, std::memory_order_relaxed);
+        round.store(mine + 1, std::memory_order_release);
+        return;
+    }
+    for (int spin = 0; round.load(std::memory_order_acquire) == mine; spin++)
+        spin < 1000 ? pause_briefly() : std::this_thread::yield();
+#endif
+}
+
+// Calls use(p) with a tensor's numbers as they are stored: `const float *`, `const f16 *` or `const bf16 *`.
+template <class Use>
+void with_numbers(const Tensor &tensor, Use use) {
+    switch (tensor.type) {
+        case DType::f32:
+            return use((const float *)tensor.data);
+        case DType::f16:
+            return use((const f16 *)tensor.data);
+        case DType::bf16:
+            return use((const bf16 *)tensor.data);
+    }
+}
+
+// The next layer's input: row t is the embedding of tokens[t].
+inline void embed(float *x,                 // (tokens, hidden)
+                  const Tensor &embedding,  // (vocabulary, hidden)
+                  const int *tokens, int count) {
+    int hidden = (int)embedding.cols;
+    with_numbers(embedding, [&](auto *table) {
+#pragma omp for schedule(static) nowait
+        for (int t = 0; t < count; t++)
+            for (int i = 0; i < hidden; i++)
+                x[(size_t)t * hidden + i] = to_float(table[(size_t)tokens[t] * hidden + i]);
+    });
+}
+
+// out = x / sqrt(mean(x^2) + epsilon) * weight, for each of `count` vectors of weight.cols numbers; `out` may be `x`
+// (Zhang and Sennrich 2019).
+inline void rms_norm(float *out, const float *x, const Tensor &weight, int64_t count, double epsilon) {
+    int width = (int)weight.cols;
+    with_numbers(weight, [&](auto *gain) {
+#pragma omp for schedule(static) nowait
+        for (int64_t t = 0; t < count; t++) {
+            const float *in = x + t * width;
+            float factor = 1 / std::sqrt(dot(in, in, width) / width + (float)epsilon);
+            for (int i = 0; i < width; i++) out[t * width + i] = in[i] * factor * to_float(gain[i]);
+        }
+    });
+}
+
+// ---- Matrix products ---------------------------------------------------------------------------------------
+
+// Rows of stored numbers, `stride` bytes apart. `Format` decodes 16 of them at a time: PlainRow<bf16>, ...
+template <class Format>
+struct StoredRows {
+    const char *start;
+    size_t stride;
+    int channel = 0;  // where in each row the numbers begin
+    Vec load(int row, int i) const { return Format::decode(start + row * stride, channel + i); }
+    Vec load_part(int row, int i, int count) const {
+        return Format::decode_part(start + row * stride, channel + i, count);
+    }
+    StoredRows from(int64_t row) const { return {start + row * stride, stride, channel}; }
+    StoredRows from_channel(int first) const { return {start, stride, channel + first}; }
+};
+
+// The tile of results that stays in registers: with 32 registers, 4 x 6 sums, 4 rows and a vector are 29.
+constexpr int tile_rows = piece_lanes == 16 ? 4 : 2;
+constexpr int tile_vectors = piece_lanes == 16 ? 6 : 2;
+
+// out[v * out_stride + r] = factor * (row r . vector v) for Rows x Vectors of them; each row and each vector is read
+// once, and the sum of each result is the one of dot(), whatever the tile.
+template <int Rows, int Vectors, class Format>
+inline void dot_tile(float *out, size_t out_stride, StoredRows<Format> rows, const float *const *vectors, int width) {
+    Vec sums[Vectors][Rows];
+    for (int v = 0; v < Vectors; v++)
+        for (int r = 0; r < Rows; r++) sums[v][r] = set(0);
+    auto step = [&](auto load_row, auto load_vector) {
+        Vec row[Rows];
+        for (int r = 0; r < Rows; r++) row[r] = load_row(r);
+        for (int v = 0; v < Vectors; v++) {
+            Vec vector = load_vector(v);
+            for (int r = 0; r < Rows; r++) sums[v][r] = fma(row[r], vector, sums[v][r]);
+        }
+    };
+    int i = 0;
+    for (; i + lanes <= width; i += lanes)
+        step([&](int r) { return rows.load(r, i); }, [&](int v) { return load(vectors[v] + i); });
+    if (int rest = width - i)
+        step([&](int r) { return rows.load_part(r, i, rest); }, [&](int v) { return load_part(vectors[v] + i, rest); });
+    for (int v = 0; v < Vectors; v++)
+        for (int r = 0; r < Rows; r++) out[v * out_stride + r] = sum(sums[v][r]);
+}
+
+// The same for any number of rows and vectors, in tiles.
+template <class Format>
+inline void dots(float *out, size_t out_stride, StoredRows<Format> rows, int row_count, const float *const *vectors,
+                 int vector_count, int width) {
+    int v = 0;
+    for (; v + tile_vectors <= vector_count; v += tile_vectors) {
+        int r = 0;
+        for (; r + tile_rows <= row_count; r += tile_rows)
+            dot_tile<tile_rows, tile_vectors>(out + v * out_stride + r, out_stride, rows.from(r), vectors + v, width);
+        for (; r < row_count; r++)
+            dot_tile<1, tile_vectors>(out + v * out_stride + r, out_stride, rows.from(r), vectors + v, width);
+    }
+    for (; v < vector_count; v++) {
+        int r = 0;
+        for (; r + tile_rows <= row_count; r += tile_rows)
+            dot_tile<tile_rows, 1>(out + v * out_stride + r, out_stride, rows.from(r), vectors + v, width);
+        for (; r < row_count; r++)
+            dot_tile<1, 1>(out + v * out_stride + r, out_stride, rows.from(r), vectors + v, width);
+    }
+}
+
+enum class Store { set, add };  // y = W x, or y += W x (a residual connection)
+
+// y[t] (+)= weight x[t] + bias, for each of `count` tokens.
+//
+// The plain rung: one dot() a number.
+inline void linear_plain(float *y, const float *x, const Linear &linear, int count, Store store = Store::set) {
+    int outputs = (int)linear.weight.rows, inputs = (int)linear.weight.cols;
+    with_numbers(linear.weight, [&](auto *weight) {
+        for (int t = 0; t < count; t++) {
+            for (int o = 0; o < outputs; o++) {
+                float result = dot(weight + (size_t)o * inputs, x + (size_t)t * inputs, inputs);
+                if (linear.bias.data) with_numbers(linear.bias, [&](auto *bias) { result += to_float(bias[o]); });
+                float &to = y[(size_t)t * outputs + o];
+                to = store == Store::add ? to + result : result;
+            }
+        }
+    });
+}
+
+// Writes a finished block of results, out (count, block) -> y (count, outputs) from column `first`.
+inline void store_block(float *y, const float *out, const Linear &linear, int count, int first, int block,
+                        Store store) {
+    int outputs = (int)linear.weight.rows;
+    for (int t = 0; t < count; t++) {
+        float *to = y + (size_t)t * outputs + first;
+        const float *from = out + (size_t)t * block;
+        if (linear.bias.data) {
+            with_numbers(linear.bias, [&](auto *bias) {
+                for (int o = 0; o < block; o++) {
+                    float result = from[o] + to_float(bias[first + o]);
+                    to[o] = store == Store::add ? to[o] + result : result;
+                }
+            });
+        } else {
+            for (int o = 0; o < block; o++) to[o] = store == Store::add ? to[o] + from[o] : from[o];
+        }
+    }
+}
+
+// The fast rung: threads share the rows of the weight in blocks. A block is read from memory once for all tokens;
+// with many tokens it is first widened to float32, so that the conversion is paid once and not once a tile.
+inline void linear(float *y,              // (count, outputs)
+                   const float *x,        // (count, inputs)
+                   const Linear &linear,  // weight (outputs, inputs)
+                   int count, Store store = Store::set) {
+    using Wide = StoredRows<PlainRow<float>>;
+    constexpr int block_rows = 64;  // x 1,536 inputs x 4 bytes = 384 KiB, in the L2 of one core
+    int outputs = (int)linear.weight.rows, inputs = (int)linear.weight.cols;
+    bool widen = count > tile_vectors && linear.weight.type != DType::f32;
+    thread_local std::vector<float> wide, out;
+    thread_local std::vector<const float *> vectors;
+    wide.resize(widen ? (size_t)block_rows * inputs : 0);
+    out.resize((size_t)block_rows * count);
+    vectors.resize(count);
+    for (int t = 0; t < count; t++) vectors[t] = x + (size_t)t * inputs;
+    with_numbers(linear.weight, [&](auto *weight) {
+        using Number = std::remove_cv_t<std::remove_reference_t<decltype(*weight)>>;
+#pragma omp for schedule(static) nowait
+        for (int first = 0; first < outputs; first += block_rows) {
+            int block = std::min(block_rows, outputs - first);
+            const Number *rows = weight + (size_t)first * inputs;
+            if (widen) {
+                for (size_t i = 0; i < (size_t)block * inputs; i++) wide[i] = to_float(rows[i]);
+                dots(out.data(), block, Wide{(const char *)wide.data(), inputs * sizeof(float)}, block, vectors.data(),
+                     count, inputs);
+            } else {
+                dots(out.data(), block, StoredRows<PlainRow<Number>>{(const char *)rows, inputs * sizeof(Number)},
+                     block, vectors.data(), count, inputs);
+            }
+            store_block(y, out.data(), linear, count, first, block, store);
+        }
+    });
+}
+
+// ---- Rotary positions (Su et al. 2021, RoFormer) -----------------------------------------------------------
+
+// Angle per position of each of head_dim / 2 pairs: theta^(-2i / head_dim), rescaled as the checkpoint asks.
+inline std::vector<float> rope_frequencies(const Config &config) {
+    std::vector<float> frequencies(config.head_dim / 2);
+    const RopeScaling &rope = config.rope;
+    for (size_t i = 0; i < frequencies.size(); i++) {
+        float frequency = 1 / std::pow((float)config.rope_theta, 2 * (float)i / config.head_dim);
+        if (rope.kind == RopeScaling::linear) frequency /= (float)rope.factor;
+        if (rope.kind == RopeScaling::llama3) {
+            // Waves longer than the original context are stretched by `factor`, short ones are left alone, and
+            // in between it goes over smoothly (Llama 3.1).
+            double turns = rope.original_context * (double)frequency / (2 * M_PI);
+            double keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor);
+            keep = std::min(1.0, std::max(0.0, keep));
+            frequency = (float)((1 - keep) * frequency / rope.factor + keep * frequency);
+        }
+        frequencies[i] = frequency;
+    }
+    return frequencies;
+}
+
+// cos and sin of each pair's angle at each row's position: turn (rows, head_dim), cosines first.
+inline void rope_angles(float *turn, const std::vector<float> &frequencies, const int *positions, int count) {
+    int half = (int)frequencies.size();
+#pragma omp for schedule(static) nowait
+    for (int t = 0; t < count; t++) {
+        for (int i = 0; i < half; i++) {
+            float angle = (float)positions[t] * frequencies[i];
+            turn[(size_t)t * 2 * half + i] = std::cos(angle);
+            turn[(size_t)t * 2 * half + half + i] = std::sin(angle);
+        }
+    }
+}
+
+// Rotates the pairs (x[i], x[i + head_dim / 2]) of every head: x (rows, heads, head_dim), in place.
+inline void rope(float *x, const float *turn, int count, int heads, int head_dim) {
+    int half = head_dim / 2;
+#pragma omp for schedule(static) nowait
+    for (int64_t item = 0; item < (int64_t)count * heads; item++) {
+        const float *cosine = turn + item / heads * head_dim, *sine = cosine + half;
+        float *first = x + item * head_dim, *second = first + half;
+        for (int i = 0; i < half; i++) {
+            float a = first[i], b = second[i];
+            first[i] = a * cosine[i] - b * sine[i];
+            second[i] = b * cosine[i] + a * sine[i];
+        }
+    }
+}
+
+// ---- SwiGLU (Shazeer 2020) ---------------------------------------------------------------------------------
+
+// gate = silu(gate) * up, silu(x) = x / (1 + e^-x)
+inline void swiglu(float *gate, const float *up, int64_t count) {
+    constexpr int block = 256;
+#pragma omp for schedule(static) nowait
+    for (int64_t first = 0; first < count; first += block) {
+        for (int64_t i = first; i < std::min(first + block, count); i += lanes) {
+            int rest = (int)std::min<int64_t>(lanes, count - i);
+            Vec x = rest == lanes ? load(gate + i) : load_part(gate + i, rest);
+            Vec y = rest == lanes ? load(up + i) : load_part(up + i, rest);
+            Vec grown = exp(mul(max(set(-88), x), set(-1)));
+            Vec result = mul(div(x, add(set(1), grown)), y);
+            rest == lanes ? store(gate + i, result) : store_part(gate + i, result, rest);
+        }
+    }
+}

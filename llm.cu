@@ -1,0 +1,933 @@
+// llm: a small language model, with and without a KV cache.
+//
+// In the order a token travels: flags -> load -> prefill -> decode -> text. A pass through the model computes some
+// rows, each one token at one position of one sequence. Two paths share everything but the attention in the middle:
+//   forward_naive   all tokens so far, every time: the keys and values of the past are computed anew
+//   prefill/decode  only the new tokens: the keys and values of the past are read from the cache
+#include <chrono>
+#include <filesystem>
+#include <functional>
+#include <random>
+
+#include "attention.cu"
+#include "cache.h"
+#include "layers.cu"
+#include "model.h"
+#include "tokenizer.h"
+
+// ---- Flags: one table for parsing, help and errors ---------------------------------------------------------
+
+struct Options {
+    std::string command, directory;
+    std::string prompt, prompt_file, prompt_ids, dump_logits;
+    int count = 256, context = 0, threads = (int)std::max(1u, std::thread::hardware_concurrency()), top_k = 0;
+    double temperature = 0, top_p = 1, min_p = 0, tolerance = -1;
+    int64_t seed = 0;
+    std::string layout = "contiguous", type_k = "f16", type_v = "f16", device = "auto";
+    bool json = false, ignore_end = false, help = false;
+    int depth = 0, repeats = 3;
+    std::set<std::string> given;  // flags that stood on the command line
+};
+
+using ReadValue = std::function<void(Options &, const std::string &flag, const std::string &value)>;
+
+struct Flag {
+    std::vector<std::string> names;  // the first is the one of the help
+    const char *argument;            // "" for a switch
+    const char *commands;            // that know it; "*": all
+    std::string help;
+    ReadValue read;
+};
+
+inline ReadValue text(std::string Options::*field) {
+    return [field](Options &options, const std::string &, const std::string &value) { options.*field = value; };
+}
+
+inline ReadValue turn_on(bool Options::*field) {
+    return [field](Options &options, const std::string &, const std::string &) { options.*field = true; };
+}
+
+template <class Number>
+ReadValue whole(Number Options::*field, int64_t least, int64_t most) {
+    return [=](Options &options, const std::string &flag, const std::string &value) {
+        char *end;
+        errno = 0;
+        long long number = strtoll(value.c_str(), &end, 10);
+        if (value.empty() || *end || errno || number < least || number > most) {
+            fail("%s %s: expected a whole number from %lld to %lld", flag.c_str(), value.c_str(), (long long)least,
+                 (long long)most);
+        }
+        options.*field = (Number)number;
+    };
+}
+
+inline ReadValue number(double Options::*field, double least, double most) {
+    return [=](Options &options, const std::string &flag, const std::string &value) {
+        char *end;
+        double number = strtod(value.c_str(), &end);
+        if (value.empty() || *end || !(number >= least && number <= most))
+            fail("%s %s: expected a number from %g to %g", flag.c_str(), value.c_str(), least, most);
+        options.*field = number;
+    };
+}
+
+inline ReadValue precision(std::vector<std::string Options::*> fields) {
+    return [fields](Options &options, const std::string &flag, const std::string &value) {
+        parse_precision(flag, value);
+        for (auto field : fields) options.*field = value;
+    };
+}
+
+inline ReadValue layout_or_none() {
+    return [](Options &options, const std::string &flag, const std::string &value) {
+        if (value != "none") parse_layout(flag, value);
+        options.layout = value;
+    };
+}
+
+inline ReadValue device() {
+    return [](Options &options, const std::string &flag, const std::string &value) {
+        if (value != "auto" && value != "cpu")
+            fail("%s %s: unknown device; this build computes on the CPU: auto or cpu", flag.c_str(), value.c_str());
+        options.device = value;
+    };
+}
+
+struct Command {
+    const char *name, *help;
+};
+
+inline const std::vector<Command> &commands() {
+    static const std::vector<Command> list = {
+        {"generate", "stream the text that follows a prompt; then tokens/s, cache bytes, GB/s"},
+        {"diff", "naive and cached path in lockstep, a line a token, and a verdict"},
+        {"bench", "prefill and decode beside the memory's read bandwidth"},
+        {"tokenize", "ids of a text (-p, -f), or the text of ids (--ids)"},
+        {"info", "what is in a checkpoint, and will it run"},
+    };
+    return list;
+}
+
+inline const std::vector<Flag> &flags() {
+    const char *run = "generate diff bench", *prompt = "generate diff tokenize";
+    static const std::vector<Flag> table = {
+        {{"-m", "--model"},
+         "DIR",
+         "*",
+         "a Hugging Face directory (default: the built-in checkpoint)",
+         text(&Options::directory)},
+        {{"-p", "--prompt"}, "TEXT", prompt, "the prompt", text(&Options::prompt)},
+        {{"-f", "--file"}, "FILE", prompt, "the prompt, read from a file", text(&Options::prompt_file)},
+        {{"--ids"}, "1,2,3", prompt, "the prompt as ids; nothing is put before them", text(&Options::prompt_ids)},
+        {{"-n", "--predict"},
+         "N",
+         run,
+         "tokens to generate at most (default 256)",
+         whole(&Options::count, 0, 1000000000)},
+        {{"-c", "--ctx-size"},
+         "N",
+         run,
+         "positions the cache holds (default: prompt + N, at most the model's context)",
+         whole(&Options::context, 1, 1 << 30)},
+        {{"-t", "--threads"}, "N", run, "threads (default: one per core)", whole(&Options::threads, 1, 1024)},
+        {{"--cache"},
+         "LAYOUT",
+         run,
+         "none (the naive path) " + layout_names() + " (default contiguous)",
+         layout_or_none()},
+        {{"--kv"},
+         "TYPE",
+         run,
+         "cache type of K and V: " + precision_names() + " (default f16)",
+         precision({&Options::type_k, &Options::type_v})},
+        {{"-ctk", "--cache-type-k"}, "TYPE", run, "cache type of K alone", precision({&Options::type_k})},
+        {{"-ctv", "--cache-type-v"}, "TYPE", run, "cache type of V alone", precision({&Options::type_v})},
+        {{"--temp"},
+         "T",
+         "generate",
+         "temperature; 0 takes the likeliest token (default 0)",
+         number(&Options::temperature, 0, 1000)},
+        {{"--top-k"},
+         "K",
+         "generate",
+         "sample from the K likeliest tokens; 0: from all (default 0)",
+         whole(&Options::top_k, 0, 1 << 30)},
+        {{"--top-p"},
+         "P",
+         "generate",
+         "sample from the likeliest tokens that reach this probability (default 1)",
+         number(&Options::top_p, 0, 1)},
+        {{"--min-p"},
+         "P",
+         "generate",
+         "drop tokens below P times the likeliest one's probability (default 0)",
+         number(&Options::min_p, 0, 1)},
+        {{"-s", "--seed"},
+         "N",
+         "generate",
+         "the same seed gives the same text (default 0)",
+         whole(&Options::seed, 0, INT64_MAX)},
+        {{"--ignore-eos"}, "", "generate diff", "go on after an end id", turn_on(&Options::ignore_end)},
+        {{"--tolerance"},
+         "X",
+         "diff",
+         "largest difference of a logit that passes (default: by the cache's type)",
+         number(&Options::tolerance, 0, 1e30)},
+        {{"--depth"},
+         "N",
+         "bench",
+         "positions in the cache before the timed steps (default 0)",
+         whole(&Options::depth, 0, 1 << 24)},
+        {{"--repeats"},
+         "N",
+         "bench",
+         "repeats of each measurement; the median counts (default 3)",
+         whole(&Options::repeats, 1, 1000)},
+        {{"--dump-logits"},
+         "FILE.npy",
+         "generate",
+         "float32 [positions, vocabulary]: a row for each prompt position, then one for each generated token",
+         text(&Options::dump_logits)},
+        {{"--device"}, "NAME", run, "auto or cpu (default auto)", device()},
+        {{"--json"}, "", "*", "one JSON object on stdout", turn_on(&Options::json)},
+        {{"-h", "--help"}, "", "*", "this text", turn_on(&Options::help)},
+    };
+    return table;
+}
+
+inline bool knows(const Flag &flag, const std::string &command) {
+    std::string list = flag.commands;
+    return list == "*" || (" " + list + " ").find(" " + command + " ") != std::string::npos;
+}
+
+inline void print_help(FILE *to) {
+    fprintf(to, "usage: llm COMMAND [flags]\n\n");
+    for (const Command &command : commands()) fprintf(to, "  llm %-10s%s\n", command.name, command.help);
+    fprintf(to, "\n");
+    for (const Flag &flag : flags()) {
+        std::string names;
+        for (const std::string &name : flag.names) names += (names.empty() ? "" : ", ") + name;
+        if (*flag.argument) names += std::string(" ") + flag.argument;
+        fprintf(to, "  %-26s %s", names.c_str(), flag.help.c_str());
+        fprintf(to, "%s\n", strcmp(flag.commands, "*") ? (" [" + std::string(flag.commands) + "]").c_str() : "");
+    }
+    fprintf(to, "\nExit status: 0 done; 1 it ran and the answer is no; 2 the input is wrong.\n");
+}
+
+// Letters to change, add or drop until one word is the other (Levenshtein 1966).
+inline int edit_distance(const std::string &a, const std::string &b) {
+    std::vector<int> row(b.size() + 1);
+    for (size_t j = 0; j <= b.size(); j++) row[j] = (int)j;
+    for (size_t i = 1; i <= a.size(); i++) {
+        int diagonal = row[0];
+        row[0] = (int)i;
+        for (size_t j = 1; j <= b.size(); j++) {
+            int change = diagonal + (a[i - 1] != b[j - 1]);
+            diagonal = row[j];
+            row[j] = std::min({change, row[j] + 1, row[j - 1] + 1});
+        }
+    }
+    return row.back();
+}
+
+inline std::string nearest(const std::string &word, const std::vector<std::string> &known) {
+    return *std::min_element(known.begin(), known.end(), [&](const std::string &a, const std::string &b) {
+        return edit_distance(word, a) < edit_distance(word, b);
+    });
+}
+
+inline const Flag &find_flag(const std::string &name, const std::string &command) {
+    std::vector<std::string> known;
+    for (const Flag &flag : flags()) {
+        for (const std::string &spelling : flag.names) {
+            if (spelling == name && !knows(flag, command))
+                fail("%s: llm %s has no such flag; it belongs to: %s", name.c_str(), command.c_str(), flag.commands);
+            if (spelling == name) return flag;
+            if (knows(flag, command)) known.push_back(spelling);
+        }
+    }
+    fail("%s: unknown flag; the nearest one is %s (llm --help lists all)", name.c_str(), nearest(name, known).c_str());
+}
+
+inline Options parse_options(const std::vector<std::string> &arguments) {
+    Options options;
+    std::vector<std::string> known;
+    for (const Command &command : commands()) known.push_back(command.name);
+    if (arguments.empty()) fail("no command; try: llm generate -p \"Once upon a time\" (llm --help lists all)");
+    options.command = arguments[0];
+    if (options.command == "-h" || options.command == "--help") options.help = true;
+    if (options.help) return options;
+    if (std::find(known.begin(), known.end(), options.command) == known.end()) {
+        fail("%s: unknown command; the nearest one is %s (llm --help lists all)", options.command.c_str(),
+             nearest(options.command, known).c_str());
+    }
+    for (size_t i = 1; i < arguments.size(); i++) {
+        const Flag &flag = find_flag(arguments[i], options.command);
+        if (*flag.argument && i + 1 == arguments.size())
+            fail("%s: needs a value: %s %s", arguments[i].c_str(), arguments[i].c_str(), flag.argument);
+        options.given.insert(flag.names[0]);
+        flag.read(options, arguments[i], *flag.argument ? arguments[i + 1] : "");
+        if (*flag.argument) i++;
+    }
+    if (options.given.count("-p") + options.given.count("-f") + options.given.count("--ids") > 1)
+        fail("-p, -f and --ids each give the prompt: keep one of them");
+    return options;
+}
+
+// ---- The model at work -------------------------------------------------------------------------------------
+
+// The rows of one pass, each a token at a position of a sequence. Rows of one sequence stand together, in order.
+struct Rows {
+    std::vector<int> tokens, sequences, positions;
+    int count() const { return (int)tokens.size(); }
+    void add(int token, int sequence, int position) {
+        tokens.push_back(token);
+        sequences.push_back(sequence);
+        positions.push_back(position);
+    }
+};
+
+struct Engine {
+    Model model;
+    Heads heads;
+    int threads;
+    std::vector<float> frequencies;  // (head_dim / 2): radians per position
+    // Activations of a pass, in float32:
+    std::vector<float> x;           // (rows, hidden): the residual stream
+    std::vector<float> normed;      // (rows, hidden)
+    std::vector<float> query;       // (rows, heads, head_dim)
+    std::vector<float> key, value;  // (rows, kv_heads, head_dim)
+    std::vector<float> attended;    // (rows, heads, head_dim)
+    std::vector<float> gate, up;    // (rows, ffn)
+    std::vector<float> turn;        // (rows, head_dim): cosines and sines
+
+    Engine(Model loaded, int thread_count) : model(std::move(loaded)), threads(thread_count) {
+        const Config &config = model.config;
+        heads = {config.heads, config.kv_heads, config.head_dim};
+        frequencies = rope_frequencies(config);
+    }
+};
+
+inline void make_room(Engine &engine, int rows) {
+    const Config &config = engine.model.config;
+    size_t count = (size_t)rows, query_width = (size_t)config.heads * config.head_dim;
+    size_t kv_width = (size_t)config.kv_heads * config.head_dim;
+    for (auto *buffer : {&engine.x, &engine.normed}) buffer->resize(count * config.hidden);
+    for (auto *buffer : {&engine.query, &engine.attended}) buffer->resize(count * query_width);
+    for (auto *buffer : {&engine.key, &engine.value}) buffer->resize(count * kv_width);
+    for (auto *buffer : {&engine.gate, &engine.up}) buffer->resize(count * config.ffn);
+    engine.turn.resize(count * config.head_dim);
+}
+
+// One pass through all layers; what comes out is in engine.x. attention(layer) is called by all threads when query,
+// key and value are there, and leaves its result in `attended`: the one step in which the two paths differ.
+template <class Attention>
+void forward(Engine &engine, const Rows &rows, Attention attention) {
+    const Model &model = engine.model;
+    const Config &config = model.config;
+    int count = rows.count(), head_dim = config.head_dim;
+    double epsilon = config.norm_epsilon;
+    make_room(engine, count);
+    float *x = engine.x.data(), *normed = engine.normed.data(), *query = engine.query.data(), *key = engine.key.data();
+    float *value = engine.value.data(), *gate = engine.gate.data(), *up = engine.up.data(), *turn = engine.turn.data();
+
+#pragma omp parallel num_threads(engine.threads)
+    {
+        embed(x, model.embedding, rows.tokens.data(), count);
+        rope_angles(turn, engine.frequencies, rows.positions.data(), count);
+        barrier();
+        for (int layer = 0; layer < config.layers; layer++) {
+            const LayerWeights &weights = model.layers[layer];
+            rms_norm(normed, x, weights.attention_norm, count, epsilon);  // what attention sees of the stream
+            barrier();
+            linear(query, normed, weights.query, count);
+            linear(key, normed, weights.key, count);
+            linear(value, normed, weights.value, count);
+            barrier();
+            if (weights.query_norm.data) {
+                rms_norm(query, query, weights.query_norm, (int64_t)count * config.heads, epsilon);
+                rms_norm(key, key, weights.key_norm, (int64_t)count * config.kv_heads, epsilon);
+                barrier();
+            }
+            rope(query, turn, count, config.heads, head_dim);
+            rope(key, turn, count, config.kv_heads, head_dim);
+            barrier();
+            attention(layer);
+            barrier();
+            linear(x, engine.attended.data(), weights.output, count, Store::add);
+            barrier();
+            rms_norm(normed, x, weights.mlp_norm, count, epsilon);
+            barrier();
+            linear(gate, normed, weights.gate, count);
+            linear(up, normed, weights.up, count);
+            barrier();
+            swiglu(gate, up, (int64_t)count * config.ffn);
+            barrier();
+            linear(x, gate, weights.down, count, Store::add);
+            barrier();
+        }
+    }
+}
+
+// Logits of `count` rows of the last pass, from row `first` on: (count, vocabulary).
+inline std::vector<float> logits(Engine &engine, int first, int count) {
+    const Model &model = engine.model;
+    std::vector<float> result((size_t)count * model.config.vocabulary);
+    float *normed = engine.normed.data();
+#pragma omp parallel num_threads(engine.threads)
+    {
+        rms_norm(normed, engine.x.data() + (size_t)first * model.config.hidden, model.final_norm, count,
+                 model.config.norm_epsilon);
+        barrier();
+        linear(result.data(), normed, {model.head, {}}, count);
+    }
+    return result;
+}
+
+// The naive path: a pass over all tokens so far. Nothing is kept, so the next token costs all of this again, and more.
+inline std::vector<float> forward_naive(Engine &engine, const std::vector<int> &tokens) {
+    Rows rows;
+    for (size_t t = 0; t < tokens.size(); t++) rows.add(tokens[t], 0, (int)t);
+    forward(engine, rows, [&](int layer) {
+        attend_plain(engine.attended.data(), engine.query.data(), engine.key.data(), engine.value.data(), engine.heads,
+                     rows.count(), engine.model.layers[layer].window);
+    });
+    return logits(engine, rows.count() - 1, 1);
+}
+
+// The cached path: a pass over new tokens; the rows' positions must have been made room for with grow().
+inline void forward_cached(Engine &engine, Cache &cache, const Rows &rows) {
+    const Heads &heads = engine.heads;
+    int count = rows.count(), width = heads.width;
+    AttentionPlan plan =
+        plan_attention(rows.sequences.data(), rows.positions.data(), count, heads, cache.values.width, engine.threads);
+    forward(engine, rows, [&](int layer) {
+#pragma omp for schedule(static) nowait
+        for (int item = 0; item < count * heads.kv; item++) {
+            int row = item / heads.kv;
+            store_row(cache, layer, rows.sequences[row], rows.positions[row], item % heads.kv,
+                      &engine.key[(size_t)item * width], &engine.value[(size_t)item * width]);
+        }
+        barrier();
+        attend(engine.attended.data(), engine.query.data(), plan, cache, layer, engine.model.layers[layer].window);
+    });
+}
+
+constexpr int chunk_tokens = 512;  // rows of a prefill pass: enough to use each weight often, few enough to stay small
+
+// Reads a prompt into the cache, in chunks of many tokens, and returns the logits of its last position.
+// after_chunk(rows), if there is one, may ask for the logits of all rows of the chunk.
+inline std::vector<float> prefill(Engine &engine, Cache &cache, int sequence, const std::vector<int> &tokens,
+                                  const std::function<void(int rows)> &after_chunk = nullptr) {
+    int first = grow(cache, sequence, (int)tokens.size()), rows_of_last = 0;
+    for (size_t begin = 0; begin < tokens.size(); begin += chunk_tokens) {
+        Rows rows;
+        for (size_t t = begin; t < std::min(begin + chunk_tokens, tokens.size()); t++)
+            rows.add(tokens[t], sequence, first + (int)t);
+        forward_cached(engine, cache, rows);
+        rows_of_last = rows.count();
+        if (after_chunk) after_chunk(rows_of_last);
+    }
+    return logits(engine, rows_of_last - 1, 1);
+}
+
+// One new token for each of some sequences; returns their logits (sequences, vocabulary).
+inline std::vector<float> decode(Engine &engine, Cache &cache, const std::vector<int> &sequences,
+                                 const std::vector<int> &tokens) {
+    Rows rows;
+    for (size_t i = 0; i < sequences.size(); i++) rows.add(tokens[i], sequences[i], grow(cache, sequences[i], 1));
+    forward_cached(engine, cache, rows);
+    return logits(engine, 0, rows.count());
+}
+
+// ---- Sampling ----------------------------------------------------------------------------------------------
+
+struct Sampler {
+    double temperature, top_p, min_p;
+    int top_k;
+    std::mt19937_64 random;
+};
+
+inline int argmax(const float *logits, int count) { return (int)(std::max_element(logits, logits + count) - logits); }
+
+// The next token. At temperature 0 the likeliest one, the first of equals. Otherwise drawn from softmax(logits / T)
+// after top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024) have cut its tail.
+inline int sample(Sampler &sampler, const std::vector<float> &logits) {
+    int most = argmax(logits.data(), (int)logits.size());
+    if (sampler.temperature == 0) return most;
+    std::vector<std::pair<double, int>> candidates;  // probability (not normalised: the likeliest has 1), token
+    for (size_t i = 0; i < logits.size(); i++)
+        candidates.push_back({std::exp(((double)logits[i] - logits[most]) / sampler.temperature), (int)i});
+    auto likelier = [](const auto &a, const auto &b) {
+        return a.first > b.first || (a.first == b.first && a.second < b.second);
+    };
+    std::sort(candidates.begin(), candidates.end(), likelier);
+    if (sampler.top_k > 0 && sampler.top_k < (int)candidates.size()) candidates.resize(sampler.top_k);
+    double total = 0, kept = 0;
+    for (auto &candidate : candidates) total += candidate.first;
+    size_t count = 0;
+    while (count < candidates.size() && (count == 0 || kept < sampler.top_p * total)) kept += candidates[count++].first;
+    while (count > 1 && candidates[count - 1].first < sampler.min_p) kept -= candidates[--count].first;
+    double point = (double)(sampler.random() >> 11) * 0x1p-53 * kept;
+    for (size_t i = 0; i + 1 < count; i++) {
+        if (point < candidates[i].first) return candidates[i].second;
+        point -= candidates[i].first;
+    }
+    return candidates[count - 1].second;
+}
+
+// A damaged checkpoint shows here first. Says where instead of generating from nonsense.
+inline void require_finite(const std::vector<float> &logits, int position) {
+    for (float logit : logits)
+        if (!std::isfinite(logit))
+            fail("position %d: a logit is %g, expected a finite number: are the weights damaged?", position, logit);
+}
+
+// ---- Text in, text out -------------------------------------------------------------------------------------
+
+using TokenizerPointer = std::unique_ptr<Tokenizer, decltype(&tokenizer_free)>;
+
+inline TokenizerPointer load_tokenizer(const std::string &directory) {
+    char error[1000];
+    Tokenizer *tokenizer = tokenizer_load(join_path(directory, "tokenizer.json").c_str(), error, sizeof error);
+    if (!tokenizer) fail("%s", error);
+    return TokenizerPointer(tokenizer, tokenizer_free);
+}
+
+// Without -m: the checkpoint that lies beside the program.
+inline std::string checkpoint_directory(const Options &options) {
+    if (options.given.count("-m")) return options.directory;
+    char path[4096];
+    ssize_t length = readlink("/proc/self/exe", path, sizeof path);
+    std::string program = length > 0 ? std::string(path, (size_t)length) : "./llm";
+    return program.substr(0, program.rfind('/')) + "/weights_tools/builtin";
+}
+
+inline std::vector<int> parse_ids(const std::string &list) {
+    std::vector<int> ids;
+    const char *at = list.c_str();
+    while (true) {
+        char *end;
+        errno = 0;
+        long long id = strtoll(at, &end, 10);
+        if (end == at || errno || id < 0 || id > INT32_MAX || (*end && *end != ','))
+            fail("--ids: \"%s\" at character %zu: expected token ids such as 1,2,3", at,
+                 (size_t)(at - list.c_str()) + 1);
+        ids.push_back((int)id);
+        if (!*end) return ids;
+        at = end + 1;
+    }
+}
+
+inline std::vector<int> encode(const Tokenizer *tokenizer, const std::string &text) {
+    char error[1000];
+    int *ids = nullptr;
+    int count = tokenizer_encode(tokenizer, text.data(), text.size(), true, &ids, error, sizeof error);
+    if (count < 0) fail("the prompt: %s", error);
+    std::vector<int> result(ids, ids + count);
+    free(ids);
+    return result;
+}
+
+// The prompt's text as -p or -f give it.
+inline std::string prompt_text(const Options &options) {
+    const std::string &file = options.prompt_file;
+    bool empty_file = options.given.count("-f") && file_exists(file) && std::filesystem::is_empty(file);
+    std::string text = options.given.count("-f") && !empty_file ? read_file(file, 1 << 30) : options.prompt;
+    if (text.empty()) fail("the prompt is empty: give -p TEXT, -f FILE or --ids 1,2,3");
+    return text;
+}
+
+inline std::vector<int> prompt_tokens(const Options &options, const Tokenizer *tokenizer, const Config &config) {
+    std::vector<int> ids =
+        options.given.count("--ids") ? parse_ids(options.prompt_ids) : encode(tokenizer, prompt_text(options));
+    for (int id : ids) {
+        if (id >= config.vocabulary) {
+            fail("token id %d in the prompt: the model's vocabulary has %d entries, ids 0 .. %d", id, config.vocabulary,
+                 config.vocabulary - 1);
+        }
+    }
+    if (ids.empty()) fail("the prompt has no tokens: give more text");
+    return ids;
+}
+
+// Tokens of one sequence as text that can be printed at once. Without a tokenizer: the ids.
+struct TextStream {
+    const Tokenizer *tokenizer;
+    std::unique_ptr<TokenizerStream, decltype(&tokenizer_stream_free)> stream{nullptr, tokenizer_stream_free};
+    explicit TextStream(const Tokenizer *source) : tokenizer(source) {
+        if (tokenizer) stream.reset(tokenizer_stream_begin(tokenizer, true));
+    }
+    std::string next(int id) {
+        if (!tokenizer) return std::to_string(id) + " ";
+        const char *text = tokenizer_stream_next(stream.get(), id, nullptr);
+        return text ? text : "";
+    }
+    std::string flush() {
+        const char *text = tokenizer ? tokenizer_stream_flush(stream.get(), nullptr) : nullptr;
+        return text ? text : "";
+    }
+};
+
+// ---- Output ------------------------------------------------------------------------------------------------
+
+inline double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+inline Json json_object() { return Json(cJSON_CreateObject()); }
+
+inline void add_ids(cJSON *object, const char *key, const std::vector<int> &ids) {
+    cJSON_AddItemToObject(object, key, cJSON_CreateIntArray(ids.data(), (int)ids.size()));
+}
+
+inline void print_json(const cJSON *object) {
+    std::unique_ptr<char, decltype(&cJSON_free)> text(cJSON_Print(object), cJSON_free);
+    puts(text.get());
+}
+
+inline void add_cache(cJSON *object, const Options &options, const Cache &cache) {
+    cJSON *about = cJSON_AddObjectToObject(object, "cache");
+    bool none = options.layout == "none";
+    cJSON_AddStringToObject(about, "layout", options.layout.c_str());
+    cJSON_AddStringToObject(about, "type_k", none ? "none" : name_of(cache.type_k));
+    cJSON_AddStringToObject(about, "type_v", none ? "none" : name_of(cache.type_v));
+    cJSON_AddNumberToObject(about, "bytes", (double)(cache.payload_bytes + cache.metadata_bytes));
+    cJSON_AddNumberToObject(about, "payload_bytes", (double)cache.payload_bytes);
+    cJSON_AddNumberToObject(about, "metadata_bytes", (double)cache.metadata_bytes);
+}
+
+// A NumPy file of float32 rows. Written beside its place and moved there when it is whole.
+class RowFile {
+public:
+    RowFile(const std::string &path, int width) : path_(path), part_(path + ".part"), width_(width) {
+        file_.reset(fopen(part_.c_str(), "wb"));
+        if (!file_) fail("--dump-logits %s: cannot write there: %s", path.c_str(), strerror(errno));
+        write_header();
+    }
+    ~RowFile() {
+        if (file_) remove(part_.c_str());
+    }
+    void add(const std::vector<float> &rows) {
+        written_ = written_ && fwrite(rows.data(), sizeof(float), rows.size(), file_.get()) == rows.size();
+        count_ += rows.size() / (size_t)width_;
+    }
+    void finish() {
+        rewind(file_.get());
+        write_header();
+        bool closed = fclose(file_.release()) == 0;
+        if (!written_ || !closed || rename(part_.c_str(), path_.c_str()) != 0) {
+            int problem = errno;
+            remove(part_.c_str());
+            fail("--dump-logits %s: cannot write it: %s", path_.c_str(), strerror(problem));
+        }
+    }
+
+private:
+    void write_header() {  // 128 bytes: magic, version 1.0, length of the rest, a Python dictionary
+        char text[119];
+        int length = snprintf(text, sizeof text, "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %d), }",
+                              count_, width_);
+        memset(text + length, ' ', sizeof text - (size_t)length);
+        text[117] = '\n';
+        written_ = fwrite("\x93NUMPY\x01\x00\x76\x00", 1, 10, file_.get()) == 10 &&
+                   fwrite(text, 1, 118, file_.get()) == 118 && written_;
+    }
+    std::string path_, part_;
+    int width_;
+    size_t count_ = 0;
+    bool written_ = true;
+    std::unique_ptr<FILE, int (*)(FILE *)> file_{nullptr, fclose};
+};
+
+// ---- llm generate ------------------------------------------------------------------------------------------
+
+// All that one sequence needs to go on, on either path.
+struct Session {
+    Engine engine;
+    TokenizerPointer tokenizer;
+    Cache cache;
+    std::vector<int> tokens;  // the prompt, then what was generated
+    int prompt = 0;           // tokens of the prompt
+    int limit = 0;            // tokens that may stand in the context
+    bool naive = false;
+};
+
+// Checks the prompt against the context and opens a cache just large enough, unless -c says how large.
+inline Session open_session(const Options &options) {
+    std::string directory = checkpoint_directory(options);
+    Model model = load_model(directory);
+    TokenizerPointer tokenizer(nullptr, tokenizer_free);
+    if (!options.given.count("--ids") || file_exists(join_path(directory, "tokenizer.json")))
+        tokenizer = load_tokenizer(directory);
+    Session session{Engine(std::move(model), options.threads), std::move(tokenizer), {}, {}, 0, 0, false};
+    const Config &config = session.engine.model.config;
+    session.tokens = prompt_tokens(options, session.tokenizer.get(), config);
+    session.prompt = (int)session.tokens.size();
+    session.naive = options.layout == "none";
+    session.limit = options.given.count("-c") ? options.context : config.context;
+    if (session.limit > config.context) {
+        fail("-c %d: this model was made for %d positions: lower -c", options.context, config.context);
+    }
+    if (session.prompt > session.limit) {
+        fail("the prompt has %d tokens, the context holds %d: shorten it%s", session.prompt, session.limit,
+             session.limit < config.context
+                 ? (", or raise -c (this model was made for " + std::to_string(config.context) + ")").c_str()
+                 : "");
+    }
+    if (!options.given.count("-c"))
+        session.limit = (int)std::min<int64_t>(session.limit, (int64_t)session.prompt + options.count);
+    if (options.command == "diff" || !session.naive) {
+        CacheShape shape{config.layers, config.kv_heads, config.head_dim, config.head_dim, 1, session.limit};
+        session.cache = open_cache(shape, parse_layout("--cache", session.naive ? "contiguous" : options.layout),
+                                   parse_precision("--kv", options.type_k), parse_precision("--kv", options.type_v));
+    }
+    return session;
+}
+
+// Why nothing follows the tokens so far, or nullptr if something may.
+inline const char *reason_to_stop(const Session &session, const Options &options) {
+    const Config &config = session.engine.model.config;
+    bool generated = (int)session.tokens.size() > session.prompt;
+    bool ended = generated && std::count(config.end_ids.begin(), config.end_ids.end(), session.tokens.back());
+    if (ended && !options.ignore_end) return "end id";
+    if ((int)session.tokens.size() - session.prompt >= options.count) return "-n";
+    if ((int)session.tokens.size() >= session.limit) return "context full";
+    return nullptr;
+}
+
+// Bytes that one decoding step reads: all weights but the embedding table, of which it reads a row.
+inline double weights_read(const Model &model) {
+    const Tensor &table = model.embedding;
+    bool apart = model.head.data != table.data;
+    return (double)model.weight_bytes - (apart ? (double)table.rows * table.cols * dtype_bytes(table.type) : 0);
+}
+
+inline double cache_row_bytes(const Cache &cache) {  // of one position, all layers and heads, K and V
+    return (double)cache.shape.layers * cache.shape.kv_heads * (double)(cache.keys.row_bytes + cache.values.row_bytes);
+}
+
+struct Generation {
+    std::string text, stop;
+    double prefill_seconds = 0, decode_seconds = 0, bytes_read = 0;
+    int decoded = 0;  // decoding steps
+};
+
+// Logits of all rows of the last pass, a few at a time: a vocabulary is wide.
+inline void dump_rows(RowFile &file, Engine &engine, int rows) {
+    for (int row = 0; row < rows; row += 32) file.add(logits(engine, row, std::min(32, rows - row)));
+}
+
+// Prefill, then token by token. show(text) gets the new text as it comes.
+inline Generation generate(Session &session, const Options &options, RowFile *dump,
+                           const std::function<void(const std::string &)> &show) {
+    Engine &engine = session.engine;
+    Sampler sampler{options.temperature, options.top_p, options.min_p, options.top_k,
+                    std::mt19937_64((uint64_t)options.seed)};
+    TextStream text(session.tokenizer.get());
+    for (int token : session.tokens) text.next(token);
+    auto dump_chunk = [&](int rows) {
+        if (dump) dump_rows(*dump, engine, rows);
+    };
+    auto next_logits = [&]() {
+        if (!session.naive) return decode(engine, session.cache, {0}, {session.tokens.back()});
+        return forward_naive(engine, session.tokens);
+    };
+    Generation result;
+    double start = now();
+    std::vector<float> logits;
+    if (session.naive) {
+        logits = forward_naive(engine, session.tokens);
+        dump_chunk(session.prompt);
+    } else {
+        logits = prefill(engine, session.cache, 0, session.tokens, dump_chunk);
+    }
+    result.prefill_seconds = now() - start;
+    const char *stop;
+    while (!(stop = reason_to_stop(session, options))) {
+        require_finite(logits, (int)session.tokens.size() - 1);
+        session.tokens.push_back(sample(sampler, logits));
+        std::string piece = text.next(session.tokens.back());
+        result.text += piece;
+        show(piece);
+        if (reason_to_stop(session, options) && !dump) continue;  // nobody asks what follows the last token
+        start = now();
+        logits = next_logits();
+        result.decode_seconds += now() - start;
+        result.decoded++;
+        result.bytes_read += weights_read(engine.model);
+        if (!session.naive) result.bytes_read += cache_row_bytes(session.cache) * (double)session.tokens.size();
+        if (dump) dump->add(logits);
+    }
+    std::string rest = text.flush();
+    result.text += rest;
+    show(rest);
+    result.stop = stop;
+    return result;
+}
+
+inline void print_generation(const Generation &result, const Session &session, const Options &options) {
+    double decode_rate = result.decode_seconds > 0 ? result.decoded / result.decode_seconds : 0;
+    fprintf(stderr, "\n\nstopped: %s\n", result.stop.c_str());
+    fprintf(stderr, "prefill  %6d tokens  %9.1f tokens/s\n", session.prompt, session.prompt / result.prefill_seconds);
+    fprintf(stderr, "decode   %6d tokens  %9.1f tokens/s  %6.2f GB/s read\n", result.decoded, decode_rate,
+            result.decoded ? result.bytes_read / result.decode_seconds / 1e9 : 0);
+    if (session.naive) {
+        fprintf(stderr, "cache    none: every token was computed from all before it\n");
+    } else {
+        fprintf(stderr, "cache    %s, K %s, V %s: %zu bytes for %d positions\n", options.layout.c_str(),
+                name_of(session.cache.type_k), name_of(session.cache.type_v),
+                session.cache.payload_bytes + session.cache.metadata_bytes, session.cache.shape.capacity);
+    }
+}
+
+inline int run_generate(const Options &options) {
+    Session session = open_session(options);
+    std::unique_ptr<RowFile> dump;
+    if (options.given.count("--dump-logits"))
+        dump = std::make_unique<RowFile>(options.dump_logits, session.engine.model.config.vocabulary);
+    auto show = [&](const std::string &piece) {
+        if (options.json) return;
+        fputs(piece.c_str(), stdout);
+        fflush(stdout);
+    };
+    TextStream prompt(session.tokenizer.get());
+    for (int token : session.tokens) show(prompt.next(token));
+    Generation result = generate(session, options, dump.get(), show);
+    if (dump) dump->finish();
+    if (!options.json) {
+        puts("");
+        print_generation(result, session, options);
+        return 0;
+    }
+    Json object = json_object();
+    add_ids(object.get(), "prompt_tokens", {session.tokens.begin(), session.tokens.begin() + session.prompt});
+    add_ids(object.get(), "tokens", {session.tokens.begin() + session.prompt, session.tokens.end()});
+    cJSON_AddStringToObject(object.get(), "text", result.text.c_str());
+    cJSON_AddStringToObject(object.get(), "stop", result.stop.c_str());
+    cJSON *prefill = cJSON_AddObjectToObject(object.get(), "prefill");
+    cJSON_AddNumberToObject(prefill, "tokens", session.prompt);
+    cJSON_AddNumberToObject(prefill, "seconds", result.prefill_seconds);
+    cJSON *decode = cJSON_AddObjectToObject(object.get(), "decode");
+    cJSON_AddNumberToObject(decode, "tokens", result.decoded);
+    cJSON_AddNumberToObject(decode, "seconds", result.decode_seconds);
+    cJSON_AddNumberToObject(decode, "bytes", result.bytes_read);
+    add_cache(object.get(), options, session.cache);
+    print_json(object.get());
+    return 0;
+}
+
+// ---- llm tokenize, llm info --------------------------------------------------------------------------------
+
+inline int run_tokenize(const Options &options) {
+    TokenizerPointer tokenizer = load_tokenizer(checkpoint_directory(options));
+    std::vector<int> ids;
+    std::string text = options.prompt;
+    bool from_ids = options.given.count("--ids");
+    if (from_ids) {
+        ids = parse_ids(options.prompt_ids);
+        text.clear();
+        for (int id : ids) {
+            if (id >= tokenizer_size(tokenizer.get()))
+                fail("--ids: id %d, the tokenizer has ids 0 .. %d", id, tokenizer_size(tokenizer.get()) - 1);
+        }
+        std::unique_ptr<char, decltype(&free)> decoded(
+            tokenizer_decode(tokenizer.get(), ids.data(), (int)ids.size(), true, nullptr), free);
+        if (decoded) text = decoded.get();
+    } else {
+        if (!options.given.count("-p") || !text.empty()) text = prompt_text(options);
+        ids = encode(tokenizer.get(), text);
+    }
+    if (options.json) {
+        Json object = json_object();
+        add_ids(object.get(), "ids", ids);
+        cJSON_AddStringToObject(object.get(), "text", text.c_str());
+        print_json(object.get());
+    } else if (from_ids) {
+        puts(text.c_str());
+    } else {
+        for (size_t i = 0; i < ids.size(); i++) printf("%s%d", i ? "," : "", ids[i]);
+        puts("");
+    }
+    return 0;
+}
+
+inline int run_info(const Options &options) {
+    std::string directory = checkpoint_directory(options);
+    Model model = load_model(directory);
+    bool has_tokenizer = file_exists(join_path(directory, "tokenizer.json"));
+    TokenizerPointer tokenizer = has_tokenizer ? load_tokenizer(directory) : TokenizerPointer(nullptr, tokenizer_free);
+    int tokenizer_ids = has_tokenizer ? tokenizer_size(tokenizer.get()) : 0;
+    const Config &config = model.config;
+    double machine = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE);
+    double per_position = 2.0 * config.layers * config.kv_heads * config.head_dim * 2;  // K and V in f16, bytes
+    double needed = (double)model.weight_bytes + per_position * config.context;
+    static const char *const ropes[] = {"none", "linear", "llama3"};
+    if (options.json) {
+        Json object = json_object();
+        cJSON_AddStringToObject(object.get(), "architecture", config.architecture.c_str());
+        auto add = [&](const char *key, double value) { cJSON_AddNumberToObject(object.get(), key, value); };
+        add("parameters", (double)model.parameters);
+        add("weight_bytes", (double)model.weight_bytes);
+        add("layers", config.layers);
+        add("hidden", config.hidden);
+        add("ffn", config.ffn);
+        add("heads", config.heads);
+        add("kv_heads", config.kv_heads);
+        add("head_dim", config.head_dim);
+        add("vocabulary", config.vocabulary);
+        add("tokenizer_size", tokenizer_ids);
+        add("context", config.context);
+        add("window", config.window);
+        add("rope_theta", config.rope_theta);
+        cJSON_AddStringToObject(object.get(), "rope_scaling", ropes[config.rope.kind]);
+        cJSON_AddBoolToObject(object.get(), "tied", config.tied);
+        add_ids(object.get(), "end_ids", config.end_ids);
+        add("cache_bytes_per_token_f16", per_position);
+        cJSON_AddBoolToObject(object.get(), "fits", needed <= machine);
+        print_json(object.get());
+        return 0;
+    }
+    printf("%s\n", directory.c_str());
+    printf("  architecture   %s, %s%s weights\n", config.architecture.c_str(), config.tied ? "tied, " : "",
+           dtype_name(model.layers[0].query.weight.type));
+    printf("  parameters     %.3f M in %.3f MB\n", (double)model.parameters / 1e6, (double)model.weight_bytes / 1e6);
+    printf("  layers         %d, %d wide, ffn %d\n", config.layers, config.hidden, config.ffn);
+    printf("  attention      %d query heads on %d KV heads of %d", config.heads, config.kv_heads, config.head_dim);
+    printf(config.window ? ", window %d\n" : "\n", config.window);
+    printf("  positions      %d, RoPE theta %g, scaling %s\n", config.context, config.rope_theta,
+           ropes[config.rope.kind]);
+    printf("  vocabulary     %d (tokenizer: %d), end ids:", config.vocabulary, tokenizer_ids);
+    for (int id : config.end_ids) printf(" %d", id);
+    printf("\n  KV cache       %.0f bytes a token in f16, %.3f GiB for the whole context\n", per_position,
+           per_position * config.context / 0x1p30);
+    printf("  will it run    %s: %.2f GiB for weights and whole context, this machine has %.2f\n",
+           needed <= machine ? "yes" : "only with a smaller context (-c)", needed / 0x1p30, machine / 0x1p30);
+    return 0;
+}
+
+#include "measure.h"
+
+inline int run(const std::vector<std::string> &arguments) {
+    Options options = parse_options(arguments);
+    if (options.help) return print_help(stdout), 0;
+    if (options.command == "generate") return run_generate(options);
+    if (options.command == "diff") return run_diff(options);
+    if (options.command == "bench") return run_bench(options);
+    if (options.command == "tokenize") return run_tokenize(options);
+    return run_info(options);
+}
+
+#ifndef LLM_WITHOUT_MAIN
+int main(int argc, char **argv) {
+    try {
+        return run({argv + 1, argv + argc});
+    } catch (const Error &error) {
+        fprintf(stderr, "llm: %s\n", error.what());
+    } catch (const std::bad_alloc &) {
+        fprintf(stderr,
+                "llm: not enough memory for the activations of this many tokens: shorten the prompt or lower -c\n");
+    }
+    return 2;
+}
+#endif

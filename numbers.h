@@ -1,0 +1,266 @@
+// Numbers: the three floating-point formats that weights and caches are stored in, and `Vec`, the sixteen
+// float32 lanes in which everything is computed. The only file with CPU intrinsics.
+//
+// A sum over a row always goes the same way, on every machine and whatever is computed beside it: lane i adds
+// up the elements i, i + 16, i + 32, ...; then the lanes are folded in halves (8, 4, 2, 1). So a result does
+// not depend on the number of threads, nor on how many tokens share a pass.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__)
+#pragma GCC diagnostic push  // g++ 12 takes its own _mm512_undefined_ps() for a mistake of ours (GCC bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+#ifdef __CUDACC__
+#define HOST_DEVICE __host__ __device__
+#else
+#define HOST_DEVICE
+#endif
+
+template <class To, class From>
+HOST_DEVICE inline To bit_cast(From from) {
+    static_assert(sizeof(To) == sizeof(From), "same size");
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+// ---- Formats ----------------------------------------------------------------------------------------------
+
+struct f16 {  // IEEE binary16: 1 sign, 5 exponent, 10 fraction bits; 6e-8 .. 65,504
+    uint16_t bits;
+};
+struct bf16 {  // the upper half of a float32: 1 sign, 8 exponent, 7 fraction bits
+    uint16_t bits;
+};
+
+HOST_DEVICE inline float to_float(float x) { return x; }
+
+HOST_DEVICE inline float to_float(bf16 x) { return bit_cast<float>((uint32_t)x.bits << 16); }
+
+HOST_DEVICE inline float to_float(f16 x) {
+    uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
+    if (magnitude >= 0x7c00)  // infinity and NaN: exponent 31 becomes 255
+        return bit_cast<float>(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+    // Read with a float32 exponent the number is 2^(15 - 127) too small; the product is exact, denormals too.
+    return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(magnitude << 13) * 0x1p112f));
+}
+
+HOST_DEVICE inline void from_float(float &to, float x) { to = x; }
+
+// Rounds to nearest, ties to even. NaN stays NaN; what is too large becomes infinity.
+HOST_DEVICE inline void from_float(bf16 &to, float x) {
+    uint32_t bits = bit_cast<uint32_t>(x);
+    bool nan = (bits & 0x7fffffff) > 0x7f800000;
+    to.bits = nan ? (uint16_t)(bits >> 16 | 0x40) : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Rounds to nearest, ties to even. NaN stays NaN; 65,520 and more becomes infinity.
+HOST_DEVICE inline void from_float(f16 &to, float x) {
+    uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) {
+        to.bits = (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
+    } else if (magnitude >= 0x477ff000) {
+        to.bits = (uint16_t)(sign | 0x7c00);
+    } else if (magnitude >= 0x38800000) {  // 2^-14, the smallest normal f16
+        to.bits = (uint16_t)(sign | ((magnitude + 0xfff + (magnitude >> 13 & 1) - 0x38000000) >> 13));
+    } else {  // adding 0.5 leaves the multiple of 2^-24, rounded, in the lowest bits
+        to.bits = (uint16_t)(sign | (bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000));
+    }
+}
+
+// ---- Native pieces: what one register of this machine holds ------------------------------------------------
+
+#if defined(__AVX512F__)
+using Piece = __m512;
+constexpr int piece_lanes = 16;
+inline Piece piece_set(float x) { return _mm512_set1_ps(x); }
+inline Piece piece_load(const float *p) { return _mm512_loadu_ps(p); }
+inline Piece piece_load(const f16 *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+inline Piece piece_load(const bf16 *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+inline void piece_store(float *p, Piece a) { _mm512_storeu_ps(p, a); }
+inline Piece piece_add(Piece a, Piece b) { return _mm512_add_ps(a, b); }
+inline Piece piece_mul(Piece a, Piece b) { return _mm512_mul_ps(a, b); }
+inline Piece piece_div(Piece a, Piece b) { return _mm512_div_ps(a, b); }
+inline Piece piece_fma(Piece a, Piece b, Piece c) { return _mm512_fmadd_ps(a, b, c); }
+inline Piece piece_max(Piece a, Piece b) { return _mm512_max_ps(a, b); }
+inline Piece piece_round(Piece a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Piece piece_scale(Piece a, Piece exponent) { return _mm512_scalef_ps(a, exponent); }
+inline float piece_sum(Piece a) {
+    __m256 b =
+        _mm256_add_ps(_mm512_castps512_ps256(a), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1)));
+    __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    __m128 d = _mm_add_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
+}
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+using Piece = __m256;
+constexpr int piece_lanes = 8;
+inline Piece piece_set(float x) { return _mm256_set1_ps(x); }
+inline Piece piece_load(const float *p) { return _mm256_loadu_ps(p); }
+inline Piece piece_load(const f16 *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+inline Piece piece_load(const bf16 *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+inline void piece_store(float *p, Piece a) { _mm256_storeu_ps(p, a); }
+inline Piece piece_add(Piece a, Piece b) { return _mm256_add_ps(a, b); }
+inline Piece piece_mul(Piece a, Piece b) { return _mm256_mul_ps(a, b); }
+inline Piece piece_div(Piece a, Piece b) { return _mm256_div_ps(a, b); }
+inline Piece piece_fma(Piece a, Piece b, Piece c) { return _mm256_fmadd_ps(a, b, c); }
+inline Piece piece_max(Piece a, Piece b) { return _mm256_max_ps(a, b); }
+inline Piece piece_round(Piece a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Piece piece_scale(Piece a,
+                         Piece exponent) {  // by two steps of half the exponent, so that each is a normal number
+    __m256i n = _mm256_cvtps_epi32(exponent), half = _mm256_srai_epi32(n, 1), bias = _mm256_set1_epi32(127);
+    __m256i first = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
+    __m256i rest = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(n, half), bias), 23);
+    return _mm256_mul_ps(_mm256_mul_ps(a, _mm256_castsi256_ps(first)), _mm256_castsi256_ps(rest));
+}
+inline float piece_sum(Piece a) {
+    __m128 c = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    __m128 d = _mm_add_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
+}
+#else
+using Piece = float;
+constexpr int piece_lanes = 1;
+inline Piece piece_set(float x) { return x; }
+template <class Number>
+inline Piece piece_load(const Number *p) {
+    return to_float(*p);
+}
+inline void piece_store(float *p, Piece a) { *p = a; }
+inline Piece piece_add(Piece a, Piece b) { return a + b; }
+inline Piece piece_mul(Piece a, Piece b) { return a * b; }
+inline Piece piece_div(Piece a, Piece b) { return a / b; }
+inline Piece piece_fma(Piece a, Piece b, Piece c) { return a * b + c; }
+inline Piece piece_max(Piece a, Piece b) { return a > b ? a : b; }
+inline Piece piece_round(Piece a) { return std::nearbyint(a); }
+inline Piece piece_scale(Piece a, Piece exponent) { return std::ldexp(a, (int)exponent); }
+inline float piece_sum(Piece a) { return a; }
+#endif
+
+inline void pause_briefly() {  // between two looks at a variable that another core will change
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+// ---- Vec: sixteen lanes, whatever the machine --------------------------------------------------------------
+
+constexpr int lanes = 16;
+constexpr int pieces = lanes / piece_lanes;
+
+struct Vec {
+    Piece piece[pieces];
+};
+
+// Applies a piece's operation to all pieces; the loop is gone after unrolling.
+#define EACH_PIECE(result)                                    \
+    Vec vec;                                                  \
+    for (int i = 0; i < pieces; i++) vec.piece[i] = (result); \
+    return vec
+
+inline Vec set(float x) { EACH_PIECE(piece_set(x)); }
+template <class Number>
+inline Vec load(const Number *p) {
+    EACH_PIECE(piece_load(p + i * piece_lanes));
+}
+inline Vec add(Vec a, Vec b) { EACH_PIECE(piece_add(a.piece[i], b.piece[i])); }
+inline Vec mul(Vec a, Vec b) { EACH_PIECE(piece_mul(a.piece[i], b.piece[i])); }
+inline Vec div(Vec a, Vec b) { EACH_PIECE(piece_div(a.piece[i], b.piece[i])); }
+inline Vec fma(Vec a, Vec b, Vec c) { EACH_PIECE(piece_fma(a.piece[i], b.piece[i], c.piece[i])); }  // a * b + c
+inline Vec max(Vec a, Vec b) { EACH_PIECE(piece_max(a.piece[i], b.piece[i])); }  // b where one of them is NaN
+inline Vec round(Vec a) { EACH_PIECE(piece_round(a.piece[i])); }
+inline Vec scale(Vec a, Vec n) { EACH_PIECE(piece_scale(a.piece[i], n.piece[i])); }  // a * 2^n, n whole, |n| <= 250
+#undef EACH_PIECE
+
+inline void store(float *p, Vec a) {
+    for (int i = 0; i < pieces; i++) piece_store(p + i * piece_lanes, a.piece[i]);
+}
+
+// The first `count` < 16 numbers, zeros behind them; reads nothing beyond.
+template <class Number>
+inline Vec load_part(const Number *p, int count) {
+    Number padded[lanes] = {};
+    memcpy(padded, p, (size_t)count * sizeof(Number));
+    return load(padded);
+}
+
+inline void store_part(float *p, Vec a, int count) {
+    float whole[lanes];
+    store(whole, a);
+    memcpy(p, whole, (size_t)count * sizeof(float));
+}
+
+inline float sum(Vec a) {
+    for (int half = pieces / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) a.piece[i] = piece_add(a.piece[i], a.piece[i + half]);
+    return piece_sum(a.piece[0]);
+}
+
+inline float largest(Vec a) {
+    float lane[lanes];
+    store(lane, a);
+    float most = lane[0];
+    for (int i = 1; i < lanes; i++) most = lane[i] > most ? lane[i] : most;
+    return most;
+}
+
+// e^x for x <= 88, within 2 units in the last place; 0 for x < -104 and for -infinity; NaN stays NaN.
+// x = n ln 2 + r with |r| <= ln 2 / 2: e^x = 2^n e^r, and e^r is its Taylor polynomial up to r^7 / 7!.
+inline Vec exp(Vec x) {
+    x = max(set(-105.0f), x);
+    Vec n = round(mul(x, set(1.44269504f)));
+    Vec r = fma(n, set(-0.693359375f), x);  // ln 2 in two parts, the first short, so that n times it is exact
+    r = fma(n, set(2.12194440e-4f), r);
+    Vec e = set(1.0f / 5040);
+    for (float coefficient : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+        e = fma(e, r, set(coefficient));
+    return scale(e, n);
+}
+
+// sum of a[i] * b[i], i < n
+template <class A, class B>
+inline float dot(const A *a, const B *b, int n) {
+    Vec total = set(0);
+    int i = 0;
+    for (; i + lanes <= n; i += lanes) total = fma(load(a + i), load(b + i), total);
+    if (i < n) total = fma(load_part(a + i, n - i), load_part(b + i, n - i), total);
+    return sum(total);
+}
+
+// y[i] += factor * x[i], i < n
+template <class Number>
+inline void axpy(float *y, float factor, const Number *x, int n) {
+    int i = 0;
+    for (; i + lanes <= n; i += lanes) store(y + i, fma(set(factor), load(x + i), load(y + i)));
+    if (i < n) store_part(y + i, fma(set(factor), load_part(x + i, n - i), load_part(y + i, n - i)), n - i);
+}
+
+// ---- Rows --------------------------------------------------------------------------------------------------
+
+// Numbers one after another, in a format that the machine converts itself. With u, the unit roundoff (half the
+// distance from 1 to the next number), a stored number is off by at most u times itself.
+template <class Number>
+struct PlainRow {
+    HOST_DEVICE static size_t row_bytes(int width) { return (size_t)width * sizeof(Number); }
+    HOST_DEVICE static void encode(char *row, const float *values, int width) {
+        for (int i = 0; i < width; i++) from_float(((Number *)row)[i], values[i]);
+    }
+    // Numbers [channel, channel + 16) of a row.
+    static Vec decode(const char *row, int channel) { return load((const Number *)row + channel); }
+    // Numbers [channel, channel + count), zeros behind them.
+    static Vec decode_part(const char *row, int channel, int count) {
+        return load_part((const Number *)row + channel, count);
+    }
+};
