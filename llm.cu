@@ -236,7 +236,16 @@ inline std::string nearest(const std::string &word, const std::vector<std::strin
     });
 }
 
+inline bool is_flag(const std::string &word) {
+    return std::any_of(flags().begin(), flags().end(),
+                       [&](const Flag &flag) { return std::count(flag.names.begin(), flag.names.end(), word) > 0; });
+}
+
 inline const Flag &find_flag(const std::string &name, const std::string &command) {
+    if (name.compare(0, 1, "-") != 0) {
+        fail("%s: expected a flag; a prompt goes behind -p, in quotes if it has spaces (llm --help lists all)",
+             name.c_str());
+    }
     std::vector<std::string> known;
     for (const Flag &flag : flags()) {
         for (const std::string &spelling : flag.names) {
@@ -255,20 +264,41 @@ inline Options parse_options(const std::vector<std::string> &arguments) {
     for (const Command &command : commands()) known.push_back(command.name);
     if (arguments.empty()) fail("no command; try: llm generate -p \"Once upon a time\" (llm --help lists all)");
     options.command = arguments[0];
-    if (options.command == "-h" || options.command == "--help") options.help = true;
+    if (options.command == "-h" || options.command == "--help" || options.command == "help") options.help = true;
     if (options.help) return options;
+    if (is_flag(options.command)) {
+        std::string names;
+        for (const std::string &name : known) names += " " + name;
+        fail("%s: expected a command before the flags:%s", options.command.c_str(), names.c_str());
+    }
     if (std::find(known.begin(), known.end(), options.command) == known.end()) {
         fail("%s: unknown command; the nearest one is %s (llm --help lists all)", options.command.c_str(),
              nearest(options.command, known).c_str());
     }
     for (size_t i = 1; i < arguments.size(); i++) {
-        const Flag &flag = find_flag(arguments[i], options.command);
-        if (*flag.argument && i + 1 == arguments.size())
-            fail("%s: needs a value: %s %s", arguments[i].c_str(), arguments[i].c_str(), flag.argument);
-        options.given.insert(flag.names[0]);
-        flag.read(options, arguments[i], *flag.argument ? arguments[i + 1] : "");
-        if (*flag.argument) i++;
+        // --name value or --name=value
+        size_t equals = arguments[i].compare(0, 2, "--") == 0 ? arguments[i].find('=') : std::string::npos;
+        std::string spelling = arguments[i].substr(0, equals), value;
+        const char *name = spelling.c_str();
+        const Flag &flag = find_flag(spelling, options.command);
+        if (equals != std::string::npos) {
+            if (!*flag.argument) fail("%s: %s takes no value", arguments[i].c_str(), name);
+            value = arguments[i].substr(equals + 1);
+        } else if (*flag.argument) {
+            if (i + 1 == arguments.size()) fail("%s: needs a value: %s %s", name, name, flag.argument);
+            value = arguments[++i];
+            if (is_flag(value)) {
+                fail("%s: needs a value, found the flag %s; if that is the value: %s=%s", name, value.c_str(),
+                     flag.names.back().c_str(), value.c_str());
+            }
+        }
+        if (*flag.argument && value.empty() && flag.names[0] != "-p")
+            fail("%s: its value is empty, expected %s", name, flag.argument);
+        if (!options.given.insert(flag.names[0]).second) fail("%s: given twice, keep one of them", name);
+        flag.read(options, spelling, value);
     }
+    if (options.given.count("--kv") && options.given.count("-ctk") + options.given.count("-ctv") > 0)
+        fail("--kv gives the type of K and of V: keep it, or -ctk and -ctv");
     if (options.given.count("-p") + options.given.count("-f") + options.given.count("--ids") > 1)
         fail("-p, -f and --ids each give the prompt: keep one of them");
     return options;
