@@ -631,6 +631,9 @@ inline void add_cache(cJSON *object, const Options &options, const Cache &cache)
 class RowFile {
 public:
     RowFile(const std::string &path, int width) : path_(path), part_(path + ".part"), width_(width) {
+        struct stat status;
+        if (stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
+            fail("--dump-logits %s: is not a regular file: name one, or one that is not there yet", path.c_str());
         file_.reset(fopen(part_.c_str(), "wb"));
         if (!file_) fail("--dump-logits %s: cannot write there: %s", path.c_str(), strerror(errno));
         write_header();
