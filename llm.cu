@@ -562,7 +562,8 @@ inline std::vector<int> encode(const Tokenizer *tokenizer, const std::string &te
 // The prompt's text as -p or -f give it.
 inline std::string prompt_text(const Options &options) {
     const std::string &file = options.prompt_file;
-    bool empty_file = options.given.count("-f") && file_exists(file) && std::filesystem::is_empty(file);
+    std::error_code is_no_file;  // which read_file says better
+    bool empty_file = options.given.count("-f") && std::filesystem::file_size(file, is_no_file) == 0;
     std::string text = options.given.count("-f") && !empty_file ? read_file(file, 1 << 30) : options.prompt;
     if (text.empty()) fail("the prompt is empty: give -p TEXT, -f FILE or --ids 1,2,3");
     return text;
