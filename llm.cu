@@ -323,13 +323,13 @@ struct Engine {
     int threads;
     std::vector<float> frequencies;  // (head_dim / 2): radians per position
     // Activations of a pass, in float32:
-    std::vector<float> x;           // (rows, hidden): the residual stream
-    std::vector<float> normed;      // (rows, hidden)
-    std::vector<float> query;       // (rows, heads, head_dim)
-    std::vector<float> key, value;  // (rows, kv_heads, head_dim)
-    std::vector<float> attended;    // (rows, heads, head_dim)
-    std::vector<float> gate, up;    // (rows, ffn)
-    std::vector<float> turn;        // (rows, head_dim): cosines and sines
+    Floats x;           // (rows, hidden): the residual stream
+    Floats normed;      // (rows, hidden)
+    Floats query;       // (rows, heads, head_dim)
+    Floats key, value;  // (rows, kv_heads, head_dim)
+    Floats attended;    // (rows, heads, head_dim)
+    Floats gate, up;    // (rows, ffn)
+    Floats turn;        // (rows, head_dim): cosines and sines
 
     Engine(Model loaded, int thread_count) : model(std::move(loaded)), threads(thread_count) {
         const Config &config = model.config;
@@ -606,6 +606,11 @@ inline double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// Standard output may be a full disk. (A pipe that nobody reads ends the program by SIGPIPE.)
+inline void flush_output() {
+    if (fflush(stdout) != 0 || ferror(stdout)) fail("standard output: cannot write all of it: is the disk full?");
+}
+
 inline Json json_object() { return Json(cJSON_CreateObject()); }
 
 inline void add_ids(cJSON *object, const char *key, const std::vector<int> &ids) {
@@ -822,8 +827,8 @@ inline int run_generate(const Options &options) {
         dump = std::make_unique<RowFile>(options.dump_logits, session.engine.model.config.vocabulary);
     auto show = [&](const std::string &piece) {
         if (options.json) return;
-        fputs(piece.c_str(), stdout);
-        fflush(stdout);
+        fwrite(piece.data(), 1, piece.size(), stdout);
+        flush_output();
     };
     TextStream prompt(session.tokenizer.get());
     for (int token : session.tokens) show(prompt.next(token));
@@ -942,14 +947,19 @@ inline int run_info(const Options &options) {
 
 #include "measure.h"
 
-inline int run(const std::vector<std::string> &arguments) {
-    Options options = parse_options(arguments);
+inline int run_command(const Options &options) {
     if (options.help) return print_help(stdout), 0;
     if (options.command == "generate") return run_generate(options);
     if (options.command == "diff") return run_diff(options);
     if (options.command == "bench") return run_bench(options);
     if (options.command == "tokenize") return run_tokenize(options);
     return run_info(options);
+}
+
+inline int run(const std::vector<std::string> &arguments) {
+    int status = run_command(parse_options(arguments));
+    flush_output();
+    return status;
 }
 
 #ifndef LLM_WITHOUT_MAIN

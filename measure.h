@@ -164,7 +164,7 @@ inline int run_diff(const Options &options) {
         printf("%5d  %6d %6d%c %10.2e %10.2e  %9.3f %9.3f  %s\n", index++, step.token, step.cached_token,
                step.token == step.cached_token ? ' ' : '!', step.difference, step.kl, step.naive_seconds * 1e3,
                step.cached_seconds * 1e3, on_one_line(text.next(step.token)).c_str());
-        fflush(stdout);
+        flush_output();
     });
     DiffTotals totals = sum_up(steps);
     bool good = totals.divergence < 0 && totals.difference <= tolerance;
