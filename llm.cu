@@ -591,12 +591,14 @@ struct TextStream {
     }
     std::string next(int id) {
         if (!tokenizer) return std::to_string(id) + " ";
-        const char *text = tokenizer_stream_next(stream.get(), id, nullptr);
-        return text ? text : "";
+        size_t length;
+        const char *text = tokenizer_stream_next(stream.get(), id, &length);
+        return text ? std::string(text, length) : "";
     }
     std::string flush() {
-        const char *text = tokenizer ? tokenizer_stream_flush(stream.get(), nullptr) : nullptr;
-        return text ? text : "";
+        size_t length;
+        const char *text = tokenizer ? tokenizer_stream_flush(stream.get(), &length) : nullptr;
+        return text ? std::string(text, length) : "";
     }
 };
 
@@ -615,6 +617,18 @@ inline Json json_object() { return Json(cJSON_CreateObject()); }
 
 inline void add_ids(cJSON *object, const char *key, const std::vector<int> &ids) {
     cJSON_AddItemToObject(object, key, cJSON_CreateIntArray(ids.data(), (int)ids.size()));
+}
+
+// Text may hold NUL, where cJSON's strings end.
+inline void add_text(cJSON *object, const char *key, const std::string &text) {
+    std::string json = "\"";
+    for (size_t begin = 0, end; begin <= text.size(); begin = end + 1) {
+        end = std::min(text.find('\0', begin), text.size());
+        Json part(cJSON_CreateString(text.substr(begin, end - begin).c_str()));
+        std::unique_ptr<char, decltype(&cJSON_free)> quoted(cJSON_PrintUnformatted(part.get()), cJSON_free);
+        json += std::string(begin ? "\\u0000" : "") + std::string(quoted.get() + 1, strlen(quoted.get()) - 2);
+    }
+    cJSON_AddRawToObject(object, key, (json + "\"").c_str());
 }
 
 inline void print_json(const cJSON *object) {
@@ -697,8 +711,11 @@ inline Session open_session(const Options &options) {
     std::string directory = checkpoint_directory(options);
     Model model = load_model(directory);
     TokenizerPointer tokenizer(nullptr, tokenizer_free);
-    if (!options.given.count("--ids") || file_exists(join_path(directory, "tokenizer.json")))
+    std::string tokenizer_file = join_path(directory, "tokenizer.json");
+    if (file_exists(tokenizer_file))
         tokenizer = load_tokenizer(directory);
+    else if (!options.given.count("--ids"))
+        fail("%s: no such file; fetch it, or give the prompt as --ids 1,2,3", tokenizer_file.c_str());
     Session session{Engine(std::move(model), options.threads), std::move(tokenizer), {}, {}, 0, 0, false};
     const Config &config = session.engine.model.config;
     session.tokens = prompt_tokens(options, session.tokenizer.get(), config);
@@ -842,7 +859,7 @@ inline int run_generate(const Options &options) {
     Json object = json_object();
     add_ids(object.get(), "prompt_tokens", {session.tokens.begin(), session.tokens.begin() + session.prompt});
     add_ids(object.get(), "tokens", {session.tokens.begin() + session.prompt, session.tokens.end()});
-    cJSON_AddStringToObject(object.get(), "text", result.text.c_str());
+    add_text(object.get(), "text", result.text);
     cJSON_AddStringToObject(object.get(), "stop", result.stop.c_str());
     cJSON *prefill = cJSON_AddObjectToObject(object.get(), "prefill");
     cJSON_AddNumberToObject(prefill, "tokens", session.prompt);
@@ -870,9 +887,11 @@ inline int run_tokenize(const Options &options) {
             if (id >= tokenizer_size(tokenizer.get()))
                 fail("--ids: id %d, the tokenizer has ids 0 .. %d", id, tokenizer_size(tokenizer.get()) - 1);
         }
+        size_t length;
         std::unique_ptr<char, decltype(&free)> decoded(
-            tokenizer_decode(tokenizer.get(), ids.data(), (int)ids.size(), true, nullptr), free);
-        if (decoded) text = decoded.get();
+            tokenizer_decode(tokenizer.get(), ids.data(), (int)ids.size(), true, &length), free);
+        if (!decoded) throw std::bad_alloc();
+        text.assign(decoded.get(), length);
     } else {
         if (!options.given.count("-p") || !text.empty()) text = prompt_text(options);
         ids = encode(tokenizer.get(), text);
@@ -880,10 +899,11 @@ inline int run_tokenize(const Options &options) {
     if (options.json) {
         Json object = json_object();
         add_ids(object.get(), "ids", ids);
-        cJSON_AddStringToObject(object.get(), "text", text.c_str());
+        add_text(object.get(), "text", text);
         print_json(object.get());
     } else if (from_ids) {
-        puts(text.c_str());
+        fwrite(text.data(), 1, text.size(), stdout);
+        puts("");
     } else {
         for (size_t i = 0; i < ids.size(); i++) printf("%s%d", i ? "," : "", ids[i]);
         puts("");
