@@ -986,11 +986,11 @@ inline int run(const std::vector<std::string> &arguments) {
 int main(int argc, char **argv) {
     try {
         return run({argv + 1, argv + argc});
-    } catch (const Error &error) {
-        fprintf(stderr, "llm: %s\n", error.what());
     } catch (const std::bad_alloc &) {
         fprintf(stderr,
                 "llm: not enough memory for the activations of this many tokens: shorten the prompt or lower -c\n");
+    } catch (const std::exception &error) {
+        fprintf(stderr, "llm: %s\n", error.what());
     }
     return 2;
 }
