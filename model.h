@@ -219,9 +219,9 @@ inline Json parse_json(const std::string &name, const std::string &text) {
     const char *end = text.c_str();
     Json root(cJSON_ParseWithLengthOpts(text.c_str(), text.size() + 1, &end, /*require_null_terminated=*/true));
     size_t position = std::min((size_t)(end - text.c_str()), text.size());
-    if (!root || position != text.size()) {
+    if (!root || position != text.size() || text.find('\0') != std::string::npos) {
         int line = 1 + (int)std::count(text.begin(), text.begin() + (std::ptrdiff_t)position, '\n');
-        fail("%s: not valid JSON at line %d, byte %zu", name.c_str(), line, position);
+        fail("%s: not valid JSON near line %d, byte %zu", name.c_str(), line, position);
     }
     if (!cJSON_IsObject(root.get())) fail("%s: expected a JSON object", name.c_str());
     refuse_duplicate_keys(name, root.get());
