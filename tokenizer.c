@@ -339,14 +339,13 @@ static int next_match(const Matcher *matcher, const pcre2_code *regex, const cha
             return fail(error, "a pattern of the tokenizer on this text: %s", why) - 1;
         }
         const PCRE2_SIZE *range = pcre2_get_ovector_pointer(matcher->data);
-        *start = range[0], *end = range[1];
-        cursor->from = *end;
-        if (*start != *end || *end != cursor->last_end) {
-            cursor->last_end = *end;
+        cursor->from = range[1];
+        if (range[0] != range[1] || range[1] != cursor->last_end) {
+            *start = range[0], *end = cursor->last_end = range[1];
             return 1;
         }
         int length = 1;
-        if (*end < n) code_point(s + *end, &length);
+        if (range[1] < n) code_point(s + range[1], &length);
         cursor->from += (size_t)length;
     }
     return 0;
@@ -1230,11 +1229,9 @@ static bool load_merges(Tokenizer *t, const cJSON *merges, Error *error) {
         int id = model_token(t, whole.data, whole.length);
         ok = left_id >= 0 && right_id >= 0 && id >= 0;
         if (!ok)
-            fail(error, "merge %d, \"%.*s\" and \"%.40s\": model.vocab has no \"%.80s\"", rank,
-                 left_length < 40 ? (int)left_length : 40, left, right,
-                 left_id < 0    ? left
-                 : right_id < 0 ? right
-                                : whole.data);
+            fail(error, "merge %d, \"%.*s\" and \"%.40s\": model.vocab has no \"%.*s\"", rank, (int)left_length,
+                 whole.data, right, (int)(left_id < 0 ? left_length : whole.length),
+                 right_id < 0 && left_id >= 0 ? right : whole.data);
         if (!ok) break;
         *merge_slot(t, left_id, right_id) = (Merge){(uint64_t)left_id << 32 | (uint32_t)right_id, rank++, id};
     }

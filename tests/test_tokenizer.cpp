@@ -1,0 +1,456 @@
+// The tokenizer against the tokenizers library: ids, text, streaming; against broken files; against the clock.
+// Run from the repository's root. Fixtures: weights_tools/make_tokenizer_fixtures.py.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <cjson/cJSON.h>
+#include <doctest/doctest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "../tokenizer.h"
+
+static const std::string FIXTURES = "tests/fixtures/tokenizers/";
+
+using Ids = std::vector<int>;
+using Loaded = std::unique_ptr<Tokenizer, decltype(&tokenizer_free)>;
+using Json = std::unique_ptr<cJSON, decltype(&cJSON_Delete)>;
+
+static std::string read_file(const std::string &path) {
+    std::ifstream file(path, std::ios::binary);
+    std::stringstream text;
+    text << file.rdbuf();
+    return text.str();
+}
+
+static Json parse(const std::string &text) { return Json(cJSON_Parse(text.c_str()), cJSON_Delete); }
+
+static std::string replaced(std::string text, const std::string &what, const std::string &by) {
+    for (size_t at = 0; (at = text.find(what, at)) != std::string::npos; at += by.size())
+        text.replace(at, what.size(), by);
+    return text;
+}
+
+// A string of a fixture: U+E000 stands for NUL.
+static std::string fixture_text(const cJSON *item) {
+    return replaced(item->valuestring, "\xEE\x80\x80", std::string(1, '\0'));
+}
+
+static Loaded load_text(const std::string &json, std::string *error = nullptr) {
+    char text[300] = "";
+    Loaded t(tokenizer_parse(json.data(), json.size(), "tokenizer.json", text, sizeof text), tokenizer_free);
+    if (error)
+        *error = text;
+    else
+        CHECK_MESSAGE(t, text);
+    return t;
+}
+
+static Loaded load_shape(const std::string &name) { return load_text(read_file(FIXTURES + name + ".json")); }
+
+static Ids encode(const Tokenizer *t, const std::string &text, bool add_special = true) {
+    int *ids = nullptr;
+    char error[200] = "";
+    int count = tokenizer_encode(t, text.data(), text.size(), add_special, &ids, error, sizeof error);
+    CHECK_MESSAGE(count >= 0, error);
+    Ids result(ids, ids + (count > 0 ? count : 0));
+    free(ids);
+    return result;
+}
+
+static std::string encode_error(const Tokenizer *t, const std::string &text) {
+    int *ids = nullptr;
+    char error[200] = "";
+    CHECK(tokenizer_encode(t, text.data(), text.size(), true, &ids, error, sizeof error) == -1);
+    CHECK(ids == nullptr);
+    return error;
+}
+
+static std::string decode(const Tokenizer *t, const Ids &ids, bool skip_special) {
+    size_t length = 0;
+    char *text = tokenizer_decode(t, ids.data(), (int)ids.size(), skip_special, &length);
+    REQUIRE(text);
+    std::string result(text, length);
+    free(text);
+    return result;
+}
+
+// What a stream gives, id by id, the flush last.
+static std::vector<std::string> stream(const Tokenizer *t, const Ids &ids, bool skip_special) {
+    std::unique_ptr<TokenizerStream, decltype(&tokenizer_stream_free)> stream(tokenizer_stream_begin(t, skip_special),
+                                                                              tokenizer_stream_free);
+    std::vector<std::string> parts;
+    size_t length = 0;
+    for (int id : ids) {
+        const char *text = tokenizer_stream_next(stream.get(), id, &length);
+        parts.emplace_back(text, length);
+    }
+    const char *text = tokenizer_stream_flush(stream.get(), &length);
+    parts.emplace_back(text, length);
+    return parts;
+}
+
+// Whole UTF-8 characters only: every lead byte has its followers, no follower stands alone.
+static bool whole_characters(const std::string &text) {
+    size_t at = 0;
+    while (at < text.size()) {
+        unsigned char lead = (unsigned char)text[at];
+        size_t length = lead < 0x80 ? 1 : lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : lead >= 0xC2 ? 2 : 0;
+        if (!length || at + length > text.size()) return false;
+        for (size_t k = 1; k < length; k++)
+            if (((unsigned char)text[at + k] & 0xC0) != 0x80) return false;
+        at += length;
+    }
+    return true;
+}
+
+static std::string show(const Ids &ids) {
+    std::string text;
+    for (int id : ids) text += std::to_string(id) + " ";
+    return text;
+}
+
+static Ids id_list(const cJSON *list) {
+    Ids ids;
+    const cJSON *item;
+    cJSON_ArrayForEach(item, list) ids.push_back(item->valueint);
+    return ids;
+}
+
+// Calls `check` with every shape's name, tokenizer and expected results.
+static void each_shape(const std::function<void(const std::string &, const Tokenizer *, const cJSON *)> &check) {
+    Json expected = parse(read_file(FIXTURES + "expected.json"));
+    REQUIRE(expected);
+    REQUIRE(cJSON_GetArraySize(expected.get()) >= 14);
+    const cJSON *shape;
+    cJSON_ArrayForEach(shape, expected.get()) {
+        INFO(std::string(shape->string));
+        Loaded t = load_shape(shape->string);
+        REQUIRE(t);
+        check(shape->string, t.get(), shape);
+    }
+}
+
+TEST_CASE("ids are those of the library, for every shape and string") {
+    Json strings = parse(read_file(FIXTURES + "strings.json"));
+    each_shape([&](const std::string &, const Tokenizer *t, const cJSON *shape) {
+        const cJSON *ids = cJSON_GetObjectItem(shape, "ids")->child;
+        const cJSON *text;
+        cJSON_ArrayForEach(text, strings.get()) {
+            INFO(std::string(text->valuestring));
+            CHECK(show(encode(t, fixture_text(text))) == show(id_list(ids)));
+            ids = ids->next;
+        }
+        CHECK(ids == nullptr);
+    });
+}
+
+TEST_CASE("without special tokens the same ids, less those around the text") {
+    Json strings = parse(read_file(FIXTURES + "strings.json"));
+    size_t around = 0;
+    each_shape([&](const std::string &, const Tokenizer *t, const cJSON *shape) {
+        Ids before = id_list(cJSON_GetObjectItem(shape, "before")),
+            after = id_list(cJSON_GetObjectItem(shape, "after"));
+        around += before.size() + after.size();
+        const cJSON *text;
+        cJSON_ArrayForEach(text, strings.get()) {
+            Ids ids = before, middle = encode(t, fixture_text(text), false);
+            ids.insert(ids.end(), middle.begin(), middle.end());
+            ids.insert(ids.end(), after.begin(), after.end());
+            CHECK(show(ids) == show(encode(t, fixture_text(text))));
+        }
+    });
+    CHECK(around >= 5);
+}
+
+TEST_CASE("text is that of the library, special tokens shown and skipped") {
+    Json strings = parse(read_file(FIXTURES + "strings.json"));
+    each_shape([&](const std::string &, const Tokenizer *t, const cJSON *shape) {
+        const cJSON *ids = cJSON_GetObjectItem(shape, "ids")->child, *text;
+        const cJSON *decoded = cJSON_GetObjectItem(shape, "decoded")->child;
+        const cJSON *skipped = cJSON_GetObjectItem(shape, "skipped")->child;
+        cJSON_ArrayForEach(text, strings.get()) {
+            INFO(std::string(text->valuestring));
+            CHECK(decode(t, id_list(ids), false) == fixture_text(cJSON_IsNull(decoded) ? text : decoded));
+            CHECK(decode(t, id_list(ids), true) == fixture_text(cJSON_IsNull(skipped) ? text : skipped));
+            ids = ids->next, decoded = decoded->next, skipped = skipped->next;
+        }
+    });
+}
+
+TEST_CASE("a stream gives whole characters, and together the text, for any ids") {
+    std::mt19937 random(7);
+    each_shape([&](const std::string &, const Tokenizer *t, const cJSON *) {
+        for (int round = 0; round < 200; round++) {
+            Ids ids(random() % 40);
+            for (int &id : ids) id = (int)(random() % (unsigned)(tokenizer_size(t) + 2)) - 1;  // also ids there are not
+            bool skip = round % 2;
+            std::string text;
+            for (const std::string &part : stream(t, ids, skip)) {
+                CHECK(whole_characters(part));
+                text += part;
+            }
+            CHECK(text == decode(t, ids, skip));
+        }
+    });
+}
+
+TEST_CASE("a stream gives a character as soon as its last byte is there") {
+    Loaded t = load_shape("gpt2");
+    Ids ids = encode(t.get(), "\xF0\x9F\x98\x80!");
+    REQUIRE(ids.size() >= 3);  // the emoji takes several byte tokens
+    std::vector<std::string> parts = stream(t.get(), ids, false);
+    CHECK(parts[ids.size() - 2] == "\xF0\x9F\x98\x80");
+    CHECK(parts[ids.size() - 1] == "!");
+    CHECK(parts.back() == "");
+    ids.resize(ids.size() - 2);  // the emoji's last byte never comes
+    parts = stream(t.get(), ids, false);
+    CHECK(parts.back() == "\xEF\xBF\xBD");
+}
+
+TEST_CASE("a run of byte tokens with one bad byte is U+FFFD for each") {
+    Loaded t = load_shape("llama2");
+    int e6 = tokenizer_find(t.get(), "<0xE6>"), b0 = tokenizer_find(t.get(), "<0xB0>"),
+        b4 = tokenizer_find(t.get(), "<0xB4>");
+    REQUIRE(e6 >= 0);
+    CHECK(decode(t.get(), {e6, b0, b4}, false) == "\xE6\xB0\xB4");
+    CHECK(decode(t.get(), {e6, b0, b4, e6}, false) == replaced("xxxx", "x", "\xEF\xBF\xBD"));
+    CHECK(stream(t.get(), {e6, b0}, false) == std::vector<std::string>{"", "", replaced("xx", "x", "\xEF\xBF\xBD")});
+}
+
+TEST_CASE("a stream begins anew after a flush") {
+    Loaded t = load_shape("llama2");
+    Ids ids = encode(t.get(), "the river");
+    std::unique_ptr<TokenizerStream, decltype(&tokenizer_stream_free)> s(tokenizer_stream_begin(t.get(), true),
+                                                                         tokenizer_stream_free);
+    for (int round = 0; round < 2; round++) {
+        std::string text;
+        for (int id : ids) text += tokenizer_stream_next(s.get(), id, nullptr);
+        text += tokenizer_stream_flush(s.get(), nullptr);
+        CHECK(text == "the river");  // the space put before it is stripped each time
+    }
+}
+
+TEST_CASE("tokens are found by their spelling, and know whether they are special") {
+    Loaded t = load_shape("qwen2");
+    int end = tokenizer_find(t.get(), "<|im_end|>"), the = tokenizer_find(t.get(), "\xC4\xA0the");
+    CHECK(encode(t.get(), "<|im_end|> the") == Ids{end, the});
+    CHECK(tokenizer_is_special(t.get(), end));
+    CHECK_FALSE(tokenizer_is_special(t.get(), the));
+    CHECK_FALSE(tokenizer_is_special(t.get(), tokenizer_find(t.get(), "<one>")));
+    CHECK(std::string(tokenizer_token(t.get(), the)) == "\xC4\xA0the");
+    CHECK(tokenizer_find(t.get(), "no such token") == -1);
+    for (int id : {-1, tokenizer_size(t.get()), 1 << 30}) {
+        CHECK(tokenizer_token(t.get(), id) == nullptr);
+        CHECK_FALSE(tokenizer_is_special(t.get(), id));
+    }
+    CHECK(tokenizer_token(t.get(), tokenizer_size(t.get()) - 1) != nullptr);
+}
+
+// ------------------------------------------------------------------------------------------------ bad input
+
+TEST_CASE("text that is not UTF-8 is refused with its byte") {
+    Loaded t = load_shape("gpt2");
+    for (const char *bad :
+         {"\x80", "\xC0\x80", "\xC1\xBF", "\xC3", "\xC3(", "\xE0\x9F\xBF", "\xE2\x82", "\xED\xA0\x80", "\xED\xBF\xBF",
+          "\xF0\x8F\xBF\xBF", "\xF0\x9F\x98", "\xF4\x90\x80\x80", "\xF5\x80\x80\x80", "\xFE", "\xFF"}) {
+        CHECK(encode_error(t.get(), std::string("ab") + bad).find("byte 2 of the text") != std::string::npos);
+        CHECK(encode_error(t.get(), std::string("ab\xC3\xA9") + bad + "c").find("byte 4 of the text") !=
+              std::string::npos);
+    }
+}
+
+// Broken files: what is changed in a good one, and what the error must say.
+TEST_CASE("a broken tokenizer.json is refused in one line that says what is wrong") {
+    const std::string good =
+        R"({"added_tokens":[{"id":5,"content":"<s>","special":true}],"normalizer":null,"pre_tokenizer":null,)"
+        R"("post_processor":null,"decoder":null,"model":{"type":"BPE","dropout":null,"unk_token":null,)"
+        R"("continuing_subword_prefix":null,"end_of_word_suffix":null,"fuse_unk":false,"byte_fallback":false,)"
+        R"("vocab":{"a":0,"b":1,"ab":2,"c":3,"d":4},"merges":["a b"]}})";
+    REQUIRE(load_text(good));
+    const std::string P = "\"pre_tokenizer\":", N = "\"normalizer\":", D = "\"decoder\":", T = "\"post_processor\":";
+    const struct {
+        std::string from, to, says;
+    } cases[] = {
+        {"]}}", "]}", "malformed JSON"},
+        {"]}}", "]}} x", "malformed JSON"},
+        {good, "", "malformed JSON"},
+        {good, "[]", "not an object"},
+        {good, "{}", "model is missing"},
+        {good, std::string(100000, '['), "malformed JSON"},
+        {"\"a\":0", "\"\\ud800\":0", "malformed JSON"},
+        {"\"a\":0", "\"\xFF\":0", "not UTF-8"},
+        {"\"a\":0", "\"\\u0000\":0", "\\u0000"},
+        {"\"BPE\"", "\"Unigram\"", "model of type Unigram, supported are: BPE"},
+        {"\"BPE\"", "7", "type is missing or not a string"},
+        {"\"dropout\":null", "\"dropout\":0.1", "dropout"},
+        {"prefix\":null", "prefix\":\"##\"", "continuing_subword_prefix"},
+        {"suffix\":null", "suffix\":\"</w>\"", "end_of_word_suffix"},
+        {"\"fuse_unk\":false", "\"fuse_unk\":3", "fuse_unk is not true or false"},
+        {"\"unk_token\":null", "\"unk_token\":\"<unk>\"", "unk_token <unk> is not in model.vocab"},
+        {"\"a\":0", "\"a\":-1", "a is -1, expected a whole number from 0 to 16777215"},
+        {"\"a\":0", "\"a\":0.5", "a is 0.5"},
+        {"\"a\":0", "\"a\":16777216", "expected a whole number"},
+        {"\"a\":0", "\"a\":1e300", "expected a whole number"},
+        {"\"a\":0", "\"a\":\"0\"", "a is missing or not a number"},
+        {"\"a\":0", "\"a\":1", "id 1 stands for both \"a\" and \"b\""},
+        {"\"a\":0,", "\"a\":0,\"a\":9,", "holds \"a\" twice"},
+        {R"({"a":0,"b":1,"ab":2,"c":3,"d":4})", "{}", "model.vocab is missing, empty or not an object"},
+        {R"({"a":0,"b":1,"ab":2,"c":3,"d":4})", "[]", "model.vocab is missing, empty or not an object"},
+        {"[\"a b\"]", "[\"a c\"]", "merge 0, \"a\" and \"c\": model.vocab has no \"ac\""},
+        {"[\"a b\"]", "[\"a b\",\"x b\"]", "merge 1, \"x\" and \"b\": model.vocab has no \"x\""},
+        {"[\"a b\"]", "[[\"a\",\"y\"]]", "model.vocab has no \"y\""},
+        {"[\"a b\"]", "[\"ab\"]", "merge 0 is neither"},
+        {"[\"a b\"]", "[\"a b c\"]", "merge 0 is neither"},
+        {"[\"a b\"]", "[[\"a\",\"b\",\"c\"]]", "merge 0 is neither"},
+        {"[\"a b\"]", "[[\"a\"]]", "merge 0 is neither"},
+        {"[\"a b\"]", "[5]", "merge 0 is neither"},
+        {"[\"a b\"]", "{}", "model.merges is missing or not a list"},
+        {"\"id\":5", "\"id\":4", "id 4 stands for both \"d\" and \"<s>\""},
+        {"\"<s>\"", "\"c\"", "added token \"c\" has id 5 here and 3 elsewhere"},
+        {"\"id\":5,", "", "added token's id is missing"},
+        {"\"id\":5", "\"id\":-5", "added token's id is -5"},
+        {"\"content\":\"<s>\",", "", "content is missing"},
+        {"\"special\":true", "\"special\":\"yes\"", "special is not true or false"},
+        {"[{\"id\":5,\"content\":\"<s>\",\"special\":true}]", "{}", "added_tokens is not a list"},
+        {"[{\"id\":5,\"content\":\"<s>\",\"special\":true}]", "[null]", "added token's id is missing"},
+        {P + "null", P + R"({"type":"Bert"})", "pre_tokenizer of type Bert, supported are: Sequence ByteLevel"},
+        {P + "null", P + "7", "pre_tokenizer: type is missing"},
+        {P + "null", P + R"({"type":"Sequence"})", "pretokenizers is missing or not a list"},
+        {P + "null", P + R"({"type":"Split","behavior":"Isolated"})", "pattern is missing"},
+        {P + "null", P + R"({"type":"Split","pattern":{"Regex":"a("},"behavior":"Isolated"})", "pattern a(: missing"},
+        {P + "null", P + R"({"type":"Split","pattern":{"Regex":"\\bx"},"behavior":"Isolated"})",
+         "\\b is not supported"},
+        {P + "null", P + R"({"type":"Split","pattern":{"Regex":"[a[b]]"},"behavior":"Isolated"})", "set within a set"},
+        {P + "null", P + R"({"type":"Split","pattern":{"Regex":"(?|a)b"},"behavior":"Isolated"})",
+         "(?| is not supported"},
+        {P + "null", P + R"({"type":"Split","pattern":{"Regex":"a{2}+"},"behavior":"Isolated"})", "+ behind {}"},
+        {P + "null", P + R"({"type":"Split","pattern":{"String":"a"},"behavior":"Sideways"})", "behavior is Sideways"},
+        {P + "null", P + R"({"type":"Split","pattern":{"String":"a"}})", "behavior is missing"},
+        {P + "null", P + R"({"type":"ByteLevel","use_regex":1})", "use_regex is not true or false"},
+        {P + "null", P + R"({"type":"Metaspace","replacement":""})", "replacement is empty"},
+        {P + "null", P + R"({"type":"Metaspace","replacement":"_","prepend_scheme":"last"})", "prepend_scheme is last"},
+        {N + "null", N + R"({"type":"Precompiled"})",
+         "normalizer of type Precompiled, supported are: Sequence Prepend"},
+        {N + "null", N + R"({"type":"Prepend"})", "prepend is missing"},
+        {N + "null", N + R"({"type":"Replace","pattern":{"String":"a"}})", "content is missing"},
+        {D + "null", D + R"({"type":"WordPiece"})", "decoder of type WordPiece, supported are: Sequence ByteLevel"},
+        {D + "null", D + R"({"type":"Strip","content":" ","start":1,"stop":1})", "only start is supported"},
+        {D + "null", D + R"({"type":"Sequence","decoders":[{"type":"Fuse"},{"type":"ByteFallback"}]})", "behind Fuse"},
+        {T + "null", T + R"({"type":"BertProcessing"})", "post_processor of type BertProcessing, supported are"},
+        {T + "null", T + R"({"type":"TemplateProcessing","single":[]})", "single holds the text 0 times"},
+        {T + "null", T + R"({"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"x"}}],"special_tokens":{}})",
+         "neither text nor"},
+        {T + "null",
+         T + R"({"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"x"}},{"Sequence":{"id":"A"}}],)"
+             R"("special_tokens":{"x":{"ids":[99]}}})",
+         "is 99, expected a whole number from 0 to 5"},
+    };
+    for (const auto &one : cases) {
+        INFO(one.says);
+        std::string json = good, error;
+        size_t at = json.find(one.from);
+        REQUIRE(at != std::string::npos);
+        CHECK_FALSE(load_text(json.replace(at, one.from.size(), one.to), &error));
+        CHECK(error.find("tokenizer.json: ") == 0);
+        CHECK_MESSAGE(error.find(one.says) != std::string::npos, error);
+        CHECK(error.find('\n') == std::string::npos);
+        char tiny[8] = "1234567";  // an error that does not fit is cut
+        CHECK(tokenizer_parse(json.data(), json.size(), "x", tiny, 4) == nullptr);
+        CHECK(std::string(tiny + 4) == "567");
+    }
+}
+
+TEST_CASE("a file cut short anywhere, or with any byte changed, is refused or loaded, never worse") {
+    for (const char *shape : {"llama3", "llama2"}) {
+        std::string json = read_file(FIXTURES + shape + ".json"), error;
+        for (size_t n = 0; n + 1 < json.size(); n += 61) {
+            CHECK_FALSE(load_text(json.substr(0, n), &error));
+            CHECK(error.find('\n') == std::string::npos);
+        }
+        std::mt19937 random(3);
+        for (int round = 0; round < 300; round++) {
+            std::string broken = json;
+            broken[random() % (round % 2 ? json.size() : 3000)] = (char)(random() % 256);
+            Loaded t = load_text(broken, &error);
+            if (t)
+                CHECK_FALSE(encode(t.get(), "the old mill <s> 42 \xE6\xB0\xB4").empty());
+            else
+                CHECK_FALSE(error.empty());
+        }
+    }
+}
+
+TEST_CASE("a missing file, a directory and another kind of file are named") {
+    char error[200];
+    CHECK(tokenizer_load("no/such/tokenizer.json", error, sizeof error) == nullptr);
+    CHECK(std::string(error).find("no/such/tokenizer.json: No such file") == 0);
+    CHECK(tokenizer_load("tests", error, sizeof error) == nullptr);
+    CHECK(std::string(error).find("tests: ") == 0);
+    CHECK(tokenizer_load("tests/test_tokenizer.cpp", error, sizeof error) == nullptr);
+    CHECK(std::string(error).find("tests/test_tokenizer.cpp: malformed JSON") == 0);
+}
+
+TEST_CASE("patterns that backtrack without end give an error, not a wait") {
+    std::string json =
+        replaced(read_file(FIXTURES + "gpt2.json"), R"("pre_tokenizer":{"type":"ByteLevel")",
+                 R"("pre_tokenizer":{"type":"Split","pattern":{"Regex":"(a|aa)+[bc]"},"behavior":"Isolated","x":"y")");
+    Loaded t = load_text(json);
+    REQUIRE(t);
+    CHECK(encode_error(t.get(), std::string(40, 'a')).find("a pattern of the tokenizer") == 0);
+}
+
+// ---------------------------------------------------------------------------------------- a real checkpoint
+
+TEST_CASE("the tokenizer of stories260K decodes what another engine generated") {
+    std::string folder = "../shared/checkpoints/stories260K/";
+    Json expected = parse(read_file(folder + "expected.json"));
+    if (!expected) return;  // the project does not depend on it
+    Loaded t = load_text(read_file(folder + "tokenizer.json"));
+    REQUIRE(t);
+    const cJSON *greedy = cJSON_GetObjectItem(expected.get(), "greedy");
+    Ids ids = id_list(cJSON_GetObjectItem(greedy, "ids"));
+    std::string text = decode(t.get(), ids, true), start = cJSON_GetObjectItem(greedy, "text_start")->valuestring;
+    CHECK(text == start.substr(0, text.size()));
+    ids.insert(ids.begin(), 1);
+    CHECK(encode(t.get(), text) == ids);
+}
+
+// -------------------------------------------------------------------------------------------------- the clock
+
+static double seconds_to_encode(const Tokenizer *t, const std::string &text) {
+    double best = 1e9;
+    for (int round = 0; round < 3; round++) {
+        auto start = std::chrono::steady_clock::now();
+        encode(t, text);
+        best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    }
+    return best;
+}
+
+TEST_CASE("encoding time grows with the text, not with its square") {
+    std::string words, giant, spaces;
+    while (words.size() < 1 << 20) words += "The old mill stands by the river, and 42 boats don't mind.\n";
+    while (giant.size() < 1 << 20) giant += "thewindmillriverboatstandsandcountsgreen";
+    spaces.assign(1 << 20, ' ');
+    const struct {
+        const char *shape;
+        const std::string &text;
+    } cases[] = {{"llama3", words}, {"llama3", giant}, {"llama3", spaces}, {"gpt2", spaces},  {"deepseek3", words},
+                 {"qwen2", giant},  {"llama2", words}, {"llama2", giant},  {"llama2", spaces}};
+    for (const auto &one : cases) {
+        INFO(std::string(one.shape));
+        Loaded t = load_shape(one.shape);
+        double quarter = seconds_to_encode(t.get(), one.text.substr(0, 1 << 18)),
+               whole = seconds_to_encode(t.get(), one.text);
+        MESSAGE(std::string(one.shape) << ", 1 MiB of " << one.text.substr(0, 10) << "...: " << whole * 1e3 << " ms, "
+                                       << whole / quarter << " times a quarter");
+        CHECK(whole < 4 * 2.5 * quarter + 0.01);  // linear: 4; n log n: 4.4; square: 16
+    }
+}
