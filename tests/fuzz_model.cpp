@@ -1,0 +1,126 @@
+// A libFuzzer target for config.json, generation_config.json and model.safetensors, all in memory:
+//   clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined tests/fuzz_model.cpp -lcjson -o fuzz_model
+//   ./fuzz_model -max_total_time=60 -max_len=8192
+// An input is three parts, split by NUL bytes: config, generation config, weights. Weights that begin with '{' are a
+// header and, behind another NUL, data; the length in front is put there, so that a header can grow and still be read.
+// No seeds are needed: the mutator starts from small whole checkpoints of each family and comes back to them.
+#include <cstdlib>
+
+#include "../model.h"
+
+extern "C" size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t max_size);
+
+static std::string with_length(const std::string &header) {
+    uint64_t size = header.size();
+    return std::string((const char *)&size, sizeof size) + header;
+}
+
+// A checkpoint of one layer, 4 wide, 2 heads on 1, that loads.
+static std::string small_checkpoint(const Family &family) {
+    struct Entry {
+        const char *name, *shape;
+        int bytes;
+    };
+    const bool bias = family.qkv_bias == Family::always;
+    std::vector<Entry> entries = {{"model.embed_tokens.weight", "[3,4]", 48}, {"model.norm.weight", "[4]", 16}};
+    std::vector<Entry> layer = {
+        {"input_layernorm.weight", "[4]", 16},    {"self_attn.q_proj.weight", "[4,4]", 64},
+        {"self_attn.k_proj.weight", "[2,4]", 32}, {"self_attn.v_proj.weight", "[2,4]", 32},
+        {"self_attn.o_proj.weight", "[4,4]", 64}, {"post_attention_layernorm.weight", "[4]", 16},
+        {"mlp.gate_proj.weight", "[1,4]", 16},    {"mlp.up_proj.weight", "[1,4]", 16},
+        {"mlp.down_proj.weight", "[4,1]", 16}};
+    if (bias) layer.push_back({"self_attn.q_proj.bias", "[4]", 16});
+    if (bias) layer.push_back({"self_attn.k_proj.bias", "[2]", 8});
+    if (bias) layer.push_back({"self_attn.v_proj.bias", "[2]", 8});
+    if (family.qk_norm) layer.push_back({"self_attn.q_norm.weight", "[2]", 8});
+    if (family.qk_norm) layer.push_back({"self_attn.k_norm.weight", "[2]", 8});
+
+    std::string header;
+    int offset = 0;
+    auto add = [&](const std::string &name, const Entry &entry) {
+        header += (header.empty() ? "{\"" : ",\"") + name + "\":{\"dtype\":\"F32\",\"shape\":" + entry.shape +
+                  ",\"data_offsets\":[" + std::to_string(offset) + "," + std::to_string(offset + entry.bytes) + "]}";
+        offset += entry.bytes;
+    };
+    for (const Entry &entry : entries) add(entry.name, entry);
+    for (const Entry &entry : layer) add(std::string("model.layers.0.") + entry.name, entry);
+
+    std::string config =
+        std::string("{\"architectures\":[\"") + family.architecture + "\"],\"model_type\":\"" + family.model_type +
+        "\",\"hidden_size\":4,\"intermediate_size\":1,\"num_hidden_layers\":1,\"num_attention_heads\":2,"
+        "\"num_key_value_heads\":1,\"head_dim\":2,\"vocab_size\":3,\"tie_word_embeddings\":true,"
+        "\"max_position_embeddings\":64,\"rms_norm_eps\":1e-5,\"torch_dtype\":\"float32\","
+        "\"use_sliding_window\":true,\"sliding_window\":3,\"max_window_layers\":0,\"hidden_act\":\"silu\","
+        "\"layer_types\":[\"sliding_attention\"],\"rope_theta\":1e4,\"eos_token_id\":[1,2],"
+        "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":1,"
+        "\"high_freq_factor\":4,\"original_max_position_embeddings\":16}}";
+    const std::string nul(1, '\0');
+    return config + nul + "{\"eos_token_id\":2,\"bos_token_id\":1}" + nul + header + "}" + nul +
+           std::string((size_t)offset, '?');
+}
+
+extern "C" size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsigned int seed) {
+    if (size < 64 || seed % 500 == 0) {
+        std::string start = small_checkpoint(families[seed / 500 % std::size(families)]);
+        size = std::min(start.size(), max_size);
+        memcpy(data, start.data(), size);
+        if (seed % 3 == 0) return size;
+    }
+    return LLVMFuzzerMutate(data, size, max_size);
+}
+
+// Reads every byte a tensor claims to have, so that the sanitizer sees a claim that is too large.
+static unsigned touch(const Tensor &tensor) {
+    unsigned sum = 0;
+    const int64_t bytes = tensor.data ? tensor.rows * tensor.cols * dtype_bytes(tensor.type) : 0;
+    for (int64_t i = 0; i < bytes; i++) sum += ((const unsigned char *)tensor.data)[i];
+    return sum;
+}
+
+static unsigned touch(const Model &model) {
+    unsigned sum = touch(model.embedding) + touch(model.final_norm) + touch(model.head);
+    for (const LayerWeights &layer : model.layers) {
+        for (const Linear *linear :
+             {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down}) {
+            sum += touch(linear->weight) + touch(linear->bias);
+        }
+        sum += touch(layer.attention_norm) + touch(layer.mlp_norm) + touch(layer.query_norm) + touch(layer.key_norm);
+    }
+    return sum;
+}
+
+// What load_model does, without the files.
+static void load(const std::string &config_text, const std::string &generation_text, const std::string &weights) {
+    Config config = parse_config("config.json", config_text, "generation_config.json", generation_text);
+    if (config.windows.size() != (size_t)config.layers || config.head_dim % 2 || config.heads % config.kv_heads)
+        abort();
+    // A heap block of exactly this size: reading behind its end is an error.
+    std::unique_ptr<char[]> bytes(new char[weights.size()]);
+    memcpy(bytes.get(), weights.data(), weights.size());
+    TensorTable table = parse_safetensors("model.safetensors", bytes.get(), weights.size());
+    Model model = bind_weights(config, table);
+    volatile unsigned sum = touch(model);
+    (void)sum;
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    std::string input((const char *)data, size), parts[3];
+    size_t from = 0;
+    for (std::string &part : parts) {
+        size_t end = &part == &parts[2] ? std::string::npos : input.find('\0', from);
+        part = input.substr(from, end == std::string::npos ? end : end - from);
+        from = end == std::string::npos ? input.size() : end + 1;
+    }
+    if (!parts[2].empty() && parts[2][0] == '{') {
+        size_t end = parts[2].find('\0');
+        std::string rest = end == std::string::npos ? "" : parts[2].substr(end + 1);
+        parts[2] = with_length(parts[2].substr(0, end)) + rest;
+    }
+    try {
+        load(parts[0], parts[1], parts[2]);
+    } catch (const Error &error) {
+        std::string line = error.what();
+        if (line.empty() || line.size() > 1000 || line.find('\n') != std::string::npos) abort();
+    }
+    return 0;
+}
