@@ -1,0 +1,322 @@
+// numbers.h: the stored formats to the last bit, and the sixteen lanes against double precision.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "../numbers.h"
+
+#include <doctest/doctest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <limits>
+
+#include "reference.h"
+
+using reference::Random;
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
+
+// ---- Helpers -----------------------------------------------------------------------------------------------
+
+// The value of a bit pattern with so many exponent and fraction bits, from the definition of the format.
+double value_of(uint16_t bits, int exponent_bits, int fraction_bits) {
+    int most = (1 << exponent_bits) - 1, exponent = bits >> fraction_bits & most;
+    double fraction = bits & ((1 << fraction_bits) - 1), sign = bits & 0x8000 ? -1 : 1;
+    if (exponent == most) return fraction ? NAN : sign * INFINITY;
+    int power = std::max(exponent, 1) - (most >> 1) - fraction_bits;
+    return sign * std::ldexp(fraction + (exponent ? 1 << fraction_bits : 0), power);
+}
+double value_of(f16 x) { return value_of(x.bits, 5, 10); }
+double value_of(bf16 x) { return value_of(x.bits, 8, 7); }
+
+template <class Number>
+Number encoded(float x) {
+    Number number;
+    from_float(number, x);
+    return number;
+}
+
+// Equal bits, or both NaN.
+bool same(float a, float b) {
+    return (std::isnan(a) && std::isnan(b)) || bit_cast<uint32_t>(a) == bit_cast<uint32_t>(b);
+}
+
+// Room for `count` numbers that end where the readable memory ends: what touches the next one crashes.
+template <class Number>
+struct Guarded {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    char *mapping = (char *)mmap(nullptr, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    Guarded() { REQUIRE(mprotect(mapping + page, page, PROT_NONE) == 0); }
+    ~Guarded() { munmap(mapping, 2 * page); }
+    Number *room(size_t count) const { return (Number *)(mapping + page) - count; }
+};
+
+template <class Number>
+void fill(Number *to, Random &random, int count) {
+    for (int i = 0; i < count; i++) from_float(to[i], (float)random.uniform(-2, 2));
+}
+
+Vec lanes_of(const std::vector<float> &numbers) { return load(numbers.data()); }
+
+std::vector<float> numbers_of(Vec vec) {
+    std::vector<float> numbers(lanes);
+    store(numbers.data(), vec);
+    return numbers;
+}
+
+// ---- Formats -----------------------------------------------------------------------------------------------
+
+TEST_CASE_TEMPLATE("every bit pattern decodes to its value", Number, f16, bf16) {
+    int wrong = 0;
+    for (int bits = 0; bits < 0x10000; bits++) {
+        Number number = {(uint16_t)bits};
+        wrong += !same(to_float(number), (float)value_of(number));
+    }
+    CHECK(wrong == 0);
+}
+
+TEST_CASE_TEMPLATE("every number encodes to itself, and NaN to NaN", Number, f16, bf16) {
+    int wrong = 0;
+    for (int bits = 0; bits < 0x10000; bits++) {
+        Number number = {(uint16_t)bits}, again = encoded<Number>(to_float(number));
+        wrong += std::isnan(value_of(number)) ? !std::isnan(value_of(again)) : again.bits != number.bits;
+    }
+    CHECK(wrong == 0);
+    uint32_t low_payload = 0x7f800001;  // what tells this NaN from infinity is cut off with the low bits
+    CHECK(std::isnan(value_of(encoded<Number>(bit_cast<float>(low_payload)))));
+    CHECK(std::isnan(value_of(encoded<Number>(bit_cast<float>(low_payload | 0x80000000)))));
+}
+
+TEST_CASE_TEMPLATE("between two neighbours, encoding rounds to the nearest and ties to even", Number, f16, bf16) {
+    uint16_t past_largest = encoded<Number>(infinity).bits;  // as if it were the next number
+    int wrong = 0;
+    for (uint16_t sign : {0, 0x8000}) {
+        for (uint16_t low = 0; low < past_largest; low++) {
+            uint16_t high = low + 1, even = low & 1 ? high : low;
+            double below = value_of(Number{low}), above = value_of(Number{high});
+            if (high == past_largest) above = 2 * below - value_of(Number{(uint16_t)(low - 1)});
+            float middle = (float)((below + above) / 2), factor = sign ? -1 : 1;
+            wrong += encoded<Number>(factor * middle).bits != (sign | even);
+            wrong += encoded<Number>(factor * std::nextafter(middle, 0.0f)).bits != (sign | low);
+            wrong += encoded<Number>(factor * std::nextafter(middle, infinity)).bits != (sign | high);
+        }
+    }
+    CHECK(wrong == 0);
+}
+
+TEST_CASE("the ends of the range") {
+    CHECK(encoded<f16>(65504).bits == 0x7bff);
+    CHECK(encoded<f16>(65519.996f).bits == 0x7bff);
+    CHECK(encoded<f16>(65520).bits == 0x7c00);
+    CHECK(encoded<f16>(-1e30f).bits == 0xfc00);
+    CHECK(encoded<f16>(0x1p-24f).bits == 1);
+    CHECK(encoded<f16>(0x1p-25f).bits == 0);
+    CHECK(encoded<f16>(0x1.000002p-25f).bits == 1);
+    CHECK(encoded<f16>(-1e-30f).bits == 0x8000);
+    CHECK(encoded<bf16>(std::numeric_limits<float>::max()).bits == 0x7f80);
+    CHECK(encoded<bf16>(-infinity).bits == 0xff80);
+    CHECK(encoded<bf16>(bit_cast<float>(0x00008000u)).bits == 0);
+    CHECK(encoded<bf16>(bit_cast<float>(0x00008001u)).bits == 1);
+    CHECK(encoded<bf16>(-0.0f).bits == 0x8000);
+}
+
+#ifdef __F16C__
+TEST_CASE("f16 is what the machine's own conversion gives") {
+    Random random{1};
+    int wrong = 0;
+    for (int i = 0; i < 1000000; i++) {
+        float x = bit_cast<float>((uint32_t)random.bits());
+        uint16_t machine = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+        wrong += std::isnan(x) ? !std::isnan(value_of(encoded<f16>(x))) : encoded<f16>(x).bits != machine;
+    }
+    CHECK(wrong == 0);
+}
+#endif
+
+// ---- Vec ---------------------------------------------------------------------------------------------------
+
+TEST_CASE_TEMPLATE("load() and load_part() give what to_float() gives", Number, float, f16, bf16) {
+    std::vector<Number> numbers(0x10000);
+    for (size_t i = 0; i < numbers.size(); i++) {
+        if constexpr (sizeof(Number) == 2)
+            numbers[i] = {(uint16_t)i};
+        else
+            numbers[i] = bit_cast<float>((uint32_t)i << 16 | 0x1234);
+    }
+    int wrong = 0;
+    for (size_t i = 0; i < numbers.size(); i += lanes) {
+        std::vector<float> whole = numbers_of(load(&numbers[i]));
+        for (int lane = 0; lane < lanes; lane++) wrong += !same(whole[lane], to_float(numbers[i + lane]));
+        for (int count = 0; count < lanes; count++) {
+            std::vector<float> part = numbers_of(load_part(&numbers[i], count));
+            for (int lane = 0; lane < lanes; lane++)
+                wrong += !same(part[lane], lane < count ? to_float(numbers[i + lane]) : 0);
+        }
+    }
+    CHECK(wrong == 0);
+}
+
+TEST_CASE("store_part() writes its part and nothing behind it") {
+    Random random{2};
+    std::vector<float> from = reference::random_floats(random, lanes);
+    Guarded<float> guarded;
+    for (int count = 0; count < lanes; count++) {
+        float *to = guarded.room(count);
+        store_part(to, lanes_of(from), count);
+        CHECK(memcmp(to, from.data(), count * sizeof(float)) == 0);
+    }
+}
+
+TEST_CASE("lane by lane: add, mul, div, fma, max, round, scale") {
+    Random random{3};
+    std::vector<float> a = reference::random_floats(random, lanes, -9, 9), b = reference::random_floats(random, lanes);
+    std::vector<float> c = reference::random_floats(random, lanes),
+                       n = {-250, -149, -127, -126, -25, -2, -1, 0, 1, 2, 3, 24, 126, 127, 128, 250};
+    Vec x = lanes_of(a), y = lanes_of(b);
+    std::vector<float> sum = numbers_of(add(x, y)), product = numbers_of(mul(x, y)), ratio = numbers_of(div(x, y));
+    std::vector<float> fused = numbers_of(fma(x, y, lanes_of(c))), most = numbers_of(max(x, y));
+    std::vector<float> whole = numbers_of(round(x)), scaled = numbers_of(scale(x, lanes_of(n)));
+    for (int i = 0; i < lanes; i++) {
+        CHECK(same(sum[i], a[i] + b[i]));
+        CHECK(same(product[i], a[i] * b[i]));
+        CHECK(same(ratio[i], a[i] / b[i]));
+        CHECK(std::fabs(fused[i] - ((double)a[i] * b[i] + c[i])) <= reference::gamma(2) * 10);
+        CHECK(same(most[i], std::max(a[i], b[i])));
+        CHECK(same(whole[i], std::nearbyint(a[i])));
+        CHECK(same(scaled[i], std::ldexp(a[i], (int)n[i])));
+    }
+}
+
+TEST_CASE("max() takes its second argument where one is NaN; round() takes halves to even") {
+    CHECK(std::isnan(numbers_of(max(set(1), set(not_a_number)))[0]));
+    CHECK(numbers_of(max(set(not_a_number), set(1)))[0] == 1);
+    CHECK(numbers_of(round(set(0.5f)))[0] == 0);
+    CHECK(numbers_of(round(set(-1.5f)))[0] == -2);
+    CHECK(numbers_of(round(set(2.5f)))[0] == 2);
+}
+
+TEST_CASE("largest() finds the largest in every lane") {
+    for (int lane = 0; lane < lanes; lane++) {
+        std::vector<float> numbers(lanes, -3);
+        numbers[lane] = -2;
+        CHECK(largest(lanes_of(numbers)) == -2);
+    }
+}
+
+TEST_CASE("sum() folds the lanes in halves: 8, 4, 2, 1") {
+    Random random{4};
+    for (int round = 0; round < 1000; round++) {
+        std::vector<float> numbers = reference::random_floats(random, lanes), fold = numbers;
+        for (int half = 8; half > 0; half /= 2)
+            for (int i = 0; i < half; i++) fold[i] += fold[i + half];
+        REQUIRE(same(sum(lanes_of(numbers)), fold[0]));
+    }
+}
+
+// ---- exp ---------------------------------------------------------------------------------------------------
+
+// Distance to e^x in units of the last place that float32 has there.
+double error_in_ulps(float got, float x) {
+    double exact = std::exp((double)x);
+    int exponent;
+    std::frexp(exact, &exponent);
+    return std::fabs(got - exact) / std::ldexp(1, std::max(exponent - 24, -149));
+}
+
+TEST_CASE("exp() is within 2 ulp from -104 to 88") {
+    for (float end : {-104.0f, 88.0f}) {
+        uint32_t last = bit_cast<uint32_t>(end), sign = last & 0x80000000;
+        double most = 0;
+        for (uint32_t bits = sign; bits <= last; bits += 16 * 331) {
+            std::vector<float> x(lanes);
+            for (int i = 0; i < lanes; i++) x[i] = bit_cast<float>(std::min(bits + i * 331, last));
+            std::vector<float> e = numbers_of(exp(lanes_of(x)));
+            for (int i = 0; i < lanes; i++) most = std::max(most, error_in_ulps(e[i], x[i]));
+        }
+        CHECK(most <= 2);
+    }
+}
+
+TEST_CASE("exp() is within 2 ulp where its range reduction changes over") {
+    double most = 0;
+    for (int n = -149; n < 126; n++) {
+        float x = (float)((n + 0.5) * std::log(2.0));
+        for (float near : {std::nextafter(x, -infinity), x, std::nextafter(x, infinity)})
+            most = std::max(most, error_in_ulps(numbers_of(exp(set(near)))[0], near));
+    }
+    CHECK(most <= 2);
+}
+
+TEST_CASE("exp() at its ends: 0 far below, 1 at 0, NaN for NaN") {
+    for (float x : {-104.5f, -105.0f, -106.0f, -1000.0f, -1e30f, -infinity}) CHECK(same(numbers_of(exp(set(x)))[3], 0));
+    for (float x : {0.0f, -0.0f, 1e-30f, -1e-30f}) CHECK(numbers_of(exp(set(x)))[0] == 1);
+    CHECK(std::isnan(numbers_of(exp(set(not_a_number)))[0]));
+    CHECK(std::isnan(numbers_of(exp(set(-not_a_number)))[15]));
+    CHECK(error_in_ulps(numbers_of(exp(set(88)))[0], 88) <= 2);
+}
+
+// ---- dot and axpy ------------------------------------------------------------------------------------------
+
+TEST_CASE("dot() adds in the documented order") {
+    Random random{5};
+    for (int n = 0; n <= 70; n++) {
+        std::vector<float> a = reference::random_floats(random, n), ones(n, 1), lane(lanes);
+        for (int i = 0; i < n; i++) lane[i % lanes] += a[i];
+        REQUIRE(same(dot(a.data(), ones.data(), n), sum(lanes_of(lane))));
+    }
+}
+
+TEST_CASE_TEMPLATE("dot() is right for every length and reads nothing behind its rows", Number, float, f16, bf16) {
+    Random random{6};
+    Guarded<Number> left;
+    Guarded<float> right;
+    for (int n = 0; n <= 70; n++) {
+        Number *a = left.room(n);
+        float *b = right.room(n);
+        fill(a, random, n), fill(b, random, n);
+        double exact = 0, size = 0;
+        for (int i = 0; i < n; i++) {
+            double product = (double)to_float(a[i]) * b[i];
+            exact += product, size += std::fabs(product);
+        }
+        REQUIRE(std::fabs(dot(a, b, n) - exact) <= reference::gamma(n) * size);
+    }
+}
+
+TEST_CASE_TEMPLATE("axpy() is right for every length and touches nothing behind its rows", Number, float, f16, bf16) {
+    Random random{7};
+    Guarded<Number> right;
+    Guarded<float> left;
+    for (int n = 0; n <= 70; n++) {
+        Number *x = right.room(n);
+        float *y = left.room(n);
+        fill(x, random, n), fill(y, random, n);
+        std::vector<float> before(y, y + n);
+        axpy(y, 0.7f, x, n);
+        for (int i = 0; i < n; i++) {
+            double term = (double)0.7f * to_float(x[i]);
+            REQUIRE(std::fabs(y[i] - (before[i] + term)) <=
+                    reference::gamma(2) * std::fabs(before[i]) + reference::gamma(2) * std::fabs(term));
+        }
+    }
+}
+
+TEST_CASE_TEMPLATE("a row decodes to what was encoded, whole and in parts", Number, float, f16, bf16) {
+    using Row = PlainRow<Number>;
+    Random random{8};
+    Guarded<char> guarded;
+    for (int width = 1; width <= 70; width++) {
+        CHECK(Row::row_bytes(width) == width * sizeof(Number));
+        char *row = guarded.room(Row::row_bytes(width));
+        std::vector<float> numbers = reference::random_floats(random, width);
+        Row::encode(row, numbers.data(), width);
+        for (int channel = 0; channel < width; channel++) {
+            int count = std::min(lanes, width - channel);
+            std::vector<float> got =
+                numbers_of(count == lanes ? Row::decode(row, channel) : Row::decode_part(row, channel, count));
+            for (int i = 0; i < lanes; i++) {
+                float expected = i < count ? to_float(encoded<Number>(numbers[channel + i])) : 0;
+                REQUIRE(same(got[i], expected));
+            }
+        }
+    }
+}
