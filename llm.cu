@@ -616,7 +616,8 @@ inline void flush_output() {
 inline Json json_object() { return Json(cJSON_CreateObject()); }
 
 inline void add_ids(cJSON *object, const char *key, const std::vector<int> &ids) {
-    cJSON_AddItemToObject(object, key, cJSON_CreateIntArray(ids.data(), (int)ids.size()));
+    cJSON *list = cJSON_AddArrayToObject(object, key);
+    for (int id : ids) cJSON_AddItemToArray(list, cJSON_CreateNumber(id));
 }
 
 // Text may hold NUL, where cJSON's strings end.
