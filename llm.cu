@@ -530,7 +530,9 @@ inline std::string checkpoint_directory(const Options &options) {
     char path[4096];
     ssize_t length = readlink("/proc/self/exe", path, sizeof path);
     std::string program = length > 0 ? std::string(path, (size_t)length) : "./llm";
-    return program.substr(0, program.rfind('/')) + "/weights_tools/builtin";
+    std::string directory = program.substr(0, program.rfind('/')) + "/weights_tools/builtin";
+    if (!file_exists(directory)) fail("%s: the built-in checkpoint is not there: give -m DIR", directory.c_str());
+    return directory;
 }
 
 inline std::vector<int> parse_ids(const std::string &list) {
