@@ -1,5 +1,7 @@
-// Text <-> token ids. In the order a text travels: characters, patterns, added tokens, normalizing and splitting,
-// merging; then back from ids to text; then loading, which builds the lists of steps that the first two walk.
+// Text <-> token ids. In the order a text travels: its characters, patterns over them, the merging, the steps before
+// the merging; then back from ids to text; then loading, which builds the lists of steps that the others walk.
+//
+// An Error is sticky: the first failure is kept, and everything called after it does nothing.
 #include "tokenizer.h"
 
 #include <cjson/cJSON.h>
@@ -21,17 +23,18 @@ static const size_t MAX_GROWN = (size_t)1 << 30;  // bytes a text may become on 
 
 typedef enum { ADDED, PREPEND, REPLACE, NORMALIZE, STRIP, SPLIT, BYTES, METASPACE, BYTE_FALLBACK, FUSE, JOIN } Kind;
 typedef enum { ISOLATED, REMOVED, CONTIGUOUS, MERGED_WITH_PREVIOUS, MERGED_WITH_NEXT } Behavior;
-typedef enum { ALWAYS, UNLESS_THERE, AT_TEXT_START } When;
+typedef enum { UNLESS_THERE, AT_TEXT_START, NEVER, ALWAYS } When;
 
 // One step a text goes through. Encoding and decoding are lists of them.
 typedef struct {
     Kind kind;
-    int mode;     // SPLIT: Behavior · PREPEND: When · NORMALIZE: utf8proc's options · ADDED: 0 raw, 1 normalized
-                  // STRIP: 1 left, 2 right (decoding: how many) · METASPACE: 1 drops those of the first token
-    bool invert;  // SPLIT: what does not match is the match
-    bool fused;   // decoding: what comes is one text in parts, no longer token by token
+    int mode;           // ADDED: 0 raw, 1 normalized · PREPEND: When · NORMALIZE: utf8proc's options
+                        // SPLIT: Behavior · STRIP: 1 left, 2 right; in decoding how many
+                        // METASPACE: 1 if the sign was put before the text
+    bool invert;        // SPLIT: what does not match is the match
+    bool fused;         // in decoding: the text comes in parts, no longer token by token
     pcre2_code *regex;  // SPLIT, REPLACE
-    const char *text;   // PREPEND, REPLACE: what to put there · STRIP, METASPACE (decoding): what goes
+    const char *text;   // PREPEND, REPLACE: what to put there · in decoding STRIP, METASPACE: what goes
     size_t length;      // its bytes
 } Step;
 
@@ -40,64 +43,65 @@ typedef struct {
     int count;
 } Chain;
 
-enum { IN_MODEL = 1, IS_ADDED = 2, SPECIAL = 4, LEFT_STRIP = 8, RIGHT_STRIP = 16, SINGLE_WORD = 32, NORMALIZED = 64 };
+enum { IN_MODEL = 1, SPECIAL = 2, LEFT_STRIP = 4, RIGHT_STRIP = 8, SINGLE_WORD = 16, NORMALIZED = 32 };
 typedef struct {
     const char *content;  // as the file spells it; NULL for an id that is not used
-    const char *shown;    // what the decoder sees: content, or for a NORMALIZED token its normalized form
+    const char *shown;    // what is looked for and decoded: content, or its normalized form if NORMALIZED
     uint32_t length;      // of content
     uint8_t flags;
 } Token;
 
 typedef struct {
-    uint64_t pair;  // left id << 32 | right id
+    uint32_t hash;
+    int id;  // -1: free
+} Slot;
+
+typedef struct {
+    uint64_t pair;  // left id << 32 | right id; UINT64_MAX: free
     int rank, id;   // the lower rank is merged first, into this id
 } Merge;
 
-// Added tokens that are looked for together; sorted, so that those with the same start are neighbours.
 typedef struct {
     const char *text;
+    size_t length;
     int id;
 } Wanted;
 
-typedef struct {
-    Wanted *wanted;  // (count): sorted by text
+typedef struct {     // added tokens that are looked for together
+    Wanted *wanted;  // (count): the longest first
     size_t count;
-    bool starts[256];  // is there one that starts with this byte?
+    bool starts[256];  // does one start with this byte?
 } AddedSet;
-
-typedef struct Block {  // strings that live as long as the tokenizer
-    struct Block *next;
-    size_t used, size;
-    char data[];
-} Block;
 
 struct Tokenizer {
     Chain encode, decode;
     Token *tokens;  // (size): by id
     int size;
-    int *token_slots;  // (token_mask + 1): open-addressed hash of content -> id, -1 is free
-    size_t token_mask;
-    Merge *merges;  // (merge_mask + 1): open-addressed hash of pair -> rank and id, pair UINT64_MAX is free
+    Slot *slots;  // (slot_mask + 1): open-addressed hash, content -> id
+    size_t slot_mask;
+    Merge *merges;  // (merge_mask + 1): open-addressed hash, pair -> rank and id
     size_t merge_mask;
     int character_ids[512];  // id of the character with this code point, -1 if it has none
-    int byte_ids[256];       // id of "<0x00>" ... "<0xFF>" if byte_fallback is on, else -1
+    int byte_ids[256];       // id of "<0x00>" to "<0xFF>" with byte_fallback, else -1
     int unknown;             // id, or -1
     bool fuse_unknown, ignore_merges;
-    AddedSet added[2];                                                     // looked for before and after normalizing
-    pcre2_code *word;                                                      // matches one character of a word
-    int before[MAX_AROUND], after[MAX_AROUND], before_count, after_count;  // the post-processor's ids around a text
-    Block *blocks;
+    AddedSet added[2];                          // looked for before and after normalizing
+    int before[MAX_AROUND], after[MAX_AROUND];  // the post-processor's ids around a text
+    int before_count, after_count;
+    cJSON *json;  // the file: it holds the texts of tokens and steps
 };
 
 typedef struct {
     const char *name;  // of the file, NULL for none
-    char *text;
+    char *text;        // (size): one line
     size_t size;
+    bool failed;
 } Error;
 
-// Writes the error, on one line; returns false, so that `return fail(...)` passes it up.
-static bool fail(Error *error, const char *format, ...) {
-    if (!error->size) return false;
+static void fail(Error *error, const char *format, ...) {
+    if (error->failed) return;
+    error->failed = true;
+    if (!error->size) return;
     int used = error->name ? snprintf(error->text, error->size, "%s: ", error->name) : 0;
     va_list arguments;
     va_start(arguments, format);
@@ -106,17 +110,15 @@ static bool fail(Error *error, const char *format, ...) {
     va_end(arguments);
     for (char *c = error->text; *c; c++)
         if ((unsigned char)*c < 32 || *c == 127) *c = '?';
-    return false;
 }
 
-static bool out_of_memory(Error *error) { return fail(error, "out of memory"); }
-
-// Makes room for `need` items of `item` bytes. NULL if there is none; `data` stays as it is then.
-static void *reserve(void *data, size_t *capacity, size_t need, size_t item) {
-    if (need <= *capacity) return data;
+// Makes room for `need` items of `item` bytes; on failure `data` stays as it is.
+static void *reserve(Error *error, void *data, size_t *capacity, size_t need, size_t item) {
+    if (need <= *capacity || error->failed) return data;
     size_t grown = need + need / 2 + 16;
     void *moved = realloc(data, grown * item);
-    if (moved) *capacity = grown;
+    if (!moved) return fail(error, "out of memory"), data;
+    *capacity = grown;
     return moved;
 }
 
@@ -125,14 +127,13 @@ typedef struct {
     size_t length, capacity;
 } Bytes;
 
-static bool append(Bytes *bytes, const char *s, size_t n) {
-    char *data = reserve(bytes->data, &bytes->capacity, bytes->length + n + 1, 1);
-    if (!data) return false;
-    if (n) memcpy(data + bytes->length, s, n);
-    bytes->data = data;
+// The bytes end in a NUL that is not counted.
+static void append(Error *error, Bytes *bytes, const char *s, size_t n) {
+    bytes->data = reserve(error, bytes->data, &bytes->capacity, bytes->length + n + 1, 1);
+    if (error->failed) return;
+    if (n) memcpy(bytes->data + bytes->length, s, n);
     bytes->length += n;
-    data[bytes->length] = 0;
-    return true;
+    bytes->data[bytes->length] = 0;
 }
 
 // ---------------------------------------------------------------------------------------------- characters
@@ -147,7 +148,7 @@ static int utf8_length(const char *s, size_t n) {
         uint8_t low = 0x80, high = 0xBF;
         if (k == 1 && b[0] == 0xE0) low = 0xA0;   // shorter forms exist
         if (k == 1 && b[0] == 0xED) high = 0x9F;  // surrogates
-        if (k == 1 && b[0] == 0xF0) low = 0x90;
+        if (k == 1 && b[0] == 0xF0) low = 0x90;   // shorter forms exist
         if (k == 1 && b[0] == 0xF4) high = 0x8F;  // beyond U+10FFFF
         if (b[k] < low || b[k] > high) return -k;
     }
@@ -156,31 +157,21 @@ static int utf8_length(const char *s, size_t n) {
 
 // Offset of the first byte that is not UTF-8, n if all of it is.
 static size_t utf8_valid(const char *s, size_t n) {
-    size_t at = 0;
-    while (at < n) {
-        int length = utf8_length(s + at, n - at);
-        if (length <= 0) break;
+    for (size_t at = 0; at < n;) {
+        int length = (uint8_t)s[at] < 0x80 ? 1 : utf8_length(s + at, n - at);
+        if (length <= 0) return at;
         at += (size_t)length;
     }
-    return at;
+    return n;
 }
 
 // Code point of the character at s, which is valid, and its length.
-static int code_point(const char *s, int *length) {
+static int code_point(const char *s, size_t *length) {
     const uint8_t *b = (const uint8_t *)s;
     *length = b[0] < 0x80 ? 1 : b[0] < 0xE0 ? 2 : b[0] < 0xF0 ? 3 : 4;
     int code = *length == 1 ? b[0] : b[0] & (0x7F >> *length);
-    for (int k = 1; k < *length; k++) code = code << 6 | (b[k] & 0x3F);
+    for (size_t k = 1; k < *length; k++) code = code << 6 | (b[k] & 0x3F);
     return code;
-}
-
-// Unicode's White_Space. Length of the character if s starts with one, else 0.
-static int space_length(const char *s) {
-    int length, c = code_point(s, &length);
-    bool space = (c >= 9 && c <= 13) || c == 32 || c == 0x85 || c == 0xA0 || c == 0x1680 ||
-                 (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F ||
-                 c == 0x3000;
-    return space ? length : 0;
 }
 
 // Offset of the character that ends at `end` > 0.
@@ -190,6 +181,26 @@ static size_t previous(const char *s, size_t end) {
     return end;
 }
 
+// Length of the character at s if it is Unicode's White_Space, else 0.
+static size_t space_length(const char *s) {
+    size_t length;
+    int c = code_point(s, &length);
+    bool space = (c >= 9 && c <= 13) || c == 32 || c == 0x85 || c == 0xA0 || c == 0x1680 ||
+                 (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F ||
+                 c == 0x3000;
+    return space ? length : 0;
+}
+
+// Is the character at s one of a word? (UTS 18, annex C: Alphabetic, marks, digits, connectors, joiners.)
+static bool is_word(const char *s) {
+    size_t length;
+    int c = code_point(s, &length);
+    utf8proc_category_t category = utf8proc_category(c);
+    return (category >= UTF8PROC_CATEGORY_LU && category <= UTF8PROC_CATEGORY_NL) || category == UTF8PROC_CATEGORY_PC ||
+           c == 0x200C || c == 0x200D || (c >= 0x24B6 && c <= 0x24E9) || (c >= 0x1F130 && c <= 0x1F149) ||
+           (c >= 0x1F150 && c <= 0x1F169) || (c >= 0x1F170 && c <= 0x1F189);
+}
+
 // Byte-level BPE writes each byte as a printable character (Radford et al. 2019, GPT-2): the printable ones of
 // Latin-1 as themselves, the other 68 as U+0100 onwards. Space becomes "Ġ".
 static int byte_character(int byte) {
@@ -197,111 +208,129 @@ static int byte_character(int byte) {
     return 256 + (byte <= 32 ? byte : byte <= 0xA0 ? byte - 127 + 33 : 67);
 }
 
-static int character_byte(int code) {
-    if (code >= 256 && code <= 323) return code - 256 <= 32 ? code - 256 : code == 323 ? 0xAD : code - 256 - 33 + 127;
+static int character_byte(int code) {  // -1: stands for no byte
+    if (code == 256 + 67) return 0xAD;
+    if (code >= 256 && code < 256 + 67) return code <= 256 + 32 ? code - 256 : code - 256 - 33 + 127;
     return code < 256 && byte_character(code) == code ? code : -1;
 }
 
 // ------------------------------------------------------------------------------------------------ patterns
 
-// The library's patterns are written for Oniguruma (Ruby's dialect, Unicode). Where PCRE2 reads the same sign
-// otherwise, it is spelled out; where it cannot be, the pattern is refused, not read differently.
+// The library's patterns are written for Oniguruma (Ruby's dialect, Unicode). Where PCRE2 reads the same sign in
+// another way it is spelled out; where it cannot be, the pattern is refused, not read differently.
 #define SPACES "\\t-\\r\\x20\\x85\\xA0\\x{1680}\\x{2000}-\\x{200A}\\x{2028}\\x{2029}\\x{202F}\\x{205F}\\x{3000}"
-#define NOT_SPACES                                                                                            \
-    "\\x00-\\x08\\x0E-\\x1F!-\\x84\\x86-\\x9F\\xA1-\\x{167F}\\x{1681}-\\x{1FFF}\\x{200B}-\\x{2027}\\x{202A}-" \
-    "\\x{202E}\\x{2030}-\\x{205E}\\x{2060}-\\x{2FFF}\\x{3001}-\\x{10FFFF}"
-#define WORD "\\p{Alphabetic}\\p{M}\\p{Nd}\\p{Pc}"
 
-// One escape at p (behind its backslash). Returns how many bytes of p it took, 0 if it is refused.
-static size_t translate_escape(const char *p, bool in_class, Bytes *out) {
-    const char *set = *p == 's' ? SPACES : *p == 'S' ? NOT_SPACES : *p == 'w' || (*p == 'W' && !in_class) ? WORD : NULL;
-    size_t digits = strspn(p + 1, "0123456789abcdefABCDEF");
-    if (set) {
-        bool ok = in_class || append(out, *p == 'W' ? "[^" : "[", *p == 'W' ? 2 : 1);
-        return ok && append(out, set, strlen(set)) && (in_class || append(out, "]", 1));
+// One escape at p, behind its backslash. Returns how many bytes of p it took, 0 if it is refused.
+static size_t translate_escape(const char *p, bool in_class, Bytes *out, Error *error) {
+    bool letter = (*p >= 'a' && *p <= 'z') || (*p >= 'A' && *p <= 'Z'), digit = *p >= '0' && *p <= '9';
+    if (*p == 's' || (*p == 'S' && !in_class)) {  // PCRE2's has U+180E as well
+        const char *set = in_class ? SPACES : *p == 's' ? "[" SPACES "]" : "[^" SPACES "]";
+        append(error, out, set, strlen(set));
+        return 1;
     }
-    if ((*p == 'p' || *p == 'P') && p[1] == '{') {
-        size_t name = 2 + (p[2] == '^'), end = strcspn(p, "}");
-        bool script = end - name > 2;  // PCRE2 would also take a script's extensions
-        bool ok = p[end] && append(out, "\\", 1) && append(out, p, name) && (!script || append(out, "sc:", 3));
-        return ok && append(out, p + name, end + 1 - name) ? end + 1 : 0;
+    if (*p == 'p' || *p == 'P') {  // \p{Han}: PCRE2's has those that many scripts share as well
+        size_t name = 2 + (p[1] && p[2] == '^'), end = strcspn(p, "}");
+        if (p[1] != '{' || !p[end]) return 0;
+        append(error, out, "\\", 1);
+        append(error, out, p, name);
+        append(error, out, "sc:", end - name > 2 ? 3 : 0);
+        append(error, out, p + name, end + 1 - name);
+        return end + 1;
     }
-    if (*p == 'u' && digits >= 4) return append(out, "\\x{", 3) && append(out, p + 1, 4) && append(out, "}", 1) ? 5 : 0;
-    if (*p == 'x' && (p[1] == '{' || (p[1] >= '0' && p[1] <= '7' && digits == 2))) return append(out, "\\x", 2) ? 1 : 0;
-    bool plain = *p && (strchr("dDrntf", *p) ||
-                        !((*p >= '0' && *p <= '9') || (*p >= 'A' && *p <= 'Z') || (*p >= 'a' && *p <= 'z')));
-    return plain && append(out, "\\", 1) && append(out, p, 1) ? 1 : 0;
+    if (*p == 'u' && strspn(p + 1, "0123456789abcdefABCDEF") >= 4) {
+        append(error, out, "\\x{", 3);
+        append(error, out, p + 1, 4);
+        append(error, out, "}", 1);
+        return 5;
+    }
+    if (!*p || digit || (letter && !strchr("dDrntf", *p) && !(p[0] == 'x' && p[1] == '{'))) return 0;
+    append(error, out, "\\", 1);
+    append(error, out, p, 1);
+    return 1;
 }
 
-static bool translate(const char *pattern, Bytes *out, Error *error) {
+// Refuses a group, an interval or a set that would be read differently; p is at its first sign.
+static void check_construct(const char *pattern, const char *p, bool in_class, Error *error) {
+    static const char *const groups[] = {"(?:", "(?=", "(?!", "(?>", "(?<=", "(?<!", "(?i:"};
+    if (in_class) {
+        if (*p == '[' || (p[0] == '&' && p[1] == '&')) fail(error, "pattern %.60s: a set within a set", pattern);
+    } else if (*p == '(' && (p[1] == '?' || p[1] == '*')) {
+        bool known = p == pattern && !strncmp(p, "(?i)", 4);
+        for (size_t k = 0; k < sizeof groups / sizeof *groups; k++) known |= !strncmp(p, groups[k], strlen(groups[k]));
+        if (!known) fail(error, "pattern %.60s: the group %.3s is not supported", pattern, p);
+    } else if (*p == '{') {
+        size_t end = strspn(p + 1, "0123456789,") + 1;
+        bool odd = p[end] == '}' && (p[end + 1] == '+' || (p[end + 1] == '?' && !memchr(p, ',', end)) || p[1] == ',');
+        if (odd) fail(error, "pattern %.60s: %.*s is not supported", pattern, (int)end + 2, p);
+    }
+}
+
+static void translate(const char *pattern, Bytes *out, Error *error) {
     bool in_class = false;
-    for (const char *p = pattern; *p;) {
+    for (const char *p = pattern; *p && !error->failed;) {
         size_t took = 1;
         if (*p == '\\') {
-            took = translate_escape(p + 1, in_class, out);
-            if (!took) return fail(error, "pattern %.60s: \\%.1s is not supported here", pattern, p + 1);
+            took = translate_escape(p + 1, in_class, out, error);
+            if (!took) fail(error, "pattern %.60s: \\%.1s is not supported here", pattern, p + 1);
             p += took + 1;
             continue;
         }
-        if (in_class && (*p == '[' || (p[0] == '&' && p[1] == '&')))
-            return fail(error, "pattern %.60s: a set within a set is not supported", pattern);
-        if (!in_class && p[0] == '(' && (p[1] == '?' || p[1] == '*')) {
-            static const char *const known[] = {"(?:", "(?=", "(?!", "(?>", "(?<=", "(?<!", "(?i:"};
-            bool good = p == pattern && !strncmp(p, "(?i)", 4);
-            for (size_t k = 0; k < sizeof known / sizeof *known; k++) good |= !strncmp(p, known[k], strlen(known[k]));
-            if (!good) return fail(error, "pattern %.60s: the group %.3s is not supported", pattern, p);
-        }
-        if (!in_class && *p == '{') {
-            size_t end = strspn(p + 1, "0123456789,") + 1;
-            bool fixed = !memchr(p, ',', end);
-            if (p[end] == '}' && (p[end + 1] == '+' || (fixed && p[end + 1] == '?')))
-                return fail(error, "pattern %.60s: %.1s behind {} is not supported", pattern, p + end + 1);
-            if (p[1] == ',' && end > 2 && !append(out, "{0", 2)) return out_of_memory(error);
-            p += p[1] == ',' && end > 2;
-        }
-        if (!in_class && *p == '[') {
-            in_class = true;
-            took = 1 + (p[1] == '^');
-            took += p[took] == ']';
-        } else if (*p == ']') {
-            in_class = false;
-        }
-        if (!append(out, p, took)) return out_of_memory(error);
+        check_construct(pattern, p, in_class, error);
+        if (*p == '[') took += p[1] == '^';
+        if (*p == '[') took += p[took] == ']';  // there it stands for itself
+        in_class = *p == '[' || (in_class && *p != ']');
+        append(error, out, p, took);
         p += took;
     }
-    return true;
 }
 
+// A pattern ready to match; NULL on failure.
 static pcre2_code *compile(const char *pattern, bool literal, Error *error) {
     Bytes text = {0};
     pcre2_code *regex = NULL;
-    if (append(&text, "", 0) &&
-        (literal ? append(&text, pattern, strlen(pattern)) : translate(pattern, &text, error))) {
+    append(error, &text, pattern, literal ? strlen(pattern) : 0);
+    if (!literal) translate(pattern, &text, error);
+    pcre2_compile_context *context = pcre2_compile_context_create(NULL);
+    if (!context) fail(error, "out of memory");
+    if (!error->failed) {
         int code;
         PCRE2_SIZE offset;
         uint32_t options = PCRE2_UTF | (literal ? PCRE2_LITERAL : PCRE2_UCP | PCRE2_MULTILINE);
-        pcre2_compile_context *context = pcre2_compile_context_create(NULL);
-        if (context) pcre2_set_newline(context, PCRE2_NEWLINE_LF);
-        regex = context ? pcre2_compile((PCRE2_SPTR)text.data, text.length, options, &code, &offset, context) : NULL;
-        if (!context) out_of_memory(error);
-        if (regex) pcre2_jit_compile(regex, PCRE2_JIT_COMPLETE);  // if there is no JIT, it is interpreted
-        if (context && !regex) {
-            char why[120] = "";
+        char why[120] = "";
+        pcre2_set_newline(context, PCRE2_NEWLINE_LF);
+        regex = pcre2_compile((PCRE2_SPTR)text.data, text.length, options, &code, &offset, context);
+        if (regex)
+            pcre2_jit_compile(regex, PCRE2_JIT_COMPLETE);  // where there is no JIT it is interpreted
+        else
             pcre2_get_error_message(code, (PCRE2_UCHAR *)why, sizeof why);
-            fail(error, "pattern %.60s: %s", pattern, why);
-        }
-        pcre2_compile_context_free(context);
+        if (!regex) fail(error, "pattern %.60s: %s", pattern, why);
     }
+    pcre2_compile_context_free(context);
     free(text.data);
     return regex;
 }
 
-// What matching needs, one per thread.
+// What matching needs beside a pattern; one for each text or stream.
 typedef struct {
+    Error *error;
+    size_t limit;  // bytes that a text may grow to
     pcre2_match_data *data;
     pcre2_match_context *context;
     pcre2_jit_stack *stack;
 } Matcher;
+
+// For texts of n bytes: they may grow 64-fold, and a pattern that goes back over the text again and again is stopped.
+static void matcher_open(Matcher *matcher, size_t n, Error *error) {
+    matcher->error = error;
+    matcher->limit = 64 * n + (1 << 20) < MAX_GROWN ? 64 * n + (1 << 20) : MAX_GROWN;
+    matcher->data = pcre2_match_data_create(1, NULL);
+    matcher->context = pcre2_match_context_create(NULL);
+    matcher->stack = pcre2_jit_stack_create(32 << 10, 32 << 20, NULL);  // NULL where there is no JIT
+    if (!matcher->data || !matcher->context) fail(error, "out of memory");
+    if (!matcher->context) return;
+    if (matcher->stack) pcre2_jit_stack_assign(matcher->context, NULL, matcher->stack);
+    pcre2_set_match_limit(matcher->context, (uint32_t)(10000 + 2 * n));
+}
 
 static void matcher_close(Matcher *matcher) {
     pcre2_match_data_free(matcher->data);
@@ -309,101 +338,107 @@ static void matcher_close(Matcher *matcher) {
     pcre2_jit_stack_free(matcher->stack);
 }
 
-// For texts of n bytes. A pattern that backtracks more than a few times over the text fails with an error.
-static bool matcher_open(Matcher *matcher, size_t n) {
-    matcher->data = pcre2_match_data_create(1, NULL);
-    matcher->context = pcre2_match_context_create(NULL);
-    matcher->stack = pcre2_jit_stack_create(32 << 10, 32 << 20, NULL);
-    if (!matcher->data || !matcher->context) return false;
-    if (matcher->stack) pcre2_jit_stack_assign(matcher->context, NULL, matcher->stack);
-    pcre2_set_match_limit(matcher->context, (uint32_t)(10000 + 2 * n));
-    return true;
-}
-
-// Where a search stands: the next one starts at `from`; an empty match right behind the last match is none.
+// A match, and where the search for the next one goes on. An empty match right behind the last match is none.
 typedef struct {
-    size_t from, last_end;
-} Cursor;
-static const Cursor CURSOR_START = {0, SIZE_MAX};
+    size_t start, end, from, last_end;
+} Match;
+static const Match FIRST_MATCH = {0, 0, 0, SIZE_MAX};
 
-// Finds the next match in s: 1 and start and end, or 0; -1 and an error if the pattern takes too long.
-static int next_match(const Matcher *matcher, const pcre2_code *regex, const char *s, size_t n, Cursor *cursor,
-                      size_t *start, size_t *end, Error *error) {
-    while (cursor->from <= n) {
+static bool next_match(const Matcher *matcher, const pcre2_code *regex, const char *s, size_t n, Match *match) {
+    while (match->from <= n && !matcher->error->failed) {
         int found =
-            pcre2_match(regex, (PCRE2_SPTR)s, n, cursor->from, PCRE2_NO_UTF_CHECK, matcher->data, matcher->context);
-        if (found == PCRE2_ERROR_NOMATCH) return 0;
+            pcre2_match(regex, (PCRE2_SPTR)s, n, match->from, PCRE2_NO_UTF_CHECK, matcher->data, matcher->context);
+        if (found == PCRE2_ERROR_NOMATCH) return false;
         if (found < 0) {
             char why[120] = "";
             pcre2_get_error_message(found, (PCRE2_UCHAR *)why, sizeof why);
-            return fail(error, "a pattern of the tokenizer on this text: %s", why) - 1;
+            fail(matcher->error, "a pattern of the tokenizer on this text: %s", why);
+            return false;
         }
         const PCRE2_SIZE *range = pcre2_get_ovector_pointer(matcher->data);
-        cursor->from = range[1];
-        if (range[0] != range[1] || range[1] != cursor->last_end) {
-            *start = range[0], *end = cursor->last_end = range[1];
-            return 1;
+        match->from = range[1];
+        if (range[0] != range[1] || range[1] != match->last_end) {
+            match->start = range[0];
+            match->end = match->last_end = range[1];
+            return true;
         }
-        int length = 1;
+        size_t length = 1;
         if (range[1] < n) code_point(s + range[1], &length);
-        cursor->from += (size_t)length;
+        match->from += length;
     }
-    return 0;
+    return false;
+}
+
+// Replaces every match of the step's pattern in s by its text.
+static void replace(const Matcher *matcher, const Step *step, const char *s, size_t n, Bytes *out) {
+    size_t done = 0;
+    for (Match match = FIRST_MATCH; next_match(matcher, step->regex, s, n, &match); done = match.end) {
+        append(matcher->error, out, s + done, match.start - done);
+        append(matcher->error, out, step->text, step->length);
+        if (out->length > matcher->limit) fail(matcher->error, "this text grows beyond %zu bytes", matcher->limit);
+    }
+    append(matcher->error, out, s + done, n - done);
 }
 
 // ------------------------------------------------------------------------------------------ encoding: merging
 
 typedef struct {
-    int id, before, next;  // neighbours' indices, -1 at the ends; id -1 once it was merged into its left neighbour
+    int id, before, next;  // neighbours' indices, -1 at the ends; id -1 once merged into the left neighbour
 } Symbol;
 
 typedef struct {
     const Tokenizer *tokenizer;
-    Matcher matcher;
     Error *error;
-    size_t limit;              // of bytes a text may grow to
+    Matcher matcher;
     Bytes scratch[MAX_STEPS];  // a step's output, while the steps behind it work on it
     Symbol *symbols;
-    uint64_t
-        *heap;  // rank << 32 | index of the left symbol: candidates to merge, the lowest rank, then leftmost, on top
+    uint64_t *heap;  // rank << 32 | index of the left symbol: what may be merged; lowest rank, then leftmost, on top
     size_t symbol_capacity, heap_capacity, heap_count;
     int *ids;  // (count): the result
     size_t count, capacity;
 } Encoder;
 
-static bool push_id(Encoder *e, int id) {
-    int *ids = reserve(e->ids, &e->capacity, e->count + 1, sizeof *ids);
-    if (!ids) return out_of_memory(e->error);
-    e->ids = ids;
-    ids[e->count++] = id;
-    return true;
+static void push_id(Encoder *e, int id) {
+    e->ids = reserve(e->error, e->ids, &e->capacity, e->count + 1, sizeof *e->ids);
+    if (!e->error->failed) e->ids[e->count++] = id;
 }
 
-static size_t hash_text(const char *s, size_t n) {  // FNV-1a
-    uint64_t hash = 0xCBF29CE484222325u;
-    for (size_t i = 0; i < n; i++) hash = (hash ^ (uint8_t)s[i]) * 0x100000001B3u;
-    return (size_t)(hash ^ hash >> 29);
+static uint64_t hash_text(const char *s, size_t n) {
+    const uint64_t odd = 0x9E3779B97F4A7C15u;
+    uint64_t hash = n, word;
+    for (; n; s += word, n -= word) {
+        uint64_t bytes = 0;
+        word = n < 8 ? n : 8;
+        memcpy(&bytes, s, word);
+        hash = (hash ^ bytes) * odd;
+        hash ^= hash >> 32;
+    }
+    return hash * odd;
 }
 
 // Slot of this content, or the free one where it belongs.
-static int *token_slot(const Tokenizer *t, const char *s, size_t n) {
-    size_t slot = hash_text(s, n) & t->token_mask;
-    for (;; slot = (slot + 1) & t->token_mask) {
-        int id = t->token_slots[slot];
-        if (id < 0 || (t->tokens[id].length == n && !memcmp(t->tokens[id].content, s, n))) return &t->token_slots[slot];
+static Slot *token_slot(const Tokenizer *t, const char *s, size_t n) {
+    uint64_t hash = hash_text(s, n);
+    for (size_t at = hash >> 32;; at++) {
+        Slot *slot = &t->slots[at & t->slot_mask];
+        if (slot->id < 0) return slot;
+        const Token *token = &t->tokens[slot->id];
+        if (slot->hash == (uint32_t)hash && token->length == n && !memcmp(token->content, s, n)) return slot;
     }
 }
 
 static int model_token(const Tokenizer *t, const char *s, size_t n) {
-    int id = *token_slot(t, s, n);
+    int id = token_slot(t, s, n)->id;
     return id >= 0 && t->tokens[id].flags & IN_MODEL ? id : -1;
 }
 
+// Where the merge of this pair stands, or the free place for it.
 static Merge *merge_slot(const Tokenizer *t, int left, int right) {
     uint64_t pair = (uint64_t)left << 32 | (uint32_t)right;
-    size_t slot = (size_t)((pair * 0x9E3779B97F4A7C15u) >> 20) & t->merge_mask;
-    while (t->merges[slot].pair != pair && t->merges[slot].pair != UINT64_MAX) slot = (slot + 1) & t->merge_mask;
-    return &t->merges[slot];
+    for (size_t at = (size_t)((pair * 0x9E3779B97F4A7C15u) >> 20);; at++) {
+        Merge *merge = &t->merges[at & t->merge_mask];
+        if (merge->pair == pair || merge->pair == UINT64_MAX) return merge;
+    }
 }
 
 static void heap_push(Encoder *e, uint64_t key) {
@@ -425,7 +460,7 @@ static uint64_t heap_pop(Encoder *e) {
     return top;
 }
 
-// Puts symbol `left` and its right neighbour among the candidates if there is a merge for them.
+// If there is a merge for symbol `left` and its right neighbour, it becomes a candidate.
 static void offer(Encoder *e, int left) {
     if (left < 0 || e->symbols[left].next < 0) return;
     const Merge *merge = merge_slot(e->tokenizer, e->symbols[left].id, e->symbols[e->symbols[left].next].id);
@@ -437,245 +472,192 @@ static void push_symbol(Encoder *e, int *count, int id) {
     ++*count;
 }
 
-// One symbol a character; one a byte where a character has no token but its bytes have; else the unknown token,
-// which stands behind bytes that follow it (so does the library).
+// The symbols a word starts from, linked from left to right: one a character; one a byte where the character has no
+// token but all of its bytes have; else the unknown token. That one waits for the next character with a token, so it
+// comes behind bytes that follow it: the library does so. Returns how many.
 static int first_symbols(Encoder *e, const char *s, size_t n) {
     const Tokenizer *t = e->tokenizer;
-    int count = 0, pending = 0;  // unknown tokens not yet written: at most 1
-    for (size_t at = 0; at < n;) {
-        int length, code = code_point(s + at, &length);
-        int id = code < 512 ? t->character_ids[code] : model_token(t, s + at, (size_t)length);
+    int count = 0;
+    bool waiting = false;
+    for (size_t at = 0, length; at < n; at += length) {
+        int code = code_point(s + at, &length);
+        int id = code < 512 ? t->character_ids[code] : model_token(t, s + at, length);
         bool bytes = id < 0;
-        for (int k = 0; k < length; k++) bytes = bytes && t->byte_ids[(uint8_t)s[at + (size_t)k]] >= 0;
-        if (id >= 0 || (!bytes && !t->fuse_unknown)) {
-            if (pending) push_symbol(e, &count, t->unknown);
-            pending = 0;
-        }
+        for (size_t k = 0; k < length; k++) bytes = bytes && t->byte_ids[(uint8_t)s[at + k]] >= 0;
+        if (waiting && (id >= 0 || (!bytes && !t->fuse_unknown))) push_symbol(e, &count, t->unknown);
+        waiting = bytes ? waiting : id < 0 && t->unknown >= 0;
         if (id >= 0) push_symbol(e, &count, id);
-        for (int k = 0; bytes && k < length; k++) push_symbol(e, &count, t->byte_ids[(uint8_t)s[at + (size_t)k]]);
-        if (id < 0 && !bytes && t->unknown >= 0) pending = 1;
-        at += (size_t)length;
+        for (size_t k = 0; bytes && k < length; k++) push_symbol(e, &count, t->byte_ids[(uint8_t)s[at + k]]);
     }
-    if (pending) push_symbol(e, &count, t->unknown);
+    if (waiting) push_symbol(e, &count, t->unknown);
     if (count) e->symbols[count - 1].next = -1;
     return count;
 }
 
-// Byte-pair encoding of one word: of all neighbours the pair with the lowest rank is merged, until none is left.
-// A heap of candidates over a linked list of symbols: n log n, however long the word. A candidate is out of date
-// when one of its symbols has been merged meanwhile; it is recognized by its rank and dropped.
-static bool encode_word(Encoder *e, const char *s, size_t n) {
+// Byte-pair encoding (Sennrich et al. 2016, §3.2) of one word: of all neighbours the pair with the lowest rank is
+// merged, until there is none. A heap of candidates over a linked list of symbols takes n log n, however long the
+// word. A candidate is stale when one of its symbols was merged meanwhile: the pair has another rank then.
+static void encode_word(Encoder *e, const char *s, size_t n) {
     const Tokenizer *t = e->tokenizer;
-    int id = t->ignore_merges ? model_token(t, s, n) : -1;
-    if (id >= 0) return push_id(e, id);
-    Symbol *symbols = reserve(e->symbols, &e->symbol_capacity, n, sizeof *symbols);
-    if (symbols) e->symbols = symbols;
-    uint64_t *heap = reserve(e->heap, &e->heap_capacity, 2 * n, sizeof *heap);  // a merge takes one, brings two
-    if (heap) e->heap = heap;
-    if (!symbols || !heap) return out_of_memory(e->error);
+    int whole = t->ignore_merges ? model_token(t, s, n) : -1;
+    if (whole >= 0) return push_id(e, whole);
+    e->symbols = reserve(e->error, e->symbols, &e->symbol_capacity, n, sizeof *e->symbols);
+    e->heap = reserve(e->error, e->heap, &e->heap_capacity, 2 * n, sizeof *e->heap);  // a merge takes one, offers two
+    if (e->error->failed) return;
+    Symbol *symbols = e->symbols;
     int count = first_symbols(e, s, n);
     e->heap_count = 0;
     for (int i = 0; i < count; i++) offer(e, i);
     while (e->heap_count) {
         uint64_t top = heap_pop(e);
-        Symbol *left = &symbols[(uint32_t)top];
-        if (left->id < 0 || left->next < 0) continue;
-        const Merge *merge = merge_slot(t, left->id, symbols[left->next].id);
+        int at = (int)(top & 0xFFFFFFFF), right = symbols[at].next;
+        if (symbols[at].id < 0 || right < 0) continue;
+        const Merge *merge = merge_slot(t, symbols[at].id, symbols[right].id);
         if (merge->pair == UINT64_MAX || (uint64_t)merge->rank != top >> 32) continue;
-        left->id = merge->id;
-        symbols[left->next].id = -1;
-        left->next = symbols[left->next].next;
-        if (left->next >= 0) symbols[left->next].before = (int)(uint32_t)top;
-        offer(e, left->before);
-        offer(e, (int)(uint32_t)top);
+        symbols[at].id = merge->id;
+        symbols[at].next = symbols[right].next;
+        symbols[right].id = -1;
+        if (symbols[at].next >= 0) symbols[symbols[at].next].before = at;
+        offer(e, symbols[at].before);
+        offer(e, at);
     }
-    for (int i = count ? 0 : -1; i >= 0; i = symbols[i].next)
-        if (!push_id(e, symbols[i].id)) return false;
-    return true;
+    for (int i = count ? 0 : -1; i >= 0; i = symbols[i].next) push_id(e, symbols[i].id);
 }
 
 // --------------------------------------------------------------------------- encoding: steps before the merging
 
-static bool run(Encoder *e, int step, const char *s, size_t n, bool at_start);
+static void run(Encoder *e, int step, const char *s, size_t n, bool at_start);
 
-// Pieces as they come, one held back until it is known whether the next is joined to it.
+// A piece between two cuts; it waits until it is known whether the next one is joined to it.
 typedef struct {
     size_t start, end;
     bool any, match;
-} Held;
+} Piece;
 
-static bool give_held(Encoder *e, int step, const char *s, const Held *held, bool at_start) {
-    bool removed = held->match && e->tokenizer->encode.steps[step].mode == REMOVED;
-    if (!held->any || removed || held->start == held->end) return true;
-    return run(e, step + 1, s + held->start, held->end - held->start, at_start && held->start == 0);
+static void give_piece(Encoder *e, int step, const char *s, Piece piece, bool at_start) {
+    bool removed = piece.match && e->tokenizer->encode.steps[step].mode == REMOVED;
+    if (!removed) run(e, step + 1, s + piece.start, piece.end - piece.start, at_start && piece.start == 0);
 }
 
-static bool take_piece(Encoder *e, int step, const char *s, Held *held, Held piece, bool at_start) {
+static void take_piece(Encoder *e, int step, const char *s, Piece *waiting, Piece piece, bool at_start) {
     const Step *split = &e->tokenizer->encode.steps[step];
     piece.match ^= split->invert;
-    bool join = held->any && ((split->mode == CONTIGUOUS && held->match == piece.match) ||
-                              (split->mode == MERGED_WITH_PREVIOUS && !held->match && piece.match) ||
-                              (split->mode == MERGED_WITH_NEXT && held->match && !piece.match));
-    if (!join && !give_held(e, step, s, held, at_start)) return false;
-    if (join) piece.start = held->start;
-    *held = piece;
-    return true;
+    bool join = waiting->any && ((split->mode == CONTIGUOUS && waiting->match == piece.match) ||
+                                 (split->mode == MERGED_WITH_PREVIOUS && !waiting->match && piece.match) ||
+                                 (split->mode == MERGED_WITH_NEXT && waiting->match && !piece.match));
+    if (join)
+        piece.start = waiting->start;
+    else
+        give_piece(e, step, s, *waiting, at_start);
+    *waiting = piece;
 }
 
-static bool split(Encoder *e, int step, const char *s, size_t n, bool at_start) {
+static void split(Encoder *e, int step, const char *s, size_t n, bool at_start) {
     const pcre2_code *regex = e->tokenizer->encode.steps[step].regex;
-    Cursor cursor = CURSOR_START;
-    Held held = {0};
-    for (size_t done = 0;;) {
-        size_t start = n, end = n;
-        int found = next_match(&e->matcher, regex, s, n, &cursor, &start, &end, e->error);
-        if (found < 0) return false;
-        if (start > done && !take_piece(e, step, s, &held, (Held){done, start, true, false}, at_start)) return false;
-        if (!found) return give_held(e, step, s, &held, at_start);
-        if (!take_piece(e, step, s, &held, (Held){start, end, true, true}, at_start)) return false;
-        done = end;
+    Piece waiting = {0};
+    size_t done = 0;
+    for (Match match = FIRST_MATCH; next_match(&e->matcher, regex, s, n, &match); done = match.end) {
+        if (match.start > done) take_piece(e, step, s, &waiting, (Piece){done, match.start, true, false}, at_start);
+        take_piece(e, step, s, &waiting, (Piece){match.start, match.end, true, true}, at_start);
     }
+    if (n > done) take_piece(e, step, s, &waiting, (Piece){done, n, true, false}, at_start);
+    give_piece(e, step, s, waiting, at_start);
 }
 
-// Replaces every match of step->regex in s by step->text.
-static bool replace(const Matcher *matcher, const Step *step, const char *s, size_t n, Bytes *out, Error *error) {
-    Cursor cursor = CURSOR_START;
-    for (size_t done = 0;;) {
-        size_t start = n, end = n;
-        int found = next_match(matcher, step->regex, s, n, &cursor, &start, &end, error);
-        if (found < 0) return false;
-        if (!append(out, s + done, start - done)) return out_of_memory(error);
-        if (!found) return true;
-        if (!append(out, step->text, step->length)) return out_of_memory(error);
-        done = end;
-    }
-}
-
-static bool normalize(const Step *step, const char *s, size_t n, Bytes *out, Error *error) {
+static void normalize(const Step *step, const char *s, size_t n, Bytes *out, Error *error) {
     size_t ascii = 0;
     while (ascii < n && (uint8_t)s[ascii] < 0x80) ascii++;
-    if (ascii == n) return append(out, s, n) || out_of_memory(error);
+    if (ascii == n) return append(error, out, s, n);
     uint8_t *normal = NULL;
-    utf8proc_ssize_t length = utf8proc_map((const uint8_t *)s, (utf8proc_ssize_t)n, &normal,
-                                           (utf8proc_option_t)(UTF8PROC_STABLE | step->mode));
-    bool ok = length >= 0 && append(out, (const char *)normal, (size_t)length);
+    utf8proc_option_t options = (utf8proc_option_t)(UTF8PROC_STABLE | step->mode);
+    utf8proc_ssize_t length = utf8proc_map((const uint8_t *)s, (utf8proc_ssize_t)n, &normal, options);
+    if (length < 0)
+        fail(error, "normalizing: %s", utf8proc_errmsg(length));
+    else
+        append(error, out, (const char *)normal, (size_t)length);
     free(normal);
-    return ok || fail(error, "normalizing: %s", length < 0 ? utf8proc_errmsg(length) : "out of memory");
 }
 
-static bool write_bytes(const char *s, size_t n, Bytes *out, Error *error) {
-    char *data = reserve(out->data, &out->capacity, out->length + 2 * n + 1, 1);
-    if (!data) return out_of_memory(error);
-    out->data = data;
-    for (size_t i = 0; i < n; i++) {
+static void write_bytes(const char *s, size_t n, Bytes *out, Error *error) {
+    out->data = reserve(error, out->data, &out->capacity, 2 * n, 1);
+    for (size_t i = 0; i < n && !error->failed; i++) {
         int code = byte_character((uint8_t)s[i]);
-        if (code >= 0x80) data[out->length++] = (char)(0xC0 | code >> 6);
-        data[out->length++] = (char)(code < 0x80 ? code : 0x80 | (code & 0x3F));
+        if (code >= 0x80) out->data[out->length++] = (char)(0xC0 | code >> 6);
+        out->data[out->length++] = (char)(code < 0x80 ? code : 0x80 | (code & 0x3F));
     }
-    return true;
 }
 
 // A step that makes one text of one text: *s and *n become its output. *at_start: does it still start where the
 // whole text does?
-static bool transform(Encoder *e, int index, const char **s, size_t *n, bool *at_start) {
+static void transform(Encoder *e, int index, const char **s, size_t *n, bool *at_start) {
     const Step *step = &e->tokenizer->encode.steps[index];
     Bytes *out = &e->scratch[index];
-    bool ok = true;
     out->length = 0;
     if (step->kind == STRIP) {
         size_t start = 0, end = *n;
-        while (step->mode & 1 && start < end && space_length(*s + start)) start += (size_t)space_length(*s + start);
+        while (step->mode & 1 && start < end && space_length(*s + start)) start += space_length(*s + start);
         while (step->mode & 2 && start < end && space_length(*s + previous(*s, end))) end = previous(*s, end);
         *s += start, *n = end - start, *at_start = *at_start && start == 0;
-        return true;
+        return;
     }
     if (step->kind == PREPEND) {
         bool there = *n >= step->length && !memcmp(*s, step->text, step->length);
-        if (*n == 0 || (there && step->mode != ALWAYS) || (!*at_start && step->mode == AT_TEXT_START)) return true;
-        ok = (append(out, step->text, step->length) && append(out, *s, *n)) || out_of_memory(e->error);
-    } else if (step->kind == REPLACE) {
-        ok = replace(&e->matcher, step, *s, *n, out, e->error);
-    } else {
-        ok = (step->kind == NORMALIZE ? normalize(step, *s, *n, out, e->error) : write_bytes(*s, *n, out, e->error));
+        if (*n == 0 || (there && step->mode != ALWAYS) || (!*at_start && step->mode == AT_TEXT_START)) return;
+        append(e->error, out, step->text, step->length);
+        append(e->error, out, *s, *n);
     }
+    if (step->kind == REPLACE) replace(&e->matcher, step, *s, *n, out);
+    if (step->kind == NORMALIZE) normalize(step, *s, *n, out, e->error);
+    if (step->kind == BYTES) write_bytes(*s, *n, out, e->error);
     *s = out->data, *n = out->length;
-    return ok && (*n <= e->limit || fail(e->error, "the normalizer makes a text of %zu bytes from this one", *n));
-}
-
-// First index in [low, high) of a text whose byte at `depth` is at least `byte`; they share the bytes before it.
-static size_t wanted_bound(const AddedSet *set, size_t low, size_t high, size_t depth, int byte) {
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if ((uint8_t)set->wanted[middle].text[depth] < byte)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
+    if (*n > e->matcher.limit) fail(e->error, "this text grows beyond %zu bytes", e->matcher.limit);
 }
 
 // The first place at or behind `from` where an added token stands, and the longest one there; -1 if none.
-static int find_added(const AddedSet *set, const char *s, size_t n, size_t from, size_t *start, size_t *end) {
-    for (size_t at = from; at < n; at++) {
-        if (!set->starts[(uint8_t)s[at]]) continue;
-        int best = -1;
-        size_t low = 0, high = set->count;
-        for (size_t depth = 0; low < high; depth++) {
-            if (!set->wanted[low].text[depth]) {  // ends here: it sorts before those that go on
-                best = set->wanted[low++].id;
-                *start = at, *end = at + depth;
-            }
-            if (at + depth == n || !s[at + depth]) break;  // a NUL is in no token
-            low = wanted_bound(set, low, high, depth, (uint8_t)s[at + depth]);
-            high = wanted_bound(set, low, high, depth, (uint8_t)s[at + depth] + 1);
+static int find_added(const AddedSet *set, const char *s, size_t n, size_t *from, size_t *end) {
+    for (; *from < n; ++*from) {
+        if (!set->starts[(uint8_t)s[*from]]) continue;
+        for (size_t i = 0; i < set->count; i++) {
+            const Wanted *wanted = &set->wanted[i];
+            *end = *from + wanted->length;
+            if (*end <= n && !memcmp(wanted->text, s + *from, wanted->length)) return wanted->id;
         }
-        if (best >= 0) return best;
     }
     return -1;
 }
 
-static bool is_word(Encoder *e, const char *s) {
-    int length;
-    size_t start, end;
-    Cursor cursor = CURSOR_START;
-    code_point(s, &length);
-    return next_match(&e->matcher, e->tokenizer->word, s, (size_t)length, &cursor, &start, &end, e->error) == 1;
-}
-
 // Gives added tokens their ids, and what lies between them to the next step.
-static bool take_added(Encoder *e, int step, const char *s, size_t n, bool at_start) {
-    const Tokenizer *t = e->tokenizer;
-    int which = t->encode.steps[step].mode, id;
-    size_t done = 0, from = 0, start, end;
-    while ((id = find_added(&t->added[which], s, n, from, &start, &end)) >= 0) {
-        int flags = t->tokens[id].flags;
-        from = end;
-        if (flags & SINGLE_WORD && ((start && is_word(e, s + previous(s, start))) || (end < n && is_word(e, s + end))))
-            continue;
+static void take_added(Encoder *e, int step, const char *s, size_t n, bool at_start) {
+    const AddedSet *set = &e->tokenizer->added[e->tokenizer->encode.steps[step].mode];
+    size_t done = 0, from = 0, next = 0;
+    for (int id; (id = find_added(set, s, n, &from, &next)) >= 0; from = next) {
+        int flags = e->tokenizer->tokens[id].flags;
+        size_t start = from, end = next;
+        if (flags & SINGLE_WORD && start && is_word(s + previous(s, start))) continue;
+        if (flags & SINGLE_WORD && end < n && is_word(s + end)) continue;
         while (flags & LEFT_STRIP && start > done && space_length(s + previous(s, start))) start = previous(s, start);
-        while (flags & RIGHT_STRIP && end < n && space_length(s + end)) end += (size_t)space_length(s + end);
-        if (start > done && !run(e, step + 1, s + done, start - done, at_start && done == 0)) return false;
-        if (!push_id(e, id)) return false;
+        while (flags & RIGHT_STRIP && end < n && space_length(s + end)) end += space_length(s + end);
+        if (start > done) run(e, step + 1, s + done, start - done, at_start && done == 0);
+        push_id(e, id);
         done = end;
     }
-    return done == n || run(e, step + 1, s + done, n - done, at_start && done == 0);
+    run(e, step + 1, s + done, n - done, at_start && done == 0);
 }
 
-// Takes the text through the steps from `step` on. at_start: it starts where the whole text starts.
-static bool run(Encoder *e, int step, const char *s, size_t n, bool at_start) {
+// Takes a text through the steps from `step` on. at_start: it starts where the whole text starts.
+static void run(Encoder *e, int step, const char *s, size_t n, bool at_start) {
     const Chain *chain = &e->tokenizer->encode;
-    for (; n; step++) {
+    for (; n && !e->error->failed; step++) {
         if (step == chain->count) return encode_word(e, s, n);
         if (chain->steps[step].kind == ADDED) return take_added(e, step, s, n, at_start);
         if (chain->steps[step].kind == SPLIT) return split(e, step, s, n, at_start);
-        if (!transform(e, step, &s, &n, &at_start)) return false;
+        transform(e, step, &s, &n, &at_start);
     }
-    return true;
 }
 
-static bool encoder_open(Encoder *e, const Tokenizer *t, size_t n, Error *error) {
-    *e = (Encoder){.tokenizer = t, .error = error, .limit = 64 * n + 65536 < MAX_GROWN ? 64 * n + 65536 : MAX_GROWN};
-    return matcher_open(&e->matcher, n) || out_of_memory(error);
+static void encoder_open(Encoder *e, const Tokenizer *t, size_t n, Error *error) {
+    *e = (Encoder){.tokenizer = t, .error = error};
+    matcher_open(&e->matcher, n, error);
 }
 
 static void encoder_close(Encoder *e) {
@@ -687,24 +669,24 @@ static void encoder_close(Encoder *e) {
 
 int tokenizer_encode(const Tokenizer *t, const char *text, size_t length, bool add_special, int **ids, char *error_text,
                      size_t error_size) {
-    Error error = {NULL, error_text, error_size};
+    Error error = {NULL, error_text, error_size, false};
     Encoder e;
     *ids = NULL;
-    if (length > MAX_TEXT) return fail(&error, "text of %zu bytes, at most 2^28 are taken at once", length) - 1;
+    if (length > MAX_TEXT) return fail(&error, "text of %zu bytes, at most 2^28 are taken at once", length), -1;
     size_t valid = utf8_valid(text, length);
     if (valid < length)
-        return fail(&error, "byte %zu of the text, 0x%02X, is not UTF-8", valid, (unsigned)(uint8_t)text[valid]) - 1;
-    bool ok = encoder_open(&e, t, length, &error) && push_id(&e, 0);  // so that *ids is never NULL
-    e.count = 0;
-    for (int i = 0; ok && add_special && i < t->before_count; i++) ok = push_id(&e, t->before[i]);
-    ok = ok && run(&e, 0, text, length, true);
-    for (int i = 0; ok && add_special && i < t->after_count; i++) ok = push_id(&e, t->after[i]);
+        return fail(&error, "byte %zu of the text, 0x%02X, is not UTF-8", valid, (unsigned)(uint8_t)text[valid]), -1;
+    encoder_open(&e, t, length, &error);
+    e.ids = reserve(&error, NULL, &e.capacity, 1, sizeof *e.ids);  // so that *ids is an array even for no ids
+    for (int i = 0; add_special && i < t->before_count; i++) push_id(&e, t->before[i]);
+    run(&e, 0, text, length, true);
+    for (int i = 0; add_special && i < t->after_count; i++) push_id(&e, t->after[i]);
     encoder_close(&e);
-    if (!ok)
+    if (error.failed)
         free(e.ids);
     else
         *ids = e.ids;
-    return ok ? (int)e.count : -1;
+    return error.failed ? -1 : (int)e.count;
 }
 
 // ------------------------------------------------------------------------------------------------- decoding
@@ -712,9 +694,9 @@ int tokenizer_encode(const Tokenizer *t, const char *text, size_t length, bool a
 struct TokenizerStream {
     const Tokenizer *tokenizer;
     bool skip_special;
-    bool failed;  // out of memory
+    Error error;  // out of memory
     Matcher matcher;
-    Bytes scratch[MAX_STEPS];  // REPLACE, METASPACE: a step's output · BYTES, BYTE_FALLBACK: bytes not yet characters
+    Bytes scratch[MAX_STEPS];  // REPLACE, METASPACE: a step's output · BYTES, BYTE_FALLBACK: not yet characters
     size_t seen[MAX_STEPS];    // STRIP: characters looked at · METASPACE, JOIN: tokens
     Bytes out;
 };
@@ -723,44 +705,36 @@ static const char REPLACEMENT[] = "\xEF\xBF\xBD";  // U+FFFD
 
 static void show(TokenizerStream *stream, int index, const char *s, size_t n);
 
-// Takes whole characters off the front of `bytes`, for each stretch that is none U+FFFD. What may still become one
-// stays, unless this is the end.
+// Gives on the whole characters that `bytes` starts with, and U+FFFD for each stretch that is none. What may still
+// become one stays, unless this is the end.
 static void show_characters(TokenizerStream *stream, int index, Bytes *bytes, bool end) {
-    size_t at = 0, valid = 0;
+    size_t at = 0, given = 0;
     while (at < bytes->length) {
         int length = utf8_length(bytes->data + at, bytes->length - at);
         if (length == 0 && !end) break;
-        if (length > 0) {
-            at += (size_t)length;
-            continue;
+        if (length <= 0) {
+            show(stream, index, bytes->data + given, at - given);
+            show(stream, index, REPLACEMENT, 3);
+            given = length ? at + (size_t)-length : bytes->length;
         }
-        if (at > valid) show(stream, index, bytes->data + valid, at - valid);
-        show(stream, index, REPLACEMENT, 3);
-        at = valid = length ? at + (size_t)-length : bytes->length;
+        at = length > 0 ? at + (size_t)length : given;
     }
-    if (at > valid) show(stream, index, bytes->data + valid, at - valid);
-    memmove(bytes->data, bytes->data + at, bytes->length - at);
-    bytes->length -= at;
+    if (at > given) show(stream, index, bytes->data + given, at - given);
+    if (at) memmove(bytes->data, bytes->data + at, bytes->length -= at);
 }
 
-// Byte-level token: its characters' bytes, or, if one of them stands for no byte, the token as it is.
+// Byte-level: the bytes its characters stand for, or, if one stands for none, the token as it is.
 static void show_bytes(TokenizerStream *stream, int index, const char *s, size_t n) {
     Bytes *bytes = &stream->scratch[index];
-    size_t before = bytes->length;
-    bool ok = append(bytes, s, n);
-    for (size_t at = 0, to = before; ok && at < n;) {
-        int length, byte = character_byte(code_point(s + at, &length));
-        if (byte < 0) {
-            bytes->length = before;
-            ok = append(bytes, s, n);
-            break;
-        }
-        bytes->data[to++] = (char)byte;
-        at += (size_t)length;
-        if (at == n) bytes->length = to;
-    }
-    stream->failed |= !ok;
-    if (ok && n) show_characters(stream, index + 1, bytes, false);
+    size_t to = bytes->length, length;
+    bool mapped = true;
+    for (size_t at = 0; at < n; at += length) mapped = mapped && character_byte(code_point(s + at, &length)) >= 0;
+    append(&stream->error, bytes, s, n);
+    if (stream->error.failed) return;
+    for (size_t at = 0; mapped && at < n; at += length)
+        bytes->data[to++] = (char)character_byte(code_point(s + at, &length));
+    if (mapped) bytes->length = to;
+    show_characters(stream, index + 1, bytes, false);
 }
 
 // A run of byte tokens has ended: text if it is UTF-8, else U+FFFD for each byte.
@@ -772,81 +746,64 @@ static void show_run(TokenizerStream *stream, int index) {
     bytes->length = 0;
 }
 
-static int hex_digit(char c) {
-    return c >= '0' && c <= '9'   ? c - '0'
-           : c >= 'a' && c <= 'f' ? c - 'a' + 10
-           : c >= 'A' && c <= 'F' ? c - 'A' + 10
-                                  : -1;
+static void show_byte_token(TokenizerStream *stream, int index, const char *s, size_t n) {
+    const char *digits = "0123456789ABCDEF0123456789abcdef";
+    const char *high = n == 6 && s[3] ? strchr(digits, s[3]) : NULL, *low = high && s[4] ? strchr(digits, s[4]) : NULL;
+    if (low && !memcmp(s, "<0x", 3) && s[5] == '>') {
+        char byte = (char)((high - digits) % 16 * 16 + (low - digits) % 16);
+        append(&stream->error, &stream->scratch[index], &byte, 1);
+    } else {
+        show_run(stream, index);
+        show(stream, index + 1, s, n);
+    }
 }
 
-static int byte_token(const char *s, size_t n) {  // "<0xE4>" -> 0xE4, else -1
-    if (n != 6 || memcmp(s, "<0x", 3) || s[5] != '>' || hex_digit(s[3]) < 0 || hex_digit(s[4]) < 0) return -1;
-    return hex_digit(s[3]) << 4 | hex_digit(s[4]);
-}
-
+// Drops up to `mode` signs from the start of each token, or of the text where it comes in parts.
 static void show_stripped(TokenizerStream *stream, int index, const char *s, size_t n) {
     const Step *step = &stream->tokenizer->decode.steps[index];
-    size_t *seen = &stream->seen[index];
-    if (!step->fused) *seen = 0;
-    for (; *seen < (size_t)step->mode && n; ++*seen) {
-        if (n < step->length || memcmp(s, step->text, step->length))
-            *seen = (size_t)step->mode - 1;
-        else
-            s += step->length, n -= step->length;
+    size_t seen = step->fused ? stream->seen[index] : 0;
+    for (; n && seen < (size_t)step->mode; seen++) {
+        bool sign = n >= step->length && !memcmp(s, step->text, step->length);
+        if (!sign) seen = (size_t)step->mode - 1;
+        s += sign ? step->length : 0;
+        n -= sign ? step->length : 0;
     }
+    stream->seen[index] = seen;
     show(stream, index + 1, s, n);
 }
 
-// Metaspace: the sign becomes a space; in the first token it is dropped, if one was put there in encoding.
+// The sign becomes a space; in the first token it is dropped if one was put there in encoding.
 static void show_metaspace(TokenizerStream *stream, int index, const char *s, size_t n) {
     const Step *step = &stream->tokenizer->decode.steps[index];
     Bytes *out = &stream->scratch[index];
-    bool drop = step->mode && (step->fused || stream->seen[index] == 0), ok = append(out, "", 0);
-    stream->seen[index] = 1;
+    bool drop = step->mode && (step->fused || stream->seen[index]++ == 0);
     out->length = 0;
-    for (size_t at = 0; ok && at < n;) {
-        int length;
+    for (size_t at = 0, length; at < n; at += length) {
         code_point(s + at, &length);
-        bool sign = (size_t)length == step->length && !memcmp(s + at, step->text, step->length);
-        ok = sign ? drop || append(out, " ", 1) : append(out, s + at, (size_t)length);
-        at += (size_t)length;
+        bool sign = length == step->length && !memcmp(s + at, step->text, length);
+        append(&stream->error, out, sign ? " " : s + at, sign ? !drop : length);
     }
-    stream->failed |= !ok;
-    if (ok) show(stream, index + 1, out->data, out->length);
+    show(stream, index + 1, out->data, out->length);
 }
 
 // Takes one token, or behind FUSE and BYTES a part of the text, through the decoder's steps from `index` on.
 static void show(TokenizerStream *stream, int index, const char *s, size_t n) {
     const Chain *chain = &stream->tokenizer->decode;
-    Bytes *out = index < chain->count ? &stream->scratch[index] : &stream->out;
-    const Step *step = index < chain->count ? &chain->steps[index] : NULL;
-    if (!step) {
-        stream->failed |= !append(out, s, n);
-    } else if (step->kind == BYTES) {
-        show_bytes(stream, index, s, n);
-    } else if (step->kind == METASPACE) {
-        show_metaspace(stream, index, s, n);
-    } else if (step->kind == STRIP) {
-        show_stripped(stream, index, s, n);
-    } else if (step->kind == BYTE_FALLBACK) {
-        char byte = (char)byte_token(s, n);
-        if (byte_token(s, n) >= 0) {
-            stream->failed |= !append(out, &byte, 1);
-        } else {
-            show_run(stream, index);
-            show(stream, index + 1, s, n);
-        }
-    } else if (step->kind == REPLACE) {
-        Error none = {0};
+    if (stream->error.failed) return;
+    if (index == chain->count) return append(&stream->error, &stream->out, s, n);
+    const Step *step = &chain->steps[index];
+    Bytes *out = &stream->scratch[index];
+    if (step->kind == BYTES) return show_bytes(stream, index, s, n);
+    if (step->kind == BYTE_FALLBACK) return show_byte_token(stream, index, s, n);
+    if (step->kind == STRIP) return show_stripped(stream, index, s, n);
+    if (step->kind == METASPACE) return show_metaspace(stream, index, s, n);
+    if (step->kind == REPLACE) {
         out->length = 0;
-        if (replace(&stream->matcher, step, s, n, out, &none))
-            show(stream, index + 1, out->data, out->length);
-        else
-            stream->failed = true;
-    } else {  // JOIN puts a space between tokens; FUSE marked the steps behind it when it was loaded
-        if (step->kind == JOIN && stream->seen[index]++) show(stream, index + 1, " ", 1);
-        show(stream, index + 1, s, n);
+        replace(&stream->matcher, step, s, n, out);
+        return show(stream, index + 1, out->data, out->length);
     }
+    if (step->kind == JOIN && stream->seen[index]++) show(stream, index + 1, " ", 1);  // between tokens
+    show(stream, index + 1, s, n);                                                     // FUSE: the steps behind it know
 }
 
 TokenizerStream *tokenizer_stream_begin(const Tokenizer *t, bool skip_special) {
@@ -854,7 +811,9 @@ TokenizerStream *tokenizer_stream_begin(const Tokenizer *t, bool skip_special) {
     if (!stream) return NULL;
     stream->tokenizer = t;
     stream->skip_special = skip_special;
-    if (matcher_open(&stream->matcher, 0) && append(&stream->out, "", 0)) return stream;
+    matcher_open(&stream->matcher, 0, &stream->error);
+    append(&stream->error, &stream->out, "", 0);
+    if (!stream->error.failed) return stream;
     tokenizer_stream_free(stream);
     return NULL;
 }
@@ -868,15 +827,15 @@ void tokenizer_stream_free(TokenizerStream *stream) {
 }
 
 static const char *shown(const TokenizerStream *stream, size_t *length) {
-    if (length) *length = stream->failed ? 0 : stream->out.length;
-    return stream->failed ? NULL : stream->out.data;
+    if (length) *length = stream->error.failed ? 0 : stream->out.length;
+    return stream->error.failed ? NULL : stream->out.data;
 }
 
 const char *tokenizer_stream_next(TokenizerStream *stream, int id, size_t *length) {
     const Tokenizer *t = stream->tokenizer;
+    const Token *token = tokenizer_token(t, id) ? &t->tokens[id] : NULL;
     stream->out.length = 0;
     stream->out.data[0] = 0;
-    const Token *token = id >= 0 && id < t->size && t->tokens[id].content ? &t->tokens[id] : NULL;
     if (token && !(stream->skip_special && token->flags & SPECIAL)) show(stream, 0, token->shown, strlen(token->shown));
     return shown(stream, length);
 }
@@ -895,35 +854,30 @@ const char *tokenizer_stream_flush(TokenizerStream *stream, size_t *length) {
 
 char *tokenizer_decode(const Tokenizer *t, const int *ids, int count, bool skip_special, size_t *length) {
     TokenizerStream *stream = tokenizer_stream_begin(t, skip_special);
+    Error error = {.failed = !stream};
     Bytes text = {0};
-    bool ok = stream && append(&text, "", 0);
-    for (int i = 0; ok && i <= count; i++) {
+    append(&error, &text, "", 0);
+    for (int i = 0; !error.failed && i <= count; i++) {
         size_t n;
         const char *s = i < count ? tokenizer_stream_next(stream, ids[i], &n) : tokenizer_stream_flush(stream, &n);
-        ok = s && append(&text, s, n);
+        error.failed = !s;
+        append(&error, &text, s, n);
     }
     tokenizer_stream_free(stream);
-    if (!ok) free(text.data);
-    if (length) *length = ok ? text.length : 0;
-    return ok ? text.data : NULL;
+    if (length) *length = error.failed ? 0 : text.length;
+    if (!error.failed) return text.data;
+    free(text.data);
+    return NULL;
 }
 
 // -------------------------------------------------------------------------------------------------- loading
 
-static char *keep(Tokenizer *t, const char *s, size_t n) {
-    if (!t->blocks || t->blocks->size - t->blocks->used < n + 1) {
-        size_t size = n + 1 > 65536 ? n + 1 : 65536;
-        Block *block = malloc(sizeof *block + size);
-        if (!block) return NULL;
-        *block = (Block){t->blocks, 0, size};
-        t->blocks = block;
-    }
-    char *kept = t->blocks->data + t->blocks->used;
-    memcpy(kept, s, n);
-    kept[n] = 0;
-    t->blocks->used += n + 1;
-    return kept;
-}
+typedef struct {
+    Tokenizer *t;
+    Error *error;
+} Loader;
+
+// Reading one value: a member that is missing or of another type is an error and gives "", false, 0 or -1.
 
 static const cJSON *member(const cJSON *object, const char *key) {
     return cJSON_GetObjectItemCaseSensitive(object, key);
@@ -931,225 +885,186 @@ static const cJSON *member(const cJSON *object, const char *key) {
 
 static bool is_given(const cJSON *item) { return item && !cJSON_IsNull(item); }
 
-static bool read_bool(const cJSON *object, const char *key, bool otherwise, bool *value, Error *error) {
+static bool read_bool(Loader *l, const cJSON *object, const char *key, bool otherwise) {
     const cJSON *item = member(object, key);
-    if (is_given(item) && !cJSON_IsBool(item)) return fail(error, "%s is not true or false", key);
-    *value = is_given(item) ? cJSON_IsTrue(item) : otherwise;
-    return true;
+    if (is_given(item) && !cJSON_IsBool(item)) fail(l->error, "%s is not true or false", key);
+    return is_given(item) ? cJSON_IsTrue(item) : otherwise;
 }
 
-static bool read_text(const cJSON *object, const char *key, const char **value, Error *error) {
-    *value = cJSON_GetStringValue(member(object, key));
-    return *value || fail(error, "%s is missing or not a string", key);
+static const char *read_text(Loader *l, const cJSON *object, const char *key) {
+    const char *text = cJSON_GetStringValue(member(object, key));
+    if (!text) fail(l->error, "%s is missing or not a string", key);
+    return text ? text : "";
 }
 
-static bool read_number(const cJSON *item, const char *what, int most, int *value, Error *error) {
-    if (!cJSON_IsNumber(item)) return fail(error, "%.80s is missing or not a number", what);
-    double number = item->valuedouble;
-    if (!(number >= 0 && number <= most && number == floor(number)))
-        return fail(error, "%.80s is %g, expected a whole number from 0 to %d", what, number, most);
-    *value = (int)number;
-    return true;
+static int read_number(Loader *l, const cJSON *item, const char *what, int most) {
+    double number = cJSON_IsNumber(item) ? item->valuedouble : -1;
+    bool good = number >= 0 && number <= most && number == floor(number);
+    if (!cJSON_IsNumber(item)) fail(l->error, "%.80s is missing or not a number", what);
+    if (!good) fail(l->error, "%.80s is %g, expected a whole number from 0 to %d", what, number, most);
+    return good ? (int)number : 0;
 }
 
-// Index of `name` among the words of `known`, which are separated by one space; -1 if it is none.
-static int word_index(const char *known, const char *name) {
-    size_t length = strlen(name);
-    for (int index = 0; *known; index++) {
-        size_t word = strcspn(known, " ");
-        if (word == length && !strncmp(known, name, word)) return index;
-        known += word + (known[word] == ' ');
+// Index of a member's text among the words of `known`, which are separated by one space; -1 and an error if it is none.
+static int read_word(Loader *l, const cJSON *object, const char *part, const char *key, const char *known) {
+    const char *text = cJSON_GetStringValue(member(object, key)), *word = known;
+    if (!text) fail(l->error, "%s: %s is missing or not a string", part, key);
+    for (int index = 0; text && *word; index++) {
+        size_t length = strcspn(word, " ");
+        if (length == strlen(text) && !strncmp(word, text, length)) return index;
+        word += length + (word[length] == ' ');
     }
+    fail(l->error, "%s of %s %.60s, supported are: %s", part, key, text ? text : "", known);
     return -1;
 }
 
-// The type of a part of the file as an index into `known`; -1 and an error that names both.
-static int read_type(const cJSON *item, const char *part, const char *known, Error *error) {
-    const char *type = cJSON_GetStringValue(member(item, "type"));
-    if (!type) return fail(error, "%s: type is missing or not a string", part) - 1;
-    int index = word_index(known, type);
-    if (index < 0) fail(error, "%s of type %.60s, supported are: %s", part, type, known);
-    return index;
-}
-
-static bool add_step(Tokenizer *t, Chain *chain, Step step, const char *text, Error *error) {
-    if (chain->count == MAX_STEPS) {
-        pcre2_code_free(step.regex);
-        return fail(error, "more than %d steps", MAX_STEPS);
-    }
-    for (int i = 0; i < chain->count; i++)
-        step.fused |= chain->steps[i].kind == FUSE || (chain == &t->decode && chain->steps[i].kind == BYTES);
-    if (text) step.length = strlen(text);
-    if (text) step.text = keep(t, text, step.length);
-    chain->steps[chain->count++] = step;  // the chain owns the regex from here on
-    return !text || step.text || out_of_memory(error);
-}
-
-static bool add_pattern_step(Tokenizer *t, Chain *chain, Step step, const char *pattern, bool literal, const char *text,
-                             Error *error) {
-    step.regex = compile(pattern, literal, error);
-    return step.regex && add_step(t, chain, step, text, error);
-}
-
-// A step that names its own pattern: {"pattern": {"String": ...}} or {"Regex": ...}.
-static bool read_pattern_step(Tokenizer *t, Chain *chain, Step step, const cJSON *item, const char *text,
-                              Error *error) {
+// The pattern of a step: {"pattern": {"String": ...}} or {"Regex": ...}.
+static pcre2_code *read_pattern(Loader *l, const cJSON *item) {
     const cJSON *pattern = member(item, "pattern");
     const char *string = cJSON_GetStringValue(member(pattern, "String"));
     const char *regex = cJSON_GetStringValue(member(pattern, "Regex"));
-    if (!string && !regex) return fail(error, "pattern is missing or neither a String nor a Regex");
-    return add_pattern_step(t, chain, step, string ? string : regex, string != NULL, text, error);
+    if (!string && !regex) fail(l->error, "pattern is missing or neither a String nor a Regex");
+    return l->error->failed ? NULL : compile(string ? string : regex, string != NULL, l->error);
 }
 
-static bool load_normalizer(Tokenizer *t, const cJSON *item, Error *error);
-static bool load_pre_tokenizer(Tokenizer *t, const cJSON *item, Error *error);
-static bool load_decoder(Tokenizer *t, const cJSON *item, Error *error);
+// Appends a step; from here on the chain owns its pattern.
+static void add_step(Loader *l, Chain *chain, Step step, const char *text) {
+    if (chain->count == MAX_STEPS) {
+        pcre2_code_free(step.regex);
+        return fail(l->error, "more than %d steps", MAX_STEPS);
+    }
+    for (int i = 0; chain == &l->t->decode && i < chain->count; i++)
+        step.fused |= chain->steps[i].kind == FUSE || chain->steps[i].kind == BYTES;
+    step.length = strlen(text);
+    step.text = text;
+    chain->steps[chain->count++] = step;
+}
 
-static bool load_sequence(Tokenizer *t, const cJSON *item, const char *key, Error *error,
-                          bool (*load)(Tokenizer *, const cJSON *, Error *)) {
+static void load_sequence(Loader *l, const cJSON *item, const char *key, void (*load)(Loader *, const cJSON *)) {
     const cJSON *list = member(item, key), *part;
-    if (!cJSON_IsArray(list)) return fail(error, "%s is missing or not a list", key);
-    cJSON_ArrayForEach(part, list) if (!load(t, part, error)) return false;
-    return true;
+    if (!cJSON_IsArray(list)) fail(l->error, "%s is missing or not a list", key);
+    cJSON_ArrayForEach(part, list) if (!l->error->failed) load(l, part);
 }
 
-static bool load_normalizer(Tokenizer *t, const cJSON *item, Error *error) {
-    enum { SEQUENCE, PUT, CHANGE, CUT, NFC };
-    static const int forms[] = {UTF8PROC_COMPOSE, UTF8PROC_DECOMPOSE, UTF8PROC_COMPOSE | UTF8PROC_COMPAT,
-                                UTF8PROC_DECOMPOSE | UTF8PROC_COMPAT};
-    int type = read_type(item, "normalizer", "Sequence Prepend Replace Strip NFC NFD NFKC NFKD", error);
-    const char *text;
-    bool left, right;
-    if (type < 0) return false;
-    if (type == SEQUENCE) return load_sequence(t, item, "normalizers", error, load_normalizer);
-    if (type == PUT)
-        return read_text(item, "prepend", &text, error) &&
-               add_step(t, &t->encode, (Step){.kind = PREPEND, .mode = ALWAYS}, text, error);
-    if (type == CHANGE)
-        return read_text(item, "content", &text, error) &&
-               read_pattern_step(t, &t->encode, (Step){.kind = REPLACE}, item, text, error);
-    if (type == CUT)
-        return read_bool(item, "strip_left", true, &left, error) &&
-               read_bool(item, "strip_right", true, &right, error) &&
-               add_step(t, &t->encode, (Step){.kind = STRIP, .mode = left + 2 * right}, NULL, error);
-    return add_step(t, &t->encode, (Step){.kind = NORMALIZE, .mode = forms[type - NFC]}, NULL, error);
+static void load_normalizer(Loader *l, const cJSON *item) {
+    enum { SEQUENCE, PREPENDING, REPLACING, STRIPPING, NFC };
+    const int c = UTF8PROC_COMPOSE, d = UTF8PROC_DECOMPOSE, k = UTF8PROC_COMPAT, forms[] = {c, d, c | k, d | k};
+    Chain *chain = &l->t->encode;
+    int type = read_word(l, item, "normalizer", "type", "Sequence Prepend Replace Strip NFC NFD NFKC NFKD");
+    if (type == SEQUENCE) load_sequence(l, item, "normalizers", load_normalizer);
+    if (type == PREPENDING) add_step(l, chain, (Step){.kind = PREPEND, .mode = ALWAYS}, read_text(l, item, "prepend"));
+    if (type == REPLACING)
+        add_step(l, chain, (Step){.kind = REPLACE, .regex = read_pattern(l, item)}, read_text(l, item, "content"));
+    if (type == STRIPPING) {
+        int mode = read_bool(l, item, "strip_left", true) + 2 * read_bool(l, item, "strip_right", true);
+        add_step(l, chain, (Step){.kind = STRIP, .mode = mode}, "");
+    }
+    if (type >= NFC) add_step(l, chain, (Step){.kind = NORMALIZE, .mode = forms[type - NFC]}, "");
 }
 
 // GPT-2's own pattern is part of the type ByteLevel, so it stands here and not in the file.
 static const char GPT2[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
-static bool load_byte_level(Tokenizer *t, const cJSON *item, Error *error) {
-    bool space, regex;
-    Step prepend = {.kind = PREPEND, .mode = UNLESS_THERE}, pieces = {.kind = SPLIT, .mode = ISOLATED};
-    return read_bool(item, "add_prefix_space", true, &space, error) &&
-           read_bool(item, "use_regex", true, &regex, error) &&
-           (!space || add_step(t, &t->encode, prepend, " ", error)) &&
-           (!regex || add_pattern_step(t, &t->encode, pieces, GPT2, false, NULL, error)) &&
-           add_step(t, &t->encode, (Step){.kind = BYTES}, NULL, error);
+static void load_byte_level(Loader *l, const cJSON *item) {
+    Chain *chain = &l->t->encode;
+    if (read_bool(l, item, "add_prefix_space", true))
+        add_step(l, chain, (Step){.kind = PREPEND, .mode = UNLESS_THERE}, " ");
+    if (read_bool(l, item, "use_regex", true))
+        add_step(l, chain, (Step){.kind = SPLIT, .mode = ISOLATED, .regex = compile(GPT2, false, l->error)}, "");
+    add_step(l, chain, (Step){.kind = BYTES}, "");
 }
 
-// Metaspace's fields, for both ways. `when` is -1 for "never".
-static bool read_metaspace(const cJSON *item, const char **sign, int *when, Error *error) {
-    const char *scheme = cJSON_GetStringValue(member(item, "prepend_scheme"));
-    bool prefix;
-    if (!read_text(item, "replacement", sign, error) || !read_bool(item, "add_prefix_space", true, &prefix, error))
-        return false;
-    if (is_given(member(item, "prepend_scheme")) && (!scheme || word_index("always first never", scheme) < 0))
-        return fail(error, "Metaspace: prepend_scheme is %.60s, expected always, first or never",
-                    scheme ? scheme : "?");
-    int known = scheme ? word_index("always first never", scheme) : prefix ? 0 : 2;
-    *when = known == 0 ? UNLESS_THERE : known == 1 ? AT_TEXT_START : -1;
-    return **sign || fail(error, "Metaspace: replacement is empty");
+// Metaspace's sign and when it is put before a text, for both ways.
+static const char *read_metaspace(Loader *l, const cJSON *item, When *when) {
+    const char *sign = read_text(l, item, "replacement");
+    if (!*sign) fail(l->error, "Metaspace: replacement is empty");
+    *when = read_bool(l, item, "add_prefix_space", true) ? UNLESS_THERE : NEVER;
+    if (is_given(member(item, "prepend_scheme")))
+        *when = (When)read_word(l, item, "Metaspace", "prepend_scheme", "always first never");
+    return sign;
 }
 
-static bool load_metaspace(Tokenizer *t, const cJSON *item, Error *error) {
-    const char *sign;
-    int when;
-    bool pieces;
-    Step step = {.kind = SPLIT, .mode = MERGED_WITH_NEXT};
-    return read_metaspace(item, &sign, &when, error) && read_bool(item, "split", true, &pieces, error) &&
-           add_pattern_step(t, &t->encode, (Step){.kind = REPLACE}, " ", true, sign, error) &&
-           (when < 0 || add_step(t, &t->encode, (Step){.kind = PREPEND, .mode = when}, sign, error)) &&
-           (!pieces || add_pattern_step(t, &t->encode, step, sign, true, NULL, error));
+static void load_metaspace(Loader *l, const cJSON *item) {
+    Chain *chain = &l->t->encode;
+    When when;
+    const char *sign = read_metaspace(l, item, &when);
+    add_step(l, chain, (Step){.kind = REPLACE, .regex = compile(" ", true, l->error)}, sign);
+    if (when != NEVER) add_step(l, chain, (Step){.kind = PREPEND, .mode = when}, sign);
+    if (read_bool(l, item, "split", true))
+        add_step(l, chain, (Step){.kind = SPLIT, .mode = MERGED_WITH_NEXT, .regex = compile(sign, true, l->error)}, "");
 }
 
-static bool load_pre_tokenizer(Tokenizer *t, const cJSON *item, Error *error) {
-    enum { SEQUENCE, LEVEL, META, PATTERN, DIGITS, PUNCTUATION, WHITESPACE, WHITESPACE_SPLIT };
-    static const char behaviors[] = "Isolated Removed Contiguous MergedWithPrevious MergedWithNext";
-    const char *known = "Sequence ByteLevel Metaspace Split Digits Punctuation Whitespace WhitespaceSplit";
-    int type = read_type(item, "pre_tokenizer", known, error);
-    if (type < 0) return false;
-    if (type == SEQUENCE) return load_sequence(t, item, "pretokenizers", error, load_pre_tokenizer);
-    if (type == LEVEL) return load_byte_level(t, item, error);
-    if (type == META) return load_metaspace(t, item, error);
-
-    Step step = {.kind = SPLIT, .mode = type >= WHITESPACE ? REMOVED : ISOLATED, .invert = type == WHITESPACE};
-    const char *behavior = cJSON_GetStringValue(member(item, "behavior"));
-    if ((type == PATTERN || type == PUNCTUATION) && is_given(member(item, "behavior"))) {
-        step.mode = behavior ? word_index(behaviors, behavior) : -1;
-        if (step.mode < 0) return fail(error, "behavior is %.60s, known are: %s", behavior ? behavior : "?", behaviors);
-    } else if (type == PATTERN) {
-        return fail(error, "Split: behavior is missing, known are: %s", behaviors);
+static void load_pre_tokenizer(Loader *l, const cJSON *item) {
+    enum { SEQUENCE, BYTE_LEVEL, META, PATTERN, DIGITS };
+    Step step = {.kind = SPLIT, .mode = ISOLATED};
+    int type = read_word(l, item, "pre_tokenizer", "type", "Sequence ByteLevel Metaspace Split Digits");
+    if (type == SEQUENCE) load_sequence(l, item, "pretokenizers", load_pre_tokenizer);
+    if (type == BYTE_LEVEL) load_byte_level(l, item);
+    if (type == META) load_metaspace(l, item);
+    if (type == PATTERN) {
+        const char *behaviors = "Isolated Removed Contiguous MergedWithPrevious MergedWithNext";
+        step.mode = read_word(l, item, "Split", "behavior", behaviors);
+        step.invert = read_bool(l, item, "invert", false);
+        step.regex = read_pattern(l, item);
     }
-    if (type == PATTERN)
-        return read_bool(item, "invert", false, &step.invert, error) &&
-               read_pattern_step(t, &t->encode, step, item, NULL, error);
-    bool one_by_one;
-    if (!read_bool(item, "individual_digits", false, &one_by_one, error)) return false;
-    const char *pattern = type == DIGITS        ? one_by_one ? "\\p{N}" : "\\p{N}+"
-                          : type == PUNCTUATION ? "[!-/:-@\\[-`{-~\\p{P}]"
-                          : type == WHITESPACE  ? "[\\w\\x{200C}\\x{200D}]+|[^\\w\\s\\x{200C}\\x{200D}]+"
-                                                : "\\s";
-    return add_pattern_step(t, &t->encode, step, pattern, false, NULL, error);
+    if (type == DIGITS)
+        step.regex = compile(read_bool(l, item, "individual_digits", false) ? "\\p{N}" : "\\p{N}+", false, l->error);
+    if (type == PATTERN || type == DIGITS) add_step(l, &l->t->encode, step, "");
 }
 
-static bool load_decoder(Tokenizer *t, const cJSON *item, Error *error) {
-    enum { SEQUENCE, LEVEL, META, CHANGE, BYTE_TOKENS, JOINED, CUT };
-    const char *text;
-    int when, type = read_type(item, "decoder", "Sequence ByteLevel Metaspace Replace ByteFallback Fuse Strip", error);
-    Chain *chain = &t->decode;
-    if (type < 0) return false;
-    if (type == SEQUENCE) return load_sequence(t, item, "decoders", error, load_decoder);
-    if (type == META)
-        return read_metaspace(item, &text, &when, error) &&
-               add_step(t, chain, (Step){.kind = METASPACE, .mode = when >= 0}, text, error);
-    if (type == CUT) {
-        int start, stop;
-        Step step = {.kind = STRIP};
-        if (!read_text(item, "content", &text, error) ||
-            !read_number(member(item, "start"), "start", 1000, &start, error) ||
-            !read_number(member(item, "stop"), "stop", 1000, &stop, error))
-            return false;
-        if (stop || !*text)
-            return fail(error, "decoder Strip: stop %d of \"%.9s\", only start is supported", stop, text);
-        step.mode = start;
-        return add_step(t, chain, step, text, error);
+static void load_decoder(Loader *l, const cJSON *item) {
+    enum { SEQUENCE, BYTE_LEVEL, META, REPLACING, BYTE_TOKENS, FUSING, STRIPPING };
+    static const Kind kinds[] = {JOIN, BYTES, METASPACE, REPLACE, BYTE_FALLBACK, FUSE, STRIP};
+    Chain *chain = &l->t->decode;
+    When when;
+    int type = read_word(l, item, "decoder", "type", "Sequence ByteLevel Metaspace Replace ByteFallback Fuse Strip");
+    if (type == SEQUENCE) load_sequence(l, item, "decoders", load_decoder);
+    if (type <= SEQUENCE) return;
+    Step step = {.kind = kinds[type]};
+    const char *text = "";
+    if (type == META) {
+        text = read_metaspace(l, item, &when);
+        step.mode = when != NEVER;
     }
-    Step step = {.kind = type == LEVEL ? BYTES : type == CHANGE ? REPLACE : type == BYTE_TOKENS ? BYTE_FALLBACK : FUSE};
-    text = NULL;
-    bool ok = type == CHANGE
-                  ? read_text(item, "content", &text, error) && read_pattern_step(t, chain, step, item, text, error)
-                  : add_step(t, chain, step, NULL, error);
-    if (ok && chain->steps[chain->count - 1].fused && type != JOINED)
-        return fail(error, "decoder: %s behind Fuse or ByteLevel is not supported", member(item, "type")->valuestring);
-    return ok;
+    if (type == REPLACING) {
+        text = read_text(l, item, "content");
+        step.regex = read_pattern(l, item);
+    }
+    if (type == STRIPPING) {
+        text = read_text(l, item, "content");
+        step.mode = read_number(l, member(item, "start"), "decoder Strip: start", 1000);
+        read_number(l, member(item, "stop"), "decoder Strip: stop", 0);
+        if (!*text) fail(l->error, "decoder Strip: content is empty");
+    }
+    add_step(l, chain, step, text);
+    if (chain->steps[chain->count - 1].fused && type != FUSING && type != STRIPPING)
+        fail(l->error, "decoder %s behind Fuse or ByteLevel is not supported", read_text(l, item, "type"));
 }
 
-// Highest id and number of entries of the vocabulary and the added tokens: the size of the tables.
-static bool measure_ids(const cJSON *vocab, const cJSON *added, int *highest, size_t *count, Error *error) {
+static void check_ids(Loader *l, const cJSON *list, bool added, int *highest, size_t *count) {
     const cJSON *item;
-    int id;
-    cJSON_ArrayForEach(item, vocab) {
-        if (!read_number(item, item->string, MAX_ID, &id, error)) return false;
+    cJSON_ArrayForEach(item, list) {
+        int id =
+            read_number(l, added ? member(item, "id") : item, added ? "an added token's id" : item->string, MAX_ID);
         *highest = id > *highest ? id : *highest;
         ++*count;
     }
-    cJSON_ArrayForEach(item, added) {
-        if (!read_number(member(item, "id"), "an added token's id", MAX_ID, &id, error)) return false;
-        *highest = id > *highest ? id : *highest;
-        ++*count;
-    }
-    return true;
+}
+
+// Gives this id this content, unless one of them is taken.
+static Token *add_token(Loader *l, int id, const char *content) {
+    size_t length = strlen(content);
+    Slot *slot = token_slot(l->t, content, length);
+    Token *token = &l->t->tokens[id];
+    if (slot->id >= 0)
+        fail(l->error, "\"%.40s\" has both id %d and %d", content, slot->id, id);
+    else if (token->content)
+        fail(l->error, "id %d stands for \"%.40s\" and \"%.40s\"", id, token->content, content);
+    if (l->error->failed) return token;
+    *slot = (Slot){(uint32_t)hash_text(content, length), id};
+    token->content = token->shown = content;
+    token->length = (uint32_t)length;
+    return token;
 }
 
 static size_t power_of_two(size_t at_least) {
@@ -1158,112 +1073,77 @@ static size_t power_of_two(size_t at_least) {
     return power;
 }
 
-static bool load_vocabulary(Tokenizer *t, const cJSON *vocab, const cJSON *added, Error *error) {
+static void load_vocabulary(Loader *l, const cJSON *vocab, const cJSON *added) {
+    Tokenizer *t = l->t;
     size_t count = 0;
-    int highest = -1;
-    if (!cJSON_IsObject(vocab) || !vocab->child) return fail(error, "model.vocab is missing, empty or not an object");
-    if (is_given(added) && !cJSON_IsArray(added)) return fail(error, "added_tokens is not a list");
-    if (!measure_ids(vocab, added, &highest, &count, error)) return false;
+    int highest = 0;
+    if (!cJSON_IsObject(vocab) || !vocab->child) fail(l->error, "model.vocab is missing, empty or not an object");
+    if (is_given(added) && !cJSON_IsArray(added)) fail(l->error, "added_tokens is not a list");
+    check_ids(l, vocab, false, &highest, &count);
+    check_ids(l, added, true, &highest, &count);
+    if (l->error->failed) return;
     t->size = highest + 1;
-    t->token_mask = power_of_two(2 * count) - 1;
+    t->slot_mask = power_of_two(2 * count) - 1;
     t->tokens = calloc((size_t)t->size, sizeof *t->tokens);
-    t->token_slots = malloc((t->token_mask + 1) * sizeof *t->token_slots);
-    if (!t->tokens || !t->token_slots) return out_of_memory(error);
-    memset(t->token_slots, -1, (t->token_mask + 1) * sizeof *t->token_slots);
-
+    t->slots = malloc((t->slot_mask + 1) * sizeof *t->slots);
+    if (!t->tokens || !t->slots) return fail(l->error, "out of memory");
+    memset(t->slots, -1, (t->slot_mask + 1) * sizeof *t->slots);
     const cJSON *item;
-    cJSON_ArrayForEach(item, vocab) {
-        size_t length = strlen(item->string);
-        Token *token = &t->tokens[item->valueint];
-        int *slot = token_slot(t, item->string, length);
-        if (token->content)
-            return fail(error, "id %d stands for both \"%.40s\" and \"%.40s\"", item->valueint, token->content,
-                        item->string);
-        if (*slot >= 0) return fail(error, "model.vocab holds \"%.40s\" twice", item->string);
-        const char *content = keep(t, item->string, length);
-        if (!content) return out_of_memory(error);
-        *token = (Token){content, content, (uint32_t)length, IN_MODEL};
-        *slot = item->valueint;
-    }
-    return true;
+    cJSON_ArrayForEach(item, vocab) if (!l->error->failed) add_token(l, item->valueint, item->string)->flags = IN_MODEL;
 }
 
-// "a b" or ["a", "b"]; false if it is neither.
-static bool read_pair(const cJSON *item, const char **left, size_t *left_length, const char **right) {
-    const char *text = cJSON_GetStringValue(item);
-    if (text) {
-        *left = text;
-        *left_length = strcspn(text, " ");
-        *right = text[*left_length] ? text + *left_length + 1 : NULL;
-        return *right && !strchr(*right, ' ');
+// "a b" or ["a", "b"]: a and its length, b; NULL if it is neither.
+static const char *read_pair(const cJSON *item, size_t *left_length, const char **right) {
+    const char *left = cJSON_GetStringValue(item);
+    if (left) {
+        *left_length = strcspn(left, " ");
+        *right = left + *left_length + 1;
+        return left[*left_length] && !strchr(*right, ' ') ? left : NULL;
     }
     const cJSON *second = cJSON_IsArray(item) && item->child ? item->child->next : NULL;
-    *left = second ? cJSON_GetStringValue(item->child) : NULL;
-    *right = second && !second->next ? cJSON_GetStringValue(second) : NULL;
-    *left_length = *left ? strlen(*left) : 0;
-    return *left && *right;
+    left = second && !second->next ? cJSON_GetStringValue(item->child) : NULL;
+    *right = cJSON_GetStringValue(second);
+    *left_length = left ? strlen(left) : 0;
+    return *right ? left : NULL;
 }
 
-static bool load_merges(Tokenizer *t, const cJSON *merges, Error *error) {
-    if (!cJSON_IsArray(merges)) return fail(error, "model.merges is missing or not a list");
+static void load_merge(Loader *l, const cJSON *item, int rank, Bytes *whole) {
+    const char *right, *left;
+    size_t length;
+    left = read_pair(item, &length, &right);
+    if (!left) return fail(l->error, "merge %d is neither \"a b\" nor [\"a\", \"b\"]", rank);
+    whole->length = 0;
+    append(l->error, whole, left, length);
+    append(l->error, whole, right, strlen(right));
+    if (l->error->failed) return;
+    int a = model_token(l->t, left, length), b = model_token(l->t, right, strlen(right));
+    int id = model_token(l->t, whole->data, whole->length);
+    const char *missing = a < 0 ? left : b < 0 ? right : whole->data;
+    if (a < 0 || b < 0 || id < 0)
+        return fail(l->error, "merge %d, \"%.*s\" and \"%.40s\": model.vocab has no \"%.*s\"", rank, (int)length, left,
+                    right, a < 0 ? (int)length : 80, missing);
+    *merge_slot(l->t, a, b) = (Merge){(uint64_t)a << 32 | (uint32_t)b, rank, id};
+}
+
+static void load_merges(Loader *l, const cJSON *merges) {
+    Tokenizer *t = l->t;
+    if (!cJSON_IsArray(merges)) return fail(l->error, "model.merges is missing or not a list");
     t->merge_mask = power_of_two(2 * (size_t)cJSON_GetArraySize(merges)) - 1;
     t->merges = malloc((t->merge_mask + 1) * sizeof *t->merges);
-    if (!t->merges) return out_of_memory(error);
+    if (!t->merges) return fail(l->error, "out of memory");
     memset(t->merges, -1, (t->merge_mask + 1) * sizeof *t->merges);
-
     const cJSON *item;
     Bytes whole = {0};
     int rank = 0;
-    bool ok = true;
-    cJSON_ArrayForEach(item, merges) {
-        const char *left, *right;
-        size_t left_length;
-        ok = read_pair(item, &left, &left_length, &right);
-        if (!ok) fail(error, "merge %d is neither \"a b\" nor [\"a\", \"b\"]", rank);
-        if (!ok) break;
-        whole.length = 0;
-        ok = append(&whole, left, left_length) && append(&whole, right, strlen(right));
-        if (!ok) out_of_memory(error);
-        if (!ok) break;
-        int left_id = model_token(t, left, left_length), right_id = model_token(t, right, strlen(right));
-        int id = model_token(t, whole.data, whole.length);
-        ok = left_id >= 0 && right_id >= 0 && id >= 0;
-        if (!ok)
-            fail(error, "merge %d, \"%.*s\" and \"%.40s\": model.vocab has no \"%.*s\"", rank, (int)left_length,
-                 whole.data, right, (int)(left_id < 0 ? left_length : whole.length),
-                 right_id < 0 && left_id >= 0 ? right : whole.data);
-        if (!ok) break;
-        *merge_slot(t, left_id, right_id) = (Merge){(uint64_t)left_id << 32 | (uint32_t)right_id, rank++, id};
-    }
+    cJSON_ArrayForEach(item, merges) if (!l->error->failed) load_merge(l, item, rank++, &whole);
     free(whole.data);
-    return ok;
 }
 
-static bool load_model(Tokenizer *t, const cJSON *model, const cJSON *added, Error *error) {
-    if (!cJSON_IsObject(model)) return fail(error, "model is missing or not an object");
-    if (is_given(member(model, "type")) && read_type(model, "model", "BPE", error) < 0) return false;
-    const char *unsupported[] = {"continuing_subword_prefix", "end_of_word_suffix"};
-    for (int i = 0; i < 2; i++) {
-        const cJSON *item = member(model, unsupported[i]);
-        if (is_given(item) && !(cJSON_IsString(item) && !*item->valuestring))
-            return fail(error, "model.%s is not supported, expected null", unsupported[i]);
-    }
-    const cJSON *dropout = member(model, "dropout"), *unknown = member(model, "unk_token");
-    if (is_given(dropout) && !(cJSON_IsNumber(dropout) && dropout->valuedouble == 0))
-        return fail(error, "model.dropout is not supported, expected null");
-    bool byte_fallback;
-    if (!read_bool(model, "fuse_unk", false, &t->fuse_unknown, error) ||
-        !read_bool(model, "byte_fallback", false, &byte_fallback, error) ||
-        !read_bool(model, "ignore_merges", false, &t->ignore_merges, error) ||
-        !load_vocabulary(t, member(model, "vocab"), added, error) || !load_merges(t, member(model, "merges"), error))
-        return false;
-
-    t->unknown = -1;
-    if (is_given(unknown)) {
-        if (!cJSON_IsString(unknown)) return fail(error, "model.unk_token is not a string");
-        t->unknown = model_token(t, unknown->valuestring, strlen(unknown->valuestring));
-        if (t->unknown < 0) return fail(error, "model.unk_token %.60s is not in model.vocab", unknown->valuestring);
-    }
+// Ids that encoding asks for again and again.
+static void load_shortcuts(Loader *l, const char *unknown, bool byte_fallback) {
+    Tokenizer *t = l->t;
+    t->unknown = unknown ? model_token(t, unknown, strlen(unknown)) : -1;
+    if (unknown && t->unknown < 0) fail(l->error, "model.unk_token %.60s is not in model.vocab", unknown);
     for (int code = 0; code < 512; code++) {
         char utf8[2] = {(char)(code < 0x80 ? code : 0xC0 | code >> 6), (char)(0x80 | (code & 0x3F))};
         t->character_ids[code] = model_token(t, utf8, code < 0x80 ? 1 : 2);
@@ -1273,176 +1153,175 @@ static bool load_model(Tokenizer *t, const cJSON *model, const cJSON *added, Err
         snprintf(name, sizeof name, "<0x%02X>", (unsigned)byte);
         t->byte_ids[byte] = byte_fallback ? model_token(t, name, 6) : -1;
     }
-    return true;
 }
 
-// Registers one added token: a token of the model that is also looked for in the text, or one of its own.
-static bool load_added_token(Tokenizer *t, const cJSON *item, Error *error) {
-    static const struct {
-        const char *key;
-        uint8_t flag;
-    } flags[] = {{"special", SPECIAL},
-                 {"lstrip", LEFT_STRIP},
-                 {"rstrip", RIGHT_STRIP},
-                 {"single_word", SINGLE_WORD},
-                 {"normalized", NORMALIZED}};
-    const char *content;
-    int id = member(item, "id")->valueint;
-    if (!read_text(item, "content", &content, error)) return false;
-    size_t length = strlen(content);
-    if (!length) return true;
-    Token *token = &t->tokens[id];
-    int *slot = token_slot(t, content, length);
-    if (*slot >= 0 && *slot != id)
-        return fail(error, "added token \"%.40s\" has id %d here and %d elsewhere", content, id, *slot);
-    if (*slot < 0 && token->content)
-        return fail(error, "id %d stands for both \"%.40s\" and \"%.40s\"", id, token->content, content);
-    if (*slot < 0) token->content = token->shown = keep(t, content, length);
-    if (!token->content) return out_of_memory(error);
-    *slot = id;
-    token->length = (uint32_t)length;
-    token->flags = (token->flags & IN_MODEL) | IS_ADDED;
-    for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
-        bool on;
-        if (!read_bool(item, flags[i].key, false, &on, error)) return false;
-        if (on) token->flags |= flags[i].flag;
+static void load_model(Loader *l, const cJSON *model, const cJSON *added) {
+    static const char *const unsupported[] = {"continuing_subword_prefix", "end_of_word_suffix", "dropout"};
+    if (!cJSON_IsObject(model)) return fail(l->error, "model is missing or not an object");
+    if (is_given(member(model, "type"))) read_word(l, model, "model", "type", "BPE");
+    for (int i = 0; i < 3; i++) {
+        const cJSON *item = member(model, unsupported[i]);
+        bool off = cJSON_IsString(item) ? !*item->valuestring : cJSON_IsNumber(item) && item->valuedouble == 0;
+        if (is_given(item) && !off) fail(l->error, "model.%s is not supported, expected null", unsupported[i]);
     }
-    if (token->flags & SINGLE_WORD && !t->word) t->word = compile("[\\w\\x{200C}\\x{200D}]", false, error);
-    return !(token->flags & SINGLE_WORD) || t->word;
+    const char *unknown = is_given(member(model, "unk_token")) ? read_text(l, model, "unk_token") : NULL;
+    bool byte_fallback = read_bool(l, model, "byte_fallback", false);
+    l->t->fuse_unknown = read_bool(l, model, "fuse_unk", false);
+    l->t->ignore_merges = read_bool(l, model, "ignore_merges", false);
+    load_vocabulary(l, member(model, "vocab"), added);
+    if (!l->error->failed) load_merges(l, member(model, "merges"));
+    if (!l->error->failed) load_shortcuts(l, unknown, byte_fallback);
 }
 
-// What stands in a normalized text where a NORMALIZED token stood: its content, normalized as well.
-static bool normalize_added(Tokenizer *t, Token *token, Error *error) {
+// One added token: a token of the model that is also looked for in the text, or one of its own.
+static void load_added_token(Loader *l, const cJSON *item) {
+    const char *content = read_text(l, item, "content");
+    int id = member(item, "id")->valueint;
+    Token *token = &l->t->tokens[id];
+    if (!*content) return;
+    if (!token->content || strcmp(token->content, content)) add_token(l, id, content);
+    token->flags = (uint8_t)((token->flags & IN_MODEL) | (read_bool(l, item, "special", false) ? SPECIAL : 0) |
+                             (read_bool(l, item, "lstrip", false) ? LEFT_STRIP : 0) |
+                             (read_bool(l, item, "rstrip", false) ? RIGHT_STRIP : 0) |
+                             (read_bool(l, item, "single_word", false) ? SINGLE_WORD : 0) |
+                             (read_bool(l, item, "normalized", false) ? NORMALIZED : 0));
+}
+
+// What stands in a normalized text where the content of a NORMALIZED token stood.
+static void normalize_added(Loader *l, Token *token) {
     Encoder e;
-    bool ok = encoder_open(&e, t, token->length, error), at_start = true;
+    bool at_start = true;
     const char *s = token->content;
     size_t n = token->length;
-    for (int i = 1; ok && i < t->encode.count; i++) ok = transform(&e, i, &s, &n, &at_start);
-    if (ok) token->shown = keep(t, s, n);
-    if (ok && !token->shown) ok = out_of_memory(error);
+    encoder_open(&e, l->t, n, l->error);
+    for (int i = 1; i < l->t->encode.count && !l->error->failed; i++) transform(&e, i, &s, &n, &at_start);
+    Bytes shown = {0};
+    append(l->error, &shown, s, n);
+    if (l->error->failed)
+        free(shown.data);
+    else
+        token->shown = shown.data;
     encoder_close(&e);
-    return ok;
 }
 
-static int by_text(const void *a, const void *b) {
-    return strcmp(((const Wanted *)a)->text, ((const Wanted *)b)->text);
+static int longest_first(const void *a, const void *b) {
+    size_t left = ((const Wanted *)a)->length, right = ((const Wanted *)b)->length;
+    return left < right ? 1 : left > right ? -1 : 0;
 }
 
-static bool load_added_set(Tokenizer *t, const cJSON *added, int which, Error *error) {
-    AddedSet *set = &t->added[which];
+static void load_added_set(Loader *l, const cJSON *added, bool normalized) {
+    AddedSet *set = &l->t->added[normalized];
     set->wanted = calloc((size_t)cJSON_GetArraySize(added) + 1, sizeof *set->wanted);
-    if (!set->wanted) return out_of_memory(error);
+    if (!set->wanted) return fail(l->error, "out of memory");
     const cJSON *item;
     cJSON_ArrayForEach(item, added) {
-        Token *token = &t->tokens[member(item, "id")->valueint];
-        if (!token->content || !*member(item, "content")->valuestring) continue;
-        if (which != !!(token->flags & NORMALIZED)) continue;
-        if (which && !normalize_added(t, token, error)) return false;
+        Token *token = &l->t->tokens[member(item, "id")->valueint];
+        if (!token->content || normalized != !!(token->flags & NORMALIZED)) continue;
+        if (normalized && token->shown == token->content) normalize_added(l, token);
         if (!*token->shown) continue;
-        set->wanted[set->count++] = (Wanted){token->shown, (int)(token - t->tokens)};
-        set->starts[(uint8_t)token->shown[0]] = true;
+        set->wanted[set->count++] = (Wanted){token->shown, strlen(token->shown), member(item, "id")->valueint};
+        set->starts[(uint8_t)*token->shown] = true;
     }
-    qsort(set->wanted, set->count, sizeof *set->wanted, by_text);
-    return true;
+    qsort(set->wanted, set->count, sizeof *set->wanted, longest_first);
 }
 
-// One list of a template, [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}, ...], around what is there.
-static bool load_template(Tokenizer *t, const cJSON *item, Error *error) {
+// A template, [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}, ...], put around what is there already.
+static void load_template(Loader *l, const cJSON *item) {
+    Tokenizer *t = l->t;
     const cJSON *part, *one, *special = member(item, "special_tokens");
-    int before[MAX_AROUND], before_count = 0, texts = 0;
+    int before[MAX_AROUND], count = 0, texts = 0;
     cJSON_ArrayForEach(part, member(item, "single")) {
         const char *name = cJSON_GetStringValue(member(member(part, "SpecialToken"), "id"));
         const cJSON *ids = name ? member(member(special, name), "ids") : NULL;
-        if (member(part, "Sequence"))
-            texts++;
-        else if (!cJSON_IsArray(ids))
-            return fail(error, "TemplateProcessing: a part of single is neither text nor token");
+        texts += member(part, "Sequence") != NULL;
+        if (!member(part, "Sequence") && !cJSON_IsArray(ids))
+            return fail(l->error, "TemplateProcessing: a part of single is neither text nor known token");
         cJSON_ArrayForEach(one, ids) {
-            int id, *count = texts ? &t->after_count : &before_count;
-            if (!read_number(one, "TemplateProcessing: id of a special token", t->size - 1, &id, error)) return false;
-            if (*count + t->before_count >= MAX_AROUND)
-                return fail(error, "TemplateProcessing: more than %d special tokens", MAX_AROUND);
-            (texts ? t->after : before)[(*count)++] = id;
+            int id = read_number(l, one, "TemplateProcessing: id of a special token", t->size - 1);
+            if (t->before_count + count + 1 > MAX_AROUND || t->after_count + 1 > MAX_AROUND)
+                return fail(l->error, "TemplateProcessing: more than %d special tokens", MAX_AROUND);
+            if (texts)
+                t->after[t->after_count++] = id;
+            else
+                before[count++] = id;
         }
     }
-    if (texts != 1) return fail(error, "TemplateProcessing: single holds the text %d times, expected once", texts);
-    memmove(t->before + before_count, t->before, (size_t)t->before_count * sizeof *t->before);
-    memcpy(t->before, before, (size_t)before_count * sizeof *before);
-    t->before_count += before_count;
-    return true;
+    if (texts != 1) return fail(l->error, "TemplateProcessing: single holds the text %d times, expected once", texts);
+    memmove(t->before + count, t->before, (size_t)t->before_count * sizeof *before);
+    memcpy(t->before, before, (size_t)count * sizeof *before);
+    t->before_count += count;
 }
 
-static bool load_post_processor(Tokenizer *t, const cJSON *item, Error *error) {
-    enum { SEQUENCE, TEMPLATE };
-    int type = read_type(item, "post_processor", "Sequence TemplateProcessing ByteLevel", error);
-    if (type == SEQUENCE) return load_sequence(t, item, "processors", error, load_post_processor);
-    return type == TEMPLATE ? load_template(t, item, error) : type >= 0;  // ByteLevel's only moves offsets
+static void load_post_processor(Loader *l, const cJSON *item) {
+    enum { SEQUENCE, TEMPLATE };  // ByteLevel's only moves offsets
+    int type = read_word(l, item, "post_processor", "type", "Sequence TemplateProcessing ByteLevel");
+    if (type == SEQUENCE) load_sequence(l, item, "processors", load_post_processor);
+    if (type == TEMPLATE) load_template(l, item);
 }
 
-static bool load_parts(Tokenizer *t, const cJSON *root, Error *error) {
-    const cJSON *added = member(root, "added_tokens"), *item, *part;
-    if (!cJSON_IsObject(root)) return fail(error, "not an object, expected the tokenizer.json of a checkpoint");
-    if (!load_model(t, member(root, "model"), added, error)) return false;
-    cJSON_ArrayForEach(item, added) if (!load_added_token(t, item, error)) return false;
-    return add_step(t, &t->encode, (Step){.kind = ADDED, .mode = 0}, NULL, error) &&
-           (!is_given(part = member(root, "normalizer")) || load_normalizer(t, part, error)) &&
-           load_added_set(t, added, 0, error) && load_added_set(t, added, 1, error) &&
-           add_step(t, &t->encode, (Step){.kind = ADDED, .mode = 1}, NULL, error) &&
-           (!is_given(part = member(root, "pre_tokenizer")) || load_pre_tokenizer(t, part, error)) &&
-           (!is_given(part = member(root, "post_processor")) || load_post_processor(t, part, error)) &&
-           (is_given(part = member(root, "decoder")) ? load_decoder(t, part, error)
-                                                     : add_step(t, &t->decode, (Step){.kind = JOIN}, NULL, error));
+static void load_parts(Loader *l, const cJSON *root) {
+    static const struct {
+        const char *name;
+        void (*load)(Loader *, const cJSON *);
+    } parts[] = {{"normalizer", load_normalizer},
+                 {"pre_tokenizer", load_pre_tokenizer},
+                 {"post_processor", load_post_processor},
+                 {"decoder", load_decoder}};
+    const cJSON *added = member(root, "added_tokens"), *item;
+    Chain *encode = &l->t->encode;
+    if (!cJSON_IsObject(root)) fail(l->error, "not an object, expected the tokenizer.json of a checkpoint");
+    load_model(l, member(root, "model"), added);
+    cJSON_ArrayForEach(item, added) if (!l->error->failed) load_added_token(l, item);
+    add_step(l, encode, (Step){.kind = ADDED, .mode = 0}, "");
+    for (int i = 0; i < 4; i++) {
+        item = member(root, parts[i].name);
+        if (is_given(item) && !l->error->failed) parts[i].load(l, item);
+        if (i == 0 && !l->error->failed) load_added_set(l, added, false);
+        if (i == 0 && !l->error->failed) load_added_set(l, added, true);
+        if (i == 0) add_step(l, encode, (Step){.kind = ADDED, .mode = 1}, "");
+    }
+    if (!is_given(member(root, "decoder"))) add_step(l, &l->t->decode, (Step){.kind = JOIN}, "");
 }
 
 // What the JSON parser would let pass: text that is not UTF-8, and a NUL, at which it would cut the string.
-static bool check_text(const char *json, size_t n, Error *error) {
+static void check_text(const char *json, size_t n, Error *error) {
     size_t valid = utf8_valid(json, n);
-    if (valid < n) return fail(error, "byte %zu is not UTF-8", valid);
-    for (const char *p = json; (p = memchr(p, '\\', n - (size_t)(p - json))); p += 2) {
-        size_t left = n - (size_t)(p - json);
-        if (left >= 6 && !memcmp(p, "\\u0000", 6)) return fail(error, "byte %zu: \\u0000 is not supported", n - left);
-        if (left < 2) break;
-    }
-    return true;
+    if (valid < n) fail(error, "byte %zu is not UTF-8", valid);
+    for (const char *p = json, *end = json + n; (p = memchr(p, '\\', (size_t)(end - p))) && end - p >= 6; p += 2)
+        if (!memcmp(p, "\\u0000", 6)) fail(error, "byte %zu: \\u0000 is not supported", (size_t)(p - json));
 }
 
 Tokenizer *tokenizer_parse(const char *json, size_t length, const char *name, char *error_text, size_t error_size) {
-    Error error = {name, error_text, error_size};
-    if (length > MAX_TEXT) return fail(&error, "%zu bytes, at most 2^28 are read", length), NULL;
-    if (!check_text(json, length, &error)) return NULL;
+    Error error = {name, error_text, error_size, false};
+    if (length > MAX_TEXT) fail(&error, "%zu bytes, at most 2^28 are read", length);
+    if (!error.failed) check_text(json, length, &error);
+    if (error.failed) return NULL;
+    Loader l = {calloc(1, sizeof *l.t), &error};
     const char *end = json;
-    cJSON *root = cJSON_ParseWithLengthOpts(json, length, &end, false);
-    size_t stopped = (size_t)(end - json);
-    while (root && stopped < length && strchr(" \t\r\n", json[stopped]) && json[stopped]) stopped++;
-    Tokenizer *t = calloc(1, sizeof *t);
-    bool ok = root && stopped == length;
-    if (!ok) fail(&error, "malformed JSON at byte %zu of %zu", stopped, length);
-    if (!t) ok = out_of_memory(&error);
-    ok = ok && load_parts(t, root, &error);
-    cJSON_Delete(root);
-    if (ok) return t;
-    tokenizer_free(t);
+    if (!l.t) return fail(&error, "out of memory"), NULL;
+    l.t->json = cJSON_ParseWithLengthOpts(json, length, &end, false);
+    while (l.t->json && end < json + length && *end && strchr(" \t\r\n", *end)) end++;
+    if (!l.t->json || end < json + length) fail(&error, "malformed JSON at byte %zu", (size_t)(end - json));
+    if (!error.failed) load_parts(&l, l.t->json);
+    cJSON_DeleteItemFromObjectCaseSensitive(cJSON_GetObjectItem(l.t->json, "model"), "merges");
+    if (!error.failed) return l.t;
+    tokenizer_free(l.t);
     return NULL;
 }
 
 Tokenizer *tokenizer_load(const char *path, char *error_text, size_t error_size) {
-    Error error = {path, error_text, error_size};
+    Error error = {path, error_text, error_size, false};
     Bytes text = {0};
     FILE *file = fopen(path, "rb");
-    if (!file) return fail(&error, "%s", strerror(errno)), NULL;
-    bool ok = append(&text, "", 0) || out_of_memory(&error);
-    for (size_t got = 1; ok && got;) {
-        char *data = reserve(text.data, &text.capacity, text.length + (1 << 16), 1);
-        if (!data) ok = out_of_memory(&error);
-        if (!data) break;
-        text.data = data;
-        got = fread(data + text.length, 1, text.capacity - text.length, file);
-        text.length += got;
-        if (text.length > MAX_TEXT) ok = fail(&error, "larger than 2^28 bytes");
+    if (!file) fail(&error, "%s", strerror(errno));
+    for (size_t got = 1; got && !error.failed; text.length += got) {
+        text.data = reserve(&error, text.data, &text.capacity, text.length + (1 << 16), 1);
+        got = error.failed ? 0 : fread(text.data + text.length, 1, text.capacity - text.length, file);
+        if (text.length + got > MAX_TEXT) fail(&error, "larger than 2^28 bytes");
     }
-    if (ok && ferror(file)) ok = fail(&error, "%s", strerror(errno));
-    fclose(file);
-    Tokenizer *t = ok ? tokenizer_parse(text.data, text.length, path, error_text, error_size) : NULL;
+    if (file && ferror(file)) fail(&error, "%s", strerror(errno));
+    if (file) fclose(file);
+    Tokenizer *t = error.failed ? NULL : tokenizer_parse(text.data, text.length, path, error_text, error_size);
     free(text.data);
     return t;
 }
@@ -1451,26 +1330,24 @@ void tokenizer_free(Tokenizer *t) {
     if (!t) return;
     for (int i = 0; i < t->encode.count; i++) pcre2_code_free(t->encode.steps[i].regex);
     for (int i = 0; i < t->decode.count; i++) pcre2_code_free(t->decode.steps[i].regex);
-    pcre2_code_free(t->word);
-    for (Block *block = t->blocks, *next; block; block = next) {
-        next = block->next;
-        free(block);
-    }
+    for (int id = 0; t->tokens && id < t->size; id++)
+        if (t->tokens[id].shown != t->tokens[id].content) free((char *)t->tokens[id].shown);
     for (int i = 0; i < 2; i++) free(t->added[i].wanted);
     free(t->tokens);
-    free(t->token_slots);
+    free(t->slots);
     free(t->merges);
+    cJSON_Delete(t->json);
     free(t);
 }
 
 int tokenizer_size(const Tokenizer *t) { return t->size; }
 
-int tokenizer_find(const Tokenizer *t, const char *token) { return *token_slot(t, token, strlen(token)); }
+int tokenizer_find(const Tokenizer *t, const char *token) { return token_slot(t, token, strlen(token))->id; }
 
 const char *tokenizer_token(const Tokenizer *t, int id) {
     return id >= 0 && id < t->size ? t->tokens[id].content : NULL;
 }
 
 bool tokenizer_is_special(const Tokenizer *t, int id) {
-    return id >= 0 && id < t->size && t->tokens[id].flags & SPECIAL;
+    return tokenizer_token(t, id) && t->tokens[id].flags & SPECIAL;
 }

@@ -212,9 +212,9 @@ def shapes():
 
     base = made["gpt2_prefix"]
     behaviors = [split(" ", "removed"), split("[aeiou]", "merged_with_previous"), split("[0-9]", "merged_with_next"), split(r"\p{P}", "contiguous"),
-                 split("[a-zäöü]+|[A-Z]", "isolated", True), pre_tokenizers.Split("th", "merged_with_next"), pre_tokenizers.Punctuation(), level(False, True)]
+                 split("[a-zäöü]+|[A-Z]", "isolated", True), pre_tokenizers.Split("th", "merged_with_next"), level(False, True)]
     made["behaviors"] = {**base, "pre_tokenizer": json.loads(sequence(behaviors).__getstate__()), "decoder": None}
-    words = [pre_tokenizers.Whitespace(), split("(?=[A-Z])", "isolated"), split("[^k-p]", "removed", True), level(False)]
+    words = [split(r"\s", "removed"), split("(?=[A-Z])", "isolated"), split("[^k-p]", "removed", True), level(False)]
     made["words"] = {**base, "pre_tokenizer": json.loads(sequence(words).__getstate__())}
     return made
 
