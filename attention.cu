@@ -186,7 +186,8 @@ inline Partial softmax_split(float *scores, int low, int high, float factor) {
     for (int i = 0; i < high; i += lanes) most = max(most, mul(set(factor), load(scores + i)));
     partial.most = largest(most);
     for (int i = 0; i < split_positions; i += lanes) {
-        Vec weight = exp(fma(set(factor), load(scores + i), set(-partial.most)));
+        // Rounded as for the maximum: with fma(), scores of 10^10 would leave it by more than e^x can hold.
+        Vec weight = exp(add(mul(set(factor), load(scores + i)), set(-partial.most)));
         store(scores + i, weight);
         total = add(total, weight);
     }
