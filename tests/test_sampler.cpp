@@ -1,0 +1,170 @@
+// The sampler of llm.cu: which tokens may come, and how often each does. Seeds are fixed, so each test gives the same
+// result every time; bounds on frequencies are beyond five standard deviations.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#define LLM_WITHOUT_MAIN
+#include "../llm.cu"
+
+#include <doctest/doctest.h>
+
+#include "reference.h"
+
+// ---- Helpers -----------------------------------------------------------------------------------------------
+
+Sampler sampler_of(double temperature, double top_p = 1, double min_p = 0, int top_k = 0, uint64_t seed = 1) {
+    return {temperature, top_p, min_p, top_k, std::mt19937_64(seed)};
+}
+
+// Logits of which softmax gives these probabilities, up to a shift that must not matter.
+std::vector<float> logits_of(const std::vector<double> &probabilities) {
+    std::vector<float> logits;
+    for (double p : probabilities) logits.push_back((float)(std::log(p) + 7));
+    return logits;
+}
+
+std::vector<int> drawn(Sampler sampler, const std::vector<float> &logits, int draws) {
+    std::vector<int> counts(logits.size());
+    for (int i = 0; i < draws; i++) counts.at(sample(sampler, logits))++;
+    return counts;
+}
+
+std::set<int> tokens_drawn(const Sampler &sampler, const std::vector<float> &logits) {
+    std::vector<int> counts = drawn(sampler, logits, 5000);
+    std::set<int> tokens;
+    for (size_t i = 0; i < counts.size(); i++)
+        if (counts[i]) tokens.insert((int)i);
+    return tokens;
+}
+
+// Pearson's chi-square has a mean of k - 1 and a variance of 2 (k - 1): in how many deviations is it above the mean?
+double deviations(const std::vector<int> &counts, const std::vector<double> &probabilities) {
+    double total = 0, square = 0, draws = 0, freedom = -1;
+    for (double p : probabilities) total += p;
+    for (int count : counts) draws += count;
+    for (size_t i = 0; i < counts.size(); i++) {
+        double expected = draws * probabilities[i] / total;
+        if (probabilities[i] == 0) {
+            square += counts[i] ? INFINITY : 0;
+            continue;
+        }
+        square += (counts[i] - expected) * (counts[i] - expected) / expected;
+        freedom++;
+    }
+    return (square - freedom) / std::sqrt(2 * std::max(1.0, freedom));
+}
+
+// The likeliest is neither first nor last, and no two are equal: 4, 1, 6, 3, 0, 5, 2 is the order.
+const std::vector<double> seven = {0.08, 0.22, 0.03, 0.13, 0.35, 0.05, 0.14};
+
+// ---- The likeliest -----------------------------------------------------------------------------------------
+
+TEST_CASE("temperature 0 takes the likeliest token, the first of equals, whatever else is asked") {
+    for (uint64_t seed : {1, 2, 3}) {
+        Sampler sampler = sampler_of(0, 0.9, 0.1, 5, seed);
+        CHECK(sample(sampler, {-3, 2, 7, 7, 7, -1}) == 2);
+        CHECK(sample(sampler, {9, 9}) == 0);
+        CHECK(sample(sampler, {-5, -4}) == 1);
+        CHECK(sample(sampler, {-1e30f}) == 0);
+        CHECK(sample(sampler, logits_of(seven)) == 4);
+    }
+}
+
+TEST_CASE("a tiny temperature takes the likeliest token") {
+    for (double temperature : {1e-4, 1e-30, 1e-300, 5e-324}) {
+        CHECK(tokens_drawn(sampler_of(temperature), logits_of(seven)) == std::set<int>{4});
+        CHECK(tokens_drawn(sampler_of(temperature), {0, 1e30f, -1e30f}) == std::set<int>{1});
+    }
+}
+
+TEST_CASE("a huge temperature makes all tokens alike") {
+    CHECK(deviations(drawn(sampler_of(1e6), logits_of(seven), 100000), std::vector<double>(7, 1)) < 5);
+}
+
+// ---- The distribution --------------------------------------------------------------------------------------
+
+TEST_CASE("draws follow softmax(logits / temperature)") {
+    for (double temperature : {0.5, 1.0, 1.7}) {
+        std::vector<double> expected;
+        for (double p : seven) expected.push_back(std::pow(p, 1 / temperature));
+        CAPTURE(temperature);
+        CHECK(deviations(drawn(sampler_of(temperature), logits_of(seven), 100000), expected) < 5);
+    }
+}
+
+TEST_CASE("what is kept keeps its proportions") {
+    const std::vector<double> first_three = {0, 0.22, 0, 0, 0.35, 0, 0.14};
+    CHECK(deviations(drawn(sampler_of(1, 1, 0, 3), logits_of(seven), 100000), first_three) < 5);
+    CHECK(deviations(drawn(sampler_of(1, 0.6), logits_of(seven), 100000), first_three) < 5);
+    CHECK(deviations(drawn(sampler_of(1, 1, 0.38), logits_of(seven), 100000), first_three) < 5);
+}
+
+TEST_CASE("draws from a large vocabulary follow it, too") {
+    reference::Random random{1};
+    std::vector<double> probabilities;
+    for (int i = 0; i < 1000; i++) probabilities.push_back(random.uniform(0.5, 5));
+    CHECK(deviations(drawn(sampler_of(1), logits_of(probabilities), 20000), probabilities) < 5);
+}
+
+TEST_CASE("huge logits are nothing special") {
+    CHECK(deviations(drawn(sampler_of(1), {1e4f, 1e4f, -1e30f}, 10000), {1, 1, 0}) < 5);
+    CHECK(deviations(drawn(sampler_of(1), {-1e4f, -1e4f, -1e4f}, 10000), {1, 1, 1}) < 5);
+}
+
+TEST_CASE("the same seed draws the same tokens, another seed others") {
+    auto sequence = [](uint64_t seed) {
+        Sampler sampler = sampler_of(1, 0.95, 0.01, 6, seed);
+        std::vector<int> tokens;
+        for (int i = 0; i < 100; i++) tokens.push_back(sample(sampler, logits_of(seven)));
+        return tokens;
+    };
+    CHECK(sequence(7) == sequence(7));
+    CHECK(sequence(7) != sequence(8));
+    CHECK(sequence(0) != sequence(1));
+}
+
+// ---- What is kept ------------------------------------------------------------------------------------------
+
+TEST_CASE("top-k keeps the k likeliest") {
+    const std::vector<std::set<int>> kept = {{4}, {4, 1}, {4, 1, 6}, {4, 1, 6, 3}, {4, 1, 6, 3, 0}};
+    for (int k = 1; k <= 5; k++) CHECK(tokens_drawn(sampler_of(1, 1, 0, k), logits_of(seven)) == kept[k - 1]);
+    for (int k : {0, 7, 8, 1000000}) CHECK(tokens_drawn(sampler_of(1, 1, 0, k), logits_of(seven)).size() == 7);
+}
+
+TEST_CASE("top-k of equals keeps the first") {
+    CHECK(tokens_drawn(sampler_of(1, 1, 0, 2), {1, 5, 5, 5, 5}) == std::set<int>{1, 2});
+}
+
+TEST_CASE("top-p keeps the fewest that reach it") {
+    auto kept = [](double top_p) { return tokens_drawn(sampler_of(1, top_p), logits_of(seven)); };
+    CHECK(kept(0) == std::set<int>{4});
+    CHECK(kept(0.3499) == std::set<int>{4});
+    CHECK(kept(0.3501) == std::set<int>{4, 1});
+    CHECK(kept(0.5699) == std::set<int>{4, 1});
+    CHECK(kept(0.5701) == std::set<int>{4, 1, 6});
+    CHECK(kept(0.9699) == std::set<int>{4, 1, 6, 3, 0, 5});
+    CHECK(kept(0.9701).size() == 7);
+    CHECK(kept(1).size() == 7);
+}
+
+TEST_CASE("min-p keeps what is at least that share of the likeliest") {
+    auto kept = [](double min_p) { return tokens_drawn(sampler_of(1, 1, min_p), logits_of(seven)); };
+    CHECK(kept(0).size() == 7);
+    CHECK(kept(0.085).size() == 7);  // 0.03 / 0.35 = 0.0857
+    CHECK(kept(0.0865) == std::set<int>{4, 1, 6, 3, 0, 5});
+    CHECK(kept(0.62) == std::set<int>{4, 1});  // 0.22 / 0.35 = 0.6286
+    CHECK(kept(0.63) == std::set<int>{4});
+    CHECK(kept(1) == std::set<int>{4});
+    CHECK(tokens_drawn(sampler_of(1, 1, 1), {2, 5, 1, 5}) == std::set<int>{1, 3});
+}
+
+TEST_CASE("top-p counts what top-k has left, at the asked temperature") {
+    const std::vector<float> logits = logits_of({0.1, 0.4, 0.2, 0.3});
+    CHECK(tokens_drawn(sampler_of(1, 0.5), logits) == std::set<int>{1, 3});
+    CHECK(tokens_drawn(sampler_of(1, 0.5, 0, 2), logits) == std::set<int>{1});       // 0.4 of 0.7 is more than half
+    CHECK(tokens_drawn(sampler_of(0.5, 0.5), logits) == std::set<int>{1});           // 0.16 of 0.30, too
+    CHECK(tokens_drawn(sampler_of(1, 0.8, 0.7, 0), logits) == std::set<int>{1, 3});  // 0.2 / 0.4 is below min-p
+}
+
+TEST_CASE("one token is always that token") {
+    CHECK(tokens_drawn(sampler_of(1, 0, 1, 1), {-4}) == std::set<int>{0});
+    CHECK(tokens_drawn(sampler_of(1), {3}) == std::set<int>{0});
+}
