@@ -88,7 +88,8 @@ struct Tokenizer {
     AddedSet added[2];                          // looked for before and after normalizing
     int before[MAX_AROUND], after[MAX_AROUND];  // the post-processor's ids around a text
     int before_count, after_count;
-    cJSON *json;  // the file: it holds the texts of tokens and steps
+    char *texts;  // what tokens and steps point to
+    size_t texts_used;
 };
 
 typedef struct {
@@ -158,7 +159,9 @@ static int utf8_length(const char *s, size_t n) {
 // Offset of the first byte that is not UTF-8, n if all of it is.
 static size_t utf8_valid(const char *s, size_t n) {
     for (size_t at = 0; at < n;) {
-        int length = (uint8_t)s[at] < 0x80 ? 1 : utf8_length(s + at, n - at);
+        uint64_t eight = UINT64_MAX;
+        if (n - at >= 8) memcpy(&eight, s + at, 8);
+        int length = (uint8_t)s[at] >= 0x80 ? utf8_length(s + at, n - at) : eight & 0x8080808080808080u ? 1 : 8;
         if (length <= 0) return at;
         at += (size_t)length;
     }
@@ -564,18 +567,40 @@ static void split(Encoder *e, int step, const char *s, size_t n, bool at_start) 
     give_piece(e, step, s, waiting, at_start);
 }
 
+static int by_number(const void *a, const void *b) {
+    uint64_t left = *(const uint64_t *)a, right = *(const uint64_t *)b;
+    return left < right ? -1 : left > right;
+}
+
+// Unicode normalization (UAX 15): decompose, put each run of combining marks in the order of their classes, compose.
+// utf8proc does it too, but the ordering in square time.
 static void normalize(const Step *step, const char *s, size_t n, Bytes *out, Error *error) {
-    size_t ascii = 0;
-    while (ascii < n && (uint8_t)s[ascii] < 0x80) ascii++;
-    if (ascii == n) return append(error, out, s, n);
-    uint8_t *normal = NULL;
-    utf8proc_option_t options = (utf8proc_option_t)(UTF8PROC_STABLE | step->mode);
-    utf8proc_ssize_t length = utf8proc_map((const uint8_t *)s, (utf8proc_ssize_t)n, &normal, options);
-    if (length < 0)
-        fail(error, "normalizing: %s", utf8proc_errmsg(length));
-    else
-        append(error, out, (const char *)normal, (size_t)length);
-    free(normal);
+    uint64_t *marked = NULL;  // class << 56 | position << 24 | code point: sorting keeps those of one class in order
+    size_t capacity = 0, count = 0, run = 0, length;
+    for (size_t at = 0; at < n && !error->failed; at += length) {
+        utf8proc_int32_t parts[32];
+        int code = code_point(s + at, &length), bound = 0;
+        int made = (int)utf8proc_decompose_char(code, parts, 32, (utf8proc_option_t)step->mode, &bound);
+        marked = reserve(error, marked, &capacity, count + 32, sizeof *marked);
+        for (int i = 0; i < made && !error->failed; i++) {
+            uint64_t class = (uint64_t)utf8proc_get_property(parts[i])->combining_class;
+            if (class == 0 && count - run > 1) qsort(marked + run, count - run, sizeof *marked, by_number);
+            marked[count] = class << 56 | (uint64_t)count << 24 | (uint64_t)parts[i];
+            count++;
+            if (class == 0) run = count;
+        }
+    }
+    if (count - run > 1) qsort(marked + run, count - run, sizeof *marked, by_number);
+    utf8proc_int32_t *codes = reserve(error, NULL, &(size_t){0}, count, sizeof *codes);
+    for (size_t i = 0; i < count && !error->failed; i++) codes[i] = (utf8proc_int32_t)(marked[i] & 0xFFFFFF);
+    if (!error->failed)
+        count = (size_t)utf8proc_normalize_utf32(codes, (utf8proc_ssize_t)count, step->mode | UTF8PROC_STABLE);
+    for (size_t i = 0; i < count && !error->failed; i++) {
+        utf8proc_uint8_t utf8[4];
+        append(error, out, (const char *)utf8, (size_t)utf8proc_encode_char(codes[i], utf8));
+    }
+    free(marked);
+    free(codes);
 }
 
 static void write_bytes(const char *s, size_t n, Bytes *out, Error *error) {
@@ -607,7 +632,12 @@ static void transform(Encoder *e, int index, const char **s, size_t *n, bool *at
         append(e->error, out, *s, *n);
     }
     if (step->kind == REPLACE) replace(&e->matcher, step, *s, *n, out);
-    if (step->kind == NORMALIZE) normalize(step, *s, *n, out, e->error);
+    if (step->kind == NORMALIZE) {
+        size_t ascii = 0;
+        while (ascii < *n && (uint8_t)(*s)[ascii] < 0x80) ascii++;
+        if (ascii == *n) return;
+        normalize(step, *s, *n, out, e->error);
+    }
     if (step->kind == BYTES) write_bytes(*s, *n, out, e->error);
     *s = out->data, *n = out->length;
     if (*n > e->matcher.limit) fail(e->error, "this text grows beyond %zu bytes", e->matcher.limit);
@@ -877,6 +907,14 @@ typedef struct {
     Error *error;
 } Loader;
 
+// Copies a string of the file, each at most twice, or one of ours, at most one byte long: twice the file's length and
+// a little is room enough for all.
+static const char *keep(Tokenizer *t, const char *text) {
+    size_t size = strlen(text) + 1, at = t->texts_used;
+    t->texts_used += size;
+    return memcpy(t->texts + at, text, size);
+}
+
 // Reading one value: a member that is missing or of another type is an error and gives "", false, 0 or -1.
 
 static const cJSON *member(const cJSON *object, const char *key) {
@@ -936,7 +974,7 @@ static void add_step(Loader *l, Chain *chain, Step step, const char *text) {
     for (int i = 0; chain == &l->t->decode && i < chain->count; i++)
         step.fused |= chain->steps[i].kind == FUSE || chain->steps[i].kind == BYTES;
     step.length = strlen(text);
-    step.text = text;
+    step.text = keep(l->t, text);
     chain->steps[chain->count++] = step;
 }
 
@@ -1062,7 +1100,7 @@ static Token *add_token(Loader *l, int id, const char *content) {
         fail(l->error, "id %d stands for \"%.40s\" and \"%.40s\"", id, token->content, content);
     if (l->error->failed) return token;
     *slot = (Slot){(uint32_t)hash_text(content, length), id};
-    token->content = token->shown = content;
+    token->content = token->shown = keep(l->t, content);
     token->length = (uint32_t)length;
     return token;
 }
@@ -1083,7 +1121,7 @@ static void load_vocabulary(Loader *l, const cJSON *vocab, const cJSON *added) {
     check_ids(l, added, true, &highest, &count);
     if (l->error->failed) return;
     t->size = highest + 1;
-    t->slot_mask = power_of_two(2 * count) - 1;
+    t->slot_mask = power_of_two(count + count / 2) - 1;
     t->tokens = calloc((size_t)t->size, sizeof *t->tokens);
     t->slots = malloc((t->slot_mask + 1) * sizeof *t->slots);
     if (!t->tokens || !t->slots) return fail(l->error, "out of memory");
@@ -1128,7 +1166,8 @@ static void load_merge(Loader *l, const cJSON *item, int rank, Bytes *whole) {
 static void load_merges(Loader *l, const cJSON *merges) {
     Tokenizer *t = l->t;
     if (!cJSON_IsArray(merges)) return fail(l->error, "model.merges is missing or not a list");
-    t->merge_mask = power_of_two(2 * (size_t)cJSON_GetArraySize(merges)) - 1;
+    size_t count = (size_t)cJSON_GetArraySize(merges);
+    t->merge_mask = power_of_two(count + count / 2) - 1;
     t->merges = malloc((t->merge_mask + 1) * sizeof *t->merges);
     if (!t->merges) return fail(l->error, "out of memory");
     memset(t->merges, -1, (t->merge_mask + 1) * sizeof *t->merges);
@@ -1238,6 +1277,7 @@ static void load_template(Loader *l, const cJSON *item) {
             return fail(l->error, "TemplateProcessing: a part of single is neither text nor known token");
         cJSON_ArrayForEach(one, ids) {
             int id = read_number(l, one, "TemplateProcessing: id of a special token", t->size - 1);
+            if (!tokenizer_token(t, id)) fail(l->error, "TemplateProcessing: id %d stands for no token", id);
             if (t->before_count + count + 1 > MAX_AROUND || t->after_count + 1 > MAX_AROUND)
                 return fail(l->error, "TemplateProcessing: more than %d special tokens", MAX_AROUND);
             if (texts)
@@ -1296,14 +1336,15 @@ Tokenizer *tokenizer_parse(const char *json, size_t length, const char *name, ch
     if (length > MAX_TEXT) fail(&error, "%zu bytes, at most 2^28 are read", length);
     if (!error.failed) check_text(json, length, &error);
     if (error.failed) return NULL;
-    Loader l = {calloc(1, sizeof *l.t), &error};
     const char *end = json;
-    if (!l.t) return fail(&error, "out of memory"), NULL;
-    l.t->json = cJSON_ParseWithLengthOpts(json, length, &end, false);
-    while (l.t->json && end < json + length && *end && strchr(" \t\r\n", *end)) end++;
-    if (!l.t->json || end < json + length) fail(&error, "malformed JSON at byte %zu", (size_t)(end - json));
-    if (!error.failed) load_parts(&l, l.t->json);
-    cJSON_DeleteItemFromObjectCaseSensitive(cJSON_GetObjectItem(l.t->json, "model"), "merges");
+    cJSON *root = cJSON_ParseWithLengthOpts(json, length, &end, false);
+    while (root && end < json + length && *end && strchr(" \t\r\n", *end)) end++;
+    if (!root || end < json + length) fail(&error, "malformed JSON at byte %zu", (size_t)(end - json));
+    Loader l = {calloc(1, sizeof *l.t), &error};
+    if (l.t) l.t->texts = malloc(2 * length + 4 * MAX_STEPS);
+    if (!l.t || !l.t->texts) fail(&error, "out of memory");
+    if (!error.failed) load_parts(&l, root);
+    cJSON_Delete(root);
     if (!error.failed) return l.t;
     tokenizer_free(l.t);
     return NULL;
@@ -1336,7 +1377,7 @@ void tokenizer_free(Tokenizer *t) {
     free(t->tokens);
     free(t->slots);
     free(t->merges);
-    cJSON_Delete(t->json);
+    free(t->texts);
     free(t);
 }
 

@@ -438,15 +438,16 @@ static double seconds_to_encode(const Tokenizer *t, const std::string &text) {
 }
 
 TEST_CASE("encoding time grows with the text, not with its square") {
-    std::string words, giant, spaces;
+    std::string words, giant, spaces, marks = "a";
     while (words.size() < 1 << 20) words += "The old mill stands by the river, and 42 boats don't mind.\n";
     while (giant.size() < 1 << 20) giant += "thewindmillriverboatstandsandcountsgreen";
     spaces.assign(1 << 20, ' ');
+    while (marks.size() < 1 << 20) marks += "\xCC\x81\xCC\xA3";  // each pair of marks is out of order
     const struct {
         const char *shape;
         const std::string &text;
-    } cases[] = {{"llama3", words}, {"llama3", giant}, {"llama3", spaces}, {"gpt2", spaces},  {"deepseek3", words},
-                 {"qwen2", giant},  {"llama2", words}, {"llama2", giant},  {"llama2", spaces}};
+    } cases[] = {{"llama3", words}, {"llama3", giant}, {"llama3", spaces}, {"gpt2", spaces},   {"deepseek3", words},
+                 {"qwen2", giant},  {"llama2", words}, {"llama2", giant},  {"llama2", spaces}, {"qwen2", marks}};
     for (const auto &one : cases) {
         INFO(std::string(one.shape));
         Loaded t = load_shape(one.shape);
