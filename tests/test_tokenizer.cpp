@@ -438,7 +438,7 @@ static double seconds_to_encode(const Tokenizer *t, const std::string &text) {
 }
 
 TEST_CASE("encoding time grows with the text, not with its square") {
-    std::string words, giant, spaces, marks = "a";
+    std::string words, giant, spaces, marks = "ab";
     while (words.size() < 1 << 20) words += "The old mill stands by the river, and 42 boats don't mind.\n";
     while (giant.size() < 1 << 20) giant += "thewindmillriverboatstandsandcountsgreen";
     spaces.assign(1 << 20, ' ');
