@@ -1,0 +1,1021 @@
+// The program as its user meets it: a process with arguments, an exit status, standard output and standard error.
+// Run from the repository's root. The environment variable LLM says which program; without it, ./llm.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <cjson/cJSON.h>
+#include <doctest/doctest.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace fs = std::filesystem;
+using Words = std::vector<std::string>;
+using Ids = std::vector<int>;
+
+const std::string models = "tests/fixtures/models/", builtin = "weights_tools/builtin";
+const std::string model = models + "qwen3";  // where any will do: 64 ids, 128 positions, no tokenizer.json
+
+// ---- Running the program -------------------------------------------------------------------------------------
+
+std::string program_path() { return getenv("LLM") ? getenv("LLM") : "./llm"; }
+
+struct Setting {
+    std::string program = program_path();
+    rlim_t address_bytes = RLIM_INFINITY, file_bytes = RLIM_INFINITY;
+    bool nobody_reads = false, ignore_sigpipe = false;
+};
+
+struct Outcome {
+    std::string command, out, err;
+    int status = -1;  // the exit status; 128 + the signal that ended it; -1: it ran too long
+};
+
+std::ostream &operator<<(std::ostream &stream, const Outcome &outcome) {
+    return stream << outcome.command << "\nstatus " << outcome.status << "\nstdout " << outcome.out.substr(0, 2000)
+                  << "\nstderr " << outcome.err.substr(0, 2000);
+}
+
+[[noreturn]] void become(char **arguments, const Setting &setting, int out, int err) {
+    auto limit = [](auto resource, rlim_t bytes) {
+        rlimit both{bytes, bytes};
+        if (bytes != RLIM_INFINITY) setrlimit(resource, &both);
+    };
+    limit(RLIMIT_CORE, 0);
+    limit(RLIMIT_AS, setting.address_bytes);
+    limit(RLIMIT_FSIZE, setting.file_bytes);
+    signal(SIGXFSZ, SIG_IGN);  // a file that grows too large is an error of the write, as on a full disk
+    signal(SIGPIPE, setting.ignore_sigpipe ? SIG_IGN : SIG_DFL);
+    dup2(open("/dev/null", O_RDONLY), 0);
+    dup2(out, 1);
+    dup2(err, 2);
+    execv(setting.program.c_str(), arguments);
+    _exit(127);
+}
+
+Outcome run(Words arguments, const Setting &setting = {}) {
+    constexpr auto patience = std::chrono::seconds(60);
+    Outcome result;
+    arguments.insert(arguments.begin(), setting.program);
+    std::vector<char *> pointers;
+    for (std::string &word : arguments) {
+        result.command += word + " ";
+        pointers.push_back(word.data());
+    }
+    pointers.push_back(nullptr);
+
+    int out[2], err[2];
+    REQUIRE((pipe2(out, O_CLOEXEC) == 0 && pipe2(err, O_CLOEXEC) == 0));
+    if (setting.nobody_reads) close(out[0]);
+    pid_t child = fork();
+    if (child == 0) become(pointers.data(), setting, out[1], err[1]);
+    close(out[1]);
+    close(err[1]);
+
+    pollfd ends[2] = {{setting.nobody_reads ? -1 : out[0], POLLIN, 0}, {err[0], POLLIN, 0}};
+    std::string *texts[2] = {&result.out, &result.err};
+    auto deadline = std::chrono::steady_clock::now() + patience;
+    bool late = false;
+    while ((ends[0].fd >= 0 || ends[1].fd >= 0) && !late) {
+        auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+        late = left.count() <= 0 || poll(ends, 2, (int)left.count()) == 0;
+        for (int i = 0; i < 2; i++) {
+            char buffer[65536];
+            ssize_t count = ends[i].revents ? read(ends[i].fd, buffer, sizeof buffer) : -1;
+            if (count > 0) texts[i]->append(buffer, (size_t)count);
+            if (ends[i].revents && count <= 0) {
+                close(ends[i].fd);
+                ends[i] = {-1, 0, 0};
+            }
+        }
+    }
+    for (pollfd &end : ends)
+        if (end.fd >= 0) close(end.fd);
+    if (late) kill(child, SIGKILL);
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    if (!late) result.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    return result;
+}
+
+Words operator+(Words a, const Words &b) {
+    a.insert(a.end(), b.begin(), b.end());
+    return a;
+}
+
+Outcome run_well(const Words &arguments, int status = 0) {
+    Outcome result = run(arguments);
+    REQUIRE_MESSAGE(result.status == status, result);
+    return result;
+}
+
+// Exit 2, nothing on standard output, and on standard error one line that holds all of `parts`.
+void check_refused(const Outcome &result, const Words &parts) {
+    CHECK_MESSAGE(result.status == 2, result);
+    CHECK_MESSAGE(result.out.empty(), result);
+    bool one_line = std::count(result.err.begin(), result.err.end(), '\n') == 1 && result.err.back() == '\n';
+    CHECK_MESSAGE((one_line && result.err.rfind("llm: ", 0) == 0), result);
+    for (const std::string &part : parts)
+        CHECK_MESSAGE(result.err.find(part) != std::string::npos, "lacks \"" << part << "\": " << result);
+}
+
+// ---- Files ---------------------------------------------------------------------------------------------------
+
+// A directory that is gone at the end of the test.
+struct Scratch {
+    fs::path path;
+    Scratch() {
+        std::string name = (fs::temp_directory_path() / "test_cli.XXXXXX").string();
+        REQUIRE(mkdtemp(name.data()));
+        path = name;
+    }
+    ~Scratch() { fs::remove_all(path); }
+    std::string operator/(const std::string &name) const { return (path / name).string(); }
+    bool empty() const { return fs::is_empty(path); }
+};
+
+std::string slurp(const std::string &path) {
+    std::ifstream in(path, std::ios::binary);
+    REQUIRE_MESSAGE(in.good(), path);
+    return {std::istreambuf_iterator<char>(in), {}};
+}
+
+void spill(const std::string &path, const std::string &bytes) {
+    std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
+}
+
+void replace(const std::string &path, const std::string &from, const std::string &to) {
+    std::string text = slurp(path);
+    size_t at = text.find(from);
+    REQUIRE_MESSAGE(at != std::string::npos, from);
+    spill(path, text.replace(at, from.size(), to));
+}
+
+// A copy of a checkpoint that a test may damage.
+std::string copy_of(const std::string &directory, const Scratch &scratch) {
+    std::string copy = scratch / "model";
+    fs::copy(directory, copy);
+    return copy;
+}
+
+// The last 16 weights of a checkpoint in float32, which are some of its last norm's.
+void fill_with_nan(const std::string &directory) {
+    std::string bytes = slurp(directory + "/model.safetensors");
+    for (size_t i = 1; i <= 16; i++) bytes.replace(bytes.size() - 4 * i, 4, std::string("\0\0\xc0\x7f", 4));
+    spill(directory + "/model.safetensors", bytes);
+}
+
+Words fixture_names() {
+    Words names;
+    for (auto &entry : fs::directory_iterator(models)) names.push_back(entry.path().filename());
+    std::sort(names.begin(), names.end());
+    REQUIRE(names.size() >= 20);
+    return names;
+}
+
+struct Matrix {
+    size_t rows = 0, cols = 0;
+    std::vector<float> values;
+};
+
+// A NumPy file of float32, as its format document has it: magic, version 1.0, length of the header, a header that
+// makes the data begin at a multiple of 64, the data and nothing else.
+Matrix read_npy(const std::string &path) {
+    std::string bytes = slurp(path);
+    REQUIRE(bytes.substr(0, 8) == std::string("\x93NUMPY\x01\x00", 8));
+    size_t start = 10 + ((uint8_t)bytes[8] | (size_t)(uint8_t)bytes[9] << 8);
+    REQUIRE(start <= bytes.size());
+    CHECK(start % 64 == 0);
+    CHECK(bytes[start - 1] == '\n');
+    Matrix matrix;
+    std::string header = bytes.substr(10, start - 10);
+    REQUIRE_MESSAGE(sscanf(header.c_str(), "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %zu), }",
+                           &matrix.rows, &matrix.cols) == 2,
+                    header);
+    REQUIRE(bytes.size() == start + matrix.rows * matrix.cols * sizeof(float));
+    matrix.values.resize(matrix.rows * matrix.cols);
+    memcpy(matrix.values.data(), &bytes[start], bytes.size() - start);
+    return matrix;
+}
+
+// ---- JSON ----------------------------------------------------------------------------------------------------
+
+using Json = std::unique_ptr<cJSON, decltype(&cJSON_Delete)>;
+
+Json parse(const std::string &text) {
+    Json root(cJSON_ParseWithOpts(text.c_str(), nullptr, /*require_null_terminated=*/true), cJSON_Delete);
+    REQUIRE_MESSAGE((root && cJSON_IsObject(root.get())), text);
+    return root;
+}
+
+Json parse(const Outcome &result) { return parse(result.out); }
+
+Json run_json(const Words &arguments, int status = 0) {
+    Outcome result = run_well(arguments + Words{"--json"}, status);
+    CHECK_MESSAGE(result.err.empty(), result);
+    return parse(result);
+}
+
+// "cache.bytes", "steps.0.token"
+const cJSON *at(const cJSON *item, const std::string &path) {
+    for (size_t begin = 0; item && begin <= path.size();) {
+        size_t end = std::min(path.find('.', begin), path.size());
+        std::string key = path.substr(begin, end - begin);
+        item = cJSON_IsArray(item) ? cJSON_GetArrayItem(item, std::stoi(key))
+                                   : cJSON_GetObjectItemCaseSensitive(item, key.c_str());
+        begin = end + 1;
+    }
+    return item;
+}
+
+double number(const Json &root, const std::string &path) {
+    const cJSON *item = at(root.get(), path);
+    REQUIRE_MESSAGE(cJSON_IsNumber(item), path);
+    return item->valuedouble;
+}
+
+std::string text(const Json &root, const std::string &path) {
+    const cJSON *item = at(root.get(), path);
+    REQUIRE_MESSAGE(cJSON_IsString(item), path);
+    return item->valuestring;
+}
+
+Ids ids(const Json &root, const std::string &path) {
+    const cJSON *list = at(root.get(), path), *item;
+    REQUIRE_MESSAGE(cJSON_IsArray(list), path);
+    Ids result;
+    cJSON_ArrayForEach(item, list) {
+        REQUIRE_MESSAGE((cJSON_IsNumber(item) && item->valuedouble == item->valueint), path);
+        result.push_back(item->valueint);
+    }
+    return result;
+}
+
+enum Type { a_count, a_number, a_text, a_bool, a_list, an_object, a_count_or_null };
+
+void check_keys(const Json &root, const std::vector<std::pair<const char *, Type>> &keys) {
+    for (auto &key : keys) {
+        const char *path = key.first;
+        const Type type = key.second;
+        const cJSON *item = at(root.get(), path);
+        REQUIRE_MESSAGE(item, "no " << path);
+        bool count =
+            cJSON_IsNumber(item) && item->valuedouble >= 0 && item->valuedouble == std::floor(item->valuedouble);
+        bool right = type == a_count     ? count
+                     : type == a_number  ? cJSON_IsNumber(item)
+                     : type == a_text    ? cJSON_IsString(item)
+                     : type == a_bool    ? cJSON_IsBool(item)
+                     : type == a_list    ? cJSON_IsArray(item)
+                     : type == an_object ? cJSON_IsObject(item)
+                                         : count || cJSON_IsNull(item);
+        CHECK_MESSAGE(right, path);
+    }
+}
+
+std::string joined(const Ids &list) {
+    std::string result;
+    for (int id : list) result += (result.empty() ? "" : ",") + std::to_string(id);
+    return result;
+}
+
+// What Transformers makes of a fixture.
+struct Expected {
+    Ids prompt, greedy;
+    explicit Expected(const std::string &directory) {
+        Json root = parse(slurp(directory + "/expected.json"));
+        prompt = ids(root, "prompt_ids");
+        greedy = ids(root, "greedy_ids");
+    }
+};
+
+// A run of generate on one thread: those of a tiny model would only wait for one another.
+Words generate(const std::string &directory, const Ids &prompt, const Words &rest = {}) {
+    return Words{"generate", "-m", directory, "--ids", joined(prompt), "-t", "1"} + rest;
+}
+
+// ---- What each command prints --------------------------------------------------------------------------------
+
+TEST_CASE("generate --json has its keys, and they agree with one another") {
+    Expected expected(model);
+    Json root = run_json(generate(model, expected.prompt, {"-n", "5"}));
+    check_keys(root, {{"prompt_tokens", a_list},
+                      {"tokens", a_list},
+                      {"text", a_text},
+                      {"stop", a_text},
+                      {"prefill", an_object},
+                      {"prefill.tokens", a_count},
+                      {"prefill.seconds", a_number},
+                      {"decode", an_object},
+                      {"decode.tokens", a_count},
+                      {"decode.seconds", a_number},
+                      {"cache", an_object},
+                      {"cache.layout", a_text},
+                      {"cache.type_k", a_text},
+                      {"cache.type_v", a_text},
+                      {"cache.bytes", a_count},
+                      {"cache.payload_bytes", a_count},
+                      {"cache.metadata_bytes", a_count}});
+    CHECK(ids(root, "prompt_tokens") == expected.prompt);
+    CHECK(ids(root, "tokens") == Ids(expected.greedy.begin(), expected.greedy.begin() + 5));
+    CHECK(number(root, "prefill.tokens") == expected.prompt.size());
+    CHECK(number(root, "decode.tokens") == 4);  // the prefill gave the first
+    CHECK(number(root, "prefill.seconds") > 0);
+    CHECK(number(root, "decode.seconds") > 0);
+    CHECK(text(root, "cache.layout") == "contiguous");
+    CHECK(text(root, "cache.type_k") == "f16");
+    CHECK(text(root, "cache.type_v") == "f16");
+    // K and V, 2 layers, 2 KV heads of 16, 2 bytes a number, a row for each token of prompt and answer
+    CHECK(number(root, "cache.payload_bytes") == 2 * 2 * 2 * 16 * 2 * (expected.prompt.size() + 5));
+    CHECK(number(root, "cache.bytes") == number(root, "cache.payload_bytes") + number(root, "cache.metadata_bytes"));
+}
+
+TEST_CASE("generate streams the prompt and what follows to standard output, and its figures to standard error") {
+    Words arguments{"generate", "-m", builtin, "-p", "Once upon a time", "-n", "10"};
+    std::string following = text(run_json(arguments), "text");
+    Outcome result = run_well(arguments);
+    CHECK(result.out == "Once upon a time" + following + "\n");
+    for (const char *part : {"stopped: ", "prefill", "decode", "tokens/s", "GB/s", "bytes"})
+        CHECK_MESSAGE(result.err.find(part) != std::string::npos, part);
+}
+
+TEST_CASE("without a tokenizer.json, ids are printed as ids") {
+    Outcome result = run_well(generate(model, {1, 34}, {"-n", "2"}));
+    Ids tokens = ids(run_json(generate(model, {1, 34}, {"-n", "2"})), "tokens");
+    CHECK(result.out == "1 34 " + std::to_string(tokens[0]) + " " + std::to_string(tokens[1]) + " \n");
+}
+
+TEST_CASE("diff: keys, a line a token, a verdict, and an exit status that repeats it") {
+    Expected expected(model);
+    Words arguments{"diff", "-m", model, "--ids", joined(expected.prompt), "-n", "10", "-t", "1"};
+    SUBCASE("an f32 cache passes") {
+        Json root = run_json(arguments + Words{"--kv", "f32"});
+        check_keys(root, {{"steps", a_list},
+                          {"steps.0.token", a_count},
+                          {"steps.0.cached_token", a_count},
+                          {"steps.0.max_abs_logit_diff", a_number},
+                          {"steps.0.kl", a_number},
+                          {"steps.0.naive_seconds", a_number},
+                          {"steps.0.cached_seconds", a_number},
+                          {"max_abs_logit_diff", a_number},
+                          {"first_divergence", a_count_or_null},
+                          {"identical", a_bool}});
+        CHECK(cJSON_GetArraySize(at(root.get(), "steps")) == 10);
+        double most = 0;
+        for (int i = 0; i < 10; i++) {
+            std::string step = "steps." + std::to_string(i);
+            CHECK(number(root, step + ".token") == expected.greedy[i]);
+            CHECK(number(root, step + ".cached_token") == expected.greedy[i]);
+            most = std::max(most, number(root, step + ".max_abs_logit_diff"));
+        }
+        CHECK(number(root, "max_abs_logit_diff") == most);
+        CHECK(most <= 1e-4);
+        CHECK(cJSON_IsNull(at(root.get(), "first_divergence")));
+        CHECK(cJSON_IsTrue(at(root.get(), "identical")));
+    }
+    SUBCASE("a bf16 cache is further off than 0, and nearer than its own tolerance") {
+        Json root = run_json(arguments + Words{"--kv", "bf16", "--tolerance", "0"}, 1);
+        CHECK(number(root, "max_abs_logit_diff") > 0);
+        CHECK(text(root, "cache.type_k") == "bf16");
+        run_json(arguments + Words{"--kv", "bf16"});
+    }
+    SUBCASE("text") {
+        Outcome good = run_well(arguments), bad = run_well(arguments + Words{"--tolerance", "0"}, 1);
+        CHECK(good.out.find("verdict     the same\n") != std::string::npos);
+        CHECK(bad.out.find("verdict     NOT the same\n") != std::string::npos);
+        CHECK(good.err.empty());
+        for (int i = 0; i < 10; i++) {
+            char line[80];
+            snprintf(line, sizeof line, "\n%5d  %6d %6d", i, expected.greedy[i], expected.greedy[i]);
+            CHECK_MESSAGE(good.out.find(line) != std::string::npos, line);
+        }
+        CHECK(good.out.find("\n   10  ") == std::string::npos);
+    }
+}
+
+TEST_CASE("diff names the first step at which the tokens differ") {
+    std::string parting = models + "llama_f16";  // where rounding to bf16 turns a close call at step 18
+    Words arguments{"diff", "-m",   parting, "--ids", joined(Expected(parting).prompt), "-n", "40",
+                    "--kv", "bf16", "-t",    "1"};
+    Json root = run_json(arguments, 1);
+    int first = 0;
+    auto token = [&](const char *key) { return number(root, "steps." + std::to_string(first) + "." + key); };
+    while (first < 39 && token("token") == token("cached_token")) first++;
+    REQUIRE(token("token") != token("cached_token"));
+    CHECK(number(root, "first_divergence") == first);
+    CHECK(cJSON_IsFalse(at(root.get(), "identical")));
+    CHECK(number(root, "max_abs_logit_diff") <= number(root, "tolerance"));  // so it is the tokens that say no
+    Outcome result = run_well(arguments, 1);
+    CHECK(result.out.find("differ first at step " + std::to_string(first) + "\n") != std::string::npos);
+}
+
+TEST_CASE("tokenize: text to ids and back") {
+    const Words prompts{"Once upon a time",
+                        " two  spaces\tand\n\nlines ",
+                        "caf\xc3\xa9 \xf0\x9f\x98\x80 \xe4\xbd\xa0",
+                        "\"quoted\" back\\slash",
+                        "\x01 control \x7f",
+                        "",
+                        "-p",
+                        "e\xcc\x81"};
+    for (const std::string &prompt : prompts) {
+        CAPTURE(prompt);
+        Words forward{"tokenize", "-m", builtin, "--prompt=" + prompt};
+        Json root = run_json(forward);
+        check_keys(root, {{"ids", a_list}, {"text", a_text}});
+        CHECK(text(root, "text") == prompt);
+        std::string list = joined(ids(root, "ids"));
+        CHECK(run_well(forward).out == list + "\n");
+        Words back{"tokenize", "-m", builtin, "--ids", list};
+        CHECK(run_well(back).out == prompt + "\n");
+        CHECK(text(run_json(back), "text") == prompt);
+        CHECK(ids(run_json(back), "ids") == ids(root, "ids"));
+    }
+}
+
+TEST_CASE("tokenize needs a tokenizer.json and nothing else") {
+    Scratch scratch;
+    fs::copy(builtin + "/tokenizer.json", scratch / "tokenizer.json");
+    Words arguments{"-p", "the key"};
+    CHECK(run_well(Words{"tokenize", "-m", scratch.path} + arguments).out ==
+          run_well(Words{"tokenize", "-m", builtin} + arguments).out);
+}
+
+TEST_CASE("a NUL in a text is a character like any other") {
+    Scratch scratch;
+    std::string prompt("a\0b", 3);
+    spill(scratch / "prompt", prompt);
+    Words forward{"tokenize", "-m", builtin, "-f", scratch / "prompt"};
+    std::string list = run_well(forward).out;
+    list.pop_back();
+    CHECK(run_well({"tokenize", "-m", builtin, "--ids", list}).out == prompt + "\n");
+    CHECK(run_well(forward + Words{"--json"}).out.find("\"a\\u0000b\"") != std::string::npos);
+    Outcome result = run_well({"generate", "-m", builtin, "-f", scratch / "prompt", "-n", "0"});
+    CHECK(result.out == prompt + "\n");
+}
+
+TEST_CASE("info says what the config says") {
+    for (const std::string &name : Words{"qwen3", "mistral_window", "llama_rope_llama3", "llama_sharded"}) {
+        CAPTURE(name);
+        Words arguments{"info", "-m", models + name};
+        Json root = run_json(arguments), config = parse(slurp(models + name + "/config.json"));
+        check_keys(root, {{"parameters", a_count},
+                          {"weight_bytes", a_count},
+                          {"end_ids", a_list},
+                          {"tied", a_bool},
+                          {"fits", a_bool},
+                          {"rope_scaling", a_text},
+                          {"cache_bytes_per_token_f16", a_count}});
+        CHECK(text(root, "architecture") == text(config, "architectures.0"));
+        for (const Words &same : {Words{"layers", "num_hidden_layers"},
+                                  {"hidden", "hidden_size"},
+                                  {"ffn", "intermediate_size"},
+                                  {"heads", "num_attention_heads"},
+                                  {"kv_heads", "num_key_value_heads"},
+                                  {"vocabulary", "vocab_size"},
+                                  {"context", "max_position_embeddings"}})
+            CHECK_MESSAGE(number(root, same[0]) == number(config, same[1]), same[0]);
+        double row = number(root, "kv_heads") * number(root, "head_dim");
+        CHECK(number(root, "cache_bytes_per_token_f16") == 2 * 2 * number(root, "layers") * row);
+        Outcome result = run_well(arguments);
+        CHECK(result.err.empty());
+        for (const std::string &part : {text(root, "architecture"), std::string("will it run    yes")})
+            CHECK_MESSAGE(result.out.find(part) != std::string::npos, part);
+    }
+}
+
+TEST_CASE("bench: prefill and decode beside the read bandwidth") {
+    Words arguments{"bench", "-m", model, "-n", "3", "--depth", "20", "--repeats", "1"};
+    Json root = run_json(arguments);
+    check_keys(root, {{"results", a_list}, {"roofline", an_object}, {"roofline.read_gb_per_second", a_number}});
+    CHECK(number(root, "roofline.read_gb_per_second") > 0);
+    REQUIRE(cJSON_GetArraySize(at(root.get(), "results")) == 2);
+    for (const std::string &result : Words{"results.0.", "results.1."}) {
+        double seconds = number(root, result + "seconds"), tokens = number(root, result + "tokens");
+        bool prefill = text(root, result + "name") == "prefill";
+        CHECK(text(root, result + "name") == (result == "results.0." ? "prefill" : "decode"));
+        CHECK(tokens == (prefill ? 128 : 3));
+        CHECK(number(root, result + "depth") == (prefill ? 0 : 20));
+        CHECK(seconds > 0);
+        CHECK(number(root, result + "bytes") > 0);
+        CHECK(number(root, result + "tokens_per_second") == doctest::Approx(tokens / seconds));
+        CHECK(number(root, result + "gb_per_second") ==
+              doctest::Approx(number(root, result + "bytes") / seconds / 1e9));
+    }
+    Outcome result = run_well(arguments);
+    for (const char *part : {"read bandwidth", "prefill", "decode", "tokens/s", "GB/s"})
+        CHECK_MESSAGE(result.out.find(part) != std::string::npos, part);
+}
+
+TEST_CASE("help names every command and flag, and is not an error") {
+    const Words words{
+        "generate",      "diff",     "bench",      "tokenize", "info",       "-m",     "-p",     "-f",
+        "--ids",         "-n",       "-c",         "-t",       "--cache",    "--kv",   "-ctk",   "-ctv",
+        "--temp",        "--top-k",  "--top-p",    "--min-p",  "-s",         "--seed", "--json", "--tolerance",
+        "--dump-logits", "--device", "--help",     "none",     "contiguous", "f32",    "f16",    "bf16",
+        "auto",          "cpu",      "Exit status"};
+    std::string help = run_well({"--help"}).out;
+    for (const std::string &word : words) CHECK_MESSAGE(help.find(word) != std::string::npos, word);
+    for (const Words &arguments :
+         {Words{"-h"}, {"help"}, {"generate", "-h"}, {"diff", "--help"}, {"info", "-h", "-m", "x"}}) {
+        Outcome result = run_well(arguments);
+        CHECK_MESSAGE((result.out == help && result.err.empty()), result);
+    }
+}
+
+// ---- The same tokens, whatever the way -----------------------------------------------------------------------
+
+double relative_error(const Matrix &reference, const Matrix &values) {
+    double difference = 0, size = 0;
+    for (size_t i = 0; i < reference.values.size(); i++) {
+        difference += std::pow((double)values.values[i] - reference.values[i], 2);
+        size += std::pow((double)reference.values[i], 2);
+    }
+    return std::sqrt(difference / size);
+}
+
+TEST_CASE("every family, by both paths: Transformers' greedy tokens and logits") {
+    Scratch scratch;
+    for (const std::string &name : fixture_names()) {
+        Expected expected(models + name);
+        Matrix reference = read_npy(models + name + "/expected_logits.npy");
+        for (const Words &path : {Words{"--cache", "none"}, {"--cache", "contiguous", "--kv", "f32"}}) {
+            CAPTURE(name);
+            CAPTURE(path[1]);
+            std::string dump = scratch / "logits.npy", count = std::to_string(expected.greedy.size());
+            Json root =
+                run_json(generate(models + name, expected.prompt, path + Words{"-n", count, "--dump-logits", dump}));
+            CHECK(ids(root, "tokens") == expected.greedy);
+            CHECK(text(root, "stop") == "-n");
+            CHECK(text(root, "cache.layout") == path[1]);
+            Matrix logits = read_npy(dump);
+            CHECK(logits.rows == expected.prompt.size() + expected.greedy.size());
+            REQUIRE((logits.cols == reference.cols && logits.rows >= reference.rows));
+            CHECK(relative_error(reference, logits) <= 1e-5);
+        }
+    }
+    fs::remove(scratch / "logits.npy");
+    CHECK(scratch.empty());
+}
+
+TEST_CASE("the naive path has no cache to report") {
+    Json root = run_json(generate(model, {1, 9}, {"-n", "3", "--cache", "none"}));
+    CHECK(number(root, "cache.bytes") == 0);
+    CHECK(text(root, "cache.type_k") == "none");
+}
+
+TEST_CASE("one thread or two: the same tokens") {
+    Expected expected(model);
+    Words arguments{"generate", "-m", model, "--ids", joined(expected.prompt), "-n", "16", "--json"};
+    for (const std::string &threads : Words{"1", "2"})
+        CHECK(ids(parse(run_well(arguments + Words{"-t", threads})), "tokens") == expected.greedy);
+}
+
+TEST_CASE("every cache type the program knows runs, for K and V apart and together") {
+    Outcome refused = run({"generate", "--kv", "?"});  // "... known are f32 (32 bits a value) f16 (16) ..."
+    std::string list = refused.err.substr(refused.err.find("known are") + 9);
+    Words types;
+    for (size_t end; (end = list.find(" (")) != std::string::npos; list = list.substr(list.find(')') + 1))
+        types.push_back(list.substr(1, end - 1));
+    for (const char *needed : {"f32", "f16", "bf16"}) CHECK(std::count(types.begin(), types.end(), needed) == 1);
+
+    Expected expected(model);
+    for (const std::string &k : types) {
+        for (const std::string &v : types) {
+            CAPTURE(k);
+            CAPTURE(v);
+            Words choice = k == v ? Words{"--kv", k} : Words{"-ctk", k, "-ctv", v};
+            Json root = run_json(generate(model, expected.prompt, Words{"-n", "4"} + choice));
+            CHECK(text(root, "cache.type_k") == k);
+            CHECK(text(root, "cache.type_v") == v);
+            CHECK(ids(root, "tokens").size() == 4);
+            auto bytes = [](const std::string &type) {
+                return type == "f32" ? 4 : type == "f16" || type == "bf16" ? 2 : 0;
+            };
+            if (bytes(k) && bytes(v))  // 2 layers, 2 KV heads of 16, 36 positions
+                CHECK(number(root, "cache.payload_bytes") == 2 * 2 * 16 * 36 * (bytes(k) + bytes(v)));
+        }
+    }
+    CHECK(text(run_json(generate(model, {1}, {"-n", "1", "--cache-type-k", "bf16"})), "cache.type_v") == "f16");
+}
+
+TEST_CASE("a prompt is the same as text, from a file, as ids, by either spelling of a flag") {
+    Scratch scratch;
+    std::string prompt = "The boy went to";
+    spill(scratch / "prompt.txt", prompt);
+    Words start{"generate", "-m", builtin, "-n", "6", "-t", "1"};
+    Json root = run_json(start + Words{"-p", prompt});
+    Ids prompt_ids = ids(root, "prompt_tokens"), tokens = ids(root, "tokens");
+    CHECK(prompt_ids == ids(run_json({"tokenize", "-m", builtin, "-p", prompt}), "ids"));
+    for (const Words &way : {Words{"-f", scratch / "prompt.txt"},
+                             {"--ids", joined(prompt_ids)},
+                             {"--prompt", prompt},
+                             {"--prompt=" + prompt},
+                             {"--file=" + (scratch / "prompt.txt")}}) {
+        CAPTURE(way[0]);
+        Json again = run_json(start + way);
+        CHECK(ids(again, "prompt_tokens") == prompt_ids);
+        CHECK(ids(again, "tokens") == tokens);
+    }
+    CHECK(ids(run_json(generate(model, {34, 36}, {"-n", "1"})), "prompt_tokens") == Ids{34, 36});  // no id put before
+}
+
+TEST_CASE("the generated ids, decoded, are the text") {
+    Json root = run_json({"generate", "-m", builtin, "-p", "Once", "-n", "12", "--temp", "2", "--ignore-eos"});
+    std::string list = joined(ids(root, "prompt_tokens")) + "," + joined(ids(root, "tokens"));
+    CHECK(run_well({"tokenize", "-m", builtin, "--ids", list}).out == "Once" + text(root, "text") + "\n");
+}
+
+// ---- Sampling, and where it stops ----------------------------------------------------------------------------
+
+TEST_CASE("the same seed gives the same text, another seed another") {
+    auto sampled = [](const Words &rest) {
+        return text(run_json(generate(model, {1, 34}, Words{"-n", "30", "--temp", "1", "--ignore-eos"} + rest)),
+                    "text");
+    };
+    std::set<std::string> texts;
+    for (int seed = 0; seed < 4; seed++) texts.insert(sampled({"-s", std::to_string(seed)}));
+    CHECK(texts.size() == 4);
+    CHECK(sampled({"--seed", "3"}) == sampled({"-s", "3"}));
+    CHECK(sampled({"-s", "0"}) == sampled({}));
+    CHECK(sampled({"-s", "3"}) == sampled({"-s", "3", "--cache", "none"}));
+}
+
+TEST_CASE("what leaves one candidate is greedy") {
+    Expected expected(model);
+    for (const Words &choice : {Words{"--temp", "0"},
+                                {"--temp", "1", "--top-k", "1"},
+                                {"--temp", "1", "--top-p", "0"},
+                                {"--temp", "1", "--min-p", "1"},
+                                {"--temp", "1e-6"}}) {
+        CAPTURE(choice.back());
+        CHECK(ids(run_json(generate(model, expected.prompt, Words{"-n", "16"} + choice)), "tokens") == expected.greedy);
+    }
+}
+
+TEST_CASE("generation stops at -n, at an end id or when the context is full, and says which") {
+    Scratch scratch;
+    std::string ending = copy_of(model, scratch);
+    Expected expected(model);  // 32 ids, in a context of 128
+    int end = expected.greedy[4];
+    size_t until = std::find(expected.greedy.begin(), expected.greedy.end(), end) - expected.greedy.begin() + 1;
+    replace(ending + "/generation_config.json", "\"eos_token_id\": 2",
+            "\"eos_token_id\": [2, " + std::to_string(end) + "]");
+    struct Case {
+        std::string directory;
+        Words flags;
+        size_t tokens;
+        const char *stop;
+    };
+    for (const Case &each : std::vector<Case>{
+             {model, {"-n", "0"}, 0, "-n"},
+             {model, {"-n", "1"}, 1, "-n"},
+             {model, {"-n", "16"}, 16, "-n"},
+             {model, {"-n", "96"}, 96, "-n"},
+             {model, {"-n", "97"}, 96, "context full"},
+             {model, {"-n", "1000000000"}, 96, "context full"},
+             {model, {"-n", "96", "-c", "128"}, 96, "-n"},
+             {model, {}, 96, "context full"},
+             {model, {"-c", "40"}, 8, "context full"},
+             {model, {"-c", "33"}, 1, "context full"},
+             {model, {"-c", "32"}, 0, "context full"},
+             {model, {"-c", "40", "-n", "7"}, 7, "-n"},
+             {ending, {"-n", "16"}, until, "end id"},
+             {ending, {"-n", std::to_string(until)}, until, "end id"},
+             {ending, {"-n", std::to_string(until - 1)}, until - 1, "-n"},
+             {ending, {"-n", "16", "--ignore-eos"}, 16, "-n"},
+         }) {
+        for (const std::string &layout : Words{"contiguous", "none"}) {
+            Words arguments = generate(each.directory, expected.prompt, each.flags + Words{"--cache", layout});
+            Outcome result = run_well(arguments + Words{"--json"});
+            Json root = parse(result);
+            CHECK_MESSAGE(text(root, "stop") == each.stop, result);
+            Ids tokens = ids(root, "tokens");
+            CHECK_MESSAGE(tokens.size() == each.tokens, result);
+            size_t known = std::min(tokens.size(), expected.greedy.size());
+            CHECK(std::equal(tokens.begin(), tokens.begin() + (ptrdiff_t)known, expected.greedy.begin()));
+            if (layout == "none") continue;
+            double capacity = number(root, "cache.payload_bytes") / (2 * 2 * 2 * 16 * 2);
+            bool counted = std::find(each.flags.begin(), each.flags.end(), "-c") != each.flags.end();
+            if (counted) CHECK_MESSAGE(capacity == std::stoi(each.flags[each.flags[0] == "-c" ? 1 : 3]), result);
+            if (!counted) CHECK_MESSAGE(capacity <= 128, result);
+            std::string notes = run_well(arguments).err;
+            CHECK_MESSAGE(notes.find(std::string("stopped: ") + each.stop + "\n") != std::string::npos, notes);
+        }
+    }
+}
+
+TEST_CASE("a prompt of several prefill chunks") {
+    Scratch scratch;
+    std::string longer = copy_of(model, scratch);
+    replace(longer + "/config.json", "\"max_position_embeddings\": 128", "\"max_position_embeddings\": 2048");
+    Ids prompt;
+    for (int i = 0; i < 1100; i++) prompt.push_back(8 + i * 29 % 53);
+    Json cached = run_json(generate(longer, prompt, {"-n", "4", "--kv", "f32"}));
+    Json naive = run_json(generate(longer, prompt, {"-n", "4", "--cache", "none"}));
+    CHECK(number(cached, "prefill.tokens") == 1100);
+    CHECK(ids(cached, "tokens") == ids(naive, "tokens"));
+}
+
+// ---- Output that goes nowhere --------------------------------------------------------------------------------
+
+TEST_CASE("a pipe that nobody reads ends the program") {
+    for (const Words &mode : {Words{}, {"--json"}}) {
+        for (bool ignored : {false, true}) {
+            Setting setting;
+            setting.nobody_reads = true;
+            setting.ignore_sigpipe = ignored;
+            Outcome result = run(generate(model, {1, 34}, mode), setting);
+            CHECK_MESSAGE(result.status == (ignored ? 2 : 128 + SIGPIPE), result);
+        }
+    }
+}
+
+TEST_CASE("--dump-logits leaves nothing behind when it fails, nor harms what was there") {
+    Scratch scratch;
+    spill(scratch / "file", "not a directory");
+    spill(scratch / "old.npy", "as it was");
+    std::string damaged = copy_of(model, scratch);
+    fill_with_nan(damaged);
+    mkfifo((scratch / "pipe").c_str(), 0600);
+    auto listing = [&] {
+        std::set<std::string> names;
+        for (auto &entry : fs::directory_iterator(scratch.path)) names.insert(entry.path().filename());
+        return names;
+    };
+    std::set<std::string> before = listing();
+    Setting full;
+    full.file_bytes = 2000;
+    struct Case {
+        std::string directory, file, part;
+        Setting setting;
+    };
+    for (const Case &each : std::vector<Case>{
+             {model, scratch / "missing/x.npy", "No such file or directory", {}},
+             {model, scratch / "file/x.npy", "Not a directory", {}},
+             {model, "/proc/x.npy", "cannot write", {}},
+             {model, scratch.path, "not a regular file", {}},
+             {model, scratch / "pipe", "not a regular file", {}},
+             {model, "/dev/null", "not a regular file", {}},
+             {model, scratch / "x.npy", "cannot write", full},
+             {model, scratch / "old.npy", "cannot write", full},
+             {damaged, scratch / "x.npy", "a logit is nan", {}},
+             {damaged, scratch / "old.npy", "a logit is nan", {}},
+         }) {
+        CAPTURE(each.file);
+        Words arguments = generate(each.directory, {1, 34}, {"-n", "50", "--json", "--dump-logits", each.file});
+        check_refused(run(arguments, each.setting), {each.part, each.directory == model ? each.file : ""});
+        CHECK(listing() == before);
+        CHECK(slurp(scratch / "old.npy") == "as it was");
+    }
+    run_well(generate(model, {1, 34}, {"-n", "0", "--dump-logits", scratch / "old.npy"}));
+    CHECK(read_npy(scratch / "old.npy").rows == 2);
+    CHECK(listing() == before);
+}
+
+TEST_CASE("a full disk behind standard output is an error") {
+    for (const Words &arguments : {Words{"--help"},
+                                   {"info", "-m", model},
+                                   {"tokenize", "-m", builtin, "-p", "x"},
+                                   generate(model, {1}),
+                                   generate(model, {1}, {"--json"}),
+                                   {"diff", "-m", model, "--ids", "1", "-n", "2"}}) {
+        std::string line = program_path();
+        for (const std::string &word : arguments) line += " " + word;
+        Setting shell;
+        shell.program = "/bin/sh";
+        check_refused(run({"-c", line + " >/dev/full"}, shell), {"standard output"});
+    }
+}
+
+// ---- Bad input -----------------------------------------------------------------------------------------------
+
+TEST_CASE("flags that make no sense are refused by name") {
+    struct Case {
+        Words arguments, parts;
+    };
+    for (const Case &each : std::vector<Case>{
+             {{}, {"no command", "llm generate -p", "--help"}},
+             {{""}, {"unknown command"}},
+             {{"genrate"}, {"genrate: unknown command", "generate"}},
+             {{"difff", "-h"}, {"difff: unknown command", "diff"}},
+             {{"-p", "hi"}, {"-p: expected a command", "generate diff"}},
+             {{"--json"}, {"--json: expected a command"}},
+             {{"generate", "--tmp", "1"}, {"--tmp: unknown flag", "--temp"}},
+             {{"generate", "--top_k", "1"}, {"--top_k: unknown flag", "--top-k"}},
+             {{"diff", "--tolerence=1"}, {"--tolerence: unknown flag", "--tolerance"}},
+             {{"info", "--mode", "x"}, {"--mode: unknown flag", "--model"}},
+             {{"generate", "-"}, {"-: unknown flag"}},
+             {{"generate", "--"}, {"--: unknown flag"}},
+             {{"generate", "--\n\x1b[2J"}, {"unknown flag"}},
+             {{"generate", "Once upon a time"}, {"Once upon a time: expected a flag", "-p"}},
+             {{"generate", "-p", "Once", "upon"}, {"upon: expected a flag", "in quotes"}},
+             {{"generate", ""}, {"expected a flag"}},
+             {{"diff", "--temp", "1"}, {"--temp", "diff has no such flag", "generate"}},
+             {{"generate", "--tolerance", "1"}, {"--tolerance", "generate has no such flag", "diff"}},
+             {{"info", "-n", "1"}, {"-n", "info has no such flag", "generate diff bench"}},
+             {{"tokenize", "-c", "1"}, {"-c", "tokenize has no such flag"}},
+             {{"bench", "-c", "9"}, {"-c", "bench has no such flag"}},
+             {{"bench", "-p", "x"}, {"-p", "bench has no such flag"}},
+             {{"generate", "-m"}, {"-m: needs a value: -m DIR"}},
+             {{"generate", "-p"}, {"-p: needs a value: -p TEXT"}},
+             {{"generate", "--kv"}, {"--kv: needs a value: --kv TYPE"}},
+             {{"generate", "-p", "-n", "5"}, {"-p: needs a value, found the flag -n", "--prompt=-n"}},
+             {{"generate", "--temp", "--json"}, {"--temp: needs a value, found the flag --json"}},
+             {{"generate", "--json=yes"}, {"--json takes no value"}},
+             {{"generate", "--model="}, {"--model: its value is empty", "DIR"}},
+             {{"generate", "-m", ""}, {"-m: its value is empty", "DIR"}},
+             {{"generate", "-f", ""}, {"-f: its value is empty", "FILE"}},
+             {{"generate", "--dump-logits", ""}, {"--dump-logits: its value is empty", "FILE.npy"}},
+             {{"generate", "-n", "1", "--predict", "2"}, {"--predict: given twice"}},
+             {{"generate", "-p", "a", "-p", "b"}, {"-p: given twice"}},
+             {{"generate", "--json", "--json"}, {"--json: given twice"}},
+             {{"generate", "--kv", "f16", "-ctk", "f32"}, {"--kv", "-ctk"}},
+             {{"generate", "-n", "abc"}, {"-n abc: expected a whole number from 0"}},
+             {{"generate", "-n", "-1"}, {"-n -1: expected a whole number from 0"}},
+             {{"generate", "-n", "1e99"}, {"-n 1e99: expected a whole number"}},
+             {{"generate", "-n", "5x"}, {"-n 5x: expected a whole number"}},
+             {{"generate", "-n", "1.5"}, {"-n 1.5: expected a whole number"}},
+             {{"generate", "-n", "99999999999999999999"}, {"-n 99999999999999999999: expected a whole number"}},
+             {{"generate", "-c", "0"}, {"-c 0: expected a whole number from 1"}},
+             {{"generate", "-t", "0"}, {"-t 0: expected a whole number from 1"}},
+             {{"generate", "-t", "100000"}, {"-t 100000: expected a whole number from 1"}},
+             {{"generate", "-s", "-5"}, {"-s -5: expected a whole number from 0"}},
+             {{"generate", "--top-k", "-1"}, {"--top-k -1: expected a whole number from 0"}},
+             {{"generate", "--temp", "nan"}, {"--temp nan: expected a number from 0"}},
+             {{"generate", "--temp", "inf"}, {"--temp inf: expected a number from 0"}},
+             {{"generate", "--temp", "-1"}, {"--temp -1: expected a number from 0"}},
+             {{"generate", "--temp", "warm"}, {"--temp warm: expected a number from 0"}},
+             {{"generate", "--top-p", "2"}, {"--top-p 2: expected a number from 0 to 1"}},
+             {{"generate", "--min-p", "-0.1"}, {"--min-p -0.1: expected a number from 0 to 1"}},
+             {{"diff", "--tolerance", "nan"}, {"--tolerance nan: expected a number from 0"}},
+             {{"generate", "--kv", "f17"}, {"--kv f17: unknown type", "f32", "f16", "bf16", "bits"}},
+             {{"generate", "-ctk", "F16"}, {"-ctk F16: unknown type"}},
+             {{"diff", "-ctv", ""}, {"-ctv: its value is empty"}},
+             {{"generate", "--cache", "foo"}, {"--cache foo: unknown layout", "none", "contiguous"}},
+             {{"diff", "--cache", "none"}, {"--cache none", "contiguous"}},
+             {{"bench", "--cache", "none"}, {"--cache none", "contiguous"}},
+             {{"generate", "--device", "tpu"}, {"--device tpu: unknown device", "auto", "cpu"}},
+             {{"generate", "-p", "a", "-f", "b"}, {"-p", "-f", "--ids", "one"}},
+             {{"tokenize", "-p", "a", "--ids", "1"}, {"-p", "-f", "--ids", "one"}},
+             {{"diff", "-m", model, "--ids", "1", "-n", "0"}, {"-n 0", "expected 1 or more"}},
+             {{"bench", "-m", model, "-n", "0"}, {"-n 0", "at least one"}},
+             {{"bench", "-m", model, "--depth", "127", "-n", "2"}, {"--depth 127 and -n 2", "128 positions"}},
+         }) {
+        check_refused(run(each.arguments), each.parts);
+    }
+}
+
+TEST_CASE("prompts that cannot be used") {
+    Scratch scratch;
+    spill(scratch / "empty", "");
+    spill(scratch / "latin1", "caf\xe9");
+    fs::create_directory(scratch / "directory");
+    mkfifo((scratch / "pipe").c_str(), 0600);
+    std::string words, many = "1";
+    for (int i = 0; i < 3000; i++) words += "word ";
+    for (int i = 0; i < 128; i++) many += ",1";
+    struct Case {
+        std::string directory;
+        Words flags, parts;
+    };
+    std::vector<Case> cases{
+        {builtin, {}, {"the prompt is empty", "-p TEXT"}},
+        {builtin, {"-p", ""}, {"the prompt is empty", "-p TEXT"}},
+        {builtin, {"-f", scratch / "empty"}, {"the prompt is empty"}},
+        {builtin, {"-f", scratch / "missing"}, {scratch / "missing", "No such file"}},
+        {builtin, {"-f", scratch / "directory"}, {scratch / "directory", "is a directory, expected a file"}},
+        {builtin, {"-f", scratch / "pipe"}, {scratch / "pipe", "not a regular file"}},
+        {builtin, {"-f", scratch / "latin1"}, {"byte 3", "0xE9", "not UTF-8"}},
+        {builtin, {"-p", words}, {"tokens, the context holds", "shorten it"}},
+        {model, {"--ids", many}, {"the prompt has 129 tokens, the context holds 128", "shorten it"}},
+        {model, {"--ids", "1,2,3", "-c", "2"}, {"has 3 tokens, the context holds 2", "raise -c", "128"}},
+        {model, {"--ids", "1", "-c", "129"}, {"-c 129", "128 positions"}},
+        {model, {"--ids", ""}, {"--ids: its value is empty", "1,2,3"}},
+        {model, {"--ids", "1,64"}, {"token id 64", "ids 0 .. 63"}},
+        {model, {"--ids", "1,-2"}, {"--ids", "\"-2\" at character 3", "1,2,3"}},
+        {model, {"--ids", "one"}, {"--ids", "\"one\" at character 1", "1,2,3"}},
+        {model, {"--ids", "1,2x"}, {"--ids", "\"2x\" at character 3"}},
+        {model, {"--ids", "1 2"}, {"--ids", "at character 1"}},
+        {model, {"--ids", "1,2,"}, {"--ids", "at character 5"}},
+        {model, {"--ids", "1,,2"}, {"--ids", "at character 3"}},
+        {model, {"--ids", ","}, {"--ids", "at character 1"}},
+        {model, {"--ids", "2147483648"}, {"--ids", "2147483648"}},
+        {model, {"--ids", "99999999999999999999999"}, {"--ids", "99999999999999999999999"}},
+        {model, {"-p", "hi"}, {model + "/tokenizer.json", "--ids 1,2,3"}},
+    };
+    // a byte that never stands in UTF-8, a continuation alone, too long a form, a surrogate, beyond U+10FFFF, cut off
+    for (const char *bad :
+         {"\xff", "a\x80", "\xc0\x80", "\xed\xa0\x80", "\xf4\x90\x80\x80", "\xe2\x82", "\xf0\x9f\x98 x"})
+        cases.push_back({builtin, {"-p", bad}, {"the prompt: byte", "not UTF-8"}});
+    for (const Case &each : cases) {
+        for (const std::string &command : Words{"generate", "diff"}) {
+            std::string file = scratch / "x.npy";
+            Words dump = command == "generate" ? Words{"--dump-logits", file} : Words{};
+            check_refused(run(Words{command, "-m", each.directory} + each.flags + dump), each.parts);
+            check_refused(run(Words{command, "-m", each.directory, "--json"} + each.flags), each.parts);
+            CHECK(!fs::exists(file));
+        }
+    }
+    check_refused(run({"tokenize", "-m", builtin}), {"the prompt is empty"});
+    check_refused(run({"tokenize", "-m", builtin, "-p", "a\x80", "--json"}), {"byte 1", "not UTF-8"});
+    check_refused(run({"tokenize", "-m", builtin, "--ids", "1,1000000"}), {"1000000"});
+    check_refused(run({"tokenize", "-m", builtin, "--ids", "1,"}), {"--ids"});
+    check_refused(run({"diff", "-m", model, "--ids", many.substr(2)}), {"has 128 tokens and fills the context"});
+}
+
+TEST_CASE("checkpoints that cannot be used") {
+    struct Case {
+        std::string base;
+        std::function<void(const std::string &)> damage;
+        Words parts;
+    };
+    const std::vector<Case> cases{
+        {model, [](auto &d) { fs::remove_all(d); }, {"No such file or directory"}},
+        {model, [](auto &d) { fs::remove_all(d), spill(d, "x"); }, {"is a file, expected the directory"}},
+        {model, [](auto &d) { fs::remove(d + "/config.json"); }, {"config.json", "No such file"}},
+        {model, [](auto &d) { spill(d + "/config.json", "{"); }, {"config.json", "not valid JSON"}},
+        {model,
+         [](auto &d) { replace(d + "/config.json", "Qwen3For", "Qwen9For"); },
+         {"Qwen9ForCausalLM", "Qwen3ForCausalLM"}},
+        {model,
+         [](auto &d) { replace(d + "/config.json", "\"vocab_size\": 64", "\"vocab_size\": 65"); },
+         {"embed_tokens", "[64, 32]", "[65, 32]"}},
+        {model, [](auto &d) { fs::remove(d + "/model.safetensors"); }, {"model.safetensors"}},
+        {model, [](auto &d) { fs::resize_file(d + "/model.safetensors", 5); }, {"model.safetensors", "5 bytes"}},
+        {model, [](auto &d) { fs::resize_file(d + "/model.safetensors", 500); }, {"model.safetensors", "cut off"}},
+        {model, [](auto &d) { fs::resize_file(d + "/model.safetensors", 60000); }, {"model.safetensors", "cut off"}},
+        {model, [](auto &d) { spill(d + "/tokenizer.json", "{\"model\": 7}"); }, {"tokenizer.json", "model"}},
+        {builtin, [](auto &d) { fs::resize_file(d + "/tokenizer.json", 4000); }, {"tokenizer.json", "JSON"}},
+    };
+    for (const Case &each : cases) {
+        Scratch scratch;
+        std::string directory = copy_of(each.base, scratch);
+        each.damage(directory);
+        for (const Words &arguments : {Words{"generate", "--ids", "1,2"}, {"diff", "--ids", "1,2", "--json"}, {"info"}})
+            check_refused(run(arguments + Words{"-m", directory}), each.parts + Words{directory});
+    }
+}
+
+TEST_CASE("a vocabulary that is not the model's") {
+    Scratch scratch;
+    std::string directory = copy_of(model, scratch);
+    fs::copy(builtin + "/tokenizer.json", directory + "/tokenizer.json");
+    check_refused(run({"generate", "-m", directory, "-p", "Once upon a time"}), {"token id", "has 64 entries"});
+}
+
+TEST_CASE("weights that give no number are named, not sampled from") {
+    Scratch scratch;
+    std::string directory = copy_of(model, scratch);
+    fill_with_nan(directory);
+    for (const std::string &layout : Words{"none", "contiguous"})
+        check_refused(run(generate(directory, {1, 2}, {"--cache", layout, "--json"})),
+                      {"position 1", "a logit is", "nan", "weights damaged"});
+    check_refused(run({"diff", "-m", directory, "--ids", "1,2", "--json"}), {"a logit is", "nan"});
+    Outcome text = run(generate(directory, {1, 2}));
+    CHECK_MESSAGE((text.status == 2 && text.err.rfind("llm: position 1", 0) == 0), text);
+}
+
+TEST_CASE("memory that cannot be had is refused at once") {
+    Scratch scratch;
+    std::string directory = copy_of(models + "head_dim_256", scratch);  // 1 layer, 1 KV head: 2 KiB a token in f32
+    replace(directory + "/config.json", "\"max_position_embeddings\": 128", "\"max_position_embeddings\": 1073741824");
+    auto start = std::chrono::steady_clock::now();
+    Words prompt{"-m", directory, "--ids", "1,2", "--kv", "f32"};
+    for (const std::string &command : Words{"generate", "diff"})
+        check_refused(run(Words{command, "-c", "1073741824"} + prompt), {"cache needs 1024.0 GiB", "lower -c"});
+    Setting tight;
+    tight.address_bytes = (rlim_t)1 << 30;
+    if (run({"--help"}, tight).status == 0)  // AddressSanitizer alone asks for terabytes of addresses
+        check_refused(run(Words{"generate", "-c", "2097152"} + prompt, tight), {"cache needs 2.0 GiB", "lower -c"});
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
+    run_json(Words{"generate", "-n", "3"} + prompt);  // what is asked for counts, not what the model could
+}
+
+TEST_CASE("without -m, the built-in checkpoint beside the program, wherever one stands") {
+    Scratch scratch;
+    fs::copy(program_path(), scratch / "llm");
+    Setting elsewhere;
+    elsewhere.program = scratch / "llm";
+    Words arguments{"tokenize", "-p", "the key"};
+    check_refused(run(arguments, elsewhere), {scratch / "weights_tools/builtin", "give -m DIR"});
+    fs::create_directory(scratch / "weights_tools");
+    fs::create_directory_symlink(fs::absolute(builtin), scratch / builtin);
+    Outcome result = run(arguments, elsewhere);
+    CHECK_MESSAGE(result.status == 0, result);
+    CHECK(result.out == run_well({"tokenize", "-m", builtin, "-p", "the key"}).out);
+}
