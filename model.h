@@ -104,7 +104,7 @@ struct Config {
     int context = 0;  // positions the model was made for
     double norm_epsilon = 0, rope_theta = 0;
     RopeScaling rope;
-    bool tied = false;         // the embedding is the head, too
+    bool tied = false;         // in a Model: the head is the embedding, not a matrix of its own
     std::vector<int> end_ids;  // generation stops after any of them; empty: it never does
     int bos_id = -1;           // -1: none
     int window = 0;            // sliding window in positions of the layers that have one; 0: no layer has
@@ -219,7 +219,7 @@ inline Json parse_json(const std::string &name, const std::string &text) {
     const char *end = text.c_str();
     Json root(cJSON_ParseWithLengthOpts(text.c_str(), text.size() + 1, &end, /*require_null_terminated=*/true));
     size_t position = std::min((size_t)(end - text.c_str()), text.size());
-    if (!root || position != text.size() || text.find('\0') != std::string::npos) {
+    if (!root || text.find('\0') != std::string::npos) {
         int line = 1 + (int)std::count(text.begin(), text.begin() + (std::ptrdiff_t)position, '\n');
         fail("%s: not valid JSON near line %d, byte %zu", name.c_str(), line, position);
     }
@@ -748,15 +748,15 @@ inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) 
     return out;
 }
 
-// The head is the embedding when the config ties them. As in Transformers 5, what is stored has the last word: a tied
-// checkpoint with only one of the two uses that one for both; one that stores two different matrices is not tied.
-inline void bind_embedding_and_head(Binder &binder, Config &config, Model &model) {
-    const std::string embedding = "model.embed_tokens.weight", head = "lm_head.weight";
-    const StoredTensor *a = binder.find(embedding), *b = binder.find(head);
-    if (config.tied && a && b && (a->bytes != b->bytes || memcmp(a->data, b->data, a->bytes) != 0)) config.tied = false;
-    const std::vector<int64_t> shape = {config.vocabulary, config.hidden};
-    model.embedding = binder.take(config.tied && !a && b ? head : embedding, shape);
-    model.head = config.tied ? model.embedding : binder.take(head, shape);
+// The head is the embedding when the config ties them. As in Transformers 5, what is stored has the last word: where a
+// tied checkpoint stores both, each is used as it is (some store the same matrix twice), and if only one, that for
+// both.
+inline void bind_embedding_and_head(Binder &binder, Model &model) {
+    const std::vector<int64_t> shape = {model.config.vocabulary, model.config.hidden};
+    const bool embedding = binder.find("model.embed_tokens.weight"), head = binder.find("lm_head.weight");
+    model.config.tied = model.config.tied && !(embedding && head);
+    model.embedding = binder.take(model.config.tied && head ? "lm_head.weight" : "model.embed_tokens.weight", shape);
+    model.head = model.config.tied ? model.embedding : binder.take("lm_head.weight", shape);
 }
 
 // Points the model's tensors into the table's; the caller keeps what the table points into alive.
@@ -764,7 +764,7 @@ inline Model bind_weights(Config config, const TensorTable &table) {
     Model model;
     model.config = std::move(config);
     Binder binder{table, model};
-    bind_embedding_and_head(binder, model.config, model);
+    bind_embedding_and_head(binder, model);
     for (int layer = 0; layer < model.config.layers; layer++) {
         model.layers.push_back(bind_layer(binder, model.config, layer));
     }

@@ -22,6 +22,7 @@ import pathlib
 import shutil
 
 import numpy as np
+import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -63,6 +64,9 @@ CASES = {
         SMALL, hidden_size=64, num_attention_heads=8, num_key_value_heads=1)),
     "llama_bf16": dict(family="llama", dtype=torch.bfloat16, config=dict(
         SMALL, hidden_size=64, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True)),
+    # The config ties, the file stores a head that differs: Transformers 5 believes the file.
+    "llama_tied_with_head": dict(family="llama", stored_head=True, dtype=torch.bfloat16, config=dict(
+        SMALL, tie_word_embeddings=True)),
     "llama_sharded": dict(family="llama", dtype=torch.bfloat16, shard="16KB", config=dict(SMALL, vocab_size=96)),
     "mistral_window": dict(family="mistral", config=dict(SMALL, sliding_window=8), matters=dict(sliding_window=9)),
     "mistral_no_window": dict(family="mistral", spelling="new", config=dict(SMALL, sliding_window=None, head_dim=16)),
@@ -133,6 +137,10 @@ def try_seed(directory, case, seed):
     model.generation_config.bos_token_id, model.generation_config.eos_token_id = 1, ends
     shutil.rmtree(directory, ignore_errors=True)
     model.save_pretrained(directory, max_shard_size=case.get("shard", "1GB"))
+    if case.get("stored_head"):
+        tensors = safetensors.torch.load_file(directory / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+        safetensors.torch.save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     if case.get("spelling", "old") == "old":
         old_spelling(directory / "config.json")
 
