@@ -792,13 +792,9 @@ static void show_byte_token(TokenizerStream *stream, int index, const char *s, s
 static void show_stripped(TokenizerStream *stream, int index, const char *s, size_t n) {
     const Step *step = &stream->tokenizer->decode.steps[index];
     size_t seen = step->fused ? stream->seen[index] : 0;
-    for (; n && seen < (size_t)step->mode; seen++) {
-        bool sign = n >= step->length && !memcmp(s, step->text, step->length);
-        if (!sign) seen = (size_t)step->mode - 1;
-        s += sign ? step->length : 0;
-        n -= sign ? step->length : 0;
-    }
-    stream->seen[index] = seen;
+    for (; seen < (size_t)step->mode && n >= step->length && !memcmp(s, step->text, step->length); seen++)
+        s += step->length, n -= step->length;
+    stream->seen[index] = n ? (size_t)step->mode : seen;
     show(stream, index + 1, s, n);
 }
 
@@ -1264,32 +1260,28 @@ static void load_added_set(Loader *l, const cJSON *added, bool normalized) {
     qsort(set->wanted, set->count, sizeof *set->wanted, longest_first);
 }
 
-// A template, [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}, ...], put around what is there already.
+// A template: [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}, ...]
 static void load_template(Loader *l, const cJSON *item) {
     Tokenizer *t = l->t;
     const cJSON *part, *one, *special = member(item, "special_tokens");
-    int before[MAX_AROUND], count = 0, texts = 0;
+    int texts = 0;
+    if (t->before_count || t->after_count) fail(l->error, "more than one TemplateProcessing");
     cJSON_ArrayForEach(part, member(item, "single")) {
         const char *name = cJSON_GetStringValue(member(member(part, "SpecialToken"), "id"));
         const cJSON *ids = name ? member(member(special, name), "ids") : NULL;
-        texts += member(part, "Sequence") != NULL;
-        if (!member(part, "Sequence") && !cJSON_IsArray(ids))
-            return fail(l->error, "TemplateProcessing: a part of single is neither text nor known token");
+        bool is_text = member(part, "Sequence");
+        texts += is_text;
+        if (!is_text && !cJSON_IsArray(ids))
+            fail(l->error, "TemplateProcessing: a part of single is neither text nor known token");
         cJSON_ArrayForEach(one, ids) {
             int id = read_number(l, one, "TemplateProcessing: id of a special token", t->size - 1);
+            int *count = texts ? &t->after_count : &t->before_count;
             if (!tokenizer_token(t, id)) fail(l->error, "TemplateProcessing: id %d stands for no token", id);
-            if (t->before_count + count + 1 > MAX_AROUND || t->after_count + 1 > MAX_AROUND)
-                return fail(l->error, "TemplateProcessing: more than %d special tokens", MAX_AROUND);
-            if (texts)
-                t->after[t->after_count++] = id;
-            else
-                before[count++] = id;
+            if (*count == MAX_AROUND) fail(l->error, "TemplateProcessing: more than %d special tokens", MAX_AROUND);
+            if (!l->error->failed) (texts ? t->after : t->before)[(*count)++] = id;
         }
     }
-    if (texts != 1) return fail(l->error, "TemplateProcessing: single holds the text %d times, expected once", texts);
-    memmove(t->before + count, t->before, (size_t)t->before_count * sizeof *before);
-    memcpy(t->before, before, (size_t)count * sizeof *before);
-    t->before_count += count;
+    if (texts != 1) fail(l->error, "TemplateProcessing: single holds the text %d times, expected once", texts);
 }
 
 static void load_post_processor(Loader *l, const cJSON *item) {

@@ -57,7 +57,7 @@ LANGUAGES = [
     "The old mill stands by the river.", "It's late, we're tired; they'LL SEE, I'VE SEEN, he'd go, don'T", "hello world",
     "Die Tür zur größeren Straße fährt über Äpfel", "L'été, où étais-tu ? Ça va.", "¿Qué sueño? ¡Ñandú!", "Zażółć gęślą jaźń",
     "Старая мельница стоит у реки", "ЁЖИК и ёлка № 7", "Ο παλιός μύλος δίπλα στο ποτάμι", "ΣΊΣΥΦΟΣ σίσυφος ς",
-    "古い水車小屋は川のそば", "アンナは船を数えます。ｶﾀｶﾅ", "老磨坊立在河边,河流并不介意。", "繁體中文測試", "오래된 방앗간은 강가에", "한글",
+    "古い水車小屋は川のそば", "アンナは船を数えます。ｶﾀｶﾅ", "スープ・ラーメン", "老磨坊立在河边,河流并不介意。", "繁體中文測試", "오래된 방앗간은 강가에", "한글",
     "الطاحونة القديمة تقف", "العربية ١٢٣٤٥", "הטחנה הישנה עומדת", "שָׁלוֹם", "पुरानी चक्की नदी के किनारे", "क्षत्रिय १२३", "โรงสีเก่าตั้งอยู่",
     "Chiếc cối xay cũ đứng bên", "ქართული ენა", "Հայերեն", "አማርኛ", "မြန်မာ", "ខ្មែរ", "தமிழ்", "ᏣᎳᎩ", "𐍈𐌰𐌿𐍂𐌲𐍃", "𠮷野家 𩸽", "ǅ ǆ Ǆ ª º ʰ",
     "mixed: Anna считает 三 boats und fährt", "naïve café", "ſ long s: 'ſ 'ſt K Kelvin",
@@ -66,7 +66,7 @@ EMOJI = [
     "😀", "😀😃", "hi 😀!", "👍🏽👍", "👩‍👩‍👧‍👦", "🇩🇪🇫🇷🇯", "🏴\U000e0067\U000e0062\U000e007f", "❤️ ❤", "1️⃣2️⃣", "☃︎", "🤷🏾‍♀️ ok", "a😀b", "🚣🌊 🚣",
 ]
 MARKS = [
-    "e\u0301", "é", "A\u030a Å \u212b", "o\u0323\u0302 ộ o\u0302\u0323", "q\u0307\u0323", "\u0301", " \u0301x", "a\u0301\u0301\u0301", "n\u0303andu\u0301 Ñandú",
+    "e\u0301", "é", "A\u030a Å \u212b", "o\u0323\u0302 ộ o\u0302\u0323", "q\u0307\u0323", "q\u0307\u0323q e\u0301\u0323b", "\u0301", " \u0301x", "a\u0301\u0301\u0301", "n\u0303andu\u0301 Ñandú",
     "N\u0303andu\u0301", "\u1100\u1161\u11a8 각", "\u0958 \u0915\u093c", "ﬁ ﬀ ½ ² ①", "\u0344", "x\u20dd\u0338", "Z\u0351\u036b\u0343a\u0321l\u0334go\u0489", "\ufb1d \u05d9\u05b4",
 ]
 SPACES = [
@@ -91,7 +91,7 @@ ADDED = [
     "a<L>b", "a   <L>   b", "\n<L>", "<L><L>", "  <L>  <L>  ", "a<R>b", "a   <R>   b", "<R>\n\n", "<R>  <R>  x", "a  <B>  b", "<B>", "  <B>", "<B>\u3000\u00a0x", "x\u2003<B>",
     "mill", "mill mill", "windmill", "mills", "the mill.", "_mill", "mill_", "mill-mill", "5mill", "émill", "mill\u0301", "(mill)", "\u200dmill", "millⒶ", "mill\n", "mill<s>mill",
     "<one>", "<one><two>", "<one><two", "<one><one><two>", "<on<one>", "<one>two>", "Ñandú", "N\u0303andu\u0301", "aÑandúb", " Ñandú ", "Ñand", "space tok", "a space tok b", "space  tok", "space tokspace tok",
-    "<N>", "a<N>b", " <N> ", "a  <N>  <N>", "▁", "▁▁", "a▁b", "▁a ▁", " ▁ ", "Ġ", "aĠb", "<0x41>", "<0x0A>x", "<L> <R>", "<R> <L>", "<R>  <B>  <L>",
+    "<N>", "a<N>b", " <N> ", "a  <N>  <N>", "₪", "a₪b", "a ₪", "▁", "▁▁", "a▁b", "▁a ▁", " ▁ ", "Ġ", "aĠb", "<0x41>", "<0x0A>x", "<L> <R>", "<R> <L>", "<R>  <B>  <L>",
 ]
 ODD = ["", "a", "A", "é", "日", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "abababababab", "the the the the", "thethethethe", "TheTHEthe", "Anna" * 6, "river" * 3 + "mill", "zzzzzqqqqxxxx", "ß" * 9]
 
@@ -124,7 +124,7 @@ SPM_DECODER = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.F
 
 # (content, flags): the same in every shape, so that the strings above meet every flag in every shape
 COMMON = [("<L>", {"lstrip": True}), ("<R>", {"rstrip": True}), ("<B>", {"lstrip": True, "rstrip": True}), ("mill", {"single_word": True}),
-          ("<one>", {}), ("<one><two>", {}), ("Ñandú", {"normalized": True}), ("space tok", {"normalized": True}), ("<N>", {"normalized": True})]
+          ("<one>", {}), ("<one><two>", {}), ("₪", {"single_word": True}), ("Ñandú", {"normalized": True}), ("space tok", {"normalized": True}), ("<N>", {"normalized": True})]
 
 
 def split(pattern, behavior="isolated", invert=False):
@@ -197,7 +197,7 @@ def shapes():
     made["starcoder"] = finish(train(sequence([pre_tokenizers.Digits(False), level(True)]), 500, ["<|endoftext|>", "<s>"]), byte_level, merges="strings")
     made["deepseek3"] = finish(train(sequence([split(r"\p{N}{1,3}"), split("[一-龥぀-ゟ゠-ヿ]+"), split(DEEPSEEK3), level(False)]), 700, ["<s>", "</s>"]), byte_level)
     data = train(sequence([split(r"[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"), split("[一-龥ࠀ-一가-\ud7ff]+"), pre_tokenizers.Digits(True), level(False)]), 500, ["<s>", "</s>"])
-    made["deepseek1"] = finish(data, byte_level, post_processor=template(data, ["<s>"], ["</s>"]))
+    made["deepseek1"] = finish(data, byte_level, post_processor=template(data, ["<s>", "</s>"], ["</s>"]))
     made["cased"] = finish(train(sequence([split(CASED), level(False)]), 500, ["<s>"]), byte_level)
 
     spm = lambda scheme: normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]) if scheme else None
@@ -210,12 +210,24 @@ def shapes():
     data = train(None, 500, ["<unk>", "<s>"], normalizers.Sequence([normalizers.NFKC(), normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]), spm=True)
     made["no_bytes"] = finish(data, decoders.Fuse(), byte_fallback=False, fuse_unk=False)
 
-    base = made["gpt2_prefix"]
+    data = train(None, 600, ["<unk>"], spm(True), spm=True)  # bytes from 0xE0 on are unknown
+    known = [token for token in data["model"]["vocab"] if not "<0xE0>" <= token <= "<0xFF>"]
+    data["model"]["vocab"] = {token: id for id, token in enumerate(known)}  # (the library wants ids without gaps)
+    made["some_bytes"] = finish(data, decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Strip("e", 2, 0)]))
+
+    # variations that are not found in the wild together, on vocabularies from above
+    load = lambda part: json.loads(part.__getstate__())
+    metaspace = pre_tokenizers.Metaspace
+    made["first_pieces"] = {**made["mistral"], "normalizer": load(normalizers.Strip(left=True, right=False)), "decoder": load(decoders.Metaspace("▁", "first")),
+                            "pre_tokenizer": load(sequence([split("[,;] ?", "merged_with_previous"), metaspace("▁", "first", True)]))}
+    made["never"] = {**made["mistral"], "normalizer": load(normalizers.Strip(left=False, right=True)), "decoder": load(decoders.Metaspace("▁", "never")),
+                     "pre_tokenizer": load(metaspace("▁", "never", True))}
     behaviors = [split(" ", "removed"), split("[aeiou]", "merged_with_previous"), split("[0-9]", "merged_with_next"), split(r"\p{P}", "contiguous"),
-                 split("[a-zäöü]+|[A-Z]", "isolated", True), pre_tokenizers.Split("th", "merged_with_next"), level(False, True)]
-    made["behaviors"] = {**base, "pre_tokenizer": json.loads(sequence(behaviors).__getstate__()), "decoder": None}
-    words = [split(r"\s", "removed"), split("(?=[A-Z])", "isolated"), split("[^k-p]", "removed", True), level(False)]
-    made["words"] = {**base, "pre_tokenizer": json.loads(sequence(words).__getstate__())}
+                 split("[a-zäöü]+|[A-Z]", "isolated", True), split("[Α-Ωα-ω]", "contiguous", True), pre_tokenizers.Split("th", "merged_with_next"),
+                 level(False, True)]
+    made["behaviors"] = {**made["gpt2_prefix"], "pre_tokenizer": load(sequence(behaviors)), "decoder": None}
+    words = [split(r"^\d|\d$|\p{Katakana}+", "removed"), split(r"\s", "removed"), split("(?=[A-Z])", "isolated"), split("[^k-p]", "removed", True), level(False)]
+    made["words"] = {**made["gpt2_prefix"], "pre_tokenizer": load(sequence(words))}
     return made
 
 
