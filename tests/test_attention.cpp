@@ -236,7 +236,7 @@ TEST_CASE("neither the number of threads nor the route moves a bit") {
         for (int window : {0, 7, 300}) {
             Scene scene({7, 1, 80}, 80, 1, 530, type, type);
             scene.add_random(random, 0, 530);
-            for (std::vector<int> positions : {range(529, 530), range(490, 530), range(230, 300)}) {
+            for (std::vector<int> positions : {range(529, 530), range(510, 530), range(240, 270)}) {
                 std::vector<int> sequences(positions.size());
                 std::vector<float> query = scene.queries(random, positions.size());
                 std::vector<float> one = attended(scene, query, sequences, positions, window);

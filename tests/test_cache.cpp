@@ -171,9 +171,9 @@ TEST_CASE("a long cache's rows are addressed beyond 32 bits") {
     Contiguous layout = {1 << 20};
     CHECK(layout.row(5000, 3) == ((int64_t)5000 << 20) + 3);
     CHECK(layout.rows(5000) == (int64_t)5000 << 20);
-    char *origin = nullptr;
-    CacheRows side = {origin, 256, 128, 8, (int64_t)1 << 20};
-    CHECK((size_t)side.at(79, 1 << 19, 7) == ((79ull * (1 << 20) + (1 << 19)) * 8 + 7) * 256);
+    char origin;
+    CacheRows side = {&origin, 256, 128, 8, (int64_t)1 << 20};
+    CHECK((size_t)(side.at(79, 1 << 19, 7) - side.data) == ((79ull * (1 << 20) + (1 << 19)) * 8 + 7) * 256);
 }
 
 // ---- What comes back ---------------------------------------------------------------------------------------
