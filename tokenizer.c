@@ -159,9 +159,7 @@ static int utf8_length(const char *s, size_t n) {
 // Offset of the first byte that is not UTF-8, n if all of it is.
 static size_t utf8_valid(const char *s, size_t n) {
     for (size_t at = 0; at < n;) {
-        uint64_t eight = UINT64_MAX;
-        if (n - at >= 8) memcpy(&eight, s + at, 8);
-        int length = (uint8_t)s[at] >= 0x80 ? utf8_length(s + at, n - at) : eight & 0x8080808080808080u ? 1 : 8;
+        int length = (uint8_t)s[at] < 0x80 ? 1 : utf8_length(s + at, n - at);
         if (length <= 0) return at;
         at += (size_t)length;
     }
@@ -406,17 +404,10 @@ static void push_id(Encoder *e, int id) {
     if (!e->error->failed) e->ids[e->count++] = id;
 }
 
-static uint64_t hash_text(const char *s, size_t n) {
-    const uint64_t odd = 0x9E3779B97F4A7C15u;
-    uint64_t hash = n, word;
-    for (; n; s += word, n -= word) {
-        uint64_t bytes = 0;
-        word = n < 8 ? n : 8;
-        memcpy(&bytes, s, word);
-        hash = (hash ^ bytes) * odd;
-        hash ^= hash >> 32;
-    }
-    return hash * odd;
+static uint64_t hash_text(const char *s, size_t n) {  // FNV-1a, its bits mixed once more
+    uint64_t hash = 0xCBF29CE484222325u;
+    for (size_t i = 0; i < n; i++) hash = (hash ^ (uint8_t)s[i]) * 0x100000001B3u;
+    return hash * 0x9E3779B97F4A7C15u;
 }
 
 // Slot of this content, or the free one where it belongs.
@@ -573,7 +564,7 @@ static int by_number(const void *a, const void *b) {
 }
 
 // Unicode normalization (UAX 15): decompose, put each run of combining marks in the order of their classes, compose.
-// utf8proc does it too, but the ordering in square time.
+// utf8proc does it in one call too, but the ordering in square time.
 static void normalize(const Step *step, const char *s, size_t n, Bytes *out, Error *error) {
     uint64_t *marked = NULL;  // class << 56 | position << 24 | code point: sorting keeps those of one class in order
     size_t capacity = 0, count = 0, run = 0, length;
@@ -724,7 +715,7 @@ int tokenizer_encode(const Tokenizer *t, const char *text, size_t length, bool a
 struct TokenizerStream {
     const Tokenizer *tokenizer;
     bool skip_special;
-    Error error;  // out of memory
+    Error error;
     Matcher matcher;
     Bytes scratch[MAX_STEPS];  // REPLACE, METASPACE: a step's output · BYTES, BYTE_FALLBACK: not yet characters
     size_t seen[MAX_STEPS];    // STRIP: characters looked at · METASPACE, JOIN: tokens
@@ -828,8 +819,9 @@ static void show(TokenizerStream *stream, int index, const char *s, size_t n) {
         replace(&stream->matcher, step, s, n, out);
         return show(stream, index + 1, out->data, out->length);
     }
-    if (step->kind == JOIN && stream->seen[index]++) show(stream, index + 1, " ", 1);  // between tokens
-    show(stream, index + 1, s, n);                                                     // FUSE: the steps behind it know
+    // FUSE has told the steps behind it; JOIN puts a space between tokens.
+    if (step->kind == JOIN && stream->seen[index]++) show(stream, index + 1, " ", 1);
+    show(stream, index + 1, s, n);
 }
 
 TokenizerStream *tokenizer_stream_begin(const Tokenizer *t, bool skip_special) {
@@ -1208,7 +1200,8 @@ static void load_model(Loader *l, const cJSON *model, const cJSON *added) {
     if (!l->error->failed) load_shortcuts(l, unknown, byte_fallback);
 }
 
-// One added token: a token of the model that is also looked for in the text, or one of its own.
+// One added token: a token of the model that is also looked for in the text, or one of its own, which keeps the id
+// the file gives it.
 static void load_added_token(Loader *l, const cJSON *item) {
     const char *content = read_text(l, item, "content");
     int id = member(item, "id")->valueint;

@@ -6,6 +6,11 @@
 // Ids and text are those of the `tokenizers` library: BPE, byte-level (GPT-2, Llama 3, Qwen, SmolLM, DeepSeek,
 // StarCoder) or SentencePiece-style (Llama 2, TinyLlama, Mistral). Anything else in the file is refused by name.
 //
+// Which characters are letters, digits or symbols, and how they are normalized, PCRE2 and utf8proc say. Where their
+// Unicode is another than the library's, characters that are in only one of the two may come out as other ids: on
+// Debian 12, letters and symbols newer than Unicode 14 (2021) next to others, and combining marks and compatibility
+// characters newer than Unicode 9 (2016) if the tokenizer normalizes.
+//
 // A Tokenizer never changes once loaded: any number of threads may encode and decode with it.
 // Errors are one line without a line break: "FILE: what was found, what was expected".
 #ifndef TOKENIZER_H
@@ -42,9 +47,9 @@ int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t length
 // Decodes id by id. What `next` gives, joined, and then `flush`, is the text of all ids together: only whole UTF-8
 // characters; bytes that never become one are given as U+FFFD. The text is NUL-terminated, *length (may be NULL) is
 // its length in bytes, often 0, and it lives until the next call on the stream. Unused ids give nothing; with
-// skip_special special tokens give nothing. After flush the stream begins anew. NULL: out of memory.
-// Where bytes have tokens of their own ("<0xE4>"), a run of them is held until it ends: one bad byte in it turns the
-// whole run into U+FFFD.
+// skip_special special tokens give nothing. After flush the stream begins anew. NULL: out of memory, or a decoder's own
+// pattern that does not end. Where bytes have tokens of their own ("<0xE4>"), a run of them is held until it ends: one
+// bad byte in it turns the whole run into U+FFFD.
 TokenizerStream *tokenizer_stream_begin(const Tokenizer *tokenizer, bool skip_special);
 const char *tokenizer_stream_next(TokenizerStream *stream, int id, size_t *length);
 const char *tokenizer_stream_flush(TokenizerStream *stream, size_t *length);

@@ -16,6 +16,7 @@ decodes the strings below with it. Files:
 import json
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -54,55 +55,75 @@ SELECT name, size FROM boats WHERE size > 3 ORDER BY name; -- all of them
 # ------------------------------------------------------------------------------------------------- the strings
 
 LANGUAGES = [
-    "The old mill stands by the river.", "It's late, we're tired; they'LL SEE, I'VE SEEN, he'd go, don'T", "hello world",
-    "Die Tür zur größeren Straße fährt über Äpfel", "L'été, où étais-tu ? Ça va.", "¿Qué sueño? ¡Ñandú!", "Zażółć gęślą jaźń",
-    "Старая мельница стоит у реки", "ЁЖИК и ёлка № 7", "Ο παλιός μύλος δίπλα στο ποτάμι", "ΣΊΣΥΦΟΣ σίσυφος ς",
-    "古い水車小屋は川のそば", "アンナは船を数えます。ｶﾀｶﾅ", "スープ・ラーメン", "老磨坊立在河边,河流并不介意。", "繁體中文測試", "오래된 방앗간은 강가에", "한글",
-    "الطاحونة القديمة تقف", "العربية ١٢٣٤٥", "הטחנה הישנה עומדת", "שָׁלוֹם", "पुरानी चक्की नदी के किनारे", "क्षत्रिय १२३", "โรงสีเก่าตั้งอยู่",
-    "Chiếc cối xay cũ đứng bên", "ქართული ენა", "Հայերեն", "አማርኛ", "မြန်မာ", "ខ្មែរ", "தமிழ்", "ᏣᎳᎩ", "𐍈𐌰𐌿𐍂𐌲𐍃", "𠮷野家 𩸽", "ǅ ǆ Ǆ ª º ʰ",
-    "mixed: Anna считает 三 boats und fährt", "naïve café", "ſ long s: 'ſ 'ſt K Kelvin",
+    "The old mill stands by the river.", "It's late, we're tired; they'LL SEE, I'VE SEEN, he'd go, don'T",
+    "hello world", "Die Tür zur größeren Straße fährt über Äpfel", "L'été, où étais-tu ? Ça va.", "¿Qué sueño? ¡Ñandú!",
+    "Zażółć gęślą jaźń", "Старая мельница стоит у реки", "ЁЖИК и ёлка № 7", "Ο παλιός μύλος δίπλα στο ποτάμι",
+    "ΣΊΣΥΦΟΣ σίσυφος ς", "古い水車小屋は川のそば", "アンナは船を数えます。ｶﾀｶﾅ", "スープ・ラーメン", "老磨坊立在河边,河流并不介意。", "繁體中文測試", "오래된 방앗간은 강가에",
+    "한글", "الطاحونة القديمة تقف", "العربية ١٢٣٤٥", "הטחנה הישנה עומדת", "שָׁלוֹם", "पुरानी चक्की नदी के किनारे",
+    "क्षत्रिय १२३", "โรงสีเก่าตั้งอยู่", "Chiếc cối xay cũ đứng bên", "ქართული ენა", "Հայերեն", "አማርኛ", "မြန်မာ",
+    "ខ្មែរ", "தமிழ்", "ᏣᎳᎩ", "𐍈𐌰𐌿𐍂𐌲𐍃", "𠮷野家 𩸽", "ǅ ǆ Ǆ ª º ʰ", "mixed: Anna считает 三 boats und fährt", "naïve café",
+    "ſ long s: 'ſ 'ſt K Kelvin",
 ]
 EMOJI = [
-    "😀", "😀😃", "hi 😀!", "👍🏽👍", "👩‍👩‍👧‍👦", "🇩🇪🇫🇷🇯", "🏴\U000e0067\U000e0062\U000e007f", "❤️ ❤", "1️⃣2️⃣", "☃︎", "🤷🏾‍♀️ ok", "a😀b", "🚣🌊 🚣",
+    "😀", "😀😃", "hi 😀!", "👍🏽👍", "👩‍👩‍👧‍👦", "🇩🇪🇫🇷🇯", "🏴\U000e0067\U000e0062\U000e007f", "❤️ ❤", "1️⃣2️⃣", "☃︎",
+    "🤷🏾‍♀️ ok", "a😀b", "🚣🌊 🚣",
 ]
 MARKS = [
-    "e\u0301", "é", "A\u030a Å \u212b", "o\u0323\u0302 ộ o\u0302\u0323", "q\u0307\u0323", "q\u0307\u0323q e\u0301\u0323b", "\u0301", " \u0301x", "a\u0301\u0301\u0301", "n\u0303andu\u0301 Ñandú",
-    "N\u0303andu\u0301", "\u1100\u1161\u11a8 각", "\u0958 \u0915\u093c", "ﬁ ﬀ ½ ² ①", "\u0344", "x\u20dd\u0338", "Z\u0351\u036b\u0343a\u0321l\u0334go\u0489", "\ufb1d \u05d9\u05b4",
+    "e\u0301", "é", "A\u030a Å \u212b", "o\u0323\u0302 ộ o\u0302\u0323", "q\u0307\u0323",
+    "q\u0307\u0323q e\u0301\u0323b", "\u0301", " \u0301x", "a\u0301\u0301\u0301", "n\u0303andu\u0301 Ñandú",
+    "N\u0303andu\u0301", "\u1100\u1161\u11a8 각", "\u0958 \u0915\u093c", "ﬁ ﬀ ½ ² ①", "\u0344", "x\u20dd\u0338",
+    "Z\u0351\u036b\u0343a\u0321l\u0334go\u0489", "\ufb1d \u05d9\u05b4",
 ]
 SPACES = [
-    " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n ", "a b", " a", "a ", "  a  ", "a  b", "a   b    c", "\ta\tb", "a\n\nb", "a \n b",
-    "a\r\n\r\nb", "  \n  \n  x", "x  \n", "x\n  ", "a\u00a0b", "\u00a0\u00a0a", "a\u3000b", "\u2003x\u2009y", "a\u2028b\u2029c", "\u0085x\u0085 y",
-    "a\u180eb", "\u180e \u180ex", "a\u200bb", "\ufeffa", "a\ufeff b", "\u001c\u001d\u001e\u001f x\u001c", "\u000b\u000cx", "\u1680y", "\u202fz\u205f", "tab\t\tend\t", "!\n\n", "! \n",
-    "?\r\n\r\n  z", "x" + " " * 17 + "y", " " * 40, "\n" * 20, " \t \n\t\r x",
+    " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n ", "a b", " a", "a ", "  a  ", "a  b", "a   b    c", "\ta\tb",
+    "a\n\nb", "a \n b", "a\r\n\r\nb", "  \n  \n  x", "x  \n", "x\n  ", "a\u00a0b", "\u00a0\u00a0a", "a\u3000b",
+    "\u2003x\u2009y", "a\u2028b\u2029c", "\u0085x\u0085 y", "a\u180eb", "\u180e \u180ex", "a\u200bb", "\ufeffa",
+    "a\ufeff b", "\u001c\u001d\u001e\u001f x\u001c", "\u000b\u000cx", "\u1680y", "\u202fz\u205f", "tab\t\tend\t",
+    "!\n\n", "! \n", "?\r\n\r\n  z", "x" + " " * 17 + "y", " " * 40, "\n" * 20, " \t \n\t\r x",
 ]
 NUMBERS = [
-    "0", "7", "42", "123", "1234", "12345", "1234567890123", "3.14", "1,000,000", "-5e-10", "0x1F", "v2.0.1", "2024-11-21", "12:30", "a1b22c333", "½ ²³ Ⅳ ④",
-    "١٢٣٤", "१२३४५६", "１２３４", "1 2 3", " 12 345", "99%", "$9.99", "n°5", "10⁻³", "㉈ ㊿ 〇", "1st2nd", "\U0001d7ce\U0001d7cf",
+    "0", "7", "42", "123", "1234", "12345", "1234567890123", "3.14", "1,000,000", "-5e-10", "0x1F", "v2.0.1",
+    "2024-11-21", "12:30", "a1b22c333", "½ ²³ Ⅳ ④", "١٢٣٤", "१२३४५६", "１２３４", "1 2 3", " 12 345", "99%", "$9.99", "n°5",
+    "10⁻³", "㉈ ㊿ 〇", "1st2nd", "\U0001d7ce\U0001d7cf",
 ]
 CODE = [
-    "def f(x):\n    return x + 1\n", "for (int i = 0; i < 10; i++) {\n\tprintf(\"%d\\n\", i);\n}", "a->b::c.d", "if(x!=y&&z<=w)", "x = {'k': [1, 2, 3]}",
-    "// comment\n/* block */", "#include <stdio.h>", "<p class=\"x\">&amp;</p>", "SELECT * FROM t WHERE a='b';", "https://example.org/a?b=c&d=%20#e", "C:\\dir\\file", "snake_case camelCase PascalCase",
-    "__init__", "$var @decorator `tick`", "!!!", "...", "---", "===>", "(((", "[[a]]", "{{x}}", "*bold* _it_ ~~s~~", "a+b-c*d/e", "\\", "\"'`", "'s 't 're 've 'm 'll 'd 'S 'T 'RE", "''s", " 's",
-    "e-mail: x@y.zz", "%s%d%%", "→←≤≥∑√", "«quoted» „so“ ‘x’", "a…b—c–d", "\n\n    if x:\n        y()\n\n", "|a|b|\n|-|-|",
+    "def f(x):\n    return x + 1\n", "for (int i = 0; i < 10; i++) {\n\tprintf(\"%d\\n\", i);\n}", "a->b::c.d",
+    "if(x!=y&&z<=w)", "x = {'k': [1, 2, 3]}", "// comment\n/* block */", "#include <stdio.h>",
+    "<p class=\"x\">&amp;</p>", "SELECT * FROM t WHERE a='b';", "https://example.org/a?b=c&d=%20#e", "C:\\dir\\file",
+    "snake_case camelCase PascalCase", "__init__", "$var @decorator `tick`", "!!!", "...", "---", "===>", "(((",
+    "[[a]]", "{{x}}", "*bold* _it_ ~~s~~", "a+b-c*d/e", "\\", "\"'`", "'s 't 're 've 'm 'll 'd 'S 'T 'RE", "''s", " 's",
+    "e-mail: x@y.zz", "%s%d%%", "→←≤≥∑√", "«quoted» „so“ ‘x’", "a…b—c–d", "\n\n    if x:\n        y()\n\n",
+    "|a|b|\n|-|-|",
 ]
-CONTROL = [NUL, "a" + NUL + "b", NUL * 3, "\x01\x02\x03", "\x7f", "\x1b[31mred\x1b[0m", "a\bb", "\x80\x81", "\u009f", "\ufffd", "\ufffe\uffff", "\U0010ffff", "\ue001", "\u2060\u200d\u200e", "\u00ad-"]
+CONTROL = [
+    NUL, "a" + NUL + "b", NUL * 3, "\x01\x02\x03", "\x7f", "\x1b[31mred\x1b[0m", "a\bb", "\x80\x81", "\u009f", "\ufffd",
+    "\ufffe\uffff", "\U0010ffff", "\ue001", "\u2060\u200d\u200e", "\u00ad-",
+]
 ADDED = [
-    "<s>", "</s>", "<unk>", "<|endoftext|>", "<s>a", "a<s>", "<s> a", "a <s> b", "<s><s>", "  <s>  ", "<s", "s>", "<<s>>", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
-    "a<L>b", "a   <L>   b", "\n<L>", "<L><L>", "  <L>  <L>  ", "a<R>b", "a   <R>   b", "<R>\n\n", "<R>  <R>  x", "a  <B>  b", "<B>", "  <B>", "<B>\u3000\u00a0x", "x\u2003<B>",
-    "mill", "mill mill", "windmill", "mills", "the mill.", "_mill", "mill_", "mill-mill", "5mill", "émill", "mill\u0301", "(mill)", "\u200dmill", "millⒶ", "mill\n", "mill<s>mill",
-    "<one>", "<one><two>", "<one><two", "<one><one><two>", "<on<one>", "<one>two>", "Ñandú", "N\u0303andu\u0301", "aÑandúb", " Ñandú ", "Ñand", "space tok", "a space tok b", "space  tok", "space tokspace tok",
-    "<N>", "a<N>b", " <N> ", "a  <N>  <N>", "₪", "a₪b", "a ₪", "▁", "▁▁", "a▁b", "▁a ▁", " ▁ ", "Ġ", "aĠb", "<0x41>", "<0x0A>x", "<L> <R>", "<R> <L>", "<R>  <B>  <L>",
+    "<s>", "</s>", "<unk>", "<|endoftext|>", "<s>a", "a<s>", "<s> a", "a <s> b", "<s><s>", "  <s>  ", "<s", "s>",
+    "<<s>>", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "a<L>b", "a   <L>   b", "\n<L>", "<L><L>",
+    "  <L>  <L>  ", "a<R>b", "a   <R>   b", "<R>\n\n", "<R>  <R>  x", "a  <B>  b", "<B>", "  <B>", "<B>\u3000\u00a0x",
+    "x\u2003<B>", "mill", "mill mill", "windmill", "mills", "the mill.", "_mill", "mill_", "mill-mill", "5mill",
+    "émill", "mill\u0301", "(mill)", "\u200dmill", "millⒶ", "mill\n", "mill<s>mill", "<one>", "<one><two>", "<one><two",
+    "<one><one><two>", "<on<one>", "<one>two>", "Ñandú", "N\u0303andu\u0301", "aÑandúb", " Ñandú ", "Ñand", "space tok",
+    "a space tok b", "space  tok", "space tokspace tok", "<N>", "a<N>b", " <N> ", "a  <N>  <N>", "₪", "a₪b", "a ₪", "▁",
+    "▁▁", "a▁b", "▁a ▁", " ▁ ", "Ġ", "aĠb", "<0x41>", "<0x0A>x", "<L> <R>", "<R> <L>", "<R>  <B>  <L>",
 ]
-ODD = ["", "a", "A", "é", "日", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "abababababab", "the the the the", "thethethethe", "TheTHEthe", "Anna" * 6, "river" * 3 + "mill", "zzzzzqqqqxxxx", "ß" * 9]
+ODD = [
+    "", "a", "A", "é", "日", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "abababababab", "the the the the",
+    "thethethethe", "TheTHEthe", "Anna" * 6, "river" * 3 + "mill", "zzzzzqqqqxxxx", "ß" * 9,
+]
 
 
 def random_strings(count, seed):
     """Strings of random characters from everywhere, and of random bytes read as UTF-8 with U+FFFD for what is none."""
     rng = random.Random(seed)
     pool = [chr(c) for c in range(1, 0x250)] + list("the and a of  \n\n\t'.,") * 20 + list("0123456789") * 10
-    pool += [chr(rng.randrange(0x250, 0xD7FF)) for _ in range(300)] + [chr(rng.randrange(0x10000, 0x20000)) for _ in range(60)]
+    pool += [chr(rng.randrange(0x250, 0xD7FF)) for _ in range(300)]
+    pool += [chr(rng.randrange(0x10000, 0x20000)) for _ in range(60)]
     texts = ["".join(rng.choice(pool) for _ in range(rng.randint(1, 24))) for _ in range(count)]
-    return texts + [bytes(rng.randrange(256) for _ in range(rng.randint(1, 20))).decode("utf-8", "replace") for _ in range(count)]
+    raw = [bytes(rng.randrange(256) for _ in range(rng.randint(1, 20))) for _ in range(count)]
+    return texts + [one.decode("utf-8", "replace") for one in raw]
 
 
 def strings():
@@ -115,16 +136,19 @@ def strings():
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-DEEPSEEK3 = (r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
-             r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+DEEPSEEK3 = (r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+             r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 CASED = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
          r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
          r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 SPM_DECODER = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
 
 # (content, flags): the same in every shape, so that the strings above meet every flag in every shape
-COMMON = [("<L>", {"lstrip": True}), ("<R>", {"rstrip": True}), ("<B>", {"lstrip": True, "rstrip": True}), ("mill", {"single_word": True}),
-          ("<one>", {}), ("<one><two>", {}), ("₪", {"single_word": True}), ("Ñandú", {"normalized": True}), ("space tok", {"normalized": True}), ("<N>", {"normalized": True})]
+COMMON = [
+    ("<L>", {"lstrip": True}), ("<R>", {"rstrip": True}), ("<B>", {"lstrip": True, "rstrip": True}),
+    ("mill", {"single_word": True}), ("<one>", {}), ("<one><two>", {}), ("₪", {"single_word": True}),
+    ("Ñandú", {"normalized": True}), ("space tok", {"normalized": True}), ("<N>", {"normalized": True}),
+]
 
 
 def split(pattern, behavior="isolated", invert=False):
@@ -144,9 +168,11 @@ def train(pre_tokenizer, vocabulary, special, normalizer=None, spm=False, corpus
         tokenizer.normalizer = normalizer
     if pre_tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizer
-    alphabet = [] if spm else pre_tokenizers.ByteLevel.alphabet()
+    counts = Counter(corpus.replace(" ", "▁").replace("\n", ""))
+    common = sorted(counts, key=lambda character: (-counts[character], character))[:120]
+    alphabet = common if spm else pre_tokenizers.ByteLevel.alphabet()  # named, as ties are cut at random
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet,
-                                  limit_alphabet=120 if spm else 256, show_progress=False, max_token_length=16)
+                                  limit_alphabet=len(alphabet), show_progress=False, max_token_length=16)
     tokenizer.train_from_iterator(corpus.split("\n") * 4, trainer)
     data = json.loads(tokenizer.to_str())
     data["added_tokens"] = [token for token in data["added_tokens"] if not token["content"].startswith("<0x")]
@@ -180,55 +206,81 @@ def finish(data, decoder, post_processor=None, merges="pairs", common=True, **mo
     return data
 
 
-def shapes():
-    """{name: tokenizer.json as a dictionary}."""
-    byte_level, sequence, made = decoders.ByteLevel(), pre_tokenizers.Sequence, {}
-    made["gpt2"] = finish(train(level(True), 600, ["<|endoftext|>"]), byte_level, merges="strings",
-                          post_processor={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True})
-    made["gpt2_prefix"] = finish(train(level(True, True), 500, ["<s>", "</s>"]), byte_level)
+def byte_level_shapes():
+    sequence, digits, byte_level = pre_tokenizers.Sequence, pre_tokenizers.Digits, decoders.ByteLevel()
+    offsets = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+    chat, made = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], {}
 
+    data = train(level(True), 600, ["<|endoftext|>"])
+    made["gpt2"] = finish(data, byte_level, offsets, merges="strings")
+    data = train(level(True, True), 500, ["<s>", "</s>"])
+    made["gpt2_prefix"] = finish(data, byte_level)
     data = train(sequence([split(LLAMA3), level(False)]), 700, ["<s>", "</s>"])
     del data["model"]["merges"][::9]  # tokens that only ignore_merges reaches
-    made["llama3"] = finish(data, byte_level, ignore_merges=True, post_processor={
-        "type": "Sequence", "processors": [{"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}, template(data, ["<s>"])]})
-    data = train(sequence([split(QWEN2), level(False)]), 700, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], normalizers.NFC())
+    both = {"type": "Sequence", "processors": [offsets, template(data, ["<s>"])]}
+    made["llama3"] = finish(data, byte_level, both, ignore_merges=True)
+    data = train(sequence([split(QWEN2), level(False)]), 700, chat, normalizers.NFC())
     made["qwen2"] = finish(data, byte_level, merges="strings")
-    made["smollm2"] = finish(train(sequence([pre_tokenizers.Digits(True), level(True)]), 600, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]), byte_level)
-    made["starcoder"] = finish(train(sequence([pre_tokenizers.Digits(False), level(True)]), 500, ["<|endoftext|>", "<s>"]), byte_level, merges="strings")
-    made["deepseek3"] = finish(train(sequence([split(r"\p{N}{1,3}"), split("[一-龥぀-ゟ゠-ヿ]+"), split(DEEPSEEK3), level(False)]), 700, ["<s>", "</s>"]), byte_level)
-    data = train(sequence([split(r"[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"), split("[一-龥ࠀ-一가-\ud7ff]+"), pre_tokenizers.Digits(True), level(False)]), 500, ["<s>", "</s>"])
-    made["deepseek1"] = finish(data, byte_level, post_processor=template(data, ["<s>", "</s>"], ["</s>"]))
+    data = train(sequence([digits(True), level(True)]), 600, chat)
+    made["smollm2"] = finish(data, byte_level)
+    data = train(sequence([digits(False), level(True)]), 500, ["<|endoftext|>", "<s>"])
+    made["starcoder"] = finish(data, byte_level, merges="strings")
+    splits = [split(r"\p{N}{1,3}"), split("[一-龥぀-ゟ゠-ヿ]+"), split(DEEPSEEK3)]
+    data = train(sequence([*splits, level(False)]), 700, ["<s>", "</s>"])
+    made["deepseek3"] = finish(data, byte_level)
+    splits = [split(r"[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"), split("[一-龥ࠀ-一가-\ud7ff]+")]
+    data = train(sequence([*splits, digits(True), level(False)]), 500, ["<s>", "</s>"])
+    made["deepseek1"] = finish(data, byte_level, template(data, ["<s>", "</s>"], ["</s>"]))
     made["cased"] = finish(train(sequence([split(CASED), level(False)]), 500, ["<s>"]), byte_level)
+    return made
 
-    spm = lambda scheme: normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]) if scheme else None
-    data = train(None, 900, ["<unk>", "<s>", "</s>"], spm(True), spm=True)
-    made["llama2"] = finish(data, decoders.Sequence(SPM_DECODER), template(data, ["<s>"]), merges="strings")
-    data = train(pre_tokenizers.Metaspace("▁", "first", False), 900, ["<unk>", "<s>", "</s>"], spm=True)
-    made["mistral"] = finish(data, decoders.Sequence(SPM_DECODER), template(data, ["<s>"]))
-    data = train(pre_tokenizers.Metaspace("▁", "always", True), 700, ["<unk>", "<s>"], spm=True)
+
+def sentencepiece_shapes():
+    metaspace, spaces = pre_tokenizers.Metaspace, [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    decoder, made = decoders.Sequence(SPM_DECODER), {}
+
+    data = train(None, 900, ["<unk>", "<s>", "</s>"], normalizers.Sequence(spaces), spm=True)
+    made["llama2"] = finish(data, decoder, template(data, ["<s>"]), merges="strings")
+    data = train(metaspace("▁", "first", False), 900, ["<unk>", "<s>", "</s>"], spm=True)
+    made["mistral"] = finish(data, decoder, template(data, ["<s>"]))
+    data = train(metaspace("▁", "always", True), 700, ["<unk>", "<s>"], spm=True)
     made["metaspace"] = finish(data, decoders.Metaspace("▁", "always", True))
-    data = train(None, 500, ["<unk>", "<s>"], normalizers.Sequence([normalizers.NFKC(), normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]), spm=True)
+    changes = [normalizers.NFKC(), normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    data = train(None, 500, ["<unk>", "<s>"], normalizers.Sequence(changes), spm=True)
     made["no_bytes"] = finish(data, decoders.Fuse(), byte_fallback=False, fuse_unk=False)
-
-    data = train(None, 600, ["<unk>"], spm(True), spm=True)  # bytes from 0xE0 on are unknown
+    data = train(None, 600, ["<unk>"], normalizers.Sequence(spaces), spm=True)  # bytes from 0xE0 on are unknown
     known = [token for token in data["model"]["vocab"] if not "<0xE0>" <= token <= "<0xFF>"]
     data["model"]["vocab"] = {token: id for id, token in enumerate(known)}  # (the library wants ids without gaps)
-    made["some_bytes"] = finish(data, decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Strip("e", 2, 0)]))
-
-    # variations that are not found in the wild together, on vocabularies from above
-    load = lambda part: json.loads(part.__getstate__())
-    metaspace = pre_tokenizers.Metaspace
-    made["first_pieces"] = {**made["mistral"], "normalizer": load(normalizers.Strip(left=True, right=False)), "decoder": load(decoders.Metaspace("▁", "first")),
-                            "pre_tokenizer": load(sequence([split("[,;] ?", "merged_with_previous"), metaspace("▁", "first", True)]))}
-    made["never"] = {**made["mistral"], "normalizer": load(normalizers.Strip(left=False, right=True)), "decoder": load(decoders.Metaspace("▁", "never")),
-                     "pre_tokenizer": load(metaspace("▁", "never", True))}
-    behaviors = [split(" ", "removed"), split("[aeiou]", "merged_with_previous"), split("[0-9]", "merged_with_next"), split(r"\p{P}", "contiguous"),
-                 split("[a-zäöü]+|[A-Z]", "isolated", True), split("[Α-Ωα-ω]", "contiguous", True), pre_tokenizers.Split("th", "merged_with_next"),
-                 level(False, True)]
-    made["behaviors"] = {**made["gpt2_prefix"], "pre_tokenizer": load(sequence(behaviors)), "decoder": None}
-    words = [split(r"^\d|\d$|\p{Katakana}+", "removed"), split(r"\s", "removed"), split("(?=[A-Z])", "isolated"), split("[^k-p]", "removed", True), level(False)]
-    made["words"] = {**made["gpt2_prefix"], "pre_tokenizer": load(sequence(words))}
+    made["some_bytes"] = finish(data, decoders.Sequence([*SPM_DECODER[:2], decoders.Strip("e", 2, 0)]))
     return made
+
+
+def variations(made):
+    """What is not found in the wild together, on vocabularies made above."""
+    load, sequence = lambda part: json.loads(part.__getstate__()), pre_tokenizers.Sequence
+    metaspace = pre_tokenizers.Metaspace
+    behaviors = [split(" ", "removed"), split("[aeiou]", "merged_with_previous"), split("[0-9]", "merged_with_next"),
+                 split(r"\p{P}", "contiguous"), split("[a-zäöü]+|[A-Z]", "isolated", True),
+                 split("[Α-Ωα-ω]", "contiguous", True), pre_tokenizers.Split("th", "merged_with_next"),
+                 level(False, True)]
+    words = [split(r"^\d|\d$|\p{Katakana}+", "removed"), split(r"\s", "removed"), split("(?=[A-Z])"),
+             split("[^k-p]", "removed", True), level(False)]
+    pieces = [split("[,;] ?", "merged_with_previous"), metaspace("▁", "first", True)]
+    return {
+        "behaviors": {**made["gpt2_prefix"], "pre_tokenizer": load(sequence(behaviors)), "decoder": None},
+        "words": {**made["gpt2_prefix"], "pre_tokenizer": load(sequence(words))},
+        "first_pieces": {**made["mistral"], "normalizer": load(normalizers.Strip(left=True, right=False)),
+                         "pre_tokenizer": load(sequence(pieces)), "decoder": load(decoders.Metaspace("▁", "first"))},
+        "never": {**made["mistral"], "normalizer": load(normalizers.Strip(left=False, right=True)),
+                  "pre_tokenizer": load(metaspace("▁", "never", True)),
+                  "decoder": load(decoders.Metaspace("▁", "never"))},
+    }
+
+
+def shapes():
+    """{name: tokenizer.json as a dictionary}."""
+    made = {**byte_level_shapes(), **sentencepiece_shapes()}
+    return {**made, **variations(made)}
 
 
 def expected(tokenizer, texts):
