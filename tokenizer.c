@@ -99,6 +99,8 @@ typedef struct {
     bool failed;
 } Error;
 
+static size_t utf8_valid(const char *s, size_t n);
+
 static void fail(Error *error, const char *format, ...) {
     if (error->failed) return;
     error->failed = true;
@@ -111,6 +113,7 @@ static void fail(Error *error, const char *format, ...) {
     va_end(arguments);
     for (char *c = error->text; *c; c++)
         if ((unsigned char)*c < 32 || *c == 127) *c = '?';
+    for (size_t n = strlen(error->text), at; (at = utf8_valid(error->text, n)) < n;) error->text[at] = '?';  // cut ones
 }
 
 // Makes room for `need` items of `item` bytes; on failure `data` stays as it is.

@@ -3,7 +3,7 @@
 //   clang++ -g -O1 -fsanitize=fuzzer,address,undefined tests/fuzz_tokenizer.cpp tokenizer.o -lcjson -lpcre2-8
 //   -lutf8proc
 //   ./a.out -max_len=20000 -timeout=10 CORPUS tests/fixtures/tokenizers
-// What it checks: no crash, leak or undefined behaviour; errors are one line; ids lie in the vocabulary; a stream
+// What it checks: no crash, leak or undefined behaviour; errors are one line of UTF-8; ids lie in the vocabulary; a stream
 // gives whole characters, and together what decoding at once gives.
 #include <cstdint>
 #include <cstdlib>
@@ -16,8 +16,6 @@ static void require(bool holds) {
     if (!holds) abort();
 }
 
-static void require_one_line(const char *error) { require(error[0] && !strchr(error, '\n')); }
-
 static bool is_utf8(const std::string &text) {
     const unsigned char *s = (const unsigned char *)text.data(), *end = s + text.size();
     while (s < end) {
@@ -29,6 +27,8 @@ static bool is_utf8(const std::string &text) {
     }
     return true;
 }
+
+static void require_one_line(const char *error) { require(error[0] && !strchr(error, '\n') && is_utf8(error)); }
 
 static void check_decoding(const Tokenizer *t, const int *ids, int count, bool skip) {
     TokenizerStream *stream = tokenizer_stream_begin(t, skip);

@@ -298,6 +298,9 @@ TEST_CASE("a broken tokenizer.json is refused in one line that says what is wron
         {"\"a\":0", "\"\xFF\":0", "not UTF-8"},
         {"\"a\":0", "\"\\u0000\":0", "\\u0000"},
         {"\"BPE\"", "\"Unigram\"", "model of type Unigram, supported are: BPE"},
+        {"\"BPE\"", "\"" + replaced(std::string(40, 'x'), "x", "\xC3\xA9") + "e\\n\"",
+         "model of type \xC3\xA9\xC3\xA9"},
+        {"\"BPE\"", "\"x" + replaced(std::string(40, 'x'), "x", "\xC3\xA9") + "\"", "?, supported are: BPE"},
         {"\"BPE\"", "7", "type is missing or not a string"},
         {"\"dropout\":null", "\"dropout\":0.1", "dropout"},
         {"prefix\":null", "prefix\":\"##\"", "continuing_subword_prefix"},
@@ -389,6 +392,7 @@ TEST_CASE("a broken tokenizer.json is refused in one line that says what is wron
         CHECK(error.find("tokenizer.json: ") == 0);
         CHECK_MESSAGE(error.find(one.says) != std::string::npos, error);
         CHECK(error.find('\n') == std::string::npos);
+        CHECK(whole_characters(error));
         char tiny[8] = "1234567";  // an error that does not fit is cut
         CHECK(tokenizer_parse(json.data(), json.size(), "x", tiny, 4) == nullptr);
         CHECK(std::string(tiny + 4) == "567");
