@@ -374,6 +374,8 @@ TEST_CASE("both spellings of a config say the same") {
     const char *llama3 = R"({"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4})";
     CHECK(parse(config_text({{"rope_scaling", llama3}, {"max_position_embeddings", "777"}})).rope.original_context ==
           777);
+    CHECK(parse(config_text({{"rope_scaling", llama3}, {"original_max_position_embeddings", "333"}}))
+              .rope.original_context == 333);
 }
 
 TEST_CASE("end ids: generation_config.json goes before config.json") {
@@ -489,6 +491,23 @@ TEST_CASE("a model can be moved; its tensors stay where they are") {
     CHECK(moved.layers[1].down.weight.data == data);
     CHECK(value_at(moved.layers[1].down.weight, 5) == value);
     CHECK(moved.files.size() == 3);
+}
+
+TEST_CASE("nothing stays open or mapped, whether it loads or not") {
+    auto open_files = [] { return std::distance(fs::directory_iterator("/proc/self/fd"), fs::directory_iterator()); };
+    auto mapped = [] { return slurp("/proc/self/maps").find(".safetensors") != std::string::npos; };
+    const auto before = open_files();
+    {
+        Model model = load_model(fixtures + "llama_sharded");
+        CHECK(open_files() == before);
+        CHECK(mapped());
+    }
+    Scratch scratch;
+    copy_fixture("llama_sharded", scratch);
+    spill(scratch / "model-00003-of-00003.safetensors", "short");
+    CHECK(error_of([&] { load_model(scratch.str()); }) != "");
+    CHECK(open_files() == before);
+    CHECK_FALSE(mapped());
 }
 
 // ---- A broken directory --------------------------------------------------------------------------------------------
