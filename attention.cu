@@ -202,7 +202,7 @@ inline void attend_split(Partial *partials, float *values, const float *query, c
     int group = heads.group(), queries = tile.count * group, value_width = cache.values.width;
     int origin = split * split_positions, end = std::min(origin + split_positions, tile.position + tile.count);
     int begin = std::max(origin, first_visible(tile.position, window));
-    thread_local std::vector<float> scores;
+    thread_local Floats scores;
     thread_local std::vector<const float *> vectors;
     scores.resize((size_t)queries * split_positions);
     vectors.resize(queries);
@@ -233,7 +233,7 @@ struct AttentionPlan {
     bool share_splits = false;  // few tiles: threads take single splits, which are merged afterwards
     int queries = 0, value_width = 0;
     std::vector<Partial> partials;  // (tile, kv_head, split, query)
-    std::vector<float> values;      // (tile, kv_head, split, query, value_width)
+    Floats values;                  // (tile, kv_head, split, query, value_width)
     size_t index(int tile, int kv_head, int split) const {
         return (((size_t)tile * heads.kv + kv_head) * splits + split) * queries;
     }
@@ -273,7 +273,7 @@ inline void attend_tile(float *out, const float *query, const AttentionPlan &pla
                         const Cache &cache, int layer, int window) {
     int queries = tile.count * plan.heads.group(), width = plan.value_width;
     thread_local std::vector<Partial> total, part;
-    thread_local std::vector<float> total_values, part_values;
+    thread_local Floats total_values, part_values;
     total.assign(queries, Partial());
     part.resize(queries);
     total_values.resize((size_t)queries * width);

@@ -113,8 +113,12 @@ inline void dot_tile(float *out, size_t out_stride, StoredRows<Format> rows, con
         step([&](int r) { return rows.load(r, i); }, [&](int v) { return load(vectors[v] + i); });
     if (int rest = width - i)
         step([&](int r) { return rows.load_part(r, i, rest); }, [&](int v) { return load_part(vectors[v] + i, rest); });
-    for (int v = 0; v < Vectors; v++)
-        for (int r = 0; r < Rows; r++) out[v * out_stride + r] = sum(sums[v][r]);
+    for (int v = 0; v < Vectors; v++) {
+        float *to = out + v * out_stride;
+        int r = 0;
+        for (; r + 4 <= Rows; r += 4) sum4(to + r, sums[v][r], sums[v][r + 1], sums[v][r + 2], sums[v][r + 3]);
+        for (; r < Rows; r++) to[r] = sum(sums[v][r]);
+    }
 }
 
 // The same for any number of rows and vectors, in tiles.
@@ -184,10 +188,10 @@ inline void linear(float *y,              // (count, outputs)
                    const Linear &linear,  // weight (outputs, inputs)
                    int count, Store store = Store::set) {
     using Wide = StoredRows<PlainRow<float>>;
-    constexpr int block_rows = 64;  // x 1,536 inputs x 4 bytes = 384 KiB, in the L2 of one core
+    const int block_rows = count > tile_vectors ? 32 : 16;
     int outputs = (int)linear.weight.rows, inputs = (int)linear.weight.cols;
     bool widen = count > tile_vectors && linear.weight.type != DType::f32;
-    thread_local std::vector<float> wide, out;
+    thread_local Floats wide, out;
     thread_local std::vector<const float *> vectors;
     wide.resize(widen ? (size_t)block_rows * inputs : 0);
     out.resize((size_t)block_rows * count);

@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <new>
+#include <vector>
 #if defined(__AVX2__)
 #pragma GCC diagnostic push  // g++ 12 takes its own _mm512_undefined_ps() for a mistake of ours (GCC bug 105593)
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -211,6 +213,23 @@ inline float sum(Vec a) {
     return piece_sum(a.piece[0]);
 }
 
+// out[0..4) = the sums of four vectors, each folded as sum() does. Together they take 14 instructions instead of 36,
+// which is 5 % of the prefill of a model 576 wide.
+inline void sum4(float *out, Vec a, Vec b, Vec c, Vec d) {
+#if defined(__AVX512F__)
+    __m512 x = a.piece[0], y = b.piece[0], z = c.piece[0], w = d.piece[0];
+    x = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));  // 8 lanes of x, 8 of y
+    z = _mm512_add_ps(_mm512_shuffle_f32x4(z, w, 0x44), _mm512_shuffle_f32x4(z, w, 0xee));
+    x = _mm512_add_ps(_mm512_shuffle_f32x4(x, z, 0x88), _mm512_shuffle_f32x4(x, z, 0xdd));  // 4 lanes of each
+    x = _mm512_add_ps(x, _mm512_permute_ps(x, 0x4e));
+    x = _mm512_add_ps(x, _mm512_permute_ps(x, 0xb1));
+    const __m512i firsts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, x)));
+#else
+    out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
+#endif
+}
+
 inline float largest(Vec a) {
     float lane[lanes];
     store(lane, a);
@@ -249,6 +268,22 @@ inline void axpy(float *y, float factor, const Number *x, int n) {
     for (; i + lanes <= n; i += lanes) store(y + i, fma(set(factor), load(x + i), load(y + i)));
     if (i < n) store_part(y + i, fma(set(factor), load_part(x + i, n - i), load_part(y + i, n - i)), n - i);
 }
+
+// ---- Floats ------------------------------------------------------------------------------------------------
+
+// Starts on a cache line: otherwise every load of 16 lanes would touch two lines.
+template <class T>
+struct CacheLineAligned {
+    using value_type = T;
+    CacheLineAligned() = default;
+    template <class U>
+    explicit CacheLineAligned(const CacheLineAligned<U> &) {}
+    T *allocate(size_t count) { return (T *)::operator new(count * sizeof(T), std::align_val_t(64)); }
+    void deallocate(T *p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+    bool operator==(const CacheLineAligned &) const { return true; }
+    bool operator!=(const CacheLineAligned &) const { return false; }
+};
+using Floats = std::vector<float, CacheLineAligned<float>>;
 
 // ---- Rows --------------------------------------------------------------------------------------------------
 
