@@ -388,7 +388,7 @@ inline void read_rope(const Section &config, Config &out) {
     const char *name = rope.name.c_str();
     for (const cJSON *item = rope.object ? rope.object->child : nullptr; item; item = item->next) {
         if (cJSON_IsObject(item))
-            fail("%s: %s: rope parameters per layer type are not supported", name, printable(item->string).c_str());
+            rope.refuse(printable(item->string).c_str(), item, "no object: one RoPE for all layers");
     }
     if (rope.number("partial_rotary_factor", 0, 1, config.number("partial_rotary_factor", 0, 1, 1)) != 1) {
         fail("%s: partial_rotary_factor is not supported; supported is 1", config.name.c_str());

@@ -2,17 +2,35 @@
 //   clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined tests/fuzz_model.cpp -lcjson -o fuzz_model
 //   ./fuzz_model -max_total_time=60 -max_len=8192
 // An input is three parts, split by NUL bytes: config, generation config, weights. Weights that begin with '{' are a
-// header and, behind another NUL, data; the length in front is put there, so that a header can grow and still be read.
-// No seeds are needed: the mutator starts from small whole checkpoints of each family and comes back to them.
+// header alone: its length is put in front and as much data behind it as the largest number in it says, so that one
+// changed number is enough to come past the checks that compare numbers with the file's size.
+// No seeds are needed: the mutator starts from small whole checkpoints of each family, and comes back to them.
 #include <cstdlib>
 
 #include "../model.h"
 
 extern "C" size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t max_size);
 
-static std::string with_length(const std::string &header) {
+// The runs of digits in a text: (where, how many).
+static std::vector<std::pair<size_t, size_t>> numbers_in(const std::string &text) {
+    std::vector<std::pair<size_t, size_t>> runs;
+    for (size_t i = 0; i < text.size(); i++) {
+        if (!isdigit((unsigned char)text[i])) continue;
+        size_t end = text.find_first_not_of("0123456789", i);
+        runs.push_back({i, (end == std::string::npos ? text.size() : end) - i});
+        i += runs.back().second;
+    }
+    return runs;
+}
+
+static std::string whole_file(const std::string &header) {
+    size_t data = 0;
+    for (auto [at, length] : numbers_in(header)) {
+        size_t number = strtoull(header.substr(at, length).c_str(), nullptr, 10);
+        if (number <= 65536) data = std::max(data, number);
+    }
     uint64_t size = header.size();
-    return std::string((const char *)&size, sizeof size) + header;
+    return std::string((const char *)&size, sizeof size) + header + std::string(data, '?');
 }
 
 // A checkpoint of one layer, 4 wide, 2 heads on 1, that loads.
@@ -55,18 +73,40 @@ static std::string small_checkpoint(const Family &family) {
         "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":1,"
         "\"high_freq_factor\":4,\"original_max_position_embeddings\":16}}";
     const std::string nul(1, '\0');
-    return config + nul + "{\"eos_token_id\":2,\"bos_token_id\":1}" + nul + header + "}" + nul +
-           std::string((size_t)offset, '?');
+    return config + nul + "{\"eos_token_id\":2,\"bos_token_id\":1}" + nul + header + "}";
+}
+
+// Another number in the place of one: near it, twice it, elsewhere in the text, or at an edge.
+static std::string change_number(std::string text, unsigned seed) {
+    auto runs = numbers_in(text);
+    if (runs.empty()) return text;
+    auto [at, length] = runs[seed % runs.size()];
+    auto [from, count] = runs[seed / 7 % runs.size()];
+    const unsigned long long number = strtoull(text.substr(at, length).c_str(), nullptr, 10);
+    const std::string choices[] = {std::to_string(number + 1),
+                                   std::to_string(number - 1),
+                                   std::to_string(number * 2),
+                                   std::to_string(number / 2),
+                                   text.substr(from, count),
+                                   std::to_string(number + 8),
+                                   std::to_string(number - 8),
+                                   "0",
+                                   "2147483648",
+                                   "4294967296",
+                                   "9007199254740992",
+                                   "18446744073709551616",
+                                   "-1",
+                                   "1.5"};
+    return text.replace(at, length, choices[seed / 11 % std::size(choices)]);
 }
 
 extern "C" size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsigned int seed) {
-    if (size < 64 || seed % 500 == 0) {
-        std::string start = small_checkpoint(families[seed / 500 % std::size(families)]);
-        size = std::min(start.size(), max_size);
-        memcpy(data, start.data(), size);
-        if (seed % 3 == 0) return size;
-    }
-    return LLVMFuzzerMutate(data, size, max_size);
+    std::string input((const char *)data, size);
+    if (size < 64 || seed % 500 == 0) input = small_checkpoint(families[seed / 500 % std::size(families)]);
+    if (seed % 2) input = change_number(input, seed / 2);
+    size = std::min(input.size(), max_size);
+    memcpy(data, input.data(), size);
+    return seed % 2 || seed % 3 == 0 ? size : LLVMFuzzerMutate(data, size, max_size);
 }
 
 // Reads every byte a tensor claims to have, so that the sanitizer sees a claim that is too large.
@@ -111,11 +151,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         part = input.substr(from, end == std::string::npos ? end : end - from);
         from = end == std::string::npos ? input.size() : end + 1;
     }
-    if (!parts[2].empty() && parts[2][0] == '{') {
-        size_t end = parts[2].find('\0');
-        std::string rest = end == std::string::npos ? "" : parts[2].substr(end + 1);
-        parts[2] = with_length(parts[2].substr(0, end)) + rest;
-    }
+    if (!parts[2].empty() && parts[2][0] == '{') parts[2] = whole_file(parts[2]);
     try {
         load(parts[0], parts[1], parts[2]);
     } catch (const Error &error) {

@@ -707,10 +707,11 @@ TEST_CASE("rope scaling that is not supported, or half of one") {
     check_contains(line(R"({"type": 5})"), "rope_scaling: type is 5, expected a text");
     check_contains(line("[]"), "rope_scaling is [], expected an object");
     check_contains(line("\"linear\""), "rope_scaling is \"linear\", expected an object");
-    check_contains(error_of([] {
-                       parse(config_text({{"rope_parameters", R"({"full_attention": {"rope_type": "default"}})"}}));
-                   }),
-                   "rope_parameters: full_attention: rope parameters per layer type are not supported");
+    check_contains(
+        error_of([] {
+            parse(config_text({{"rope_parameters", R"({"full_attention": {"rope_type": "default"}})"}}));
+        }),
+        "rope_parameters: full_attention is {\"rope_type\":\"default\"}, expected no object: one RoPE for all layers");
     CHECK(line("{}") == "");
 }
 
