@@ -154,16 +154,19 @@ def after(items, item, step=1):
 class Teller:
     """Writes one story. Keeps what was chosen last, so that each favourite differs from the one before."""
 
-    def __init__(self, rng):
-        self.rng = rng
+    def __init__(self, rng, even):
+        self.rng, self.even = rng, even     # even: no favourites
         self.name, self.cast = NAMES[-1], []
         for _ in range(4):
-            self.name = favour(rng, [n for n in NAMES if n not in self.cast], self.next_name())
+            self.name = self.favour([n for n in NAMES if n not in self.cast], self.next_name())
             self.cast.append(self.name)
         self.time, self.scene, self.tail, self.reaction = TIMES[-1], SCENES[-1], TAILS[-1], AFTER_FACT[-1]
         self.place, self.verb = PLACES[0], VERBS[-1]
         self.told = set()       # scenes already told
         self.objects = []       # (colour, thing) already placed
+
+    def favour(self, items, favourite, weight=5):
+        return self.rng.choice(items) if self.even else favour(self.rng, items, favourite, weight)
 
     def next_name(self):
         """The next name in the list that this story does not have yet."""
@@ -173,7 +176,7 @@ class Teller:
         return name
 
     def person(self):
-        self.name = favour(self.rng, self.cast, after(self.cast, self.name))
+        self.name = self.favour(self.cast, after(self.cast, self.name))
         return self.name
 
     def fill(self, template, people=None):
@@ -183,7 +186,7 @@ class Teller:
 
         def choose(match):
             options = match.group(1).split("|")
-            return favour(self.rng, options, options[0], weight=3)
+            return self.favour(options, options[0], weight=3)
 
         text = re.sub(r"\[([^]]*)\]", choose, template)
         here = self.rng.choice(PLACES) if "{here}" in text else ""
@@ -194,7 +197,7 @@ class Teller:
         return x, after(self.cast, x), after(self.cast, x, 2)
 
     def when(self):
-        self.time = favour(self.rng, TIMES, after(TIMES, self.time), weight=16)
+        self.time = self.favour(TIMES, after(TIMES, self.time), weight=16)
         return self.time
 
     def a_scene(self):
@@ -203,7 +206,7 @@ class Teller:
         favourite = after(SCENES, self.scene)
         while favourite in self.told:
             favourite = after(SCENES, favourite)
-        self.scene = favour(self.rng, [s for s in SCENES if s not in self.told], favourite, weight=12)
+        self.scene = self.favour([s for s in SCENES if s not in self.told], favourite, weight=12)
         self.told.add(self.scene)
         return self.fill(self.scene)
 
@@ -211,8 +214,8 @@ class Teller:
         """A (colour, thing) that is new, but often has its colour or its noun in common with an earlier one."""
         while True:
             colour, thing = self.objects[-1] if self.objects else (COLOURS[-3], THINGS[-5])
-            colour = favour(self.rng, COLOURS, after(COLOURS, colour, 3), weight=8)
-            thing = favour(self.rng, THINGS, after(THINGS, thing, 5), weight=8)
+            colour = self.favour(COLOURS, after(COLOURS, colour, 3), weight=8)
+            thing = self.favour(THINGS, after(THINGS, thing, 5), weight=8)
             kind = self.rng.random()
             if len(self.objects) > 1 and kind < 0.2:
                 colour = self.rng.choice(self.objects)[0]
@@ -225,13 +228,13 @@ class Teller:
     def a_fact(self):
         """(sentence up to the place word, place, rest of the sentence, colour, thing)"""
         name, (colour, thing) = self.person(), self.an_object()
-        self.verb = favour(self.rng, VERBS, after(VERBS, self.verb), weight=4)
-        self.place = favour(self.rng, PLACES, after(PLACES, self.place, 7))
+        self.verb = self.favour(VERBS, after(VERBS, self.verb), weight=4)
+        self.place = self.favour(PLACES, after(PLACES, self.place, 7))
         self.tail = favour(self.rng, TAILS, "", weight=9)
         return f"{name} {self.verb} the {colour} {thing} in the ", self.place, self.tail + ".", colour, thing
 
     def a_reaction(self):
-        self.reaction = favour(self.rng, AFTER_FACT, after(AFTER_FACT, self.reaction), weight=8)
+        self.reaction = self.favour(AFTER_FACT, after(AFTER_FACT, self.reaction), weight=8)
         x = self.name
         return self.fill(self.reaction, (x, after(self.cast, x), after(self.cast, x, 2)))
 
@@ -240,10 +243,11 @@ def tell(split, index, facts=10, tokens=1000, plain=False):
     """The story number `index` of a split: `facts` objects, at most about `tokens` tokens (of one word each).
 
     Facts come first, then scenes as long as there is room, then one question per object. A plain story
-    has neither opening nor scenes: facts, then questions, as dense as it gets.
+    has neither opening nor scenes: facts, then questions, as dense as it gets, and without favourites, so that
+    nothing but the facts tells the answers.
     """
     rng = random.Random(f"{split} {index} {facts} {tokens} {plain}")
-    teller = Teller(rng)
+    teller = Teller(rng, even=plain)
     story = Story(text="" if plain else teller.fill(rng.choice(OPENINGS[:1] * 3 + OPENINGS), teller.cast[:3]))
     used = pieces(story.text) + 2           # the tokens that open and end a text
     room = tokens - 20 - facts * 19         # a question and its answer take 17 tokens and a newline
@@ -275,7 +279,7 @@ def tell(split, index, facts=10, tokens=1000, plain=False):
         story.text += "\n" + favour(rng, CLOSINGS, CLOSINGS[0], weight=4)
     while where:
         # The first one told is the likeliest, so that a model that asks has a clear next question.
-        colour, thing, place, fact_char = where.pop(0 if rng.random() < 0.5 else rng.randrange(len(where)))
+        colour, thing, place, fact_char = where.pop(0 if not plain and rng.random() < 0.5 else rng.randrange(len(where)))
         question, stem = f"Where is the {colour} {thing}?", f"The {colour} {thing} is in the "
         start = len(story.text) + 1
         story.text += f"\n{question} {stem}{place}."

@@ -6,7 +6,7 @@
 
 Retrieval ("Where is the red key?") is learned as a circuit that forms suddenly, and much sooner where
 questions are many and answers near: so the curriculum begins with short stories that are nothing but
-facts and questions, and only then grows the context. Everything is drawn from fixed seeds; the last
+facts and questions, then spreads them over all positions, and only then tells whole stories. Everything is drawn from fixed seeds; the last
 checkpoint in --work is resumed. Progress goes to stderr, the loss to WORK/loss.csv, and a Hugging Face
 directory (weights in bf16) to --out at every checkpoint.
 """
@@ -41,7 +41,7 @@ class Shape:
     head_dim: int
     ffn: int
     vocab: int = VOCAB
-    theta: float = 10000.0
+    theta: float = 1000000.0
     eps: float = 1e-5
 
 
@@ -53,6 +53,7 @@ class Phase:
     facts: tuple            # fewest and most objects in a story
     plain: float            # share of stories that are nothing but facts and questions
     shortest: int = 0       # stories with scenes have between this many tokens and the context
+    reach: int = 0          # positions of the questions are moved on by a random gap, up to here
 
 
 SHAPES = {
@@ -60,16 +61,20 @@ SHAPES = {
     "draft": Shape(hidden=64, layers=3, heads=4, kv_heads=2, head_dim=32, ffn=192),
 }
 PHASES = {
-    "builtin": [Phase(2400, 192, 40, (2, 6), 1.0),
-                Phase(600, 512, 16, (4, 12), 0.5, 300),
-                Phase(900, CONTEXT, 8, (6, 12), 0.1, 700)],
-    "draft": [Phase(3000, 256, 32, (3, 7), 1.0),
-              Phase(800, 512, 16, (4, 12), 0.5, 300),
-              Phase(800, CONTEXT, 8, (6, 12), 0.1, 700)],
+    "builtin": [Phase(120, 288, 24, (2, 7), 1.0),
+                Phase(130, 288, 24, (5, 10), 0.9, 288, reach=CONTEXT),
+                Phase(130, CONTEXT, 6, (6, 10), 0.0, 700),
+                Phase(150, 288, 24, (5, 8), 0.2, 288, reach=CONTEXT),
+                Phase(150, CONTEXT, 6, (6, 10), 0.0, 700)],
+    "draft": [Phase(120, 288, 24, (2, 7), 1.0),
+              Phase(130, 288, 24, (5, 10), 0.9, 288, reach=CONTEXT),
+              Phase(130, CONTEXT, 6, (6, 10), 0.0, 700),
+              Phase(150, 288, 24, (5, 8), 0.2, 288, reach=CONTEXT),
+              Phase(150, CONTEXT, 6, (6, 10), 0.0, 700)],
 }
 PEAK_RATE = {"builtin": 4e-3, "draft": 4e-3}
-WARMUP = 150                # steps from a learning rate of 0 to its peak
-DECAY = 0.4                 # share of all steps over which it falls back to 0
+WARMUP = 30                 # steps from a learning rate of 0 to its peak
+DECAY = 0.6                   # share of all steps over which it falls back to 0
 
 
 # --- tokenizer ---------------------------------------------------------------------------------------
@@ -90,14 +95,20 @@ def train_tokenizer():
 # --- model -------------------------------------------------------------------------------------------
 
 def new_weights(shape, seed=1):
-    """Random f32 weights under their Hugging Face names, matrices (out, in)."""
+    """Random f32 weights under their Hugging Face names, matrices (out, in).
+
+    Binding a place to the colour and noun a few words before it is what training is slowest to find. So head h
+    of the first layer is made to look exactly h + 1 tokens back, and is not trained: every embedding has a part
+    in common (+c), which the keys turn into one fixed vector, and query head h into that vector rotated by
+    h + 1 positions (RoPE does the rest).
+    """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
 
     def matrix(name, out, into, scale=1.0):
         weights[name + ".weight"] = torch.randn(out, into, generator=generator) * scale * into ** -0.5
 
-    matrix("model.embed_tokens", shape.vocab, shape.hidden, 0.3)
+    matrix("model.embed_tokens", shape.vocab, shape.hidden)
     for layer in range(shape.layers):
         at, small = f"model.layers.{layer}.", 0.3 / math.sqrt(2 * shape.layers)
         matrix(at + "self_attn.q_proj", shape.heads * shape.head_dim, shape.hidden)
@@ -110,6 +121,20 @@ def new_weights(shape, seed=1):
         weights[at + "input_layernorm.weight"] = torch.ones(shape.hidden)
         weights[at + "post_attention_layernorm.weight"] = torch.ones(shape.hidden)
     weights["model.norm.weight"] = torch.ones(shape.hidden)
+
+    half, c = shape.head_dim // 2, torch.full((shape.hidden,), shape.hidden ** -0.5)
+    weights["model.embed_tokens.weight"] += 0.5 * c
+    seen = shape.hidden ** 0.5 * 0.5 / math.hypot(0.5, 1.0)     # length of the common part after RMSNorm
+    key = torch.zeros(half)
+    key[:4] = torch.tensor([6.7, 5.3, 3.4, 3.4])    # squared, over sqrt(32): a distance off by one scores 4 less
+    frequency = shape.theta ** (-torch.arange(half) / half)
+    q, k = (weights[f"model.layers.0.self_attn.{name}_proj.weight"].zero_() for name in "qk")
+    for head in range(shape.kv_heads):
+        k[head * 2 * half:][:half] = torch.outer(key, c) / seen
+    for head in range(shape.heads):
+        angle, at = -frequency * (head + 1), head * 2 * half
+        q[at:at + half] = torch.outer(key * angle.cos(), c) / seen
+        q[at + half:at + 2 * half] = torch.outer(key * angle.sin(), c) / seen
     return weights
 
 
@@ -131,11 +156,12 @@ def attend(q, k, v, window):
     return torch.bmm(p.view(B * kv, -1, T), v.reshape(B * kv, T, D)).view(B, heads, T, D)
 
 
-def forward(w, shape, ids, window=0):
-    """ids (B, T) -> logits (B, T, vocab). Written out because it trains twice as fast as the library's."""
+def forward(w, shape, ids, window=0, positions=None):
+    """ids (B, T), at positions (B, T) or 0..T-1, -> logits (B, T, vocab). Written out, as it trains twice as
+    fast as the library's."""
     B, T = ids.shape
     inverse = shape.theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
-    angle = torch.outer(torch.arange(T), inverse)
+    angle = (torch.arange(T)[None] if positions is None else positions)[:, None, :, None] * inverse  # (B, 1, T, D/2)
 
     def heads(x, count):
         return x.view(B, T, count, shape.head_dim).transpose(1, 2)
@@ -205,29 +231,35 @@ def load(path):
 # --- training ----------------------------------------------------------------------------------------
 
 def batch_of(phase, tokenizer, first):
-    """(ids (batch, context + 1), loss weight of each target (batch, context), which targets are answers).
-    Rows are stories number `first` and on; what remains of a row is filled with ends that weigh nothing."""
+    """(ids (batch, context + 1), positions (batch, context), loss weight of each target (batch, context), which
+    targets are answers). Rows are stories number `first` and on; what remains of a row is filled with ends that
+    weigh nothing. Moving the questions on by a gap in their positions trains distances of a thousand tokens at
+    the price of short rows (Zhu et al. 2023, PoSE)."""
     end = tokenizer.token_to_id(END)
     ids = torch.full((phase.batch, phase.context + 1), end)
+    positions = torch.arange(phase.context).repeat(phase.batch, 1)
     weight = torch.zeros(phase.batch, phase.context)
     answers = torch.zeros(phase.batch, phase.context, dtype=torch.bool)
-    stories = []
+    stories, plains = [], []
     for index in range(first, first + phase.batch):
         rng = random.Random(f"plan {index}")
         plain = rng.random() < phase.plain
+        plains.append(plain)
         # Half of the long stories are as long as the row, so that its last positions are trained as well.
         room = phase.context if rng.random() < 0.5 else rng.randint(phase.shortest, phase.context)
         stories.append(tell("train", index, rng.randint(*phase.facts), room, plain))
     for row, (story, encoding) in enumerate(zip(stories, tokenizer.encode_batch([s.text for s in stories]))):
         text = encoding.ids[:phase.context]
         ids[row, :len(text)] = torch.tensor(text)
-        weight[row, :len(text)] = 1
+        weight[row, :len(text)] = 0.2 if plains[row] else 1     # a plain story is there for its answers
+        asked = encoding.char_to_token(story.questions[0].question_char - 1)
+        positions[row, asked:] += random.Random(f"gap {first + row}").randint(0, max(0, phase.reach - phase.context))
         for question in story.questions:
             token = encoding.char_to_token(question.place_char)
             if token <= phase.context:
                 weight[row, token - 1] = ANSWER_WEIGHT
                 answers[row, token - 1] = True
-    return ids, weight, answers
+    return ids, positions, weight, answers
 
 
 def train(name, tokenizer, out, work):
@@ -236,7 +268,8 @@ def train(name, tokenizer, out, work):
     weights = {key: w.requires_grad_() for key, w in new_weights(shape).items()}
     # Muon for the matrices inside the layers (Jordan et al. 2024): the retrieval circuit forms in a fraction of
     # the steps AdamW takes. AdamW for the embedding and the norms.
-    inner = [w for key, w in weights.items() if key.endswith("_proj.weight")]
+    fixed = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight")
+    inner = [w for key, w in weights.items() if key.endswith("_proj.weight") and key not in fixed]
     outer = [w for key, w in weights.items() if not key.endswith("_proj.weight")]
     optimizers = [torch.optim.Muon(inner, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
                   torch.optim.AdamW(outer, betas=(0.9, 0.98), weight_decay=0.0, fused=True)]
@@ -256,8 +289,8 @@ def train(name, tokenizer, out, work):
         with open(log, "w") as file:
             file.write("step,context,loss,answer_accuracy,tokens_per_second\n")
 
-    def loss_of(ids, weight):
-        logits = forward(weights, shape, ids[:, :-1])
+    def loss_of(ids, positions, weight):
+        logits = forward(weights, shape, ids[:, :-1], 0, positions)
         loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         return (loss * weight.flatten()).sum() / weight.sum(), logits
 
@@ -270,17 +303,18 @@ def train(name, tokenizer, out, work):
                 break
             before += phase.steps
         # Stories of different phases never share an index, and a resumed run meets the stories it would have met.
-        ids, weight, answers = batch_of(phase, tokenizer, number * 10_000_000 + (step - before) * phase.batch)
+        ids, positions, weight, answers = batch_of(phase, tokenizer, number * 10_000_000 + (step - before) * phase.batch)
         rate = PEAK_RATE[name] * min(1, (step + 1) / WARMUP, (total - step) / (DECAY * total))
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = rate
+        for optimizer, share in zip(optimizers, (1.0, 0.2)):
+            optimizer.param_groups[0]["lr"] = rate * share
         with torch.autocast("cpu", torch.bfloat16):
-            loss, logits = compiled(ids, weight)
+            loss, logits = compiled(ids, positions, weight)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+        torch.nn.utils.clip_grad_norm_(inner + outer, 1.0)
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+        for w in weights.values():
+            w.grad = None
         step += 1
         with torch.no_grad():
             right += (logits[answers].argmax(-1) == ids[:, 1:][answers]).sum().item()
@@ -296,7 +330,7 @@ def train(name, tokenizer, out, work):
             with open(log, "a") as file:
                 file.write(f"{step},{phase.context},{mean:.4f},{accuracy:.4f},{speed:.0f}\n")
             since, tokens, losses, right, asked = now, 0, [], 0, 0
-        if step % 200 == 0 or step == total:
+        if step % 50 == 0 or step == total:
             torch.save({"step": step, "weights": weights, "optimizers": [o.state_dict() for o in optimizers]}, checkpoint + ".part")
             os.replace(checkpoint + ".part", checkpoint)
             save(out, weights, shape, tokenizer)
