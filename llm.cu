@@ -309,6 +309,9 @@ inline Options parse_options(const std::vector<std::string> &arguments) {
 // The rows of one pass, each a token at a position of a sequence. Rows of one sequence stand together, in order.
 struct Rows {
     std::vector<int> tokens, sequences, positions;
+    // Many tokens of a sequence (prefill, the naive path) go through matrix products, which may sum in another order
+    // than single tokens' (decode). Which it is does not depend on the number of rows, so neither do the bits.
+    bool many = false;
     int count() const { return (int)tokens.size(); }
     void add(int token, int sequence, int position) {
         tokens.push_back(token);
@@ -323,13 +326,14 @@ struct Engine {
     int threads;
     std::vector<float> frequencies;  // (head_dim / 2): radians per position
     // Activations of a pass, in float32:
-    Floats x;           // (rows, hidden): the residual stream
-    Floats normed;      // (rows, hidden)
-    Floats query;       // (rows, heads, head_dim)
-    Floats key, value;  // (rows, kv_heads, head_dim)
-    Floats attended;    // (rows, heads, head_dim)
-    Floats gate, up;    // (rows, ffn)
-    Floats turn;        // (rows, head_dim): cosines and sines
+    Floats x;             // (rows, hidden): the residual stream
+    Floats normed;        // (rows, hidden)
+    Floats query;         // (rows, heads, head_dim)
+    Floats key, value;    // (rows, kv_heads, head_dim)
+    Floats attended;      // (rows, heads, head_dim)
+    Floats gate, up;      // (rows, ffn)
+    Floats turn;          // (rows, head_dim): cosines and sines
+    Aligned<bf16> split;  // of what the next products read: (parts, rows, widest), see arrange()
 
     Engine(Model loaded, int thread_count) : model(std::move(loaded)), threads(thread_count) {
         const Config &config = model.config;
@@ -347,6 +351,8 @@ inline void make_room(Engine &engine, int rows) {
     for (auto *buffer : {&engine.key, &engine.value}) buffer->resize(count * kv_width);
     for (auto *buffer : {&engine.gate, &engine.up}) buffer->resize(count * config.ffn);
     engine.turn.resize(count * config.head_dim);
+    size_t widest = std::max({(size_t)config.hidden, (size_t)config.ffn, query_width});
+    engine.split.resize(tiles_allowed() ? parts * (size_t)padded_count(rows) * widest : 0);
 }
 
 // One pass through all layers; what comes out is in engine.x. attention(layer) is called by all threads when query,
@@ -370,9 +376,10 @@ void forward(Engine &engine, const Rows &rows, Attention attention) {
             const LayerWeights &weights = model.layers[layer];
             rms_norm(normed, x, weights.attention_norm, count, epsilon);  // what attention sees of the stream
             barrier();
-            linear(query, normed, weights.query, count);
-            linear(key, normed, weights.key, count);
-            linear(value, normed, weights.value, count);
+            Inputs in = arrange(engine.split, normed, count, config.hidden, rows.many);
+            linear(query, in, weights.query);
+            linear(key, in, weights.key);
+            linear(value, in, weights.value);
             barrier();
             if (weights.query_norm.data) {
                 rms_norm(query, query, weights.query_norm, (int64_t)count * config.heads, epsilon);
@@ -384,16 +391,19 @@ void forward(Engine &engine, const Rows &rows, Attention attention) {
             barrier();
             attention(layer);
             barrier();
-            linear(x, engine.attended.data(), weights.output, count, Store::add);
+            in = arrange(engine.split, engine.attended.data(), count, config.heads * head_dim, rows.many);
+            linear(x, in, weights.output, Store::add);
             barrier();
             rms_norm(normed, x, weights.mlp_norm, count, epsilon);
             barrier();
-            linear(gate, normed, weights.gate, count);
-            linear(up, normed, weights.up, count);
+            in = arrange(engine.split, normed, count, config.hidden, rows.many);
+            linear(gate, in, weights.gate);
+            linear(up, in, weights.up);
             barrier();
             swiglu(gate, up, (int64_t)count * config.ffn);
             barrier();
-            linear(x, gate, weights.down, count, Store::add);
+            in = arrange(engine.split, gate, count, config.ffn, rows.many);
+            linear(x, in, weights.down, Store::add);
             barrier();
         }
     }
@@ -409,7 +419,7 @@ inline std::vector<float> logits(Engine &engine, int first, int count) {
         rms_norm(normed, engine.x.data() + (size_t)first * model.config.hidden, model.final_norm, count,
                  model.config.norm_epsilon);
         barrier();
-        linear(result.data(), normed, {model.head, {}}, count);
+        linear(result.data(), {normed, count}, {model.head, {}});
     }
     return result;
 }
@@ -417,6 +427,7 @@ inline std::vector<float> logits(Engine &engine, int first, int count) {
 // The naive path: a pass over all tokens so far. Nothing is kept, so the next token costs all of this again, and more.
 inline std::vector<float> forward_naive(Engine &engine, const std::vector<int> &tokens) {
     Rows rows;
+    rows.many = true;
     for (size_t t = 0; t < tokens.size(); t++) rows.add(tokens[t], 0, (int)t);
     forward(engine, rows, [&](int layer) {
         attend_plain(engine.attended.data(), engine.query.data(), engine.key.data(), engine.value.data(), engine.heads,
@@ -452,6 +463,7 @@ inline std::vector<float> prefill(Engine &engine, Cache &cache, int sequence, co
     int first = grow(cache, sequence, (int)tokens.size()), rows_of_last = 0;
     for (size_t begin = 0; begin < tokens.size(); begin += chunk_tokens) {
         Rows rows;
+        rows.many = true;
         for (size_t t = begin; t < std::min(begin + chunk_tokens, tokens.size()); t++)
             rows.add(tokens[t], sequence, first + (int)t);
         forward_cached(engine, cache, rows);

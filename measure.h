@@ -191,8 +191,12 @@ inline double read_bandwidth(int threads, int repeats) {
             float *at = numbers + b * block / sizeof(float);
             if (repeat == 0) std::fill(at, at + block / sizeof(float), 1.0f);  // first touch, by the thread that reads
             Vec sums[4] = {set(0), set(0), set(0), set(0)};
-            for (size_t i = 0; i < block / sizeof(float); i += 4 * lanes)
-                for (int v = 0; v < 4; v++) sums[v] = add(sums[v], load(at + i + v * lanes));
+            for (size_t i = 0; i < block / sizeof(float); i += 4 * lanes) {
+                for (int v = 0; v < 4; v++) {
+                    __builtin_prefetch(at + i + v * lanes + 1024);
+                    sums[v] = add(sums[v], load(at + i + v * lanes));
+                }
+            }
             total += sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
         }
         if (repeat > 0) rates.push_back((double)bytes / (now() - start));

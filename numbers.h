@@ -13,6 +13,10 @@
 #include <initializer_list>
 #include <new>
 #include <vector>
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #if defined(__AVX2__)
 #pragma GCC diagnostic push  // g++ 12 takes its own _mm512_undefined_ps() for a mistake of ours (GCC bug 105593)
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -269,6 +273,84 @@ inline void axpy(float *y, float factor, const Number *x, int n) {
     if (i < n) store_part(y + i, fma(set(factor), load_part(x + i, n - i), load_part(y + i, n - i)), n - i);
 }
 
+// ---- Matrix tiles (AMX) ------------------------------------------------------------------------------------
+
+// A tile register holds 16 rows of 64 bytes; one instruction multiplies a tile of 16 x 32 bf16 by one of 32 x 16 and
+// adds the result to 16 x 16 float32. Products of bf16 are exact in float32.
+constexpr int tile_side = 32;   // results are computed 32 x 32 at a time, in four tiles
+constexpr int tile_depth = 32;  // numbers of a row that one step takes
+constexpr int parts = 3;        // bf16 numbers that add up to a float32: 3 x 8 bits of fraction
+
+#if defined(__AMX_BF16__)
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// Asks the kernel, once: the state of the tile registers is large, and programs that use it say so.
+inline bool tiles_allowed() {
+    static const bool allowed = syscall(SYS_arch_prctl, /*ARCH_REQ_XCOMP_PERM*/ 0x1023, /*tile data*/ 18) == 0;
+    return allowed;
+}
+inline void tiles_begin() {
+    static const TileConfig config;
+    __asm__ volatile("ldtilecfg %0" ::"m"(config));
+}
+inline void tiles_end() { _tile_release(); }
+
+// out (32 tokens, 32 outputs) = the sum over `steps` blocks of 32 numbers and all parts of tokens times weights.
+// tokens: part p of token t begins at tokens + p * part_stride + t * stride, counted in numbers.
+// weights: for each step two tiles (16 pairs of numbers, 16 outputs, 2), as arrange_weights() leaves them.
+inline void tile_products(float *out, const bf16 *tokens, size_t stride, size_t part_stride, const uint32_t *weights,
+                          int steps) {
+    __asm__ volatile("" ::: "memory");  // what the tile loads read has been written
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int s = 0; s < steps; s++) {
+        _tile_loadd(6, weights + s * 512, 64);
+        _tile_loadd(7, weights + s * 512 + 256, 64);
+        for (int p = 0; p < parts; p++) {
+            const bf16 *part = tokens + p * part_stride + s * tile_depth;
+            _tile_loadd(4, part, stride * sizeof(bf16));
+            _tile_loadd(5, part + 16 * stride, stride * sizeof(bf16));
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, out, tile_side * sizeof(float));
+    _tile_stored(1, out + 16, tile_side * sizeof(float));
+    _tile_stored(2, out + 16 * tile_side, tile_side * sizeof(float));
+    _tile_stored(3, out + 16 * tile_side + 16, tile_side * sizeof(float));
+    __asm__ volatile("" ::: "memory");
+}
+
+// 32 rows of weights, `inputs` numbers each, as the tiles that tile_products() wants: pairs of numbers stay together,
+// and pair i of all rows comes before pair i + 1. `to` holds 32 * inputs / 2 words.
+inline void arrange_weights(uint32_t *to, const bf16 *rows, int inputs) {
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i index = _mm512_mullo_epi32(lane, _mm512_set1_epi32(inputs * (int)sizeof(bf16)));
+    for (int i = 0; i < inputs; i += tile_depth) {
+        for (int half = 0; half < 2; half++) {
+            for (int pair = 0; pair < 16; pair++, to += 16) {
+                const bf16 *from = rows + (size_t)half * 16 * inputs + i + 2 * pair;
+                _mm512_storeu_si512(to, _mm512_i32gather_epi32(index, (const int *)from, 1));
+            }
+        }
+    }
+}
+#else
+inline bool tiles_allowed() { return false; }
+inline void tiles_begin() {}
+inline void tiles_end() {}
+inline void tile_products(float *, const bf16 *, size_t, size_t, const uint32_t *, int) {}
+inline void arrange_weights(uint32_t *, const bf16 *, int) {}
+#endif
+
 // ---- Floats ------------------------------------------------------------------------------------------------
 
 // Starts on a cache line: otherwise every load of 16 lanes would touch two lines.
@@ -283,7 +365,9 @@ struct CacheLineAligned {
     bool operator==(const CacheLineAligned &) const { return true; }
     bool operator!=(const CacheLineAligned &) const { return false; }
 };
-using Floats = std::vector<float, CacheLineAligned<float>>;
+template <class T>
+using Aligned = std::vector<T, CacheLineAligned<T>>;
+using Floats = Aligned<float>;
 
 // ---- Rows --------------------------------------------------------------------------------------------------
 
@@ -297,6 +381,7 @@ struct PlainRow {
     }
     // Numbers [channel, channel + 16) of a row.
     static Vec decode(const char *row, int channel) { return load((const Number *)row + channel); }
+    static void prefetch(const char *row, int channel) { __builtin_prefetch((const Number *)row + channel); }
     // Numbers [channel, channel + count), zeros behind them.
     static Vec decode_part(const char *row, int channel, int count) {
         return load_part((const Number *)row + channel, count);

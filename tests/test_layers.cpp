@@ -54,14 +54,24 @@ struct Projection {
 };
 
 // What linear() leaves in y: at first `before`, or NaN, which Store::set must not let through.
+// With `matrix` as a pass over many tokens multiplies.
 std::vector<float> product(const Projection &projection, const std::vector<float> &x, int count,
-                           const std::vector<float> &before = {}, int threads = 1) {
+                           const std::vector<float> &before = {}, int threads = 1, bool matrix = false) {
     std::vector<float> y((size_t)count * projection.outputs(), NAN);
     if (!before.empty()) y = before;
     Store store = before.empty() ? Store::set : Store::add;
+    Aligned<bf16> split((size_t)parts * padded_count(count) * projection.inputs());
 #pragma omp parallel num_threads(threads)
-    linear(y.data(), x.data(), projection.linear, count, store);
+    {
+        Inputs in = arrange(split, x.data(), count, projection.inputs(), matrix);
+        linear(y.data(), in, projection.linear, store);
+    }
     return y;
+}
+
+std::vector<float> matrix_product(const Projection &projection, const std::vector<float> &x, int count,
+                                  const std::vector<float> &before = {}, int threads = 1) {
+    return product(projection, x, count, before, threads, true);
 }
 
 std::vector<float> plain_product(const Projection &projection, const std::vector<float> &x, int count,
@@ -156,6 +166,61 @@ TEST_CASE("linear() gives a token the same bits alone and among others") {
             alone.insert(alone.end(), y.begin(), y.end());
         }
         CHECK(same_bits(together, alone));
+    }
+}
+
+TEST_CASE("matrix tiles are within the bound of a float32 sum in double precision" * doctest::skip(!tiles_allowed())) {
+    Random random{15};
+    for (int outputs : {32, 96, 128, 224}) {
+        for (int inputs : {32, 64, 576}) {
+            for (int count : {1, 31, 32, 33, 70}) {
+                CAPTURE(outputs);
+                CAPTURE(inputs);
+                CAPTURE(count);
+                Projection projection(random, outputs, inputs, DType::bf16, count % 4);
+                std::vector<float> x = random_floats(random, (size_t)count * inputs);
+                std::vector<float> before = random_floats(random, (size_t)count * outputs);
+                Expected set, added;
+                for (int t = 0; t < count; t++) {
+                    const std::vector<float> &weight = projection.weight.numbers, &bias = projection.bias.numbers;
+                    const float *to_add = &before[(size_t)t * outputs];
+                    reference::linear(set, weight, &x[(size_t)t * inputs], bias, nullptr, outputs, inputs);
+                    reference::linear(added, weight, &x[(size_t)t * inputs], bias, to_add, outputs, inputs);
+                }
+                CHECK(worst(matrix_product(projection, x, count), set) <= 1);
+                CHECK(worst(matrix_product(projection, x, count, before), added) <= 1);
+            }
+        }
+    }
+}
+
+TEST_CASE("matrix tiles give a token the same bits alone and among others, with any number of threads" *
+          doctest::skip(!tiles_allowed())) {
+    Random random{16};
+    Projection projection(random, 224, 96, DType::bf16, 2);
+    std::vector<float> x = random_floats(random, 70 * 96), together = matrix_product(projection, x, 70), alone;
+    CHECK(!same_bits(together, product(projection, x, 70)));  // it is another order of summation
+    for (int threads : {2, 3, 5}) CHECK(same_bits(together, matrix_product(projection, x, 70, {}, threads)));
+    for (int t = 0; t < 70; t++) {
+        std::vector<float> y = matrix_product(projection, {x.begin() + t * 96, x.begin() + (t + 1) * 96}, 1);
+        alone.insert(alone.end(), y.begin(), y.end());
+    }
+    CHECK(same_bits(together, alone));
+}
+
+TEST_CASE("three bf16 parts add up to the number") {
+    Random random{17};
+    std::vector<float> x = random_floats(random, 32 * 64);
+    x[0] = 0, x[1] = 1e30f, x[2] = -3e-20f, x[3] = 0x1.fffffep0f;
+    Aligned<bf16> split(parts * x.size());
+    Inputs in;
+#pragma omp parallel num_threads(2)
+    in = arrange(split, x.data(), 32, 64, true);
+    REQUIRE((in.in_parts != nullptr) == tiles_allowed());
+    for (size_t i = 0; in.in_parts && i < x.size(); i++) {
+        double total = 0;
+        for (int p = 0; p < parts; p++) total += to_float(in.in_parts[p * x.size() + i]);
+        REQUIRE(total == x[i]);
     }
 }
 

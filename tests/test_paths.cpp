@@ -38,7 +38,9 @@ static std::vector<int> ids_of(const cJSON *object, const char *key) {
 
 static Json read_expected(const std::string &path) { return parse_json(path, read_file(path, 1 << 26)); }
 
-static Engine open_engine(const std::string &directory, int threads = 2) { return Engine(load_model(directory), threads); }
+static Engine open_engine(const std::string &directory, int threads = 2) {
+    return Engine(load_model(directory), threads);
+}
 
 static Cache open_for(const Engine &engine, const Precision &type, int capacity, int sequences = 1) {
     const Config &config = engine.model.config;
@@ -135,7 +137,9 @@ TEST_CASE("one sequence gets the same bits alone, in a batch, in any chunks and 
 
         Engine alone = open_engine(directory, 1);
         Cache cache = open_for(alone, BF16{}, 64);
-        std::vector<float> first = prefill(alone, cache, 0, prompt), second = decode(alone, cache, {0}, {prompt[3]});
+        prefill(alone, cache, 0, {prompt.begin(), prompt.end() - 1});
+        std::vector<float> first = decode(alone, cache, {0}, {prompt.back()});
+        std::vector<float> second = decode(alone, cache, {0}, {prompt[3]});
 
         for (int threads : {1, 2, 3}) {
             Engine engine = open_engine(directory, threads);
@@ -155,7 +159,8 @@ TEST_CASE("one sequence gets the same bits alone, in a batch, in any chunks and 
 TEST_CASE("stories260K: 200 greedy ids and 8 rows of logits as llama2.c has them, by both paths" *
           doctest::skip(!fs::exists(stories))) {
     Json expected = read_expected(stories + "/expected.json");
-    const cJSON *greedy = cJSON_GetObjectItem(expected.get(), "greedy"), *rows = cJSON_GetObjectItem(expected.get(), "logits");
+    const cJSON *greedy = cJSON_GetObjectItem(expected.get(), "greedy"),
+                *rows = cJSON_GetObjectItem(expected.get(), "logits");
     std::vector<int> prompt = ids_of(greedy, "prompt_ids"), ids = ids_of(greedy, "ids");
     REQUIRE(ids.size() == 200);
     Engine engine = open_engine(stories);
@@ -186,12 +191,16 @@ TEST_CASE("the built-in checkpoint, over its whole context: every precision deco
     tokens.insert(tokens.end(), ids.begin(), ids.end());
     // The naive path's logits at a position depend on nothing behind it, so one pass has those of every step.
     std::vector<float> naive = naive_rows(engine, tokens);
+    for (int length : {1, 77, config.context - 1}) {
+        std::vector<float> last = forward_naive(engine, {tokens.begin(), tokens.begin() + length});
+        REQUIRE(std::equal(last.begin(), last.end(), naive.begin() + (size_t)(length - 1) * config.vocabulary));
+    }
     for (int i = 0; i < count; i++) {
         const float *row = &naive[(prompt.size() - 1 + i) * (size_t)config.vocabulary];
         REQUIRE(argmax(row, config.vocabulary) == ids[i]);
     }
     for_each_type<Precision>([&](auto type) {
-        CAPTURE(type.name);
+        CAPTURE(std::string(type.name));
         Cache cache = open_for(engine, type, config.context);
         CHECK(greedy_cached(engine, cache, prompt, count) == ids);
     });
