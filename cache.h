@@ -141,16 +141,11 @@ struct Cache {
     size_t payload_bytes = 0, metadata_bytes = 0;
 };
 
-// Zeroed memory whose pages are taken only when they are first written. Fails if the machine has not as much.
+// Zeroed memory whose pages are taken only when they are first written.
 inline std::shared_ptr<void> reserve(size_t bytes, const char *what) {
-    size_t machine = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGE_SIZE);
-    void *data = MAP_FAILED;
-    if (bytes <= machine)
-        data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (data == MAP_FAILED) {
-        fail("%s needs %.1f GiB, this machine has %.1f GiB: lower -c or choose a smaller --kv type", what,
-             (double)bytes / 0x1p30, (double)machine / 0x1p30);
-    }
+    void *data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (data == MAP_FAILED)
+        fail("%s: %.1f GiB of memory cannot be had: %s", what, (double)bytes / 0x1p30, strerror(errno));
     return std::shared_ptr<void>(data, [bytes](void *start) { munmap(start, bytes); });
 }
 
@@ -162,16 +157,28 @@ inline Cache open_cache(const CacheShape &shape, Layout layout, Precision type_k
             return chosen.rows(shape.sequences);
         },
         cache.layout);
-    auto open_side = [&](CacheRows &side, const Precision &type, int width, const char *what) {
+    auto describe = [&](const Precision &type, int width) {
         size_t row_bytes = std::visit([&](auto format) { return format.row_bytes(width); }, type);
-        double bytes = (double)shape.layers * (double)rows * shape.kv_heads * (double)row_bytes;
-        if (bytes > 0x1p62) fail("the cache of %s needs %g bytes: lower -c", what, bytes);
-        cache.owned.push_back(reserve((size_t)bytes, what));
-        side = {(char *)cache.owned.back().get(), row_bytes, width, shape.kv_heads, rows};
-        cache.payload_bytes += (size_t)bytes;
+        return CacheRows{nullptr, row_bytes, width, shape.kv_heads, rows};
     };
-    open_side(cache.keys, type_k, shape.key_width, "the key cache");
-    open_side(cache.values, type_v, shape.value_width, "the value cache");
+    cache.keys = describe(type_k, shape.key_width);
+    cache.values = describe(type_v, shape.value_width);
+
+    double rows_in_all = (double)shape.layers * (double)rows * shape.kv_heads;
+    double bytes = rows_in_all * (double)(cache.keys.row_bytes + cache.values.row_bytes);
+    double machine = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE);
+    if (bytes > machine) {
+        fail(
+            "the KV cache needs %.1f GiB for %d positions, this machine has %.1f GiB: lower -c or choose a smaller "
+            "--kv "
+            "type",
+            bytes / 0x1p30, shape.capacity, machine / 0x1p30);
+    }
+    cache.payload_bytes = (size_t)bytes;
+    for (CacheRows *side : {&cache.keys, &cache.values}) {
+        cache.owned.push_back(reserve((size_t)rows_in_all * side->row_bytes, "the KV cache"));
+        side->data = (char *)cache.owned.back().get();
+    }
     return cache;
 }
 

@@ -888,7 +888,7 @@ inline int run_generate(const Options &options) {
     return 0;
 }
 
-// ---- llm tokenize, llm info --------------------------------------------------------------------------------
+// ---- llm tokenize -------------------------------------------------------------------------------------------
 
 inline int run_tokenize(const Options &options) {
     TokenizerPointer tokenizer = load_tokenizer(checkpoint_directory(options));
@@ -923,60 +923,6 @@ inline int run_tokenize(const Options &options) {
         for (size_t i = 0; i < ids.size(); i++) printf("%s%d", i ? "," : "", ids[i]);
         puts("");
     }
-    return 0;
-}
-
-inline int run_info(const Options &options) {
-    std::string directory = checkpoint_directory(options);
-    Model model = load_model(directory);
-    bool has_tokenizer = file_exists(join_path(directory, "tokenizer.json"));
-    TokenizerPointer tokenizer = has_tokenizer ? load_tokenizer(directory) : TokenizerPointer(nullptr, tokenizer_free);
-    int tokenizer_ids = has_tokenizer ? tokenizer_size(tokenizer.get()) : 0;
-    const Config &config = model.config;
-    double machine = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE);
-    double per_position = 2.0 * config.layers * config.kv_heads * config.head_dim * 2;  // K and V in f16, bytes
-    double needed = (double)model.weight_bytes + per_position * config.context;
-    static const char *const ropes[] = {"none", "linear", "llama3"};
-    if (options.json) {
-        Json object = json_object();
-        cJSON_AddStringToObject(object.get(), "architecture", config.architecture.c_str());
-        auto add = [&](const char *key, double value) { cJSON_AddNumberToObject(object.get(), key, value); };
-        add("parameters", (double)model.parameters);
-        add("weight_bytes", (double)model.weight_bytes);
-        add("layers", config.layers);
-        add("hidden", config.hidden);
-        add("ffn", config.ffn);
-        add("heads", config.heads);
-        add("kv_heads", config.kv_heads);
-        add("head_dim", config.head_dim);
-        add("vocabulary", config.vocabulary);
-        add("tokenizer_size", tokenizer_ids);
-        add("context", config.context);
-        add("window", config.window);
-        add("rope_theta", config.rope_theta);
-        cJSON_AddStringToObject(object.get(), "rope_scaling", ropes[config.rope.kind]);
-        cJSON_AddBoolToObject(object.get(), "tied", config.tied);
-        add_ids(object.get(), "end_ids", config.end_ids);
-        add("cache_bytes_per_token_f16", per_position);
-        cJSON_AddBoolToObject(object.get(), "fits", needed <= machine);
-        print_json(object.get());
-        return 0;
-    }
-    printf("%s\n", directory.c_str());
-    printf("  architecture   %s, %s%s weights\n", config.architecture.c_str(), config.tied ? "tied, " : "",
-           dtype_name(model.layers[0].query.weight.type));
-    printf("  parameters     %.3f M in %.3f MB\n", (double)model.parameters / 1e6, (double)model.weight_bytes / 1e6);
-    printf("  layers         %d, %d wide, ffn %d\n", config.layers, config.hidden, config.ffn);
-    printf("  attention      %d query heads on %d KV heads of %d", config.heads, config.kv_heads, config.head_dim);
-    printf(config.window ? ", window %d\n" : "\n", config.window);
-    printf("  positions      %d, RoPE theta %g, scaling %s\n", config.context, config.rope_theta,
-           ropes[config.rope.kind]);
-    printf("  vocabulary     %d (tokenizer: %d), end ids:", config.vocabulary, tokenizer_ids);
-    for (int id : config.end_ids) printf(" %d", id);
-    printf("\n  KV cache       %.0f bytes a token in f16, %.3f GiB for the whole context\n", per_position,
-           per_position * config.context / 0x1p30);
-    printf("  will it run    %s: %.2f GiB for weights and whole context, this machine has %.2f\n",
-           needed <= machine ? "yes" : "only with a smaller context (-c)", needed / 0x1p30, machine / 0x1p30);
     return 0;
 }
 
