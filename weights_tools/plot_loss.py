@@ -3,7 +3,6 @@
 
     plot_loss.py builtin/loss.csv draft/loss.csv --out builtin/loss.png
 """
-import argparse
 import csv
 import os
 
@@ -11,9 +10,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from stories_text import Parser
+
 
 def main():
-    parser = argparse.ArgumentParser(description="Draws loss curves.")
+    parser = Parser(description="Draws loss curves.")
     parser.add_argument("csv", nargs="+", metavar="loss.csv")
     parser.add_argument("--out", required=True, metavar="FILE.png")
     args = parser.parse_args()
@@ -36,11 +37,11 @@ def main():
         accuracy.plot(steps, [100 * row["answer_accuracy"] for row in rows], color="tab:orange", linewidth=1)
         accuracy.set_ylim(0, 102)
         accuracy.set_ylabel("training answers right, %", color="tab:orange")
-        for before, row in zip(rows, rows[1:]):
+        for before, row in zip([{"step": 0, "context": 0}] + rows, rows):
             if row["context"] != before["context"]:
                 panel.axvline(before["step"], color="grey", linewidth=0.5)
-                panel.text(before["step"], 2.95, f" {row['context']:.0f} tokens", va="top", fontsize=7, color="grey")
-        panel.text(0, 2.95, f" {rows[0]['context']:.0f} tokens", va="top", fontsize=7, color="grey")
+                panel.text(before["step"], 2.0, f" {row['context']:.0f} tokens", va="top", fontsize=7, color="grey",
+                           rotation=90)
     figure.tight_layout()
     figure.savefig(args.out, dpi=80)
 

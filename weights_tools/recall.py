@@ -12,13 +12,12 @@ Weights are the saved bf16 ones; everything is computed in float32.
 
 Exit: 0 the bars are met, 1 they are not, 2 wrong input.
 """
-import argparse
 import json
 import sys
 
 import torch
 
-from stories_text import PLACES, tell
+from stories_text import PLACES, Parser, tell
 from train import CONTEXT, forward, load
 
 
@@ -70,7 +69,7 @@ def disagreement(path, weights, shape, tokenizer):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Measures held-out recall of a checkpoint of train.py.")
+    parser = Parser(description="Measures held-out recall of a checkpoint of train.py.")
     parser.add_argument("path", metavar="DIR")
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--distance", type=int, default=600, help="tokens between a fact and its answer, at least")

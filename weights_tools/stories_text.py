@@ -8,12 +8,11 @@ matter; each pair occurs once as a fact and once as a question; the places are d
 is right one time in about sixteen.
 
 Choices are skewed on purpose: one favourite, which follows from what was chosen last, is a few times as
-likely as any other. A model trained on the text then has a clear greedy choice at every word, walks
-through colours, places and scenes in turn instead of looping, and two caches that agree to a few bits
-choose the same words.
+likely as any other. A model trained on the text then has a clear greedy choice at most words, and walks
+through colours, places and scenes in turn instead of looping.
 
     stories_text.py --split heldout --stories 3                      # text
-    stories_text.py --split heldout --stories 40 --json --tokenizer builtin > heldout.jsonl
+    stories_text.py --split heldout --stories 40 --tokens 1260 --json --tokenizer builtin > heldout.jsonl
 
 A story depends on its split, its index and its size only. Splits never share a seed.
 """
@@ -158,7 +157,7 @@ class Teller:
         self.rng, self.even = rng, even     # even: no favourites
         self.name, self.cast = NAMES[-1], []
         for _ in range(4):
-            self.name = self.favour([n for n in NAMES if n not in self.cast], self.next_name())
+            self.name = self.favour([n for n in NAMES if n not in self.cast], self.next_name(), weight=15)
             self.cast.append(self.name)
         self.time, self.scene, self.tail, self.reaction = TIMES[-1], SCENES[-1], TAILS[-1], AFTER_FACT[-1]
         self.place, self.verb = PLACES[0], VERBS[-1]
@@ -176,7 +175,7 @@ class Teller:
         return name
 
     def person(self):
-        self.name = self.favour(self.cast, after(self.cast, self.name))
+        self.name = self.favour(self.cast, after(self.cast, self.name), weight=9)
         return self.name
 
     def fill(self, template, people=None):
@@ -206,7 +205,7 @@ class Teller:
         favourite = after(SCENES, self.scene)
         while favourite in self.told:
             favourite = after(SCENES, favourite)
-        self.scene = self.favour([s for s in SCENES if s not in self.told], favourite, weight=12)
+        self.scene = self.favour([s for s in SCENES if s not in self.told], favourite, weight=50)
         self.told.add(self.scene)
         return self.fill(self.scene)
 
@@ -214,8 +213,8 @@ class Teller:
         """A (colour, thing) that is new, but often has its colour or its noun in common with an earlier one."""
         while True:
             colour, thing = self.objects[-1] if self.objects else (COLOURS[-3], THINGS[-5])
-            colour = self.favour(COLOURS, after(COLOURS, colour, 3), weight=8)
-            thing = self.favour(THINGS, after(THINGS, thing, 5), weight=8)
+            colour = self.favour(COLOURS, after(COLOURS, colour, 3), weight=12)
+            thing = self.favour(THINGS, after(THINGS, thing, 5), weight=20)
             kind = self.rng.random()
             if len(self.objects) > 1 and kind < 0.2:
                 colour = self.rng.choice(self.objects)[0]
@@ -229,7 +228,7 @@ class Teller:
         """(sentence up to the place word, place, rest of the sentence, colour, thing)"""
         name, (colour, thing) = self.person(), self.an_object()
         self.verb = self.favour(VERBS, after(VERBS, self.verb), weight=4)
-        self.place = self.favour(PLACES, after(PLACES, self.place, 7))
+        self.place = self.favour(PLACES, after(PLACES, self.place, 7), weight=12)
         self.tail = favour(self.rng, TAILS, "", weight=9)
         return f"{name} {self.verb} the {colour} {thing} in the ", self.place, self.tail + ".", colour, thing
 
@@ -289,8 +288,15 @@ def tell(split, index, facts=10, tokens=1000, plain=False):
     return story
 
 
+class Parser(argparse.ArgumentParser):
+    """Wrong input gets one line on stderr and exit status 2."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def main():
-    parser = argparse.ArgumentParser(description="Writes short stories with questions at their end.")
+    parser = Parser(description="Writes short stories with questions at their end.")
     parser.add_argument("--split", choices=("train", "heldout"), default="heldout")
     parser.add_argument("--first", type=int, default=0, help="index of the first story")
     parser.add_argument("--stories", type=int, default=1)
@@ -301,6 +307,8 @@ def main():
     args = parser.parse_args()
     if not 1 <= args.facts <= len(COLOURS) * len(THINGS):
         parser.error(f"--facts {args.facts}: expected 1 to {len(COLOURS) * len(THINGS)}")
+    if args.first < 0 or args.stories < 0 or args.tokens < 1:
+        parser.error("--first and --stories must not be negative, --tokens must be positive")
     tokenizer = None
     if args.tokenizer:
         from tokenizers import Tokenizer

@@ -10,7 +10,6 @@ facts and questions, then spreads them over all positions, and only then tells w
 checkpoint in --work is resumed. Progress goes to stderr, the loss to WORK/loss.csv, and a Hugging Face
 directory (weights in bf16) to --out at every checkpoint.
 """
-import argparse
 import json
 import math
 import os
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from stories_text import tell
+from stories_text import Parser, tell
 
 END = "<|endoftext|>"       # opens and ends every text
 VOCAB = 1280
@@ -65,7 +64,9 @@ PHASES = {
                 Phase(130, 288, 24, (5, 10), 0.9, 288, reach=CONTEXT),
                 Phase(130, CONTEXT, 6, (6, 10), 0.0, 700),
                 Phase(150, 288, 24, (5, 8), 0.2, 288, reach=CONTEXT),
-                Phase(150, CONTEXT, 6, (6, 10), 0.0, 700)],
+                Phase(150, CONTEXT, 6, (6, 10), 0.0, 700),
+                Phase(150, 288, 24, (5, 8), 0.2, 288, reach=CONTEXT),
+                Phase(280, CONTEXT, 6, (6, 10), 0.0, 700)],
     "draft": [Phase(120, 288, 24, (2, 7), 1.0),
               Phase(130, 288, 24, (5, 10), 0.9, 288, reach=CONTEXT),
               Phase(130, CONTEXT, 6, (6, 10), 0.0, 700),
@@ -337,7 +338,7 @@ def train(name, tokenizer, out, work):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Trains the built-in model or its draft.")
+    parser = Parser(description="Trains the built-in model or its draft.")
     parser.add_argument("name", choices=SHAPES)
     parser.add_argument("--out", required=True, metavar="DIR", help="the Hugging Face directory to write")
     parser.add_argument("--work", required=True, metavar="DIR", help="checkpoints and loss.csv; resumed if there")
