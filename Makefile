@@ -34,11 +34,19 @@ SOURCES := llm.cu model.h tokenizer.h cache.h numbers.h layers.cu attention.cu m
 TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
 FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 
-.PHONY: all run test asan fuzz need need-tests need-fuzz report clean FORCE
+FLAGS := $(NVCC) $(CC) $(CXX) $(CXXFLAGS) $(CFLAGS)
+# Changes when the compilers or flags do, so that nothing is linked from two worlds.
+$(shell mkdir -p build/asan; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
+
+.PHONY: all run test asan fuzz need need-tests need-fuzz found clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
-all: report llm
+# What is missing is installed first; then make starts anew, and finds compilers and flags as they are now.
+AGAIN := +@$(MAKE) --no-print-directory
+
+all: need
+	$(AGAIN) found llm
 
 run: all
 	@echo; echo "With the KV cache:  ./llm generate -n 200 -p \"$(PROMPT)\""; echo
@@ -46,16 +54,19 @@ run: all
 	@echo; echo "Without and with, side by side:  ./llm diff -n 200 -p \"$(PROMPT)\""; echo
 	@./llm diff -n 200 -p "$(PROMPT)"
 
-test: need-tests all $(TESTS:%=build/%)
+test: need-tests
+	$(AGAIN) found llm $(TESTS:%=build/%)
 	@sh tests/run.sh $(TESTS:%=build/%)
 
-asan: need-tests build/asan/llm $(TESTS:%=build/asan/%)
+asan: need-tests
+	$(AGAIN) found build/asan/llm $(TESTS:%=build/asan/%)
 	@LLM=build/asan/llm sh tests/run.sh $(TESTS:%=build/asan/%)
 
-fuzz: need-fuzz $(FUZZERS:%=build/%)
+fuzz: need-fuzz
+	$(AGAIN) $(FUZZERS:%=build/%)
 	@for fuzzer in $(FUZZERS); do mkdir -p build/corpus/$$fuzzer && \
-	  build/$$fuzzer -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -print_final_stats=0 -verbosity=0 \
-	    -artifact_prefix=build/ build/corpus/$$fuzzer $$(ls -d tests/fixtures/fuzz/$$fuzzer 2>/dev/null) && \
+	  build/$$fuzzer -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -verbosity=0 \
+	    -artifact_prefix=build/ build/corpus/$$fuzzer && \
 	  echo "$$fuzzer: $(FUZZ_SECONDS) s, nothing found" || exit 1; done
 
 clean:
@@ -77,8 +88,9 @@ endef
 
 INCLUDE := /usr/include
 need:
-	$(call need_packages,$(CXX):$(notdir $(CXX)) $(CC):$(notdir $(CC)) $(INCLUDE)/cjson/cJSON.h:libcjson-dev \
-	  $(INCLUDE)/pcre2.h:libpcre2-dev $(INCLUDE)/utf8proc.h:libutf8proc-dev)
+	$(call need_packages,$(foreach compiler,$(CXX) $(CC),$(compiler):$(patsubst clang++%,clang%,$(notdir $(compiler)))) $(INCLUDE)/cjson/cJSON.h:libcjson-dev \
+	  $(INCLUDE)/pcre2.h:libpcre2-dev $(INCLUDE)/utf8proc.h:libutf8proc-dev \
+	  $(if $(findstring clang,$(CXX)),/usr/lib/llvm-*/lib/libomp.so:libomp-dev))
 
 need-tests: need
 	$(call need_packages,$(INCLUDE)/doctest/doctest.h:doctest-dev)
@@ -86,45 +98,36 @@ need-tests: need
 need-fuzz: need
 	$(call need_packages,clang++:clang /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a:libclang-rt-14-dev)
 
-report: need
-	@$(MAKE) --no-print-directory found
-
 found:
-	@echo "✓ $(CXX) $$($(CXX) -dumpfullversion),$(if $(NATIVE), -march=native:)$(SIMD)"
+	@echo "✓ $$($(CXX) --version | head -n 1),$(if $(NATIVE), -march=native:)$(SIMD)"
 	@echo "$(if $(OPENMP),✓ OpenMP: $$(nproc) cores,✗ OpenMP: $(CXX) has none$(comma) one thread)"
 	@echo "$(if $(NVCC),✓ $(NVCC),✗ nvcc: $(if $(filter 0,$(CUDA)),left out by CUDA=0,not found (set CUDA_HOME to change that)), building for the CPU only)"
 
 # ---- Building ------------------------------------------------------------------------------------------------
 
-llm: $(SOURCES) build/tokenizer.o build/flags | need
+llm: $(SOURCES) build/tokenizer.o build/flags
 ifneq ($(NVCC),)
 	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) llm.cu build/tokenizer.o $(LIBS) -o $@
 else
 	$(CXX) $(CXXFLAGS) -x c++ llm.cu -x none build/tokenizer.o $(LIBS) -o $@
 endif
 
-build/tokenizer.o: tokenizer.c tokenizer.h build/flags | need
+build/tokenizer.o: tokenizer.c tokenizer.h build/flags
 	$(CC) $(CFLAGS) -c $< -o $@
 
-build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) build/tokenizer.o build/flags | need-tests
+build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) build/tokenizer.o build/flags
 	$(CXX) $(CXXFLAGS) $< build/tokenizer.o $(LIBS) -o $@
 
 build/asan/llm: $(SOURCES) build/asan/tokenizer.o
 	$(CXX) $(CXXFLAGS) $(SANITIZE) -x c++ llm.cu -x none build/asan/tokenizer.o $(LIBS) -o $@
 
-build/asan/tokenizer.o: tokenizer.c tokenizer.h build/flags | need
-	@mkdir -p build/asan
+build/asan/tokenizer.o: tokenizer.c tokenizer.h build/flags
 	$(CC) $(CFLAGS) $(SANITIZE) -c $< -o $@
 
-build/asan/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) build/asan/tokenizer.o | need-tests
+build/asan/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) build/asan/tokenizer.o
 	$(CXX) $(CXXFLAGS) $(SANITIZE) $< build/asan/tokenizer.o $(LIBS) -o $@
 
 # The fuzzed parsers, with clang's sanitizers, libFuzzer and its count of branches reached.
-build/fuzz_%: tests/fuzz_%.cpp tokenizer.c tokenizer.h model.h | need-fuzz build/flags
+build/fuzz_%: tests/fuzz_%.cpp tokenizer.c tokenizer.h model.h build/flags
 	clang -std=c11 -O1 -g -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all -c tokenizer.c -o $@.o
 	clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $< $@.o $(LIBS) -o $@
-
-# Changes when the compilers or flags do, so that nothing is linked from two worlds.
-build/flags: FORCE
-	@mkdir -p build
-	@echo '$(NVCC) $(CC) $(CXX) $(CXXFLAGS) $(CFLAGS)' | cmp -s - $@ || echo '$(NVCC) $(CC) $(CXX) $(CXXFLAGS) $(CFLAGS)' > $@

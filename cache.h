@@ -144,8 +144,10 @@ struct Cache {
 // Zeroed memory whose pages are taken only when they are first written.
 inline std::shared_ptr<void> reserve(size_t bytes, const char *what) {
     void *data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (data == MAP_FAILED)
-        fail("%s: %.1f GiB of memory cannot be had: %s", what, (double)bytes / 0x1p30, strerror(errno));
+    if (data == MAP_FAILED) {
+        fail("%s: %.1f GiB of memory cannot be had (%s): free some, or lower -c", what, (double)bytes / 0x1p30,
+             strerror(errno));
+    }
     return std::shared_ptr<void>(data, [bytes](void *start) { munmap(start, bytes); });
 }
 

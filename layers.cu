@@ -1,7 +1,7 @@
 // The layers around attention: embedding, RMSNorm, matrix products, rotary positions, SwiGLU.
 //
 // Each function is called by all threads of one parallel region and does its thread's share; it returns
-// without waiting. barrier() stands where what follows needs what the others did.
+// without waiting, unless it says so. barrier() stands where what follows needs what the others did.
 #pragma once
 
 #ifdef _OPENMP
@@ -21,10 +21,11 @@
 // gets its core back some milliseconds later, and meanwhile the others wait. There is one team at a time.
 inline void barrier() {
 #ifdef _OPENMP
-    static std::atomic<int> arrived{0}, round{0};
+    static std::atomic<unsigned> arrived{0}, round{0};
     static const int cores = omp_get_num_procs();
-    int team = omp_get_num_threads(), mine = round.load(std::memory_order_acquire);
-    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == team) {
+    int team = omp_get_num_threads();
+    unsigned mine = round.load(std::memory_order_acquire);
+    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == (unsigned)team) {
         arrived.store(0, std::memory_order_relaxed);
         round.store(mine + 1, std::memory_order_release);
         return;
@@ -32,6 +33,14 @@ inline void barrier() {
     const int spins = team <= cores ? 20000 : 0;  // with more threads than cores, somebody waits for this very core
     for (int spin = 0; round.load(std::memory_order_acquire) == mine; spin++)
         spin < spins ? pause_briefly() : std::this_thread::yield();
+#endif
+}
+
+inline int team_size() {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
 #endif
 }
 
@@ -92,11 +101,12 @@ struct StoredRows {
     StoredRows from_channel(int first) const { return {start, stride, channel + first}; }
 };
 
-// The tile of results that stays in registers: with 32 registers, 4 x 6 sums, 4 rows and a vector are 29.
+// The tile of results that stays in registers: with 32 registers, 4 x 6 sums, 4 rows and a vector are 29; with
+// 16 registers of half the size, 2 x 2 sums, 2 rows and a vector are 14.
 constexpr int tile_rows = piece_lanes == 16 ? 4 : 2;
 constexpr int tile_vectors = piece_lanes == 16 ? 6 : 2;
 
-// out[v * out_stride + r] = factor * (row r . vector v) for Rows x Vectors of them; each row and each vector is read
+// out[v * out_stride + r] = row r . vector v for Rows x Vectors of them; each row and each vector is read
 // once, and the sum of each result is the one of dot(), whatever the tile.
 template <int Rows, int Vectors, class Format>
 inline void dot_tile(float *out, size_t out_stride, StoredRows<Format> rows, const float *const *vectors, int width) {
@@ -113,9 +123,9 @@ inline void dot_tile(float *out, size_t out_stride, StoredRows<Format> rows, con
     };
     int i = 0;
     for (; i + lanes <= width; i += lanes) {
-        // With one vector the rows come straight from memory, and the processor's own prefetcher stops at each page:
+        // With few vectors the rows come straight from memory, and the processor's own prefetcher stops at each page:
         // asking for the next tile's rows took decoding from 70 to 115 tokens/s (135 M parameters in bf16, 2 threads).
-        if (Vectors == 1)
+        if (Vectors < tile_vectors)
             for (int r = 0; r < Rows; r++) rows.prefetch(r + Rows, i);
         step([&](int r) { return rows.load(r, i); }, [&](int v) { return load(vectors[v] + i); });
     }
@@ -129,24 +139,34 @@ inline void dot_tile(float *out, size_t out_stride, StoredRows<Format> rows, con
     }
 }
 
-// The same for any number of rows and vectors, in tiles.
+// All rows with `Vectors` vectors, in tiles.
+template <int Vectors, class Format>
+inline void dots_with(float *out, size_t out_stride, StoredRows<Format> rows, int row_count,
+                      const float *const *vectors, int width) {
+    int r = 0;
+    for (; r + tile_rows <= row_count; r += tile_rows)
+        dot_tile<tile_rows, Vectors>(out + r, out_stride, rows.from(r), vectors, width);
+    for (; r < row_count; r++) dot_tile<1, Vectors>(out + r, out_stride, rows.from(r), vectors, width);
+}
+
+// All rows with any number of vectors.
 template <class Format>
 inline void dots(float *out, size_t out_stride, StoredRows<Format> rows, int row_count, const float *const *vectors,
                  int vector_count, int width) {
     int v = 0;
-    for (; v + tile_vectors <= vector_count; v += tile_vectors) {
-        int r = 0;
-        for (; r + tile_rows <= row_count; r += tile_rows)
-            dot_tile<tile_rows, tile_vectors>(out + v * out_stride + r, out_stride, rows.from(r), vectors + v, width);
-        for (; r < row_count; r++)
-            dot_tile<1, tile_vectors>(out + v * out_stride + r, out_stride, rows.from(r), vectors + v, width);
-    }
-    for (; v < vector_count; v++) {
-        int r = 0;
-        for (; r + tile_rows <= row_count; r += tile_rows)
-            dot_tile<tile_rows, 1>(out + v * out_stride + r, out_stride, rows.from(r), vectors + v, width);
-        for (; r < row_count; r++)
-            dot_tile<1, 1>(out + v * out_stride + r, out_stride, rows.from(r), vectors + v, width);
+    for (; v + tile_vectors <= vector_count; v += tile_vectors)
+        dots_with<tile_vectors>(out + v * out_stride, out_stride, rows, row_count, vectors + v, width);
+    switch (vector_count - v) {
+        case 5:
+            return dots_with<5>(out + v * out_stride, out_stride, rows, row_count, vectors + v, width);
+        case 4:
+            return dots_with<4>(out + v * out_stride, out_stride, rows, row_count, vectors + v, width);
+        case 3:
+            return dots_with<3>(out + v * out_stride, out_stride, rows, row_count, vectors + v, width);
+        case 2:
+            return dots_with<2>(out + v * out_stride, out_stride, rows, row_count, vectors + v, width);
+        case 1:
+            return dots_with<1>(out + v * out_stride, out_stride, rows, row_count, vectors + v, width);
     }
 }
 
@@ -193,15 +213,15 @@ inline void store_block(float *y, const float *out, int stride, const Linear &li
 struct Inputs {
     const float *x;  // (count, inputs)
     int count;
-    const bf16 *in_parts = nullptr;  // (parts, padded_count, inputs)
+    const bf16 *in_parts = nullptr;  // (bf16_parts, padded_count, inputs)
 };
 
-inline int padded_count(int count) { return (count + tile_side - 1) / tile_side * tile_side; }
+inline int padded_count(int count) { return (count + amx_side - 1) / amx_side * amx_side; }
 
 // Splits each number into three of bf16 that add up to it exactly (but for the last bits of numbers below 2^-110), if
-// `matrix` asks for it and the machine has matrix tiles. All threads come here together and leave together.
-inline Inputs arrange(Aligned<bf16> &buffer, const float *x, int count, int inputs, bool matrix) {
-    if (!matrix || !tiles_allowed() || inputs % tile_depth) return {x, count};
+// `matrix` asks for it and the machine has matrix tiles. Then it waits for all threads.
+inline Inputs inputs_of(Aligned<bf16> &buffer, const float *x, int count, int inputs, bool matrix) {
+    if (!matrix || !amx_allowed() || inputs % amx_depth) return {x, count};
     int padded = padded_count(count);
     size_t part = (size_t)padded * inputs;
 #pragma omp for schedule(static) nowait
@@ -209,7 +229,7 @@ inline Inputs arrange(Aligned<bf16> &buffer, const float *x, int count, int inpu
         for (int i = 0; i < inputs; i++) {
             size_t at = (size_t)t * inputs + i;
             float rest = t < count ? x[at] : 0;
-            for (int p = 0; p < parts; p++) {
+            for (int p = 0; p < bf16_parts; p++) {
                 from_float(buffer[p * part + at], rest);
                 rest -= to_float(buffer[p * part + at]);
             }
@@ -256,35 +276,36 @@ inline void linear_vectors(float *y, const Inputs &in, const Linear &linear, Sto
 // Predicted (16 x the rate of float32, of which a third is useful): 5 x. Measured, 512 tokens and 2 threads: 290 ->
 // 750..900 GFLOPS, and 870 -> 1,600 tokens/s for the prefill of SmolLM2-135M's shape, with attention and all.
 inline void linear_tiles(float *y, const Inputs &in, const Linear &linear, Store store) {
-    constexpr int panel_rows = 96;  // x 1,536 inputs x 2 bytes = 288 KiB
-    int outputs = (int)linear.weight.rows, inputs = (int)linear.weight.cols, steps = inputs / tile_depth;
-    size_t group = (size_t)tile_side * inputs / 2, part = (size_t)padded_count(in.count) * inputs;
+    int outputs = (int)linear.weight.rows, inputs = (int)linear.weight.cols, steps = inputs / amx_depth;
+    // At most 96 x 1,536 inputs x 2 bytes = 288 KiB, and a panel for each thread if there are enough rows.
+    int panel_rows = std::clamp(outputs / team_size() / amx_side, 1, 3) * amx_side;
+    size_t group = (size_t)amx_side * inputs / 2, part = (size_t)padded_count(in.count) * inputs;
     thread_local Aligned<uint32_t> panel;
-    alignas(64) float out[tile_side * tile_side];
-    panel.resize(panel_rows / tile_side * group);
-    tiles_begin();
+    alignas(64) float out[amx_side * amx_side];
+    panel.resize(panel_rows / amx_side * group);
+    amx_begin();
 #pragma omp for schedule(static) nowait
     for (int first = 0; first < outputs; first += panel_rows) {
-        int groups = std::min(panel_rows, outputs - first) / tile_side;
+        int groups = std::min(panel_rows, outputs - first) / amx_side;
         for (int g = 0; g < groups; g++) {
-            const bf16 *rows = (const bf16 *)linear.weight.data + (size_t)(first + g * tile_side) * inputs;
-            arrange_weights(&panel[g * group], rows, inputs);
+            const bf16 *rows = (const bf16 *)linear.weight.data + (size_t)(first + g * amx_side) * inputs;
+            amx_weights(&panel[g * group], rows, inputs);
         }
-        for (int t = 0; t < in.count; t += tile_side) {
-            int tokens = std::min(tile_side, in.count - t);
+        for (int t = 0; t < in.count; t += amx_side) {
+            int tokens = std::min(amx_side, in.count - t);
             for (int g = 0; g < groups; g++) {
-                tile_products(out, in.in_parts + (size_t)t * inputs, inputs, part, &panel[g * group], steps);
-                store_block(y + (size_t)t * outputs, out, tile_side, linear, tokens, first + g * tile_side, tile_side,
+                amx_products(out, in.in_parts + (size_t)t * inputs, inputs, part, &panel[g * group], steps);
+                store_block(y + (size_t)t * outputs, out, amx_side, linear, tokens, first + g * amx_side, amx_side,
                             store);
             }
         }
     }
-    tiles_end();
+    amx_end();
 }
 
 // y (count, outputs) = or += weight (outputs, inputs) x + bias, by the fastest rung that there is for these numbers.
 inline void linear(float *y, const Inputs &in, const Linear &linear, Store store = Store::set) {
-    bool tiles = in.in_parts && linear.weight.type == DType::bf16 && linear.weight.rows % tile_side == 0;
+    bool tiles = in.in_parts && linear.weight.type == DType::bf16 && linear.weight.rows % amx_side == 0;
     tiles ? linear_tiles(y, in, linear, store) : linear_vectors(y, in, linear, store);
 }
 

@@ -17,10 +17,18 @@
 
 // ---- Flags: one table for parsing, help and errors ---------------------------------------------------------
 
+inline int processors() {  // that this process may use
+#ifdef _OPENMP
+    return omp_get_num_procs();
+#else
+    return 1;
+#endif
+}
+
 struct Options {
     std::string command, directory;
     std::string prompt, prompt_file, prompt_ids, dump_logits;
-    int count = 256, context = 0, threads = (int)std::max(1u, std::thread::hardware_concurrency()), top_k = 0;
+    int count = 256, context = 0, threads = processors(), top_k = 0;
     double temperature = 0, top_p = 1, min_p = 0, tolerance = -1;
     int64_t seed = 0;
     std::string layout = "contiguous", type_k = "f16", type_v = "f16", device = "auto";
@@ -129,7 +137,7 @@ inline const std::vector<Flag> &flags() {
          "generate diff",
          "positions the cache holds (default: prompt + N, at most the model's context)",
          whole(&Options::context, 1, 1 << 30)},
-        {{"-t", "--threads"}, "N", run, "threads (default: one per core)", whole(&Options::threads, 1, 1024)},
+        {{"-t", "--threads"}, "N", run, "threads (default: one per core)", whole(&Options::threads, 1, 256)},
         {{"--cache"},
          "LAYOUT",
          run,
@@ -326,14 +334,14 @@ struct Engine {
     int threads;
     std::vector<float> frequencies;  // (head_dim / 2): radians per position
     // Activations of a pass, in float32:
-    Floats x;             // (rows, hidden): the residual stream
-    Floats normed;        // (rows, hidden)
-    Floats query;         // (rows, heads, head_dim)
-    Floats key, value;    // (rows, kv_heads, head_dim)
-    Floats attended;      // (rows, heads, head_dim)
-    Floats gate, up;      // (rows, ffn)
-    Floats turn;          // (rows, head_dim): cosines and sines
-    Aligned<bf16> split;  // of what the next products read: (parts, rows, widest), see arrange()
+    Floats x;                   // (rows, hidden): the residual stream
+    Floats normed;              // (rows, hidden)
+    Floats query;               // (rows, heads, head_dim)
+    Floats key, value;          // (rows, kv_heads, head_dim)
+    Floats attended;            // (rows, heads, head_dim)
+    Floats gate, up;            // (rows, ffn)
+    Floats turn;                // (rows, head_dim): cosines and sines
+    Aligned<bf16> bf16_inputs;  // (bf16_parts, rows, widest): what the next products read, see inputs_of()
 
     Engine(Model loaded, int thread_count) : model(std::move(loaded)), threads(thread_count) {
         const Config &config = model.config;
@@ -352,7 +360,7 @@ inline void make_room(Engine &engine, int rows) {
     for (auto *buffer : {&engine.gate, &engine.up}) buffer->resize(count * config.ffn);
     engine.turn.resize(count * config.head_dim);
     size_t widest = std::max({(size_t)config.hidden, (size_t)config.ffn, query_width});
-    engine.split.resize(tiles_allowed() ? parts * (size_t)padded_count(rows) * widest : 0);
+    engine.bf16_inputs.resize(amx_allowed() ? bf16_parts * (size_t)padded_count(rows) * widest : 0);
 }
 
 // One pass through all layers; what comes out is in engine.x. attention(layer) is called by all threads when query,
@@ -374,9 +382,10 @@ void forward(Engine &engine, const Rows &rows, Attention attention) {
         barrier();
         for (int layer = 0; layer < config.layers; layer++) {
             const LayerWeights &weights = model.layers[layer];
-            rms_norm(normed, x, weights.attention_norm, count, epsilon);  // what attention sees of the stream
+            // n = RMSNorm(x); q, k, v = W n + b. `in` is what the products read: n, or its parts for matrix tiles.
+            rms_norm(normed, x, weights.attention_norm, count, epsilon);
             barrier();
-            Inputs in = arrange(engine.split, normed, count, config.hidden, rows.many);
+            Inputs in = inputs_of(engine.bf16_inputs, normed, count, config.hidden, rows.many);
             linear(query, in, weights.query);
             linear(key, in, weights.key);
             linear(value, in, weights.value);
@@ -386,23 +395,26 @@ void forward(Engine &engine, const Rows &rows, Attention attention) {
                 rms_norm(key, key, weights.key_norm, (int64_t)count * config.kv_heads, epsilon);
                 barrier();
             }
+            // Each pair of q and of k is turned by an angle that grows with its position.
             rope(query, turn, count, config.heads, head_dim);
             rope(key, turn, count, config.kv_heads, head_dim);
             barrier();
+            // x += W_output softmax(q K^T / sqrt(D)) V
             attention(layer);
             barrier();
-            in = arrange(engine.split, engine.attended.data(), count, config.heads * head_dim, rows.many);
+            in = inputs_of(engine.bf16_inputs, engine.attended.data(), count, config.heads * head_dim, rows.many);
             linear(x, in, weights.output, Store::add);
             barrier();
+            // n = RMSNorm(x); x += W_down (silu(W_gate n) * W_up n)
             rms_norm(normed, x, weights.mlp_norm, count, epsilon);
             barrier();
-            in = arrange(engine.split, normed, count, config.hidden, rows.many);
+            in = inputs_of(engine.bf16_inputs, normed, count, config.hidden, rows.many);
             linear(gate, in, weights.gate);
             linear(up, in, weights.up);
             barrier();
             swiglu(gate, up, (int64_t)count * config.ffn);
             barrier();
-            in = arrange(engine.split, gate, count, config.ffn, rows.many);
+            in = inputs_of(engine.bf16_inputs, gate, count, config.ffn, rows.many);
             linear(x, in, weights.down, Store::add);
             barrier();
         }
@@ -503,8 +515,9 @@ inline int sample(Sampler &sampler, const std::vector<float> &logits) {
     auto likelier = [](const auto &a, const auto &b) {
         return a.first > b.first || (a.first == b.first && a.second < b.second);
     };
-    std::sort(candidates.begin(), candidates.end(), likelier);
-    if (sampler.top_k > 0 && sampler.top_k < (int)candidates.size()) candidates.resize(sampler.top_k);
+    size_t kept_by_k = sampler.top_k > 0 ? std::min((size_t)sampler.top_k, candidates.size()) : candidates.size();
+    std::partial_sort(candidates.begin(), candidates.begin() + (int64_t)kept_by_k, candidates.end(), likelier);
+    candidates.resize(kept_by_k);
     double total = 0, kept = 0;
     for (auto &candidate : candidates) total += candidate.first;
     size_t count = 0;
@@ -681,7 +694,7 @@ public:
         count_ += rows.size() / (size_t)width_;
     }
     void finish() {
-        rewind(file_.get());
+        written_ = written_ && fseek(file_.get(), 0, SEEK_SET) == 0;
         write_header();
         bool closed = fclose(file_.release()) == 0;
         if (!written_ || !closed || rename(part_.c_str(), path_.c_str()) != 0) {
@@ -774,8 +787,11 @@ inline double weights_read(const Model &model) {
     return (double)model.weight_bytes - (apart ? (double)table.rows * table.cols * dtype_bytes(table.type) : 0);
 }
 
-inline double cache_row_bytes(const Cache &cache) {  // of one position, all layers and heads, K and V
-    return (double)cache.shape.layers * cache.shape.kv_heads * (double)(cache.keys.row_bytes + cache.values.row_bytes);
+// And of the cache, with `positions` in it: the rows that some layer may see.
+inline double cache_read(const Model &model, const Cache &cache, int positions) {
+    double rows = 0;
+    for (const LayerWeights &layer : model.layers) rows += positions - first_visible(positions - 1, layer.window);
+    return rows * cache.shape.kv_heads * (double)(cache.keys.row_bytes + cache.values.row_bytes);
 }
 
 struct Generation {
@@ -827,7 +843,7 @@ inline Generation generate(Session &session, const Options &options, RowFile *du
         result.decode_seconds += now() - start;
         result.decoded++;
         result.bytes_read += weights_read(engine.model);
-        if (!session.naive) result.bytes_read += cache_row_bytes(session.cache) * (double)session.tokens.size();
+        if (!session.naive) result.bytes_read += cache_read(engine.model, session.cache, (int)session.tokens.size());
         if (dump) dump->add(logits);
     }
     std::string rest = text.flush();
@@ -945,6 +961,11 @@ inline int run(const std::vector<std::string> &arguments) {
 
 #ifndef LLM_WITHOUT_MAIN
 int main(int argc, char **argv) {
+    // Also where no exception may pass: in the threads of a parallel region.
+    std::set_new_handler([] {
+        fputs("llm: not enough memory: shorten the prompt or lower -c\n", stderr);
+        _exit(2);
+    });
     try {
         return run({argv + 1, argv + argc});
     } catch (const std::bad_alloc &) {

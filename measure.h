@@ -212,7 +212,7 @@ inline int run_diff(const Options &options) {
     TextStream text(session.tokenizer.get());
     for (int token : session.tokens) text.next(token);
     if (!options.json)
-        printf("%5s  %6s %6s  %10s %10s  %9s %9s  %s\n", "step", "naive", "cached", "max|dlogit|", "KL", "naive ms",
+        printf("%5s  %6s %6s  %10s %10s  %9s %9s  %s\n", "step", "naive", "cached", "max diff", "KL", "naive ms",
                "cached ms", "text");
     int index = 0;
     std::vector<DiffStep> steps = run_lockstep(session, options, [&](const DiffStep &step) {
@@ -302,7 +302,8 @@ inline std::vector<BenchResult> measure_model(Engine &engine, const Options &opt
     }
     if (isatty(2)) fprintf(stderr, "\r%30s\r", "");
     double chunks = (prompt + chunk_tokens - 1) / chunk_tokens;
-    double cached = cache_row_bytes(cache) * steps * (options.depth + (steps + 1) / 2.0);
+    double cached = 0;
+    for (int step = 1; step <= steps; step++) cached += cache_read(engine.model, cache, options.depth + step);
     return {{"prefill", prompt, 0, median(prefill_seconds), weights * chunks},
             {"decode", steps, options.depth, median(decode_seconds), weights * steps + cached}};
 }

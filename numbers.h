@@ -1,9 +1,10 @@
 // Numbers: the three floating-point formats that weights and caches are stored in, and `Vec`, the sixteen
-// float32 lanes in which everything is computed. The only file with CPU intrinsics.
+// float32 lanes in which it is computed. The only file with CPU intrinsics.
 //
-// A sum over a row always goes the same way, on every machine and whatever is computed beside it: lane i adds
-// up the elements i, i + 16, i + 32, ...; then the lanes are folded in halves (8, 4, 2, 1). So a result does
-// not depend on the number of threads, nor on how many tokens share a pass.
+// On one machine a sum over a row of `Vec`s always goes the same way, whatever is computed beside it: lane i adds up
+// the elements i, i + 16, i + 32, ...; then the lanes are folded in halves (8, 4, 2, 1). So a result does not depend on
+// the number of threads, nor on how many tokens share a pass. Matrix tiles (below) have an order of their own, as
+// fixed.
 #pragma once
 
 #include <cmath>
@@ -154,7 +155,9 @@ inline Piece piece_div(Piece a, Piece b) { return a / b; }
 inline Piece piece_fma(Piece a, Piece b, Piece c) { return a * b + c; }
 inline Piece piece_max(Piece a, Piece b) { return a > b ? a : b; }
 inline Piece piece_round(Piece a) { return std::nearbyint(a); }
-inline Piece piece_scale(Piece a, Piece exponent) { return std::ldexp(a, (int)exponent); }
+inline Piece piece_scale(Piece a, Piece exponent) {
+    return exponent == exponent ? std::ldexp(a, (int)exponent) : exponent;
+}
 inline float piece_sum(Piece a) { return a; }
 #endif
 
@@ -277,33 +280,33 @@ inline void axpy(float *y, float factor, const Number *x, int n) {
 
 // A tile register holds 16 rows of 64 bytes; one instruction multiplies a tile of 16 x 32 bf16 by one of 32 x 16 and
 // adds the result to 16 x 16 float32. Products of bf16 are exact in float32.
-constexpr int tile_side = 32;   // results are computed 32 x 32 at a time, in four tiles
-constexpr int tile_depth = 32;  // numbers of a row that one step takes
-constexpr int parts = 3;        // bf16 numbers that add up to a float32: 3 x 8 bits of fraction
+constexpr int amx_side = 32;   // results are computed 32 x 32 at a time, in four tiles
+constexpr int amx_depth = 32;  // numbers of a row that one step takes
+constexpr int bf16_parts = 3;  // bf16 numbers that add up to a float32: 3 x 8 bits of fraction
 
 #if defined(__AMX_BF16__)
-struct alignas(64) TileConfig {
+struct alignas(64) AmxConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
 // Asks the kernel, once: the state of the tile registers is large, and programs that use it say so.
-inline bool tiles_allowed() {
+inline bool amx_allowed() {
     static const bool allowed = syscall(SYS_arch_prctl, /*ARCH_REQ_XCOMP_PERM*/ 0x1023, /*tile data*/ 18) == 0;
     return allowed;
 }
-inline void tiles_begin() {
-    static const TileConfig config;
+inline void amx_begin() {
+    static const AmxConfig config;
     __asm__ volatile("ldtilecfg %0" ::"m"(config));
 }
-inline void tiles_end() { _tile_release(); }
+inline void amx_end() { _tile_release(); }
 
 // out (32 tokens, 32 outputs) = the sum over `steps` blocks of 32 numbers and all parts of tokens times weights.
 // tokens: part p of token t begins at tokens + p * part_stride + t * stride, counted in numbers.
-// weights: for each step two tiles (16 pairs of numbers, 16 outputs, 2), as arrange_weights() leaves them.
-inline void tile_products(float *out, const bf16 *tokens, size_t stride, size_t part_stride, const uint32_t *weights,
-                          int steps) {
+// weights: for each step two tiles (16 pairs of numbers, 16 outputs, 2), as amx_weights() leaves them.
+inline void amx_products(float *out, const bf16 *tokens, size_t stride, size_t part_stride, const uint32_t *weights,
+                         int steps) {
     __asm__ volatile("" ::: "memory");  // what the tile loads read has been written
     _tile_zero(0);
     _tile_zero(1);
@@ -312,8 +315,8 @@ inline void tile_products(float *out, const bf16 *tokens, size_t stride, size_t 
     for (int s = 0; s < steps; s++) {
         _tile_loadd(6, weights + s * 512, 64);
         _tile_loadd(7, weights + s * 512 + 256, 64);
-        for (int p = 0; p < parts; p++) {
-            const bf16 *part = tokens + p * part_stride + s * tile_depth;
+        for (int p = 0; p < bf16_parts; p++) {
+            const bf16 *part = tokens + p * part_stride + s * amx_depth;
             _tile_loadd(4, part, stride * sizeof(bf16));
             _tile_loadd(5, part + 16 * stride, stride * sizeof(bf16));
             _tile_dpbf16ps(0, 4, 6);
@@ -322,19 +325,19 @@ inline void tile_products(float *out, const bf16 *tokens, size_t stride, size_t 
             _tile_dpbf16ps(3, 5, 7);
         }
     }
-    _tile_stored(0, out, tile_side * sizeof(float));
-    _tile_stored(1, out + 16, tile_side * sizeof(float));
-    _tile_stored(2, out + 16 * tile_side, tile_side * sizeof(float));
-    _tile_stored(3, out + 16 * tile_side + 16, tile_side * sizeof(float));
+    _tile_stored(0, out, amx_side * sizeof(float));
+    _tile_stored(1, out + 16, amx_side * sizeof(float));
+    _tile_stored(2, out + 16 * amx_side, amx_side * sizeof(float));
+    _tile_stored(3, out + 16 * amx_side + 16, amx_side * sizeof(float));
     __asm__ volatile("" ::: "memory");
 }
 
-// 32 rows of weights, `inputs` numbers each, as the tiles that tile_products() wants: pairs of numbers stay together,
+// 32 rows of weights, `inputs` numbers each, as the tiles that amx_products() wants: pairs of numbers stay together,
 // and pair i of all rows comes before pair i + 1. `to` holds 32 * inputs / 2 words.
-inline void arrange_weights(uint32_t *to, const bf16 *rows, int inputs) {
+inline void amx_weights(uint32_t *to, const bf16 *rows, int inputs) {
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512i index = _mm512_mullo_epi32(lane, _mm512_set1_epi32(inputs * (int)sizeof(bf16)));
-    for (int i = 0; i < inputs; i += tile_depth) {
+    for (int i = 0; i < inputs; i += amx_depth) {
         for (int half = 0; half < 2; half++) {
             for (int pair = 0; pair < 16; pair++, to += 16) {
                 const bf16 *from = rows + (size_t)half * 16 * inputs + i + 2 * pair;
@@ -344,11 +347,11 @@ inline void arrange_weights(uint32_t *to, const bf16 *rows, int inputs) {
     }
 }
 #else
-inline bool tiles_allowed() { return false; }
-inline void tiles_begin() {}
-inline void tiles_end() {}
-inline void tile_products(float *, const bf16 *, size_t, size_t, const uint32_t *, int) {}
-inline void arrange_weights(uint32_t *, const bf16 *, int) {}
+inline bool amx_allowed() { return false; }
+inline void amx_begin() {}
+inline void amx_end() {}
+inline void amx_products(float *, const bf16 *, size_t, size_t, const uint32_t *, int) {}
+inline void amx_weights(uint32_t *, const bf16 *, int) {}
 #endif
 
 // ---- Floats ------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 # The last line is "N passed, N failed"; a program that dies counts as one failure more.
 passed=0 failed=0
 for program in "$@"; do
-    output=$("$program" --no-colors=true --no-intro=true 2>&1)
+    output=$(timeout 1800 "$program" --no-colors=true --no-intro=true 2>&1)
     status=$?
     line=$(printf '%s\n' "$output" | grep '^\[doctest\] test cases:' | tail -n 1)
     good=$(printf '%s\n' "$line" | sed -n 's/.*| *\([0-9]*\) passed.*/\1/p')

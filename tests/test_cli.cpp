@@ -997,11 +997,11 @@ TEST_CASE("memory that cannot be had is refused at once") {
     auto start = std::chrono::steady_clock::now();
     Words prompt{"-m", directory, "--ids", "1,2", "--kv", "f32"};
     for (const std::string &command : Words{"generate", "diff"})
-        check_refused(run(Words{command, "-c", "1073741824"} + prompt), {"cache needs 1024.0 GiB", "lower -c"});
+        check_refused(run(Words{command, "-c", "1073741824"} + prompt), {"cache needs 2048.0 GiB", "lower -c"});
     Setting tight;
     tight.address_bytes = (rlim_t)1 << 30;
     if (run({"--help"}, tight).status == 0)  // AddressSanitizer alone asks for terabytes of addresses
-        check_refused(run(Words{"generate", "-c", "2097152"} + prompt, tight), {"cache needs 2.0 GiB", "lower -c"});
+        check_refused(run(Words{"generate", "-c", "2097152"} + prompt, tight), {"2.0 GiB of memory cannot be had", "lower -c"});
     CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
     run_json(Words{"generate", "-n", "3"} + prompt);  // what is asked for counts, not what the model could
 }

@@ -60,10 +60,10 @@ std::vector<float> product(const Projection &projection, const std::vector<float
     std::vector<float> y((size_t)count * projection.outputs(), NAN);
     if (!before.empty()) y = before;
     Store store = before.empty() ? Store::set : Store::add;
-    Aligned<bf16> split((size_t)parts * padded_count(count) * projection.inputs());
+    Aligned<bf16> split((size_t)bf16_parts * padded_count(count) * projection.inputs());
 #pragma omp parallel num_threads(threads)
     {
-        Inputs in = arrange(split, x.data(), count, projection.inputs(), matrix);
+        Inputs in = inputs_of(split, x.data(), count, projection.inputs(), matrix);
         linear(y.data(), in, projection.linear, store);
     }
     return y;
@@ -169,7 +169,7 @@ TEST_CASE("linear() gives a token the same bits alone and among others") {
     }
 }
 
-TEST_CASE("matrix tiles are within the bound of a float32 sum in double precision" * doctest::skip(!tiles_allowed())) {
+TEST_CASE("matrix tiles are within the bound of a float32 sum in double precision" * doctest::skip(!amx_allowed())) {
     Random random{15};
     for (int outputs : {32, 96, 128, 224}) {
         for (int inputs : {32, 64, 576}) {
@@ -195,7 +195,7 @@ TEST_CASE("matrix tiles are within the bound of a float32 sum in double precisio
 }
 
 TEST_CASE("matrix tiles give a token the same bits alone and among others, with any number of threads" *
-          doctest::skip(!tiles_allowed())) {
+          doctest::skip(!amx_allowed())) {
     Random random{16};
     Projection projection(random, 224, 96, DType::bf16, 2);
     std::vector<float> x = random_floats(random, 70 * 96), together = matrix_product(projection, x, 70), alone;
@@ -212,14 +212,14 @@ TEST_CASE("three bf16 parts add up to the number") {
     Random random{17};
     std::vector<float> x = random_floats(random, 32 * 64);
     x[0] = 0, x[1] = 1e30f, x[2] = -3e-20f, x[3] = 0x1.fffffep0f;
-    Aligned<bf16> split(parts * x.size());
+    Aligned<bf16> split(bf16_parts * x.size());
     Inputs in;
 #pragma omp parallel num_threads(2)
-    in = arrange(split, x.data(), 32, 64, true);
-    REQUIRE((in.in_parts != nullptr) == tiles_allowed());
+    in = inputs_of(split, x.data(), 32, 64, true);
+    REQUIRE((in.in_parts != nullptr) == amx_allowed());
     for (size_t i = 0; in.in_parts && i < x.size(); i++) {
         double total = 0;
-        for (int p = 0; p < parts; p++) total += to_float(in.in_parts[p * x.size() + i]);
+        for (int p = 0; p < bf16_parts; p++) total += to_float(in.in_parts[p * x.size() + i]);
         REQUIRE(total == x[i]);
     }
 }
