@@ -3,6 +3,8 @@
 #define LLM_WITHOUT_MAIN
 #include <doctest/doctest.h>
 
+#include <fstream>
+
 #include "../llm.cu"
 
 namespace fs = std::filesystem;
@@ -179,13 +181,10 @@ TEST_CASE("stories260K: 200 greedy ids and 8 rows of logits as llama2.c has them
     CHECK(most <= 1e-4);
 }
 
-TEST_CASE("the built-in checkpoint, over its whole context: every precision decodes the naive path's greedy tokens") {
-    Engine engine = open_engine(builtin);
+// Decodes greedily to the end of the context: with an f32 cache as the naive path does, and with each other precision.
+static void check_whole_context(Engine &engine, const std::vector<int> &prompt) {
     const Config &config = engine.model.config;
-    TokenizerPointer tokenizer = load_tokenizer(builtin);
-    std::vector<int> prompt = encode(tokenizer.get(), "Once upon a time");
     int count = config.context - (int)prompt.size();
-
     Cache exact = open_for(engine, F32{}, config.context);
     std::vector<int> tokens = prompt, ids = greedy_cached(engine, exact, prompt, count);
     tokens.insert(tokens.end(), ids.begin(), ids.end());
@@ -204,4 +203,19 @@ TEST_CASE("the built-in checkpoint, over its whole context: every precision deco
         Cache cache = open_for(engine, type, config.context);
         CHECK(greedy_cached(engine, cache, prompt, count) == ids);
     });
+}
+
+TEST_CASE("the built-in checkpoint, over its whole context: every precision decodes the naive path's greedy tokens") {
+    Engine engine = open_engine(builtin, 1);
+    TokenizerPointer tokenizer = load_tokenizer(builtin);
+    check_whole_context(engine, encode(tokenizer.get(), "Once upon a time"));
+    std::ifstream stories(builtin + "/heldout.jsonl");
+    std::string line;
+    for (size_t length : {40, 640}) {  // beginnings of stories that it has not seen
+        REQUIRE(std::getline(stories, line));
+        Json story = parse_json("heldout.jsonl", line);
+        std::vector<int> ids = encode(tokenizer.get(), cJSON_GetObjectItem(story.get(), "text")->valuestring);
+        REQUIRE(ids.size() > length);
+        check_whole_context(engine, {ids.begin(), ids.begin() + (int)length});
+    }
 }
