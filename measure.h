@@ -233,21 +233,23 @@ inline int run_diff(const Options &options) {
 
 // ---- llm bench ---------------------------------------------------------------------------------------------
 
-// Bytes a second that all threads together read from memory: each sums its stretch of a buffer that no cache holds.
-inline double read_bandwidth(int threads, int repeats) {
-    constexpr size_t bytes = (size_t)1 << 30, block = 1 << 20;
-    std::shared_ptr<void> buffer = reserve(bytes, "the buffer of the bandwidth measurement");
-    float *numbers = (float *)buffer.get();
+// Bytes a second that all threads together read from a buffer of `bytes`. It is as large as the model's weights, so
+// that of the one as of the other the caches of this machine may hold a part.
+inline double read_bandwidth(size_t bytes, int threads, int repeats) {
+    constexpr size_t block = 1 << 20;
+    const int64_t blocks = (int64_t)std::max<size_t>(bytes / block, 64);
+    std::shared_ptr<void> buffer = reserve((size_t)blocks * block, "the buffer of the bandwidth measurement");
     std::vector<double> rates;
-    float total = 0;
-    for (int repeat = 0; repeat <= repeats; repeat++) {
+    double total = 0;
+    for (int repeat = 0; repeat <= 3 * repeats; repeat++) {
         double start = now();
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total)
-        for (size_t b = 0; b < bytes / block; b++) {
-            float *at = numbers + b * block / sizeof(float);
-            if (repeat == 0) std::fill(at, at + block / sizeof(float), 1.0f);  // first touch, by the thread that reads
+        for (int64_t b = 0; b < blocks; b++) {
+            float *at = (float *)((char *)buffer.get() + (size_t)b * block);
+            const size_t count = block / sizeof(float);
+            if (repeat == 0) std::fill(at, at + count, 1.0f);  // first touch, by the thread that will read
             Vec sums[4] = {set(0), set(0), set(0), set(0)};
-            for (size_t i = 0; i < block / sizeof(float); i += 4 * lanes) {
+            for (size_t i = 0; i < count; i += 4 * lanes) {
                 for (int v = 0; v < 4; v++) {
                     __builtin_prefetch(at + i + v * lanes + 1024);
                     sums[v] = add(sums[v], load(at + i + v * lanes));
@@ -255,9 +257,9 @@ inline double read_bandwidth(int threads, int repeats) {
             }
             total += sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
         }
-        if (repeat > 0) rates.push_back((double)bytes / (now() - start));
+        if (repeat > 0) rates.push_back((double)blocks * block / (now() - start));
     }
-    if (total != (float)(repeats + 1) * (float)(bytes / sizeof(float)))
+    if (total != (double)(3 * repeats + 1) * (double)blocks * (block / sizeof(float)))
         fail("the bandwidth measurement misread its buffer");
     return *std::max_element(rates.begin(), rates.end());
 }
@@ -317,7 +319,7 @@ inline int run_bench(const Options &options) {
         fail("--depth %d and -n %d: expected at least one step, and together at most the model's %d positions",
              options.depth, steps, context);
     }
-    double bandwidth = read_bandwidth(options.threads, options.repeats);
+    double bandwidth = read_bandwidth((size_t)engine.model.weight_bytes, options.threads, options.repeats);
     std::vector<BenchResult> results = measure_model(engine, options, prompt, steps);
     double per_token[2] = {results[0].seconds / results[0].tokens, results[1].seconds / results[1].tokens};
     if (!options.json) {
