@@ -83,9 +83,10 @@ inline double divergence(const std::vector<float> &a, const std::vector<float> &
     return std::max(0.0, total);
 }
 
-// How far logits may lie apart. With an f32 cache both paths compute the same numbers in another order: 1e-4. A
-// stored key or value is off by at most u of itself (PlainRow), which moves a logit by a multiple of u; 128 u is
-// 0.0625 for f16 and 0.5 for bf16, where logits are of the order of 10.
+// How far logits may lie apart. With an f32 cache both paths compute the same numbers in another order: 1e-4. Otherwise
+// a stored key or value is off by at most u of itself (PlainRow), and a logit by a multiple of u. Over the whole
+// context of the built-in model (llm diff -n 2000 -p "Once upon a time") it is off by 57 u at most, 0.028, in f16 and
+// by 56 u, 0.22, in bf16; 128 u passes.
 inline double default_tolerance(const Cache &cache) {
     auto roundoff = [](auto type) { return decltype(type)::unit_roundoff; };
     double u = std::max(std::visit(roundoff, cache.type_k), std::visit(roundoff, cache.type_v));

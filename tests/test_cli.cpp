@@ -140,7 +140,7 @@ void check_refused(const Outcome &result, const Words &parts) {
 struct Scratch {
     fs::path path;
     Scratch() {
-        std::string name = (fs::temp_directory_path() / "test_cli.XXXXXX").string();
+        std::string name = (fs::temp_directory_path() / ("test_cli." + std::string(6, 'X'))).string();
         REQUIRE(mkdtemp(name.data()));
         path = name;
     }
@@ -1001,7 +1001,8 @@ TEST_CASE("memory that cannot be had is refused at once") {
     Setting tight;
     tight.address_bytes = (rlim_t)1 << 30;
     if (run({"--help"}, tight).status == 0)  // AddressSanitizer alone asks for terabytes of addresses
-        check_refused(run(Words{"generate", "-c", "2097152"} + prompt, tight), {"2.0 GiB of memory cannot be had", "lower -c"});
+        check_refused(run(Words{"generate", "-c", "2097152"} + prompt, tight),
+                      {"2.0 GiB of memory cannot be had", "lower -c"});
     CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
     run_json(Words{"generate", "-n", "3"} + prompt);  // what is asked for counts, not what the model could
 }

@@ -19,7 +19,7 @@ const std::string fixtures = "tests/fixtures/models/";
 struct Scratch {
     fs::path path;
     Scratch() {
-        std::string name = (fs::temp_directory_path() / "test_model.XXXXXX").string();
+        std::string name = (fs::temp_directory_path() / ("test_model." + std::string(6, 'X'))).string();
         if (!mkdtemp(name.data())) throw std::runtime_error("no temporary directory");
         path = name;
     }
