@@ -65,7 +65,7 @@ asan: need-tests
 fuzz: need-fuzz
 	$(AGAIN) $(FUZZERS:%=build/%)
 	@for fuzzer in $(FUZZERS); do mkdir -p build/corpus/$$fuzzer && \
-	  build/$$fuzzer -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -verbosity=0 \
+	  build/$$fuzzer -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -verbosity=0 -print_funcs=0 \
 	    -artifact_prefix=build/ build/corpus/$$fuzzer && \
 	  echo "$$fuzzer: $(FUZZ_SECONDS) s, nothing found" || exit 1; done
 
