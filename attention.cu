@@ -56,6 +56,9 @@ inline void attend_plain(float *out,           // (tokens, query_heads, D)
 // partial results (maximum, sum, weighted values) that are then merged (Milakov and Gimelshein 2018, online softmax;
 // Dao et al. 2023, Flash-Decoding), so that threads can share one long sequence. And the merge always goes from
 // the first split to the last, so the bits depend neither on the threads nor on what else is in the batch.
+//
+// Measured, the whole pass over a prompt of SmolLM2-135M's shape in bf16, 2 threads (llm generate --cache none and
+// contiguous, -n 0): 512 tokens 0.39 -> 0.30 s, 2,048 tokens 4.9 -> 1.7 s.
 
 constexpr int split_positions = 256;
 constexpr int tile_queries = 32;  // query vectors that share a read of the cache; their scores stay in the L2
