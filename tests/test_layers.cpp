@@ -118,27 +118,27 @@ TEST_CASE("linear() gives linear_plain()'s bits for a real width") {
             for (int count : {1, 5, 12, 14}) CHECK(agrees_with_plain(random, 67, 576, count, type, bias_type));
 }
 
+// Checks both products, set and add, against double precision.
+void check_within_bound(Random &random, int outputs, int inputs, int count, DType type, int bias_type, bool matrix) {
+    Projection projection(random, outputs, inputs, type, bias_type);
+    std::vector<float> x = random_floats(random, (size_t)count * inputs);
+    std::vector<float> before = random_floats(random, (size_t)count * outputs);
+    Expected set, added;
+    for (int t = 0; t < count; t++) {
+        const std::vector<float> &weight = projection.weight.numbers, &bias = projection.bias.numbers;
+        const float *to_add = &before[(size_t)t * outputs];
+        reference::linear(set, weight, &x[(size_t)t * inputs], bias, nullptr, outputs, inputs);
+        reference::linear(added, weight, &x[(size_t)t * inputs], bias, to_add, outputs, inputs);
+    }
+    CHECK(worst(product(projection, x, count, {}, 1, matrix), set) <= 1);
+    CHECK(worst(product(projection, x, count, before, 1, matrix), added) <= 1);
+}
+
 TEST_CASE("linear() is within the bound of a float32 sum in double precision") {
     Random random{3};
-    for (DType type : dtypes) {
-        for (int bias_type = 0; bias_type < 4; bias_type++) {
-            for (int inputs : {1, 16, 41, 576}) {
-                int outputs = 35, count = 8;
-                Projection projection(random, outputs, inputs, type, bias_type);
-                std::vector<float> x = random_floats(random, (size_t)count * inputs);
-                std::vector<float> before = random_floats(random, (size_t)count * outputs);
-                Expected set, added;
-                for (int t = 0; t < count; t++) {
-                    const std::vector<float> &weight = projection.weight.numbers, &bias = projection.bias.numbers;
-                    const float *to_add = &before[(size_t)t * outputs];
-                    reference::linear(set, weight, &x[(size_t)t * inputs], bias, nullptr, outputs, inputs);
-                    reference::linear(added, weight, &x[(size_t)t * inputs], bias, to_add, outputs, inputs);
-                }
-                CHECK(worst(product(projection, x, count), set) <= 1);
-                CHECK(worst(product(projection, x, count, before), added) <= 1);
-            }
-        }
-    }
+    for (DType type : dtypes)
+        for (int bias_type = 0; bias_type < 4; bias_type++)
+            for (int inputs : {1, 16, 41, 576}) check_within_bound(random, 35, inputs, 8, type, bias_type, false);
 }
 
 TEST_CASE("linear() has the same bits with 1, 2, 3 and 5 threads") {
@@ -177,18 +177,7 @@ TEST_CASE("matrix tiles are within the bound of a float32 sum in double precisio
                 CAPTURE(outputs);
                 CAPTURE(inputs);
                 CAPTURE(count);
-                Projection projection(random, outputs, inputs, DType::bf16, count % 4);
-                std::vector<float> x = random_floats(random, (size_t)count * inputs);
-                std::vector<float> before = random_floats(random, (size_t)count * outputs);
-                Expected set, added;
-                for (int t = 0; t < count; t++) {
-                    const std::vector<float> &weight = projection.weight.numbers, &bias = projection.bias.numbers;
-                    const float *to_add = &before[(size_t)t * outputs];
-                    reference::linear(set, weight, &x[(size_t)t * inputs], bias, nullptr, outputs, inputs);
-                    reference::linear(added, weight, &x[(size_t)t * inputs], bias, to_add, outputs, inputs);
-                }
-                CHECK(worst(matrix_product(projection, x, count), set) <= 1);
-                CHECK(worst(matrix_product(projection, x, count, before), added) <= 1);
+                check_within_bound(random, outputs, inputs, count, DType::bf16, count % 4, true);
             }
         }
     }
@@ -206,6 +195,22 @@ TEST_CASE("matrix tiles give a token the same bits alone and among others, with 
         alone.insert(alone.end(), y.begin(), y.end());
     }
     CHECK(same_bits(together, alone));
+}
+
+TEST_CASE("matrix tiles use every part of a number" * doctest::skip(!amx_allowed())) {
+    Random random{18};
+    const int outputs = 32, inputs = 64;
+    Projection projection(random, outputs, inputs, DType::bf16, 0);
+    projection.linear.bias = {};
+    std::vector<float> values = random_floats(random, inputs), x((size_t)inputs * inputs);
+    for (int t = 0; t < inputs; t++) x[(size_t)t * inputs + t] = values[t];  // token t has one number, the t-th
+    std::vector<float> y = matrix_product(projection, x, inputs);
+    for (int t = 0; t < inputs; t++) {
+        for (int o = 0; o < outputs; o++) {
+            double exact = (double)values[t] * projection.weight.numbers[(size_t)o * inputs + t];
+            REQUIRE(std::fabs(y[(size_t)t * outputs + o] - exact) <= 0x1p-22 * std::fabs(exact));  // two sums, rounded
+        }
+    }
 }
 
 TEST_CASE("three bf16 parts add up to the number") {

@@ -72,7 +72,7 @@ def settle(path, out, rounds, steps, texts, seed):
         print(f"round {number + 1}/{rounds}: continuing {texts} texts", file=sys.stderr, flush=True)
         own = continue_greedily(path if number == 0 else out, beginnings(tokenizer, texts, rng), end)
         for _ in range(steps):
-            ids, _, weight, _ = batch_of(phase, tokenizer, FIRST_STORY + seed * 1_000_000 + step * ROWS)
+            ids, _, weight, _ = batch_of(phase, tokenizer, FIRST_STORY + (seed - 1) * 1_000_000 + step * ROWS)
             mine = own[torch.tensor(rng.sample(range(texts), ROWS))]
             rows = torch.cat((ids, mine))
             # A text counts up to its first end; what fills the row behind it does not.
