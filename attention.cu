@@ -2,8 +2,8 @@
 //
 //   o = softmax(q K^T / sqrt(D)) V        for each query head; K and V of the positions the query may see
 //
-// A query at position p sees the positions p - window + 1 .. p, or 0 .. p if the layer has no window. With grouped
-// queries (Ainslie et al. 2023, GQA), query head h reads KV head h / (heads / kv_heads).
+// A query at position p sees 0 .. p, or what `Visible` (cache.h) says of windows and sinks. With grouped queries
+// (Ainslie et al. 2023, GQA), query head h reads KV head h / (heads / kv_heads).
 #pragma once
 
 #include <limits>
@@ -17,8 +17,6 @@ struct Heads {
     int kv_head(int query_head) const { return query_head / group(); }
 };
 
-inline int first_visible(int position, int window) { return window ? std::max(0, position - window + 1) : 0; }
-
 // ---- Rung 1: the equation ----------------------------------------------------------------------------------
 
 // All tokens of one sequence at once, from keys and values that were just computed; there is no cache. Reads K and V
@@ -27,25 +25,35 @@ inline void attend_plain(float *out,           // (tokens, query_heads, D)
                          const float *query,   // (tokens, query_heads, D), rotated
                          const float *keys,    // (tokens, kv_heads, D), rotated
                          const float *values,  // (tokens, kv_heads, D)
-                         const Heads &heads, int tokens, int window) {
+                         const Heads &heads, int tokens, const Visible &visible,
+                         const float *shift_turn) {  // (tokens, D): angles by which a token's sinks move; or nullptr
     int width = heads.width;
     float factor = 1 / std::sqrt((float)width);
-    std::vector<float> weight(tokens);
+    std::vector<float> weight(tokens), moved(width);
 #pragma omp for schedule(dynamic) nowait
     for (int64_t item = 0; item < (int64_t)tokens * heads.query; item++) {
         int position = (int)(item / heads.query), kv_head = heads.kv_head((int)(item % heads.query));
-        int first = first_visible(position, window);
+        int first = visible.first(position), sinks = visible.dropped(position) ? visible.sinks : 0;
         auto row = [&](const float *rows, int t) { return rows + ((size_t)t * heads.kv + kv_head) * width; };
+        auto for_each_visible = [&](auto use) {
+            for (int t = 0; t < sinks; t++) use(t);
+            for (int t = first; t <= position; t++) use(t);
+        };
 
         float most = -std::numeric_limits<float>::infinity(), total = 0;
-        for (int t = first; t <= position; t++) {
-            weight[t] = factor * dot(query + item * width, row(keys, t), width);
+        for_each_visible([&](int t) {
+            const float *key = row(keys, t);
+            if (t < sinks) {
+                rotate(moved.data(), key, shift_turn + (size_t)position * width, width);
+                key = moved.data();
+            }
+            weight[t] = factor * dot(query + item * width, key, width);
             most = std::max(most, weight[t]);
-        }
-        for (int t = first; t <= position; t++) total += weight[t] = std::exp(weight[t] - most);
+        });
+        for_each_visible([&](int t) { total += weight[t] = std::exp(weight[t] - most); });
 
         std::fill(out + item * width, out + (item + 1) * width, 0.0f);
-        for (int t = first; t <= position; t++) axpy(out + item * width, weight[t] / total, row(values, t), width);
+        for_each_visible([&](int t) { axpy(out + item * width, weight[t] / total, row(values, t), width); });
     }
 }
 
@@ -62,28 +70,25 @@ inline void attend_plain(float *out,           // (tokens, query_heads, D)
 
 constexpr int split_positions = 256;
 constexpr int tile_queries = 32;  // query vectors that share a read of the cache; their scores stay in the L2
+constexpr int block_queries = piece_lanes == 16 ? 8 : 3;  // of them, those whose sums over a block stay in registers
 
-// Tokens that follow one another in a sequence, few enough that all their query heads of a group fit a tile.
-struct QueryTile {
-    int row, count;  // rows [row, row + count) of the pass
-    int sequence, position;
-};
-
-inline std::vector<QueryTile> query_tiles(const int *sequences, const int *positions, int count, const Heads &heads) {
-    int most = std::max(1, tile_queries / heads.group());
-    std::vector<QueryTile> tiles;
-    for (int row = 0; row < count; row++) {
-        QueryTile *last = tiles.empty() ? nullptr : &tiles.back();
-        if (last && last->count < most && last->sequence == sequences[row] &&
-            last->position + last->count == positions[row])
-            last->count++;
-        else
-            tiles.push_back({row, 1, sequences[row], positions[row]});
+// The rows of a pass as spans of at most `most` positions; with `blocks` a span lies in one block of 32 positions. A
+// sequence's rows come one after another.
+inline std::vector<Span> spans_of(const int *sequences, const int *positions, int count, int most, bool blocks) {
+    std::vector<Span> spans;
+    for (int begin = 0, end; begin < count; begin = end) {
+        for (end = begin + 1; end < count && sequences[end] == sequences[begin];) end++;
+        int first = positions[begin], last = first + end - begin;
+        for (int t = first, size; t < last; t += size) {
+            size = std::min(most, last - t);
+            if (blocks) size = std::min(size, group_size - t % group_size);
+            spans.push_back({begin + t - first, size, sequences[begin], t, first, last});
+        }
     }
-    return tiles;
+    return spans;
 }
 
-inline int splits_of(const QueryTile &tile) { return (tile.position + tile.count - 1) / split_positions + 1; }
+inline int splits_of(const Span &tile) { return (tile.position + tile.count - 1) / split_positions + 1; }
 
 // What one query head knows after some splits. Unnormalised: the attention output is values / sum.
 struct Partial {
@@ -104,74 +109,229 @@ inline void merge(Partial &a, float *a_values, const Partial &b, const float *b_
     for (int i = 0; i < width; i++) a_values[i] = a_values[i] * a_factor + b_values[i] * b_factor;
 }
 
-// values[q * width + channel ..] += sum over rows r of weights[q * split_positions + r] * row r, for `Vecs` times 16
+// Queries and Vecs of channels whose sums stay in registers: 32 registers of 16 lanes, or 16 of 8.
+constexpr int weigh_queries = piece_lanes == 16 ? 4 : 3;
+constexpr int weigh_vecs = piece_lanes == 16 ? 4 : 2;
+
+// values[q * stride + channel ..] += sum over rows r of weights[q * split_positions + r] * row r, for `Vecs` times 16
 // channels of `Queries` queries: each row is decoded once for all of them.
 template <int Queries, int Vecs, class Format>
-inline void weigh_tile(float *values, const float *weights, StoredRows<Format> rows, int row_count, int width) {
+inline void weigh_tile(float *values, size_t stride, const float *weights, StoredRows<Format> rows, int row_count) {
     Vec sums[Queries][Vecs];
     for (int q = 0; q < Queries; q++)
-        for (int c = 0; c < Vecs; c++) sums[q][c] = load(values + (size_t)q * width + c * lanes);
+        for (int c = 0; c < Vecs; c++) sums[q][c] = load(values + q * stride + c * lanes);
     for (int r = 0; r < row_count; r++) {
-        Vec row[Vecs];
-        for (int c = 0; c < Vecs; c++) row[c] = rows.load(r, c * lanes);
-        for (int q = 0; q < Queries; q++) {
-            Vec weight = set(weights[(size_t)q * split_positions + r]);
-            for (int c = 0; c < Vecs; c++) sums[q][c] = fma(weight, row[c], sums[q][c]);
+        for (int c = 0; c < Vecs; c++) {
+            Vec row = rows.load(r, c * lanes);
+            for (int q = 0; q < Queries; q++)
+                sums[q][c] = fma(set(weights[(size_t)q * split_positions + r]), row, sums[q][c]);
         }
     }
     for (int q = 0; q < Queries; q++)
-        for (int c = 0; c < Vecs; c++) store(values + (size_t)q * width + c * lanes, sums[q][c]);
+        for (int c = 0; c < Vecs; c++) store(values + q * stride + c * lanes, sums[q][c]);
 }
 
-// The same for all channels, the last ones behind the last multiple of 16 too.
-template <int Queries, class Format>
-inline void weigh_channels(float *values, const float *weights, StoredRows<Format> rows, int row_count, int width) {
-    int c = 0;
-    for (; c + 4 * lanes <= width; c += 4 * lanes)
-        weigh_tile<Queries, 4>(values + c, weights, rows.from_channel(c), row_count, width);
-    for (; c + lanes <= width; c += lanes)
-        weigh_tile<Queries, 1>(values + c, weights, rows.from_channel(c), row_count, width);
-    for (int q = 0; c < width && q < Queries; q++) {
-        float *to = values + (size_t)q * width + c;
-        Vec total = load_part(to, width - c);
+// The same for `channels` channels of any number of queries.
+template <class Format>
+inline void weigh(float *values, size_t stride, const float *weights, StoredRows<Format> rows, int row_count,
+                  int queries, int channels) {
+    int whole = channels / lanes * lanes;
+    in_batches<weigh_queries>(queries, [&](auto size, int q) {
+        in_batches<weigh_vecs>(channels / lanes, [&](auto vecs, int first) {
+            weigh_tile<size, vecs>(values + q * stride + first * lanes, stride, weights + (size_t)q * split_positions,
+                                   rows.from_channel(first * lanes), row_count);
+        });
+    });
+    for (int q = 0; whole < channels && q < queries; q++) {
+        float *to = values + q * stride + whole;
+        Vec total = load_part(to, channels - whole);
         for (int r = 0; r < row_count; r++) {
             Vec weight = set(weights[(size_t)q * split_positions + r]);
-            total = fma(weight, rows.load_part(r, c, width - c), total);
+            total = fma(weight, rows.load_part(r, whole, channels - whole), total);
         }
-        store_part(to, total, width - c);
+        store_part(to, total, channels - whole);
     }
 }
 
-template <class Format>
-inline void weigh(float *values, const float *weights, StoredRows<Format> rows, int row_count, int queries, int width) {
-    int q = 0;
-    auto at = [&](int query) { return values + (size_t)query * width; };
-    for (; q + 4 <= queries; q += 4)
-        weigh_channels<4>(at(q), weights + (size_t)q * split_positions, rows, row_count, width);
-    switch (queries - q) {
-        case 3:
-            return weigh_channels<3>(at(q), weights + (size_t)q * split_positions, rows, row_count, width);
-        case 2:
-            return weigh_channels<2>(at(q), weights + (size_t)q * split_positions, rows, row_count, width);
-        case 1:
-            return weigh_channels<1>(at(q), weights + (size_t)q * split_positions, rows, row_count, width);
-    }
-}
-
-// Calls use(offset, rows, count) for each run of rows that hold the positions [begin, end) of a sequence.
+// The rows of the block that a tile lies in, positions [begin, end), which are not quantized yet: use(t, rows, count)
+// gets those that earlier passes left at f16, and then those of this pass.
 template <class Use>
-inline void for_each_run(const Cache &cache, const CacheRows &side, const Precision &type, int layer, int sequence,
-                         int kv_head, int begin, int end, Use use) {
-    std::visit(
-        [&](auto format) {
-            using Format = decltype(format);
-            for (int t = begin, count; t < end; t += count) {
-                count = std::min(end - t, run_of(cache, t));
-                const char *start = side.at(layer, row_of(cache, sequence, t), kv_head);
-                use(t, StoredRows<Format>{start, side.stride()}, count);
+inline void for_each_recent_run(const CacheRows &recent, int layer, const Span &tile, int kv_head,
+                                const PassVectors &vectors, int begin, int end, Use use) {
+    int kept = std::min(end, tile.first);
+    if (begin < kept) {
+        const char *start = recent.at(layer, tile.sequence * group_size + begin % group_size, kv_head);
+        use(begin, StoredRows<PlainRow<f16>>{start, recent.stride()}, kept - begin);
+    }
+    begin = std::max(begin, kept);
+    if (begin < end) {
+        const char *start = (const char *)vectors.at(tile, begin, kv_head);
+        use(begin, StoredRows<PlainRow<float>>{start, vectors.kv_heads * vectors.width * sizeof(float)}, end - begin);
+    }
+}
+
+// Where the positions begin that a query reads as recent; before it, all are as stored.
+template <class Format>
+inline int recent_begin(const Span &tile, int end) {
+    return Format::key_groups ? std::min(end, tile.position / group_size * group_size) : end;
+}
+
+// scores[q * split_positions + i] for position i of a block of keys, `Queries` queries at once. The block's scales are
+// already in `factors` (Queries, width), its zero points in `bases` (Queries).
+template <int Queries, class G>
+inline void score_block_tile(float *scores, const char *const *rows, const float *factors, const float *bases,
+                             int width) {
+    Vec sums[Queries][2];
+    for (int q = 0; q < Queries; q++) sums[q][0] = sums[q][1] = set(bases[q]);
+    int per_row = (width + group_size - 1) / group_size;
+    for (int c = 0; c < width; rows++) {
+        const G *group = (const G *)*rows;
+        for (int last = std::min(width, c + per_row); c < last; c++, group++) {
+            Vec low = load(&group->codes, 0), high = load(&group->codes, 1);
+            for (int q = 0; q < Queries; q++) {
+                Vec factor = set(factors[(size_t)q * width + c]);
+                sums[q][0] = fma(factor, low, sums[q][0]);
+                sums[q][1] = fma(factor, high, sums[q][1]);
             }
-        },
-        type);
+        }
+    }
+    for (int q = 0; q < Queries; q++) {
+        store(scores + (size_t)q * split_positions, sums[q][0]);
+        store(scores + (size_t)q * split_positions + lanes, sums[q][1]);
+    }
+}
+
+// All queries with the block of keys at positions [begin, begin + 32). A key is zero + scale * code in each channel, so
+//   q . k = sum over c of q[c] zero[c]  +  sum over c of (q[c] scale[c]) code[c]
+// and both zero points and scales are applied to the query, once for 32 positions.
+template <class Format>
+inline void score_block(float *scores, const float *const *queries, int query_count, const Cache &cache, int layer,
+                        int sequence, int kv_head, int begin) {
+    using G = typename Format::G;
+    const CacheRows &side = cache.keys;
+    int width = side.width, n = Format::groups(width);
+    const char *rows[group_size];
+    for_each_run(cache, side, layer, sequence, kv_head, begin, begin + group_size, [&](int t, char *row, int count) {
+        for (int i = 0; i < count; i++) rows[t - begin + i] = row + i * side.stride();
+    });
+    thread_local Aligned<f16> stored;    // (2, width): scales, zero points
+    thread_local Floats factors, bases;  // (queries, width), (queries)
+    int padded = (width + lanes - 1) / lanes * lanes;
+    stored.resize((size_t)2 * padded);
+    factors.resize((size_t)query_count * width + lanes);
+    bases.resize(query_count);
+    for (int c = 0, row = 0; c < width; row++) {
+        const G *group = (const G *)rows[row];
+        for (int last = std::min(width, c + n); c < last; c++, group++) {
+            stored[c] = group->scale;
+            stored[padded + c] = group->zero;
+        }
+    }
+    for (int q = 0; q < query_count; q++) {
+        bases[q] = dot(queries[q], &stored[padded], width);
+        float *factor = &factors[(size_t)q * width];
+        int c = 0;
+        for (; c + lanes <= width; c += lanes) store(factor + c, mul(load(queries[q] + c), load(&stored[c])));
+        for (; c < width; c++) factor[c] = queries[q][c] * to_float(stored[c]);
+    }
+    in_batches<block_queries>(query_count, [&](auto size, int q) {
+        score_block_tile<size, G>(scores + (size_t)q * split_positions, rows, &factors[(size_t)q * width], &bases[q],
+                                  width);
+    });
+}
+
+// The raw scores q . k of the positions [begin, end), which lie in the split that begins at `origin`: query q's score
+// of position t at scores[q * split_positions + t - origin]. Keys of a block are scored all 32 if one of them is
+// visible.
+inline void score_split(float *scores, const float *const *queries, int query_count, const Span &tile, int kv_head,
+                        int origin, int begin, int end, const Cache &cache, int layer, const PassVectors &fresh) {
+    const CacheRows &side = cache.keys;
+    auto score = [&](int t, auto rows, int count) {
+        dots(scores + t - origin, split_positions, rows, count, queries, query_count, side.width);
+    };
+    auto score_stored = [&](auto format) {
+        using Format = decltype(format);
+        int recent = recent_begin<Format>(tile, end);
+        if constexpr (Format::key_groups) {
+            for (int t = begin / group_size * group_size; t < recent; t += group_size)
+                score_block<Format>(scores + t - origin, queries, query_count, cache, layer, tile.sequence, kv_head, t);
+        } else {
+            for_each_run(cache, side, layer, tile.sequence, kv_head, begin, recent, [&](int t, char *start, int count) {
+                score(t, StoredRows<Format>{start, side.stride()}, count);
+                if constexpr (Format::scale_channels > 0) {
+                    float scales[split_positions];
+                    for (int r = 0; r < count; r++) scales[r] = Format::scale(start + r * side.stride(), 0);
+                    for (int q = 0; q < query_count; q++)
+                        for (int r = 0; r < count; r++)
+                            scores[(size_t)q * split_positions + t - origin + r] *= scales[r];
+                }
+            });
+        }
+        for_each_recent_run(cache.recent_keys, layer, tile, kv_head, fresh, std::max(begin, recent), end, score);
+    };
+    std::visit(score_stored, cache.type_k);
+}
+
+// The weights of a split with what channels [channel, channel + scale_channels) share: factors = weights * scale, and
+// values[q * stride ..] += sum of weights * zero. Sums over all of a split, whatever runs its rows lie in.
+template <class Format>
+inline void fold_scales(float *factors, float *values, size_t stride, const float *weights, int queries, int channel,
+                        int channels, const Span &tile, int kv_head, int origin, int begin, int end, const Cache &cache,
+                        int layer) {
+    const CacheRows &side = cache.values;
+    alignas(64) float scales[split_positions] = {}, zeros[split_positions] = {};
+    for_each_run(cache, side, layer, tile.sequence, kv_head, begin, end, [&](int t, char *row, int count) {
+        for (int i = t - origin; i < t - origin + count; i++, row += side.stride()) {
+            scales[i] = Format::scale(row, channel);
+            if constexpr (Format::has_zero) zeros[i] = Format::zero(row, channel);
+        }
+    });
+    for (int q = 0; q < queries; q++) {
+        Vec base = set(0);
+        for (int i = 0; i < split_positions; i += lanes) {
+            Vec weight = load(weights + (size_t)q * split_positions + i);
+            store(factors + (size_t)q * split_positions + i, mul(weight, load(scales + i)));
+            if constexpr (Format::has_zero) base = fma(weight, load(zeros + i), base);
+        }
+        if constexpr (Format::has_zero) {
+            float zero = sum(base);
+            for (int c = 0; c < channels; c++) values[q * stride + c] += zero;
+        }
+    }
+}
+
+// values (queries, width) += the weighted rows of the positions [begin, end) of a split.
+inline void weigh_split(float *values, const float *weights, int queries, const Span &tile, int kv_head, int origin,
+                        int begin, int end, const Cache &cache, int layer, const PassVectors &fresh) {
+    const CacheRows &side = cache.values;
+    size_t width = side.width;
+    auto weigh_stored = [&](auto format) {
+        using Format = decltype(format);
+        int recent = recent_begin<Format>(tile, end);
+        auto weigh_rows = [&](const float *factors, int channel, int channels) {
+            for_each_run(cache, side, layer, tile.sequence, kv_head, begin, recent, [&](int t, char *start, int count) {
+                weigh(values + channel, width, factors + t - origin,
+                      StoredRows<Format>{start, side.stride()}.from_channel(channel), count, queries, channels);
+            });
+        };
+        if constexpr (Format::scale_channels == 0) {
+            weigh_rows(weights, 0, side.width);
+        } else {
+            thread_local Floats factors;  // (queries, split_positions)
+            factors.resize((size_t)queries * split_positions);
+            for (int c = 0; c < side.width && begin < recent; c += std::min(Format::scale_channels, side.width)) {
+                int channels = std::min(Format::scale_channels, side.width - c);
+                fold_scales<Format>(factors.data(), values + c, width, weights, queries, c, channels, tile, kv_head,
+                                    origin, begin, recent, cache, layer);
+                weigh_rows(factors.data(), c, channels);
+            }
+        }
+        for_each_recent_run(cache.recent_values, layer, tile, kv_head, fresh, std::max(begin, recent), end,
+                            [&](int t, auto rows, int count) {
+                                weigh(values, width, weights + t - origin, rows, count, queries, side.width);
+                            });
+    };
+    std::visit(weigh_stored, cache.type_v);
 }
 
 // The scores of a split, of which the positions [low, high) are visible, become e^(factor * score - most), and 0
@@ -198,128 +358,203 @@ inline Partial softmax_split(float *scores, int low, int high, float factor) {
     return partial;
 }
 
-// One split for all queries of a tile that read one KV head: partials (queries), values (queries, value width).
-// Query q is query head kv_head * group + q % group of the tile's token q / group.
-inline void attend_split(Partial *partials, float *values, const float *query, const QueryTile &tile, int kv_head,
-                         int split, const Cache &cache, int layer, const Heads &heads, int window) {
-    int group = heads.group(), queries = tile.count * group, value_width = cache.values.width;
-    int origin = split * split_positions, end = std::min(origin + split_positions, tile.position + tile.count);
-    int begin = std::max(origin, first_visible(tile.position, window));
-    thread_local Floats scores;
-    thread_local std::vector<const float *> vectors;
-    scores.resize((size_t)queries * split_positions);
-    vectors.resize(queries);
-    for (int q = 0; q < queries; q++) {
-        size_t head = (size_t)(tile.row + q / group) * heads.query + kv_head * group + q % group;
-        vectors[q] = query + head * heads.width;
-    }
-    for_each_run(cache, cache.keys, cache.type_k, layer, tile.sequence, kv_head, begin, end,
-                 [&](int t, auto rows, int count) {
-                     dots(&scores[t - origin], split_positions, rows, count, vectors.data(), queries, heads.width);
-                 });
-    for (int q = 0; q < queries; q++) {
-        int position = tile.position + q / group;
-        int low = std::max(0, first_visible(position, window) - origin), high = std::min(end, position + 1) - origin;
-        partials[q] = softmax_split(&scores[(size_t)q * split_positions], low, high, 1 / std::sqrt((float)heads.width));
-    }
-    std::fill(values, values + (size_t)queries * value_width, 0.0f);
-    for_each_run(
-        cache, cache.values, cache.type_v, layer, tile.sequence, kv_head, begin, end,
-        [&](int t, auto rows, int count) { weigh(values, &scores[t - origin], rows, count, queries, value_width); });
-}
-
 // How one pass shares its attention among the threads, and the room for partial results where it must.
 struct AttentionPlan {
-    std::vector<QueryTile> tiles;
     Heads heads;
-    int splits = 0;             // of the longest sequence
+    std::vector<Span> stored;   // the rows of the pass, for store_span()
+    std::vector<Span> tiles;    // the same, few enough that a tile's scores stay in the L2
+    int splits = 0;             // most that a tile has
     bool share_splits = false;  // few tiles: threads take single splits, which are merged afterwards
     int queries = 0, value_width = 0;
-    std::vector<Partial> partials;  // (tile, kv_head, split, query)
-    Floats values;                  // (tile, kv_head, split, query, value_width)
-    size_t index(int tile, int kv_head, int split) const {
-        return (((size_t)tile * heads.kv + kv_head) * splits + split) * queries;
+    Visible widest;                 // what the layer sees that sees most
+    Floats sink_turn;               // (row, sink, D): angles of the sinks where a row's query sees them
+    std::vector<Partial> partials;  // (tile, kv_head, part, query); part 0 is that of the sinks, then come the splits
+    Floats values;                  // (tile, kv_head, part, query, value_width)
+    int first_split(const Span &tile) const { return widest.first(tile.position) / split_positions; }
+    size_t index(int tile, int kv_head, int part) const {
+        return (((size_t)tile * heads.kv + kv_head) * (splits + 1) + part) * queries;
     }
 };
 
 // `sequences` and `positions` of the rows of a pass; a sequence's rows come one after another.
 inline AttentionPlan plan_attention(const int *sequences, const int *positions, int count, const Heads &heads,
-                                    int value_width, int threads) {
+                                    const Cache &cache, const std::vector<float> &frequencies, int threads) {
     AttentionPlan plan;
-    plan.tiles = query_tiles(sequences, positions, count, heads);
+    bool blocks = has_blocks(cache.type_k) || has_blocks(cache.type_v);
     plan.heads = heads;
-    plan.value_width = value_width;
-    for (const QueryTile &tile : plan.tiles) {
-        plan.splits = std::max(plan.splits, splits_of(tile));
+    plan.stored = spans_of(sequences, positions, count, group_size, true);
+    plan.tiles = spans_of(sequences, positions, count, std::max(1, tile_queries / heads.group()), blocks);
+    plan.value_width = cache.values.width;
+    plan.widest = visible_of(cache.layout, 0);
+    for (const Span &tile : plan.tiles) {
+        plan.splits = std::max(plan.splits, splits_of(tile) - plan.first_split(tile));
         plan.queries = std::max(plan.queries, tile.count * heads.group());
     }
     plan.share_splits = (int)plan.tiles.size() * heads.kv < 4 * threads;
     size_t room = plan.index((int)plan.tiles.size(), 0, 0);
     plan.partials.resize(plan.share_splits ? room : 0);
-    plan.values.resize(plan.share_splits ? room * value_width : 0);
+    plan.values.resize(plan.share_splits ? room * plan.value_width : 0);
+    std::vector<int> sinks;
+    for (int row = 0; row < count; row++)
+        for (int i = 0; i < plan.widest.sinks; i++) sinks.push_back(plan.widest.shift(positions[row]) + i);
+    plan.sink_turn.resize(sinks.size() * heads.width);
+    rope_angles(plan.sink_turn.data(), frequencies, sinks.data(), (int)sinks.size());
     return plan;
 }
 
-// Divides the finished sums into out (rows, query_heads, value_width).
-inline void store_attention(float *out, const Partial *partials, const float *values, const QueryTile &tile,
-                            int kv_head, const Heads &heads, int value_width) {
+// What one layer's attention reads and writes. query, key and value are of this pass.
+struct AttentionTask {
+    float *out;          // (rows, query_heads, value_width)
+    const float *query;  // (rows, query_heads, D), rotated
+    PassVectors key, value;
+    const Cache &cache;
+    int layer;
+    Visible visible;
+};
+
+// The vector of a tile's query q, which is query head kv_head * group + q % group of its token q / group.
+inline size_t query_head(const Span &tile, int kv_head, int q, const Heads &heads) {
     int group = heads.group();
-    for (int q = 0; q < tile.count * group; q++) {
-        size_t head = (size_t)(tile.row + q / group) * heads.query + kv_head * group + q % group;
-        for (int i = 0; i < value_width; i++)
-            out[head * value_width + i] = values[(size_t)q * value_width + i] / partials[q].sum;
+    return (size_t)(tile.row + q / group) * heads.query + kv_head * group + q % group;
+}
+
+// One split for all queries of a tile that read one KV head: partials (queries), values (queries, value width).
+inline void attend_split(Partial *partials, float *values, const AttentionTask &task, const Heads &heads,
+                         const Span &tile, int kv_head, int split) {
+    int queries = tile.count * heads.group(), value_width = task.cache.values.width;
+    int origin = split * split_positions, end = std::min(origin + split_positions, tile.position + tile.count);
+    int begin = std::max(origin, task.visible.first(tile.position));
+    thread_local Floats scores;
+    thread_local std::vector<const float *> vectors;
+    scores.resize((size_t)queries * split_positions);
+    vectors.resize(queries);
+    for (int q = 0; q < queries; q++) vectors[q] = task.query + query_head(tile, kv_head, q, heads) * heads.width;
+    if (begin < end) {
+        score_split(scores.data(), vectors.data(), queries, tile, kv_head, origin, begin, end, task.cache, task.layer,
+                    task.key);
+    }
+    for (int q = 0; q < queries; q++) {
+        int position = tile.position + q / heads.group();
+        int low = std::max(0, task.visible.first(position) - origin), high = std::min(end, position + 1) - origin;
+        partials[q] = softmax_split(&scores[(size_t)q * split_positions], low, high, 1 / std::sqrt((float)heads.width));
+    }
+    std::fill(values, values + (size_t)queries * value_width, 0.0f);
+    if (begin < end) {
+        weigh_split(values, scores.data(), queries, tile, kv_head, origin, begin, end, task.cache, task.layer,
+                    task.value);
     }
 }
 
-// All splits of a tile and KV head by one thread.
-inline void attend_tile(float *out, const float *query, const AttentionPlan &plan, const QueryTile &tile, int kv_head,
-                        const Cache &cache, int layer, int window) {
+// The sinks, for those queries of a tile between which and the sinks positions were dropped.
+inline void attend_sinks(Partial *partials, float *values, const AttentionTask &task, const AttentionPlan &plan,
+                         const Span &tile, int kv_head) {
+    const Cache &cache = task.cache;
+    const Heads &heads = plan.heads;
+    int sinks = task.visible.sinks, key_width = heads.width, value_width = cache.values.width;
+    thread_local Floats keys;    // (sinks, D), rotated to where the token sees them
+    thread_local Floats scores;  // (sinks)
+    keys.resize((size_t)sinks * key_width);
+    scores.resize(sinks);
+    std::fill(values, values + (size_t)tile.count * heads.group() * value_width, 0.0f);
+    auto row = [&](const CacheRows &side, int i) {
+        return (const float *)side.at(task.layer, (int64_t)tile.sequence * sinks + i, kv_head);
+    };
+    for (int q = 0; q < tile.count * heads.group(); q++) {
+        int token = q / heads.group();
+        partials[q] = Partial();
+        if (!task.visible.dropped(tile.position + token)) continue;
+        for (int i = 0; i < sinks && q % heads.group() == 0; i++) {
+            const float *turn = &plan.sink_turn[((size_t)(tile.row + token) * sinks + i) * key_width];
+            rotate(&keys[(size_t)i * key_width], row(cache.sink_keys, i), turn, key_width);
+        }
+        const float *query = task.query + query_head(tile, kv_head, q, heads) * key_width;
+        for (int i = 0; i < sinks; i++) {
+            scores[i] = dot(query, &keys[(size_t)i * key_width], key_width) / std::sqrt((float)key_width);
+            partials[q].most = std::max(partials[q].most, scores[i]);
+        }
+        for (int i = 0; i < sinks; i++) {
+            float weight = std::exp(scores[i] - partials[q].most);
+            partials[q].sum += weight;
+            axpy(values + (size_t)q * value_width, weight, row(cache.sink_values, i), value_width);
+        }
+    }
+}
+
+// Part 0 of a tile is that of the sinks, part 1 its first split. The merge always goes through them in this order.
+inline void attend_part(Partial *partials, float *values, const AttentionTask &task, const AttentionPlan &plan,
+                        const Span &tile, int kv_head, int part) {
+    if (part == 0)
+        attend_sinks(partials, values, task, plan, tile, kv_head);
+    else
+        attend_split(partials, values, task, plan.heads, tile, kv_head, plan.first_split(tile) + part - 1);
+}
+
+inline int parts_of(const AttentionPlan &plan, const Span &tile) {
+    return splits_of(tile) - plan.first_split(tile) + 1;
+}
+
+// The results of `part` are merged into those of a tile's earlier parts.
+inline void merge_part(Partial *total, float *total_values, const Partial *part, const float *part_values, int queries,
+                       int width) {
+    for (int q = 0; q < queries; q++)
+        merge(total[q], total_values + (size_t)q * width, part[q], part_values + (size_t)q * width, width);
+}
+
+// Divides the finished sums into out (rows, query_heads, value_width).
+inline void store_attention(float *out, const Partial *partials, const float *values, const Span &tile, int kv_head,
+                            const Heads &heads, int value_width) {
+    for (int q = 0; q < tile.count * heads.group(); q++) {
+        float *to = out + query_head(tile, kv_head, q, heads) * value_width;
+        for (int i = 0; i < value_width; i++) to[i] = values[(size_t)q * value_width + i] / partials[q].sum;
+    }
+}
+
+// All parts of a tile and KV head by one thread.
+inline void attend_tile(const AttentionTask &task, const AttentionPlan &plan, const Span &tile, int kv_head) {
     int queries = tile.count * plan.heads.group(), width = plan.value_width;
     thread_local std::vector<Partial> total, part;
     thread_local Floats total_values, part_values;
-    total.assign(queries, Partial());
+    total.resize(queries);
     part.resize(queries);
     total_values.resize((size_t)queries * width);
     part_values.resize((size_t)queries * width);
-    int first = first_visible(tile.position, window) / split_positions;
-    for (int split = first; split < splits_of(tile); split++) {
-        attend_split(part.data(), part_values.data(), query, tile, kv_head, split, cache, layer, plan.heads, window);
-        for (int q = 0; q < queries; q++)
-            merge(total[q], &total_values[(size_t)q * width], part[q], &part_values[(size_t)q * width], width);
+    attend_part(total.data(), total_values.data(), task, plan, tile, kv_head, 0);
+    int skipped = task.visible.first(tile.position) / split_positions - plan.first_split(tile);
+    for (int i = 1 + skipped; i < parts_of(plan, tile); i++) {
+        attend_part(part.data(), part_values.data(), task, plan, tile, kv_head, i);
+        merge_part(total.data(), total_values.data(), part.data(), part_values.data(), queries, width);
     }
-    store_attention(out, total.data(), total_values.data(), tile, kv_head, plan.heads, width);
+    store_attention(task.out, total.data(), total_values.data(), tile, kv_head, plan.heads, width);
 }
 
-// out (rows, query_heads, value_width) = attention of query (rows, query_heads, D) over the cached positions.
-inline void attend(float *out, const float *query, AttentionPlan &plan, const Cache &cache, int layer, int window) {
-    int kv_heads = plan.heads.kv, tiles = (int)plan.tiles.size(), width = plan.value_width;
+// out = attention of the queries of a pass over the cached positions. The pass's keys and values must have been stored.
+inline void attend(const AttentionTask &task, AttentionPlan &plan) {
+    int kv_heads = plan.heads.kv, tiles = (int)plan.tiles.size(), width = plan.value_width, parts = plan.splits + 1;
     if (!plan.share_splits) {
 #pragma omp for schedule(dynamic) nowait
         for (int item = 0; item < tiles * kv_heads; item++)
-            attend_tile(out, query, plan, plan.tiles[item / kv_heads], item % kv_heads, cache, layer, window);
+            attend_tile(task, plan, plan.tiles[item / kv_heads], item % kv_heads);
         return;
     }
+    // The KV heads of a split come one after another: their rows are neighbours in memory.
 #pragma omp for schedule(dynamic) nowait
-    for (int item = 0; item < tiles * kv_heads * plan.splits; item++) {
-        int split = item % plan.splits, kv_head = item / plan.splits % kv_heads, tile = item / plan.splits / kv_heads;
-        size_t at = plan.index(tile, kv_head, split);
-        if (split >= splits_of(plan.tiles[tile])) continue;
-        attend_split(&plan.partials[at], &plan.values[at * width], query, plan.tiles[tile], kv_head, split, cache,
-                     layer, plan.heads, window);
+    for (int item = 0; item < tiles * parts * kv_heads; item++) {
+        int kv_head = item % kv_heads, part = item / kv_heads % parts, tile = item / kv_heads / parts;
+        size_t at = plan.index(tile, kv_head, part);
+        if (part >= parts_of(plan, plan.tiles[tile])) continue;
+        attend_part(&plan.partials[at], &plan.values[at * width], task, plan, plan.tiles[tile], kv_head, part);
     }
     barrier();
 #pragma omp for schedule(static) nowait
     for (int item = 0; item < tiles * kv_heads; item++) {
-        int kv_head = item % kv_heads, tile = item / kv_heads;
+        int kv_head = item % kv_heads, tile = item / kv_heads, queries = plan.tiles[tile].count * plan.heads.group();
         size_t total = plan.index(tile, kv_head, 0);
-        for (int split = 1; split < splits_of(plan.tiles[tile]); split++) {
-            size_t part = plan.index(tile, kv_head, split);
-            for (int q = 0; q < plan.tiles[tile].count * plan.heads.group(); q++) {
-                merge(plan.partials[total + q], &plan.values[(total + q) * width], plan.partials[part + q],
-                      &plan.values[(part + q) * width], width);
-            }
+        for (int i = 1; i < parts_of(plan, plan.tiles[tile]); i++) {
+            size_t part = plan.index(tile, kv_head, i);
+            merge_part(&plan.partials[total], &plan.values[total * width], &plan.partials[part],
+                       &plan.values[part * width], queries, width);
         }
-        store_attention(out, &plan.partials[total], &plan.values[total * width], plan.tiles[tile], kv_head, plan.heads,
-                        width);
+        store_attention(task.out, &plan.partials[total], &plan.values[total * width], plan.tiles[tile], kv_head,
+                        plan.heads, width);
     }
 }

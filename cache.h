@@ -6,12 +6,15 @@
 // The formula of the whole:  bytes = 2 * sequences * capacity * layers * kv_heads * head_dim * bytes_per_number.
 //
 // Another layout or precision is one struct, and one entry of `Layout` or `Precision` below: the flags, their
-// help and error messages, the choice at run time and the tests go through these lists.
+// help and error messages, the choice at run time, the tables and the tests go through these lists. docs/precision.md
+// adds one step by step.
 #pragma once
 
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cfloat>
+#include <climits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -22,37 +25,248 @@
 #include "numbers.h"
 
 // ---- Precision: a row of `width` numbers as bytes ----------------------------------------------------------
+//
+// A row format says how many bytes a row takes, encodes one, and decodes 16 numbers at a time (see PlainRow in
+// numbers.h). Where numbers share a scale, decode() gives them without it: what was stored is
+//   scale(row, channel) * decode(row, channel) + zero(row, channel)
+// so that attention can apply scale and zero point to a whole row's score or weight at once. A number that is not
+// finite, or too large for its scale, makes all that share the scale NaN: better seen than wrong.
 
-// Formats that the machine converts itself: PlainRow of numbers.h.
+// Codes with one f16 scale before them. With the scale rounded up no code is cut off, and a number is off by at most
+// half the distance of two codes: for int8 scale / 2, where scale <= max|x| / 127 * (1 + 2^-10) + 2^-24.
+template <class Code>
+struct ScaledRow {
+    static constexpr int scale_channels = 1 << 30;  // all of a row share a scale
+    static constexpr bool has_zero = false, key_groups = false;
+    HOST_DEVICE static size_t row_bytes(int width) { return sizeof(f16) + (size_t)width * sizeof(Code); }
+    HOST_DEVICE static const Code *codes(const char *row) { return (const Code *)(row + sizeof(f16)); }
+    HOST_DEVICE static void encode_row(char *row, const float *values, int width, float largest) {
+        float most = 0;
+        bool finite = true;
+        for (int i = 0; i < width; i++) {
+            float magnitude = std::fabs(values[i]);
+            finite &= magnitude <= FLT_MAX;
+            most = magnitude > most ? magnitude : most;
+        }
+        f16 scale = f16_above(finite ? most / largest : NAN);
+        float step = to_float(scale);
+        bool usable = step > 0 && step <= FLT_MAX;
+        if (!usable && step != 0) from_float(scale, NAN);
+        memcpy(row, &scale, sizeof scale);
+        Code *code = (Code *)(row + sizeof(f16));
+        for (int i = 0; i < width; i++) from_float(code[i], usable ? values[i] / step : 0);
+    }
+    static Vec decode(const char *row, int channel) { return load(codes(row) + channel); }
+    static Vec decode_part(const char *row, int channel, int count) { return load_part(codes(row) + channel, count); }
+    static void prefetch(const char *row, int channel) { __builtin_prefetch(codes(row) + channel); }
+};
+
+// 32 numbers that share an f16 scale and an f16 zero point: x ~ zero + scale * code, codes from 0 to 2^bits - 1. The
+// zero point is rounded down and the scale up, so a number is off by at most scale / 2, where scale <= (max - min +
+// |min| * 2^-10 + 2^-24) / (2^bits - 1) * (1 + 2^-10) + 2^-24.
+template <int bits>
+struct Group {
+    f16 scale, zero;
+    Packed<bits> codes;
+    HOST_DEVICE float number(int i) const { return to_float(zero) + to_float(scale) * (float)codes.code(i); }
+};
+
+constexpr int group_size = 32;
+
+// Of `count` <= 32 numbers; x[0], x[step], x[2 step], ...
+template <int bits>
+HOST_DEVICE inline Group<bits> quantize(const float *x, int count, int step) {
+    float low = FLT_MAX, high = -FLT_MAX;
+    bool finite = true;
+    for (int i = 0; i < count; i++) {
+        float number = x[(size_t)i * step];
+        finite &= std::fabs(number) <= FLT_MAX;
+        low = number < low ? number : low;
+        high = number > high ? number : high;
+    }
+    Group<bits> group = {};
+    group.zero = f16_below(finite ? low : NAN);
+    float zero = to_float(group.zero);
+    group.scale = f16_above((high - zero) / Packed<bits>::largest);
+    float scale = to_float(group.scale);
+    if (!(scale <= FLT_MAX)) {  // infinite or NaN, or the zero point was
+        from_float(group.scale, NAN);
+        from_float(group.zero, NAN);
+        return group;
+    }
+    for (int i = 0; i < count && scale > 0; i++) {
+        int8_t code;
+        from_float(code, (x[(size_t)i * step] - zero) / scale);
+        group.codes.set(i, code > Packed<bits>::largest ? Packed<bits>::largest : code);
+    }
+    return group;
+}
+
+// Asymmetric, in groups of 32, as KIVI (Liu et al. 2024): values per token, keys per channel, because a few channels of
+// the keys are much larger than the others at every token.
+//
+// A row of values is ceil(width / 32) groups, each of 32 channels of the token. Keys are quantized 32 positions at a
+// time, in groups of one channel at 32 positions. Such a block takes the rows of its 32 positions, of the same size:
+// row i of the block holds, for all 32 positions, the channels [i * n, i * n + n), n = ceil(width / 32). So neither
+// pages nor rings need to know of groups. Until its 32 positions are there, a block's keys and values are kept at f16
+// (Cache::recent_keys, recent_values).
+template <int bits>
+struct GroupedRow {
+    static constexpr int scale_channels = group_size;
+    static constexpr bool has_zero = true, key_groups = true;
+    using G = Group<bits>;
+    HOST_DEVICE static int groups(int width) { return (width + group_size - 1) / group_size; }
+    HOST_DEVICE static size_t row_bytes(int width) { return groups(width) * sizeof(G); }
+    HOST_DEVICE static const G &group(const char *row, int channel) { return ((const G *)row)[channel / group_size]; }
+    HOST_DEVICE static void encode(char *row, const float *values, int width) {
+        for (int i = 0; i < width; i += group_size)
+            ((G *)row)[i / group_size] = quantize<bits>(values + i, width - i < group_size ? width - i : group_size, 1);
+    }
+    HOST_DEVICE static float scale(const char *row, int channel) { return to_float(group(row, channel).scale); }
+    HOST_DEVICE static float zero(const char *row, int channel) { return to_float(group(row, channel).zero); }
+    static Vec decode(const char *row, int channel) {
+        return load(&group(row, channel).codes, channel % group_size / lanes);
+    }
+    static Vec decode_part(const char *row, int channel, int) { return decode(row, channel); }
+    static void prefetch(const char *row, int channel) { __builtin_prefetch(&group(row, channel)); }
+    // Row i of a block of keys: its channels of 32 positions, position t's vector at keys + t * stride.
+    HOST_DEVICE static void encode_keys(char *row, int i, const float *keys, int stride, int width) {
+        for (int n = groups(width), c = i * n; c < width && c < (i + 1) * n; c++)
+            ((G *)row)[c - i * n] = quantize<bits>(keys + c, group_size, stride);
+    }
+};
+
+// code_bits: of a number alone. bits: with its share of scales and zero points, 128 numbers a row. With u,
+// unit_roundoff, a stored number is off by at most u times the largest one that shares its scale, or itself where there
+// is none.
 struct F32 : PlainRow<float> {
     static constexpr const char *name = "f32";
-    static constexpr double bits = 32, unit_roundoff = 0x1p-24;
+    static constexpr double code_bits = 32, bits = 32, unit_roundoff = 0x1p-24;
 };
 struct F16 : PlainRow<f16> {
     static constexpr const char *name = "f16";
-    static constexpr double bits = 16, unit_roundoff = 0x1p-11;
+    static constexpr double code_bits = 16, bits = 16, unit_roundoff = 0x1p-11;
 };
 struct BF16 : PlainRow<bf16> {
     static constexpr const char *name = "bf16";
-    static constexpr double bits = 16, unit_roundoff = 0x1p-8;
+    static constexpr double code_bits = 16, bits = 16, unit_roundoff = 0x1p-8;
+};
+struct FP8 : ScaledRow<fp8> {
+    static constexpr const char *name = "fp8";
+    static constexpr double code_bits = 8, bits = 8.125, unit_roundoff = 0x1p-4;
+    HOST_DEVICE static void encode(char *row, const float *values, int width) { encode_row(row, values, width, 448); }
+    HOST_DEVICE static float scale(const char *row, int) { return 256 * to_float(*(const f16 *)row); }  // load(fp8)
+};
+struct Int8 : ScaledRow<int8_t> {
+    static constexpr const char *name = "int8";
+    static constexpr double code_bits = 8, bits = 8.125, unit_roundoff = 0.5 / 127;
+    HOST_DEVICE static void encode(char *row, const float *values, int width) { encode_row(row, values, width, 127); }
+    HOST_DEVICE static float scale(const char *row, int) { return to_float(*(const f16 *)row); }
+};
+struct Int4 : GroupedRow<4> {
+    static constexpr const char *name = "int4";
+    static constexpr double code_bits = 4, bits = 5, unit_roundoff = 1.0 / 15;
+};
+struct Int2 : GroupedRow<2> {
+    static constexpr const char *name = "int2";
+    static constexpr double code_bits = 2, bits = 3, unit_roundoff = 1.0 / 3;
 };
 
-using Precision = std::variant<F32, F16, BF16>;
+using Precision = std::variant<F32, F16, BF16, FP8, Int8, Int4, Int2>;
 
 // ---- Layout: which row holds position t of sequence s ------------------------------------------------------
+
+// What a cache is made for. The widths of K and V are apart: they need not be the same.
+struct CacheShape {
+    int layers = 0, kv_heads = 0;
+    int key_width = 0, value_width = 0;  // numbers in a row
+    int sequences = 1, capacity = 0;     // positions each sequence can hold
+    int page = 16;                       // paged: positions per page
+    int pages = 0;                       // paged: in all; 0: enough for every sequence at its capacity
+    int window = 1024, sinks = 4;        // ring
+};
+
+// What a query at `position` sees: everything before it, or the last `window` positions and the first `sinks`. Once
+// positions between the two are dropped, the sinks stand just before the window, with their keys rotated to there.
+struct Visible {
+    int window = 0, sinks = 0;  // window 0: everything
+    HOST_DEVICE bool dropped(int position) const { return window && position >= window + sinks; }
+    // First position of the window; 0 while it reaches back to the sinks.
+    HOST_DEVICE int first(int position) const { return dropped(position) ? position - window + 1 : 0; }
+    // By how many positions the sinks have moved.
+    HOST_DEVICE int shift(int position) const { return dropped(position) ? first(position) - sinks : 0; }
+};
 
 // Each sequence has `capacity` rows of its own, reserved from the start: the simplest layout, and the one that
 // keeps memory for positions that may never come.
 struct Contiguous {
     static constexpr const char *name = "contiguous";
     int capacity = 0;  // positions per sequence
+    void open(const CacheShape &shape) { capacity = shape.capacity; }
     HOST_DEVICE int64_t row(int sequence, int position) const { return (int64_t)sequence * capacity + position; }
     // From this position on, so many positions have rows that follow one another.
     HOST_DEVICE int run(int position) const { return capacity - position; }
-    HOST_DEVICE int64_t rows(int sequences) const { return (int64_t)sequences * capacity; }
+    int64_t rows(const CacheShape &shape) const { return (int64_t)shape.sequences * capacity; }
+    int limit() const { return capacity; }  // positions a sequence can grow to
+    int chunk() const { return INT_MAX; }   // positions a sequence may grow by in one pass
+    int pages(const CacheShape &) const { return 0; }
+    Visible visible(int layer_window) const { return {layer_window, 0}; }
 };
 
-using Layout = std::variant<Contiguous>;
+// Fixed pages of P positions, handed out from one pool as sequences grow; a page table per sequence maps logical to
+// physical pages (Kwon et al. 2023, PagedAttention, §4).
+//   table 91 17 44 203, P = 16, position 37  ->  logical page 2, offset 5  ->  row 44 * 16 + 5
+struct Paged {
+    static constexpr const char *name = "paged";
+    int page = 16;               // P
+    int pages_per_sequence = 0;  // entries of a sequence's table
+    int capacity = 0;            // positions per sequence
+    const int *table = nullptr;  // (sequence, pages_per_sequence): physical page, or -1 where none was handed out
+    void open(const CacheShape &shape) {
+        page = shape.page;
+        capacity = shape.capacity;
+        pages_per_sequence = (int)(((int64_t)capacity + page - 1) / page);
+    }
+    HOST_DEVICE int64_t row(int sequence, int position) const {
+        return (int64_t)table[(int64_t)sequence * pages_per_sequence + position / page] * page + position % page;
+    }
+    HOST_DEVICE int run(int position) const { return page - position % page; }
+    int64_t rows(const CacheShape &shape) const { return (int64_t)pages(shape) * page; }
+    int limit() const { return capacity; }
+    int chunk() const { return INT_MAX; }
+    int pages(const CacheShape &shape) const {
+        return shape.pages ? shape.pages : shape.sequences * pages_per_sequence;
+    }
+    Visible visible(int layer_window) const { return {layer_window, 0}; }
+};
+
+// The last `window` positions and the first `sinks` (Xiao et al. 2024, StreamingLLM): a sequence goes on without end.
+// A key in the window keeps the rotation of its own position: only the distance to the query counts. The sinks, which
+// stand just before a window that moves, have rows of their own (Cache::sink_keys), not rotated, and are rotated when
+// they are read. The ring has `chunk` rows more than the window, so that the rows of one pass can be stored before its
+// queries have read the past.
+struct Ring {
+    static constexpr const char *name = "ring";
+    int window = 0, sinks = 0;
+    int slots = 0;  // rows per sequence, a multiple of 32
+    void open(const CacheShape &shape) {
+        window = shape.window;
+        sinks = shape.sinks;
+        slots = (int)(((int64_t)sinks + window + chunk() - 1 + group_size - 1) / group_size * group_size);
+    }
+    HOST_DEVICE int64_t row(int sequence, int position) const { return (int64_t)sequence * slots + position % slots; }
+    HOST_DEVICE int run(int position) const { return slots - position % slots; }
+    int64_t rows(const CacheShape &shape) const { return (int64_t)shape.sequences * slots; }
+    int limit() const { return INT_MAX; }
+    int chunk() const { return std::min(512, std::max(group_size, window / 8 / group_size * group_size)); }
+    int pages(const CacheShape &) const { return 0; }
+    // A layer that looks back no further than the ring needs no sinks: it never saw what the ring drops.
+    Visible visible(int layer_window) const {
+        return layer_window && layer_window <= window ? Visible{layer_window, 0} : Visible{window, sinks};
+    }
+};
+
+using Layout = std::variant<Contiguous, Paged, Ring>;
 
 // ---- The lists, at run time --------------------------------------------------------------------------------
 
@@ -112,13 +326,6 @@ inline Layout parse_layout(const std::string &flag, const std::string &name) {
 
 // ---- The cache ---------------------------------------------------------------------------------------------
 
-// What a cache is made for. The widths of K and V are apart: they need not be the same.
-struct CacheShape {
-    int layers = 0, kv_heads = 0;
-    int key_width = 0, value_width = 0;  // numbers in a row
-    int sequences = 1, capacity = 0;     // positions each sequence can hold
-};
-
 // K or V: the memory, and where a row begins in it. All index arithmetic on cache memory is here.
 struct CacheRows {
     char *data = nullptr;
@@ -129,6 +336,14 @@ struct CacheRows {
         return data + ((layer * rows_per_layer + row) * kv_heads + kv_head) * row_bytes;
     }
     HOST_DEVICE size_t stride() const { return kv_heads * row_bytes; }  // bytes from a row to the next one's
+    size_t bytes(int layers) const { return (size_t)layers * (size_t)rows_per_layer * stride(); }
+};
+
+// The pages of a paged cache: who has them, and which are free.
+struct PagePool {
+    std::vector<int> table;       // (sequence, pages_per_sequence): physical page or -1
+    std::vector<int> references;  // (page): sequences whose table holds it; 0: free
+    std::vector<int> free;        // pages that nobody holds; the last one is handed out next
 };
 
 struct Cache {
@@ -136,10 +351,58 @@ struct Cache {
     Layout layout;
     Precision type_k, type_v;
     CacheRows keys, values;
+    // Where a precision quantizes keys in blocks: the newest block of each sequence at f16, row sequence * 32 + t % 32.
+    CacheRows recent_keys, recent_values;
+    // Ring: the sinks at f32, row sequence * sinks + t; keys not rotated.
+    CacheRows sink_keys, sink_values;
     std::vector<int> lengths;                  // (sequence): positions that are filled
-    std::vector<std::shared_ptr<void>> owned;  // the memory of K and of V
-    size_t payload_bytes = 0, metadata_bytes = 0;
+    std::vector<std::shared_ptr<void>> owned;  // the memory of all of them
+    std::shared_ptr<PagePool> pool;
 };
+
+// Bytes of a cache. Payload: the numbers at their precision, the formula on top of this file. Metadata: all that
+// is needed beside them, which is scales, zero points, recent blocks at f16, sinks at f32, page tables.
+struct CacheBytes {
+    double payload = 0, metadata = 0;
+    double total() const { return payload + metadata; }
+};
+
+inline bool has_blocks(const Precision &type) {
+    return std::visit([](auto format) { return decltype(format)::key_groups; }, type);
+}
+
+inline double row_payload(const Precision &type, int width) {
+    return std::visit([&](auto format) { return std::ceil(decltype(format)::code_bits * width / 8); }, type);
+}
+
+// What a cache of `rows` rows takes; `rows` of a layer, all sequences together.
+inline CacheBytes bytes_of(const CacheShape &shape, const Layout &layout, const Precision &type_k,
+                           const Precision &type_v, double rows) {
+    CacheBytes bytes;
+    auto add = [&](const Precision &type, int width) {
+        double row_bytes = (double)std::visit([&](auto format) { return format.row_bytes(width); }, type);
+        double heads = (double)shape.layers * shape.kv_heads, sinks = 0;
+        if (auto *ring = std::get_if<Ring>(&layout)) sinks = ring->sinks;
+        bytes.payload += heads * rows * row_payload(type, width);
+        bytes.metadata += heads * rows * (row_bytes - row_payload(type, width));
+        bytes.metadata += heads * shape.sequences * sinks * width * sizeof(float);
+        if (has_blocks(type)) bytes.metadata += heads * shape.sequences * group_size * width * sizeof(f16);
+    };
+    add(type_k, shape.key_width);
+    add(type_v, shape.value_width);
+    if (auto *paged = std::get_if<Paged>(&layout))
+        bytes.metadata +=
+            sizeof(int) * ((double)shape.sequences * paged->pages_per_sequence + 2.0 * paged->pages(shape));
+    return bytes;
+}
+
+// Now: of a paged cache the pages that were handed out, of the others all rows.
+inline CacheBytes bytes_of(const Cache &cache) {
+    double rows = (double)cache.keys.rows_per_layer;
+    if (auto *paged = std::get_if<Paged>(&cache.layout))
+        rows = ((double)cache.pool->references.size() - (double)cache.pool->free.size()) * paged->page;
+    return bytes_of(cache.shape, cache.layout, cache.type_k, cache.type_v, rows);
+}
 
 // Zeroed memory whose pages are taken only when they are first written.
 inline std::shared_ptr<void> reserve(size_t bytes, const char *what) {
@@ -151,36 +414,53 @@ inline std::shared_ptr<void> reserve(size_t bytes, const char *what) {
     return std::shared_ptr<void>(data, [bytes](void *start) { munmap(start, bytes); });
 }
 
-inline Cache open_cache(const CacheShape &shape, Layout layout, Precision type_k, Precision type_v) {
-    Cache cache{shape, layout, type_k, type_v, {}, {}, std::vector<int>(shape.sequences, 0), {}};
-    int64_t rows = std::visit(
-        [&](auto &chosen) {
-            chosen.capacity = shape.capacity;
-            return chosen.rows(shape.sequences);
-        },
-        cache.layout);
-    auto describe = [&](const Precision &type, int width) {
-        size_t row_bytes = std::visit([&](auto format) { return format.row_bytes(width); }, type);
-        return CacheRows{nullptr, row_bytes, width, shape.kv_heads, rows};
-    };
-    cache.keys = describe(type_k, shape.key_width);
-    cache.values = describe(type_v, shape.value_width);
+inline Layout open_layout(const CacheShape &shape, Layout layout) {
+    std::visit([&](auto &chosen) { chosen.open(shape); }, layout);
+    return layout;
+}
 
-    double rows_in_all = (double)shape.layers * (double)rows * shape.kv_heads;
-    double bytes = rows_in_all * (double)(cache.keys.row_bytes + cache.values.row_bytes);
+inline int64_t rows_of(const CacheShape &shape, const Layout &layout) {
+    return std::visit([&](auto &chosen) { return chosen.rows(shape); }, layout);
+}
+
+inline void open_pages(Cache &cache, Paged &paged) {
+    cache.pool = std::make_shared<PagePool>();
+    int pages = paged.pages(cache.shape);
+    cache.pool->table.assign((size_t)cache.shape.sequences * paged.pages_per_sequence, -1);
+    cache.pool->references.assign(pages, 0);
+    for (int page = pages - 1; page >= 0; page--) cache.pool->free.push_back(page);  // page 0 goes first
+    paged.table = cache.pool->table.data();
+}
+
+inline Cache open_cache(const CacheShape &shape, Layout layout, Precision type_k, Precision type_v) {
+    Cache cache{shape, open_layout(shape, layout),           type_k, type_v, {}, {}, {}, {}, {},
+                {},    std::vector<int>(shape.sequences, 0), {},     {}};
+    int64_t rows = rows_of(shape, cache.layout);
+    double bytes = bytes_of(shape, cache.layout, type_k, type_v, (double)rows).total();
     double machine = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE);
     if (bytes > machine) {
         fail(
-            "the KV cache needs %.1f GiB for %d positions, this machine has %.1f GiB: lower -c or choose a smaller "
-            "--kv "
-            "type",
-            bytes / 0x1p30, shape.capacity, machine / 0x1p30);
+            "the KV cache needs %.1f GiB for %lld positions, this machine has %.1f GiB: lower -c or --window, or "
+            "choose a "
+            "smaller --kv type",
+            bytes / 0x1p30, (long long)rows, machine / 0x1p30);
     }
-    cache.payload_bytes = (size_t)bytes;
-    for (CacheRows *side : {&cache.keys, &cache.values}) {
-        cache.owned.push_back(reserve((size_t)rows_in_all * side->row_bytes, "the KV cache"));
-        side->data = (char *)cache.owned.back().get();
+    auto take = [&](CacheRows &side, const Precision &type, int width, int64_t count) {
+        size_t row_bytes = std::visit([&](auto format) { return format.row_bytes(width); }, type);
+        side = {nullptr, row_bytes, width, shape.kv_heads, count};
+        if (count == 0) return;
+        cache.owned.push_back(reserve(side.bytes(shape.layers), "the KV cache"));
+        side.data = (char *)cache.owned.back().get();
+    };
+    take(cache.keys, type_k, shape.key_width, rows);
+    take(cache.values, type_v, shape.value_width, rows);
+    take(cache.recent_keys, F16{}, shape.key_width, has_blocks(type_k) ? shape.sequences * group_size : 0);
+    take(cache.recent_values, F16{}, shape.value_width, has_blocks(type_v) ? shape.sequences * group_size : 0);
+    if (auto *ring = std::get_if<Ring>(&cache.layout)) {
+        take(cache.sink_keys, F32{}, shape.key_width, (int64_t)shape.sequences * ring->sinks);
+        take(cache.sink_values, F32{}, shape.value_width, (int64_t)shape.sequences * ring->sinks);
     }
+    if (auto *paged = std::get_if<Paged>(&cache.layout)) open_pages(cache, *paged);
     return cache;
 }
 
@@ -188,33 +468,218 @@ inline int64_t row_of(const Cache &cache, int sequence, int position) {
     return std::visit([&](auto &layout) { return layout.row(sequence, position); }, cache.layout);
 }
 
-inline int run_of(const Cache &cache, int position) {
-    return std::visit([&](auto &layout) { return layout.run(position); }, cache.layout);
+inline int limit_of(const Cache &cache) {
+    return std::visit([](auto &layout) { return layout.limit(); }, cache.layout);
+}
+
+inline int chunk_of(const Cache &cache) {
+    return std::visit([](auto &layout) { return layout.chunk(); }, cache.layout);
+}
+
+inline Visible visible_of(const Layout &layout, int layer_window) {
+    return std::visit([&](auto &chosen) { return chosen.visible(layer_window); }, layout);
+}
+
+// Calls use(t, start, count) for each run of rows, `side.stride()` bytes apart, that hold the positions [begin, end).
+template <class Use>
+inline void for_each_run(const Cache &cache, const CacheRows &side, int layer, int sequence, int kv_head, int begin,
+                         int end, Use use) {
+    std::visit(
+        [&](auto &layout) {
+            for (int t = begin, count; t < end; t += count) {
+                count = std::min(end - t, layout.run(t));
+                use(t, side.at(layer, layout.row(sequence, t), kv_head), count);
+            }
+        },
+        cache.layout);
+}
+
+// ---- Growing and shrinking ---------------------------------------------------------------------------------
+
+inline int pages_for(const Paged &paged, int positions) {
+    return (int)(((int64_t)positions + paged.page - 1) / paged.page);
+}
+
+// Hands out the pages that a sequence needs to grow from `from` to `to` positions, or fails and changes nothing.
+inline void take_pages(Cache &cache, const Paged &paged, int sequence, int from, int to) {
+    PagePool &pool = *cache.pool;
+    int first = pages_for(paged, from), last = pages_for(paged, to);
+    if (last - first > (int)pool.free.size()) {
+        fail("the cache has %zu free pages of %d positions, %d are needed: end a sequence, or make the pool larger",
+             pool.free.size(), paged.page, last - first);
+    }
+    for (int logical = first; logical < last; logical++) {
+        int page = pool.free.back();
+        pool.free.pop_back();
+        pool.references[page] = 1;
+        pool.table[(size_t)sequence * paged.pages_per_sequence + logical] = page;
+    }
+}
+
+// Takes a sequence's pages behind `length` positions from its table; a page that no table holds any more is free.
+inline void release_pages(Cache &cache, const Paged &paged, int sequence, int from, int length) {
+    PagePool &pool = *cache.pool;
+    for (int logical = pages_for(paged, from) - 1; logical >= pages_for(paged, length); logical--) {
+        int &entry = pool.table[(size_t)sequence * paged.pages_per_sequence + logical], page = entry;
+        entry = -1;
+        if (--pool.references[page] > 0) continue;
+        pool.free.push_back(page);
+#ifdef POISON_FREED_PAGES  // in tests: every precision reads these bytes as NaN
+        for (const CacheRows *side : {&cache.keys, &cache.values})
+            for (int layer = 0; layer < cache.shape.layers; layer++)
+                memset(side->at(layer, (int64_t)page * paged.page, 0), 0xff, paged.page * side->stride());
+#endif
+    }
 }
 
 // Makes room for `count` more positions of a sequence and returns the first of them; they are then to be stored.
 inline int grow(Cache &cache, int sequence, int count) {
     int first = cache.lengths.at(sequence);
-    if (count > cache.shape.capacity - first) {
-        fail("the cache holds %d positions, %d are needed: shorten the prompt or raise -c", cache.shape.capacity,
-             first + count);
+    if (count > limit_of(cache) - first) {
+        fail("the cache holds %d positions, %lld are needed: shorten the prompt or raise -c", limit_of(cache),
+             (long long)first + count);
     }
+    if (auto *paged = std::get_if<Paged>(&cache.layout)) take_pages(cache, *paged, sequence, first, first + count);
     cache.lengths[sequence] += count;
     return first;
 }
 
-// Forgets the positions of a sequence from `length` on.
-inline void shrink(Cache &cache, int sequence, int length) {
-    cache.lengths.at(sequence) = std::min(cache.lengths.at(sequence), length);
+// Calls use(keys, type, rows, recent) for K, then for V; `keys` is std::true_type or std::false_type.
+template <class Use>
+void for_each_side(Cache &cache, Use use) {
+    use(std::true_type{}, cache.type_k, cache.keys, cache.recent_keys);
+    use(std::false_type{}, cache.type_v, cache.values, cache.recent_values);
 }
 
-// Encodes the K and V vectors of one position and head (key_width and value_width floats) into their rows.
-inline void store_row(Cache &cache, int layer, int sequence, int position, int kv_head, const float *key,
-                      const float *value) {
-    int64_t row = row_of(cache, sequence, position);
-    auto encode = [&](const CacheRows &side, const Precision &type, const float *vector) {
-        std::visit([&](auto format) { format.encode(side.at(layer, row, kv_head), vector, side.width); }, type);
+// A block that is cut may be quantized already: its positions before `length` become recent again, as they read.
+inline void restore_recent(Cache &cache, int sequence, int length) {
+    int begin = length / group_size * group_size;
+    auto restore = [&](auto format, auto keys, const CacheRows &rows, const CacheRows &recent, int layer, int head) {
+        using Format = decltype(format);
+        std::vector<float> numbers(rows.width);
+        for (int t = begin; t < length; t++) {
+            for (int c = 0; c < rows.width; c++) {
+                // Channel c of position t: in a row of the block, or in the position's own.
+                int n = Format::groups(rows.width), group = keys ? c % n : c / group_size;
+                const char *row = rows.at(layer, row_of(cache, sequence, keys ? begin + c / n : t), head);
+                numbers[c] = ((const typename Format::G *)row)[group].number(keys ? t - begin : c % group_size);
+            }
+            F16::encode(recent.at(layer, sequence * group_size + t - begin, head), numbers.data(), recent.width);
+        }
     };
-    encode(cache.keys, cache.type_k, key);
-    encode(cache.values, cache.type_v, value);
+    for_each_side(cache, [&](auto keys, const Precision &type, const CacheRows &rows, const CacheRows &recent) {
+        std::visit(
+            [&](auto format) {
+                if constexpr (decltype(format)::key_groups)
+                    for (int layer = 0; layer < cache.shape.layers; layer++)
+                        for (int head = 0; head < cache.shape.kv_heads; head++)
+                            restore(format, keys, rows, recent, layer, head);
+            },
+            type);
+    });
+}
+
+// Forgets the positions of a sequence from `length` on.
+inline void shrink(Cache &cache, int sequence, int length) {
+    int from = cache.lengths.at(sequence);
+    if (length >= from) return;
+    if (auto *ring = std::get_if<Ring>(&cache.layout)) {
+        if (length > 0 && from > ring->slots && from - length > ring->slots - ring->sinks - ring->window)
+            fail("a ring of %d rows cannot go back from %d positions to %d: the rows were used again", ring->slots,
+                 from, length);
+    }
+    if (length % group_size && length / group_size != (from - 1) / group_size) restore_recent(cache, sequence, length);
+    if (auto *paged = std::get_if<Paged>(&cache.layout)) release_pages(cache, *paged, sequence, from, length);
+    cache.lengths[sequence] = length;
+}
+
+// ---- Storing -----------------------------------------------------------------------------------------------
+
+// Some positions that follow one another in a sequence, and their rows in a pass.
+struct Span {
+    int row, count;  // rows [row, row + count) of the pass
+    int sequence, position;
+    int first, end;  // positions [first, end) of the sequence are in this pass: what lies before is in the cache
+};
+
+// Vectors of a pass: (rows, kv_heads, width).
+struct PassVectors {
+    float *start;
+    int kv_heads, width;
+    float *at(const Span &span, int position, int kv_head) const {
+        return start + ((size_t)(span.row + position - span.position) * kv_heads + kv_head) * width;
+    }
+};
+
+// The block in which a span ends, if it is full now: (32, width) numbers, all of them as f16 has them; else nullptr.
+// The vectors of this pass are rounded in place, so that its queries see them as later ones will.
+inline const float *full_block(const CacheRows &recent, int layer, const Span &span, int kv_head,
+                               const PassVectors &vectors) {
+    int width = recent.width, begin = span.position / group_size * group_size;
+    thread_local Floats block;
+    block.resize((size_t)group_size * width);
+    for (int t = span.position; t < span.position + span.count; t++) {
+        float *vector = vectors.at(span, t, kv_head);
+        for (int i = 0; i < width; i++) {
+            f16 number;
+            from_float(number, vector[i]);
+            vector[i] = to_float(number);
+        }
+    }
+    if (span.position + span.count < begin + group_size) return nullptr;
+    for (int t = begin; t < begin + group_size; t++) {
+        float *to = &block[(size_t)(t - begin) * width];
+        const f16 *row = (const f16 *)recent.at(layer, span.sequence * group_size + t - begin, kv_head);
+        for (int i = 0; i < width; i++) to[i] = t < span.first ? to_float(row[i]) : vectors.at(span, t, kv_head)[i];
+    }
+    return block.data();
+}
+
+// Encodes the keys and values of a span, both (rows of the pass, kv_heads, width), into their rows. Where a precision
+// has blocks, the span must lie in one of them (spans_of); it is stored when it is full, and kept at f16 until then.
+inline void store_span(Cache &cache, int layer, const Span &span, int kv_head, float *key, float *value) {
+    auto store = [&](auto format, auto keys, const CacheRows &rows, const CacheRows &recent) {
+        using Format = decltype(format);
+        PassVectors vectors = {keys ? key : value, rows.kv_heads, rows.width};
+        if constexpr (Format::key_groups) {
+            const float *block = full_block(recent, layer, span, kv_head, vectors);
+            for (int i = 0; block && i < group_size; i++) {
+                int position = span.position / group_size * group_size + i;
+                char *row = rows.at(layer, row_of(cache, span.sequence, position), kv_head);
+                if constexpr (keys)
+                    Format::encode_keys(row, i, block, rows.width, rows.width);
+                else
+                    Format::encode(row, block + (size_t)i * rows.width, rows.width);
+            }
+        } else {
+            for (int t = span.position; t < span.position + span.count; t++) {
+                char *row = rows.at(layer, row_of(cache, span.sequence, t), kv_head);
+                Format::encode(row, vectors.at(span, t, kv_head), rows.width);
+            }
+        }
+    };
+    for_each_side(cache, [&](auto keys, const Precision &type, const CacheRows &rows, const CacheRows &recent) {
+        std::visit([&](auto format) { store(format, keys, rows, recent); }, type);
+    });
+}
+
+// Keeps a sink: `turn` are the angles by which its key (key_width) is rotated, and from which it is turned back.
+inline void store_sink(Cache &cache, int layer, int sequence, int position, int kv_head, const float *key,
+                       const float *turn, const float *value) {
+    int64_t row = (int64_t)sequence * std::get<Ring>(cache.layout).sinks + position;
+    rotate((float *)cache.sink_keys.at(layer, row, kv_head), key, turn, cache.sink_keys.width, -1);
+    std::copy(value, value + cache.sink_values.width, (float *)cache.sink_values.at(layer, row, kv_head));
+}
+
+// After all queries of a pass have read: keeps the vectors of a sequence's newest block at f16.
+inline void keep_recent(Cache &cache, int layer, const Span &span, int kv_head, float *key, float *value) {
+    if (span.position / group_size != (span.end - 1) / group_size) return;
+    for_each_side(cache, [&](auto keys, const Precision &, const CacheRows &rows, const CacheRows &recent) {
+        if (!recent.data) return;
+        PassVectors vectors = {keys ? key : value, rows.kv_heads, rows.width};
+        for (int t = span.position; t < span.position + span.count; t++) {
+            char *row = recent.at(layer, span.sequence * group_size + t % group_size, kv_head);
+            F16::encode(row, vectors.at(span, t, kv_head), recent.width);
+        }
+    });
 }

@@ -31,7 +31,9 @@ struct Options {
     int count = 256, context = 0, threads = processors(), top_k = 0;
     double temperature = 0, top_p = 1, min_p = 0, tolerance = -1;
     int64_t seed = 0;
+    // In bench and eval lists, separated by commas.
     std::string layout = "contiguous", type_k = "f16", type_v = "f16", device = "auto";
+    int page = 16, window = 0, sinks = 0;  // those of a ring stand here only if they were given, see cache_shape()
     bool json = false, ignore_end = false, help = false;
     int depth = 0, repeats = 3;
     std::set<std::string> given;  // flags that stood on the command line
@@ -79,16 +81,32 @@ inline ReadValue number(double Options::*field, double least, double most) {
     };
 }
 
+inline std::vector<std::string> split(const std::string &list) {
+    std::vector<std::string> parts(1);
+    for (char c : list) c == ',' ? parts.push_back("") : parts.back().push_back(c);
+    return parts;
+}
+
+// bench and eval measure several caches, the other commands use one.
+inline std::vector<std::string> choices(const Options &options, const std::string &flag, const std::string &list) {
+    std::vector<std::string> names = split(list);
+    if (names.size() > 1 && options.command != "bench" && options.command != "eval")
+        fail("%s %s: llm %s takes one, bench and eval take several", flag.c_str(), list.c_str(),
+             options.command.c_str());
+    return names;
+}
+
 inline ReadValue precision(std::vector<std::string Options::*> fields) {
     return [fields](Options &options, const std::string &flag, const std::string &value) {
-        parse_precision(flag, value);
+        for (const std::string &name : choices(options, flag, value)) parse_precision(flag, name);
         for (auto field : fields) options.*field = value;
     };
 }
 
 inline ReadValue layout_or_none() {
     return [](Options &options, const std::string &flag, const std::string &value) {
-        if (value != "none") parse_layout(flag, value);
+        for (const std::string &name : choices(options, flag, value))
+            if (name != "none") parse_layout(flag, name);
         options.layout = value;
     };
 }
@@ -135,6 +153,11 @@ inline const std::vector<Flag> &flags() {
          precision({&O::type_k, &O::type_v})},
         {{"-ctk", "--cache-type-k"}, "TYPE", run, "cache type of K alone", precision({&O::type_k})},
         {{"-ctv", "--cache-type-v"}, "TYPE", run, "cache type of V alone", precision({&O::type_v})},
+        {{"--page"}, "N", run, "paged: positions per page (default 16)", whole(&O::page, 1, 1 << 16)},
+        {{"--window"}, "N", run, "ring: positions that stay visible (default: the model's sliding window, or its context)",
+         whole(&O::window, 1, 1 << 24)},
+        {{"--sinks"}, "N", run, "ring: first positions that stay visible too (default 4; 0 if the model has a sliding window)",
+         whole(&O::sinks, 0, 1 << 16)},
         {{"--temp"}, "T", "generate", "temperature; 0 takes the likeliest token (default 0)",
          number(&O::temperature, 0, 1000)},
         {{"--top-k"}, "K", "generate", "sample from the K likeliest tokens; 0: from all (default 0)",
@@ -224,6 +247,18 @@ inline const Flag &find_flag(const std::string &name, const std::string &command
     fail("%s: unknown flag; the nearest one is %s (llm --help lists all)", name.c_str(), nearest(name, known).c_str());
 }
 
+// A flag of a layout that is not there would say nothing.
+inline void check_layout_flags(const Options &options) {
+    auto needs = [&](const char *flag, const char *layout) {
+        if (options.given.count(flag) &&
+            ("," + options.layout + ",").find(std::string(",") + layout) == std::string::npos)
+            fail("%s: belongs to --cache %s, found --cache %s", flag, layout, options.layout.c_str());
+    };
+    needs("--page", Paged::name);
+    needs("--window", Ring::name);
+    needs("--sinks", Ring::name);
+}
+
 inline Options parse_options(const std::vector<std::string> &arguments) {
     Options options;
     std::vector<std::string> known;
@@ -265,6 +300,7 @@ inline Options parse_options(const std::vector<std::string> &arguments) {
     }
     if (options.given.count("--kv") && options.given.count("-ctk") + options.given.count("-ctv") > 0)
         fail("--kv gives the type of K and of V: keep it, or -ctk and -ctv");
+    check_layout_flags(options);
     if (options.given.count("-p") + options.given.count("-f") + options.given.count("--ids") > 1)
         fail("-p, -f and --ids each give the prompt: keep one of them");
     return options;
@@ -395,32 +431,61 @@ inline std::vector<float> logits(Engine &engine, int first, int count) {
 }
 
 // The naive path: a pass over all tokens so far. Nothing is kept, so the next token costs all of this again, and more.
-inline std::vector<float> forward_naive(Engine &engine, const std::vector<int> &tokens) {
+// `layout` says what each token sees: with a ring, what the ring would still hold.
+inline std::vector<float> forward_naive(Engine &engine, const std::vector<int> &tokens,
+                                        const Layout &layout = Contiguous{}) {
     Rows rows;
     rows.many = true;
-    for (size_t t = 0; t < tokens.size(); t++) rows.add(tokens[t], 0, (int)t);
+    std::vector<int> shifts;
+    Visible widest = visible_of(layout, 0);
+    for (size_t t = 0; t < tokens.size(); t++) {
+        rows.add(tokens[t], 0, (int)t);
+        shifts.push_back(widest.shift((int)t));
+    }
+    Floats shift_turn(widest.sinks ? tokens.size() * engine.heads.width : 0);  // (tokens, head_dim)
+    if (widest.sinks) rope_angles(shift_turn.data(), engine.frequencies, shifts.data(), rows.count());
     forward(engine, rows, [&](int layer) {
         attend_plain(engine.attended.data(), engine.query.data(), engine.key.data(), engine.value.data(), engine.heads,
-                     rows.count(), engine.model.layers[layer].window);
+                     rows.count(), visible_of(layout, engine.model.layers[layer].window), shift_turn.data());
     });
     return logits(engine, rows.count() - 1, 1);
+}
+
+// Stores the pass's keys and values of one layer: an item is a span of positions and a KV head.
+inline void store_pass(Engine &engine, Cache &cache, const AttentionPlan &plan, int layer) {
+    int heads = engine.heads.kv, width = engine.heads.width;
+#pragma omp for schedule(static) nowait
+    for (int item = 0; item < (int)plan.stored.size() * heads; item++) {
+        const Span &span = plan.stored[item / heads];
+        store_span(cache, layer, span, item % heads, engine.key.data(), engine.value.data());
+        for (int t = span.position; t < std::min(span.position + span.count, plan.widest.sinks); t++) {
+            size_t row = (size_t)(span.row + t - span.position), at = (row * heads + item % heads) * width;
+            store_sink(cache, layer, span.sequence, t, item % heads, &engine.key[at], &engine.turn[row * width],
+                       &engine.value[at]);
+        }
+    }
 }
 
 // The cached path: a pass over new tokens; the rows' positions must have been made room for with grow().
 inline void forward_cached(Engine &engine, Cache &cache, const Rows &rows) {
     const Heads &heads = engine.heads;
-    int count = rows.count(), width = heads.width;
-    AttentionPlan plan =
-        plan_attention(rows.sequences.data(), rows.positions.data(), count, heads, cache.values.width, engine.threads);
+    int count = rows.count();
+    AttentionPlan plan = plan_attention(rows.sequences.data(), rows.positions.data(), count, heads, cache,
+                                        engine.frequencies, engine.threads);
+    bool blocks = has_blocks(cache.type_k) || has_blocks(cache.type_v);
     forward(engine, rows, [&](int layer) {
-#pragma omp for schedule(static) nowait
-        for (int item = 0; item < count * heads.kv; item++) {
-            int row = item / heads.kv;
-            store_row(cache, layer, rows.sequences[row], rows.positions[row], item % heads.kv,
-                      &engine.key[(size_t)item * width], &engine.value[(size_t)item * width]);
-        }
+        store_pass(engine, cache, plan, layer);
         barrier();
-        attend(engine.attended.data(), engine.query.data(), plan, cache, layer, engine.model.layers[layer].window);
+        PassVectors key = {engine.key.data(), heads.kv, heads.width};
+        PassVectors value = {engine.value.data(), heads.kv, heads.width};
+        attend({engine.attended.data(), engine.query.data(), key, value, cache, layer,
+                visible_of(cache.layout, engine.model.layers[layer].window)},
+               plan);
+        if (!blocks) return;
+        barrier();
+#pragma omp for schedule(static) nowait
+        for (int item = 0; item < (int)plan.stored.size() * heads.kv; item++)
+            keep_recent(cache, layer, plan.stored[item / heads.kv], item % heads.kv, key.start, value.start);
     });
 }
 
@@ -431,10 +496,11 @@ constexpr int chunk_tokens = 512;  // rows of a prefill pass: enough to use each
 inline std::vector<float> prefill(Engine &engine, Cache &cache, int sequence, const std::vector<int> &tokens,
                                   const std::function<void(int rows)> &after_chunk = nullptr) {
     int first = grow(cache, sequence, (int)tokens.size()), rows_of_last = 0;
-    for (size_t begin = 0; begin < tokens.size(); begin += chunk_tokens) {
+    size_t chunk = std::min(chunk_tokens, chunk_of(cache));
+    for (size_t begin = 0; begin < tokens.size(); begin += chunk) {
         Rows rows;
         rows.many = true;
-        for (size_t t = begin; t < std::min(begin + chunk_tokens, tokens.size()); t++)
+        for (size_t t = begin; t < std::min(begin + chunk, tokens.size()); t++)
             rows.add(tokens[t], sequence, first + (int)t);
         forward_cached(engine, cache, rows);
         rows_of_last = rows.count();
@@ -628,9 +694,10 @@ inline void add_cache(cJSON *object, const Options &options, const Cache &cache)
     cJSON_AddStringToObject(about, "layout", options.layout.c_str());
     cJSON_AddStringToObject(about, "type_k", none ? "none" : name_of(cache.type_k));
     cJSON_AddStringToObject(about, "type_v", none ? "none" : name_of(cache.type_v));
-    cJSON_AddNumberToObject(about, "bytes", (double)(cache.payload_bytes + cache.metadata_bytes));
-    cJSON_AddNumberToObject(about, "payload_bytes", (double)cache.payload_bytes);
-    cJSON_AddNumberToObject(about, "metadata_bytes", (double)cache.metadata_bytes);
+    CacheBytes bytes = none ? CacheBytes{} : bytes_of(cache);
+    cJSON_AddNumberToObject(about, "bytes", bytes.total());
+    cJSON_AddNumberToObject(about, "payload_bytes", bytes.payload);
+    cJSON_AddNumberToObject(about, "metadata_bytes", bytes.metadata);
 }
 
 // A NumPy file of float32 rows. Written beside its place and moved there when it is whole.
@@ -681,6 +748,20 @@ private:
 
 // ---- llm generate ------------------------------------------------------------------------------------------
 
+// What a cache for this model is made for. A ring sees as far as the model was trained to, unless --window says less.
+inline CacheShape cache_shape(const Options &options, const Config &config, int capacity) {
+    CacheShape shape{config.layers, config.kv_heads, config.head_dim, config.head_dim, 1, capacity};
+    shape.page = options.page;
+    shape.sinks = options.given.count("--sinks") ? options.sinks : config.window ? 0 : 4;
+    shape.window = config.window ? config.window : std::max(1, config.context - shape.sinks);
+    if (options.given.count("--window")) shape.window = options.window;
+    if (shape.sinks >= shape.window) {
+        fail("--sinks %d: a window of %d positions, expected fewer sinks than that: lower --sinks or raise --window",
+             shape.sinks, shape.window);
+    }
+    return shape;
+}
+
 // All that one sequence needs to go on, on either path.
 struct Session {
     Engine engine;
@@ -707,21 +788,27 @@ inline Session open_session(const Options &options) {
     session.tokens = prompt_tokens(options, session.tokenizer.get(), config);
     session.prompt = (int)session.tokens.size();
     session.naive = options.layout == "none";
-    session.limit = options.given.count("-c") ? options.context : config.context;
-    if (session.limit > config.context) {
-        fail("-c %d: this model was made for %d positions: lower -c", options.context, config.context);
+    bool endless = options.layout == Ring::name;
+    if (endless && options.given.count("-c"))
+        fail("-c %d: a ring holds --window and --sinks positions and goes on without end: drop -c", options.context);
+    int64_t wanted = (int64_t)session.prompt + options.count;
+    session.limit = (int)std::min<int64_t>(INT_MAX, endless ? wanted : config.context);
+    if (options.given.count("-c")) session.limit = options.context;
+    if (!endless && session.limit > config.context) {
+        fail("-c %d: this model was made for %d positions: lower -c, or use --cache ring", options.context,
+             config.context);
     }
     if (session.prompt > session.limit) {
-        fail("the prompt has %d tokens, the context holds %d: shorten it%s", session.prompt, session.limit,
+        fail("the prompt has %d tokens, the context holds %d: shorten it, %suse --cache ring", session.prompt,
+             session.limit,
              session.limit < config.context
-                 ? (", or raise -c (this model was made for " + std::to_string(config.context) + ")").c_str()
-                 : "");
+                 ? ("raise -c (this model was made for " + std::to_string(config.context) + "), or ").c_str()
+                 : "or ");
     }
-    if (!options.given.count("-c"))
-        session.limit = (int)std::min<int64_t>(session.limit, (int64_t)session.prompt + options.count);
+    if (!options.given.count("-c")) session.limit = (int)std::min<int64_t>(session.limit, wanted);
     if (options.command == "diff" || !session.naive) {
-        CacheShape shape{config.layers, config.kv_heads, config.head_dim, config.head_dim, 1, session.limit};
-        session.cache = open_cache(shape, parse_layout("--cache", session.naive ? "contiguous" : options.layout),
+        session.cache = open_cache(cache_shape(options, config, session.limit),
+                                   parse_layout("--cache", session.naive ? "contiguous" : options.layout),
                                    parse_precision("--kv", options.type_k), parse_precision("--kv", options.type_v));
     }
     return session;
@@ -745,11 +832,21 @@ inline double weights_read(const Model &model) {
     return (double)model.weight_bytes - (apart ? (double)table.rows * table.cols * dtype_bytes(table.type) : 0);
 }
 
-// And of the cache, with `positions` in it: the rows that some layer may see.
+// And of the cache, with `positions` in it: the rows that each layer sees, sinks and recent blocks included.
 inline double cache_read(const Model &model, const Cache &cache, int positions) {
-    double rows = 0;
-    for (const LayerWeights &layer : model.layers) rows += positions - first_visible(positions - 1, layer.window);
-    return rows * cache.shape.kv_heads * (double)(cache.keys.row_bytes + cache.values.row_bytes);
+    double bytes = 0;
+    for (const LayerWeights &layer : model.layers) {
+        Visible visible = visible_of(cache.layout, layer.window);
+        int last = positions - 1, first = visible.first(last), block = last / group_size * group_size;
+        auto add = [&](const CacheRows &rows, const CacheRows &recent, const CacheRows &sinks) {
+            int stored = recent.data ? std::max(first, block) : positions;
+            bytes += (double)(stored - first) * rows.stride() + (double)(positions - stored) * recent.stride();
+            if (visible.dropped(last)) bytes += (double)visible.sinks * sinks.stride();
+        };
+        add(cache.keys, cache.recent_keys, cache.sink_keys);
+        add(cache.values, cache.recent_values, cache.sink_values);
+    }
+    return bytes;
 }
 
 struct Generation {
@@ -820,9 +917,10 @@ inline void print_generation(const Generation &result, const Session &session, c
     if (session.naive) {
         fprintf(stderr, "cache    none: every token was computed from all before it\n");
     } else {
-        fprintf(stderr, "cache    %s, K %s, V %s: %zu bytes for %d positions\n", options.layout.c_str(),
-                name_of(session.cache.type_k), name_of(session.cache.type_v),
-                session.cache.payload_bytes + session.cache.metadata_bytes, session.cache.shape.capacity);
+        CacheBytes bytes = bytes_of(session.cache);
+        fprintf(stderr, "cache    %s, K %s, V %s: %.0f bytes, %.0f of them metadata, for %d positions\n",
+                options.layout.c_str(), name_of(session.cache.type_k), name_of(session.cache.type_v), bytes.total(),
+                bytes.metadata, session.cache.lengths[0]);
     }
 }
 

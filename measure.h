@@ -100,7 +100,7 @@ inline std::vector<DiffStep> run_lockstep(Session &session, const Options &optio
     while (!reason_to_stop(session, options)) {
         DiffStep step;
         double start = now();
-        std::vector<float> naive = forward_naive(session.engine, session.tokens);
+        std::vector<float> naive = forward_naive(session.engine, session.tokens, session.cache.layout);
         step.naive_seconds = now() - start;
         start = now();
         std::vector<float> cached = steps.empty() ? prefill(session.engine, session.cache, 0, session.tokens)
@@ -285,9 +285,7 @@ inline std::vector<int> bench_tokens(int count, int vocabulary) {
 
 inline std::vector<BenchResult> measure_model(Engine &engine, const Options &options, int prompt, int steps) {
     const Config &config = engine.model.config;
-    CacheShape shape{
-        config.layers, config.kv_heads, config.head_dim, config.head_dim, 1, std::max(prompt, options.depth + steps)};
-    Cache cache = open_cache(shape, parse_layout("--cache", options.layout), parse_precision("--kv", options.type_k),
+    Cache cache = open_cache(cache_shape(options, config, std::max(prompt, options.depth + steps)), parse_layout("--cache", options.layout), parse_precision("--kv", options.type_k),
                              parse_precision("--kv", options.type_v));
     double weights = weights_read(engine.model);
     std::vector<double> prefill_seconds, decode_seconds;

@@ -50,6 +50,9 @@ struct f16 {  // IEEE binary16: 1 sign, 5 exponent, 10 fraction bits; 6e-8 .. 65
 struct bf16 {  // the upper half of a float32: 1 sign, 8 exponent, 7 fraction bits
     uint16_t bits;
 };
+struct fp8 {  // e4m3 (Micikevicius et al. 2022, FP8 Formats): 1 sign, 4 exponent, 3 fraction bits; 2^-9 .. 448
+    uint8_t bits;
+};
 
 HOST_DEVICE inline float to_float(float x) { return x; }
 
@@ -62,6 +65,14 @@ HOST_DEVICE inline float to_float(f16 x) {
     // Read with a float32 exponent the number is 2^(15 - 127) too small; the product is exact, denormals too.
     return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(magnitude << 13) * 0x1p112f));
 }
+
+// The same bits are an f16 2^8 times as small, but for NaN, which fp8 keeps in the place of 480.
+HOST_DEVICE inline float to_float(fp8 x) {
+    if ((x.bits & 0x7f) == 0x7f) return bit_cast<float>(0x7fc00000u);
+    return 256 * to_float(f16{(uint16_t)((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)});
+}
+
+HOST_DEVICE inline float to_float(int8_t x) { return x; }
 
 HOST_DEVICE inline void from_float(float &to, float x) { to = x; }
 
@@ -86,6 +97,49 @@ HOST_DEVICE inline void from_float(f16 &to, float x) {
     }
 }
 
+// Rounds to nearest, ties to even; what is too large becomes 448, infinity too. NaN stays NaN.
+HOST_DEVICE inline void from_float(fp8 &to, float x) {
+    uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) {
+        to.bits = (uint8_t)(sign | 0x7f);
+    } else if (magnitude >= 0x43e00000) {  // 448
+        to.bits = (uint8_t)(sign | 0x7e);
+    } else if (magnitude >= 0x3c800000) {  // 2^-6, the smallest normal number
+        to.bits = (uint8_t)(sign | ((magnitude + 0x7ffff + (magnitude >> 20 & 1) - 0x3c000000) >> 20));
+    } else {  // adding 2^14 leaves the multiple of 2^-9, rounded, in the lowest bits
+        to.bits = (uint8_t)(sign | (bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0x1p14f) - 0x46800000));
+    }
+}
+
+// Rounds to nearest, ties to even; what is too large becomes 127. x is a number.
+HOST_DEVICE inline void from_float(int8_t &to, float x) {
+    // Between 2^23 and 2^24 float32 counts in ones: the sum is rounded to a whole number.
+    float whole = (x + 0x1.8p23f) - 0x1.8p23f;
+    to = (int8_t)(whole > 127 ? 127 : whole < -127 ? -127 : whole);
+}
+
+// The smallest f16 at or above x, and the largest at or below it; infinity beyond 65,504, NaN stays NaN.
+HOST_DEVICE inline f16 f16_above(float x) {
+    f16 near;
+    from_float(near, x);
+    if (to_float(near) < x) near.bits = (uint16_t)(near.bits & 0x8000 ? near.bits - 1 : near.bits + 1);
+    return near;
+}
+HOST_DEVICE inline f16 f16_below(float x) {
+    f16 above = f16_above(-x);
+    return {(uint16_t)(above.bits ^ 0x8000)};
+}
+
+// 32 whole numbers of 2 or 4 bits. A byte holds numbers that are far apart, so that a register of bytes, shifted, is a
+// register of neighbours: with 4 bits byte i has the numbers i and i + 16, with 2 bits i, i + 8, i + 16 and i + 24.
+template <int bits>
+struct Packed {
+    static constexpr int count = 32, largest = (1 << bits) - 1, size = 4 * bits;
+    uint8_t bytes[size];
+    HOST_DEVICE int code(int i) const { return bytes[i % size] >> bits * (i / size) & largest; }
+    HOST_DEVICE void set(int i, int code) { bytes[i % size] |= (uint8_t)(code << bits * (i / size)); }  // was 0
+};
+
 // ---- Native pieces: what one register of this machine holds ------------------------------------------------
 
 #if defined(__AVX512F__)
@@ -96,6 +150,24 @@ inline Piece piece_load(const float *p) { return _mm512_loadu_ps(p); }
 inline Piece piece_load(const f16 *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 inline Piece piece_load(const bf16 *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+// The number times 2^-8: its bits, shifted, as f16.
+inline Piece piece_load(const fp8 *p) {
+    __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
+    return _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80)));
+}
+inline Piece piece_load(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+inline Piece piece_load(const Packed<4> *p, int i) {
+    __m512i codes = _mm512_srli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p->bytes)), 4 * i);
+    return _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(15)));
+}
+inline Piece piece_load(const Packed<2> *p, int i) {
+    const __m512i shifts = _mm512_set_epi32(2, 2, 2, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0);
+    __m128i twice = _mm_castpd_si128(_mm_loaddup_pd((const double *)p->bytes));
+    __m512i codes = _mm512_srli_epi32(_mm512_srlv_epi32(_mm512_cvtepu8_epi32(twice), shifts), 4 * i);
+    return _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(3)));
 }
 inline void piece_store(float *p, Piece a) { _mm512_storeu_ps(p, a); }
 inline Piece piece_add(Piece a, Piece b) { return _mm512_add_ps(a, b); }
@@ -120,6 +192,22 @@ inline Piece piece_load(const float *p) { return _mm256_loadu_ps(p); }
 inline Piece piece_load(const f16 *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 inline Piece piece_load(const bf16 *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+// The number times 2^-8: its bits, shifted, as f16.
+inline Piece piece_load(const fp8 *p) {
+    __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p)), 7);
+    return _mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16((short)0xbf80)));
+}
+inline Piece piece_load(const int8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+inline Piece piece_load(const Packed<4> *p, int i) {
+    __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p->bytes + 8 * (i % 2))));
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(bytes, 4 * (i / 2)), _mm256_set1_epi32(15)));
+}
+inline Piece piece_load(const Packed<2> *p, int i) {
+    __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p->bytes));
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(bytes, 2 * i), _mm256_set1_epi32(3)));
 }
 inline void piece_store(float *p, Piece a) { _mm256_storeu_ps(p, a); }
 inline Piece piece_add(Piece a, Piece b) { return _mm256_add_ps(a, b); }
@@ -147,6 +235,11 @@ inline Piece piece_set(float x) { return x; }
 template <class Number>
 inline Piece piece_load(const Number *p) {
     return to_float(*p);
+}
+inline Piece piece_load(const fp8 *p) { return to_float(*p) / 256; }
+template <int bits>
+inline Piece piece_load(const Packed<bits> *p, int i) {
+    return (float)p->code(i);
 }
 inline void piece_store(float *p, Piece a) { *p = a; }
 inline Piece piece_add(Piece a, Piece b) { return a + b; }
@@ -186,6 +279,11 @@ inline Vec set(float x) { EACH_PIECE(piece_set(x)); }
 template <class Number>
 inline Vec load(const Number *p) {
     EACH_PIECE(piece_load(p + i * piece_lanes));
+}
+// Numbers [16 part, 16 part + 16) of 32 packed ones.
+template <int bits>
+inline Vec load(const Packed<bits> *p, int part) {
+    EACH_PIECE(piece_load(p, part * pieces + i));
 }
 inline Vec add(Vec a, Vec b) { EACH_PIECE(piece_add(a.piece[i], b.piece[i])); }
 inline Vec mul(Vec a, Vec b) { EACH_PIECE(piece_mul(a.piece[i], b.piece[i])); }
@@ -274,6 +372,17 @@ inline void axpy(float *y, float factor, const Number *x, int n) {
     int i = 0;
     for (; i + lanes <= n; i += lanes) store(y + i, fma(set(factor), load(x + i), load(y + i)));
     if (i < n) store_part(y + i, fma(set(factor), load_part(x + i, n - i), load_part(y + i, n - i)), n - i);
+}
+
+// out = x with its pairs (x[i], x[i + head_dim / 2]) rotated by angles, or back by them (direction -1). turn: cosines
+// of the head_dim / 2 angles, then sines. `out` may be `x`.
+inline void rotate(float *out, const float *x, const float *turn, int head_dim, float direction = 1) {
+    int half = head_dim / 2;
+    for (int i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half], cosine = turn[i], sine = direction * turn[i + half];
+        out[i] = a * cosine - b * sine;
+        out[i + half] = b * cosine + a * sine;
+    }
 }
 
 // ---- Matrix tiles (AMX) ------------------------------------------------------------------------------------
@@ -378,6 +487,8 @@ using Floats = Aligned<float>;
 // distance from 1 to the next number), a stored number is off by at most u times itself.
 template <class Number>
 struct PlainRow {
+    static constexpr int scale_channels = 0;  // numbers that share a scale: none
+    static constexpr bool has_zero = false, key_groups = false;
     HOST_DEVICE static size_t row_bytes(int width) { return (size_t)width * sizeof(Number); }
     HOST_DEVICE static void encode(char *row, const float *values, int width) {
         for (int i = 0; i < width; i++) from_float(((Number *)row)[i], values[i]);
