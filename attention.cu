@@ -70,7 +70,7 @@ inline void attend_plain(float *out,           // (tokens, query_heads, D)
 
 constexpr int split_positions = 256;
 constexpr int tile_queries = 32;  // query vectors that share a read of the cache; their scores stay in the L2
-constexpr int block_queries = piece_lanes == 16 ? 8 : 3;  // of them, those whose sums over a block stay in registers
+constexpr int block_queries = lanes == 16 ? 8 : 3;  // of them, those whose sums over a block stay in registers
 
 // The rows of a pass as spans of at most `most` positions; with `blocks` a span lies in one block of 32 positions. A
 // sequence's rows come one after another.
@@ -109,11 +109,11 @@ inline void merge(Partial &a, float *a_values, const Partial &b, const float *b_
     for (int i = 0; i < width; i++) a_values[i] = a_values[i] * a_factor + b_values[i] * b_factor;
 }
 
-// Queries and Vecs of channels whose sums stay in registers: 32 registers of 16 lanes, or 16 of 8.
-constexpr int weigh_queries = piece_lanes == 16 ? 4 : 3;
-constexpr int weigh_vecs = piece_lanes == 16 ? 4 : 2;
+// Queries and Vecs of channels whose sums stay in registers, of which there are 32 or 16.
+constexpr int weigh_queries = lanes == 16 ? 4 : 3;
+constexpr int weigh_vecs = 4;
 
-// values[q * stride + channel ..] += sum over rows r of weights[q * split_positions + r] * row r, for `Vecs` times 16
+// values[q * stride + channel ..] += sum over rows r of weights[q * split_positions + r] * row r, for `Vecs` Vecs of
 // channels of `Queries` queries: each row is decoded once for all of them.
 template <int Queries, int Vecs, class Format>
 inline void weigh_tile(float *values, size_t stride, const float *weights, StoredRows<Format> rows, int row_count) {
@@ -122,9 +122,11 @@ inline void weigh_tile(float *values, size_t stride, const float *weights, Store
         for (int c = 0; c < Vecs; c++) sums[q][c] = load(values + q * stride + c * lanes);
     for (int r = 0; r < row_count; r++) {
         for (int c = 0; c < Vecs; c++) {
+            if (c * lanes % prefetch_step == 0) rows.prefetch(r + rows_ahead, c * lanes);
             Vec row = rows.load(r, c * lanes);
             for (int q = 0; q < Queries; q++)
                 sums[q][c] = fma(set(weights[(size_t)q * split_positions + r]), row, sums[q][c]);
+            if (Format::has_zero) forget_registers();  // unpacking takes some
         }
     }
     for (int q = 0; q < Queries; q++)
@@ -176,29 +178,47 @@ inline int recent_begin(const Span &tile, int end) {
     return Format::key_groups ? std::min(end, tile.position / group_size * group_size) : end;
 }
 
+// Scales and zero points of some rows, or channels, as they are stored and then as float32.
+struct Scales {
+    Aligned<ScaleAndZero> stored;
+    Floats scale, zero;
+    void resize(int count) {
+        size_t padded = (size_t)(count + lanes - 1) / lanes * lanes;
+        stored.assign(padded, {});
+        scale.resize(padded);
+        zero.resize(padded);
+    }
+    void widen() {
+        for (size_t i = 0; i < stored.size(); i += lanes) {
+            store(&scale[i], load_half((const f16 *)&stored[i], false));
+            store(&zero[i], load_half((const f16 *)&stored[i], true));
+        }
+    }
+};
+
 // scores[q * split_positions + i] for position i of a block of keys, `Queries` queries at once. The block's scales are
 // already in `factors` (Queries, width), its zero points in `bases` (Queries).
 template <int Queries, class G>
 inline void score_block_tile(float *scores, const char *const *rows, const float *factors, const float *bases,
                              int width) {
-    Vec sums[Queries][2];
-    for (int q = 0; q < Queries; q++) sums[q][0] = sums[q][1] = set(bases[q]);
+    constexpr int parts = group_size / lanes;
+    Vec sums[Queries][parts];
+    for (int q = 0; q < Queries; q++)
+        for (int p = 0; p < parts; p++) sums[q][p] = set(bases[q]);
     int per_row = (width + group_size - 1) / group_size;
     for (int c = 0; c < width; rows++) {
         const G *group = (const G *)*rows;
         for (int last = std::min(width, c + per_row); c < last; c++, group++) {
-            Vec low = load(&group->codes, 0), high = load(&group->codes, 1);
-            for (int q = 0; q < Queries; q++) {
-                Vec factor = set(factors[(size_t)q * width + c]);
-                sums[q][0] = fma(factor, low, sums[q][0]);
-                sums[q][1] = fma(factor, high, sums[q][1]);
+            for (int p = 0; p < parts; p++) {
+                Vec codes = load(&group->codes, p);
+                for (int q = 0; q < Queries; q++)
+                    sums[q][p] = fma(set(factors[(size_t)q * width + c]), codes, sums[q][p]);
+                forget_registers();
             }
         }
     }
-    for (int q = 0; q < Queries; q++) {
-        store(scores + (size_t)q * split_positions, sums[q][0]);
-        store(scores + (size_t)q * split_positions + lanes, sums[q][1]);
-    }
+    for (int q = 0; q < Queries; q++)
+        for (int p = 0; p < parts; p++) store(scores + (size_t)q * split_positions + p * lanes, sums[q][p]);
 }
 
 // All queries with the block of keys at positions [begin, begin + 32). A key is zero + scale * code in each channel, so
@@ -212,27 +232,24 @@ inline void score_block(float *scores, const float *const *queries, int query_co
     int width = side.width, n = Format::groups(width);
     const char *rows[group_size];
     for_each_run(cache, side, layer, sequence, kv_head, begin, begin + group_size, [&](int t, char *row, int count) {
-        for (int i = 0; i < count; i++) rows[t - begin + i] = row + i * side.stride();
-    });
-    thread_local Aligned<f16> stored;    // (2, width): scales, zero points
-    thread_local Floats factors, bases;  // (queries, width), (queries)
-    int padded = (width + lanes - 1) / lanes * lanes;
-    stored.resize((size_t)2 * padded);
-    factors.resize((size_t)query_count * width + lanes);
-    bases.resize(query_count);
-    for (int c = 0, row = 0; c < width; row++) {
-        const G *group = (const G *)rows[row];
-        for (int last = std::min(width, c + n); c < last; c++, group++) {
-            stored[c] = group->scale;
-            stored[padded + c] = group->zero;
+        for (int i = 0; i < count; i++, row += side.stride()) {
+            rows[t - begin + i] = row;
+            __builtin_prefetch(row + group_size * side.stride());  // the next block, if no page ends here
         }
-    }
+    });
+    thread_local Scales scales;          // (width)
+    thread_local Floats factors, bases;  // (queries, width), (queries)
+    scales.resize(width);
+    factors.resize((size_t)query_count * width);
+    bases.resize(query_count);
+    ScaleAndZero *stored = scales.stored.data();
+    for (int c = 0, row = 0; c < width; row++)
+        for (const G *group = (const G *)rows[row], *end = group + n; group < end && c < width; group++, c++)
+            stored[c] = group->both;
+    scales.widen();
     for (int q = 0; q < query_count; q++) {
-        bases[q] = dot(queries[q], &stored[padded], width);
-        float *factor = &factors[(size_t)q * width];
-        int c = 0;
-        for (; c + lanes <= width; c += lanes) store(factor + c, mul(load(queries[q] + c), load(&stored[c])));
-        for (; c < width; c++) factor[c] = queries[q][c] * to_float(stored[c]);
+        bases[q] = dot(queries[q], scales.zero.data(), width);
+        multiply(&factors[(size_t)q * width], queries[q], scales.scale.data(), width);
     }
     in_batches<block_queries>(query_count, [&](auto size, int q) {
         score_block_tile<size, G>(scores + (size_t)q * split_positions, rows, &factors[(size_t)q * width], &bases[q],
@@ -259,11 +276,16 @@ inline void score_split(float *scores, const float *const *queries, int query_co
             for_each_run(cache, side, layer, tile.sequence, kv_head, begin, recent, [&](int t, char *start, int count) {
                 score(t, StoredRows<Format>{start, side.stride()}, count);
                 if constexpr (Format::scale_channels > 0) {
-                    float scales[split_positions];
-                    for (int r = 0; r < count; r++) scales[r] = Format::scale(start + r * side.stride(), 0);
-                    for (int q = 0; q < query_count; q++)
-                        for (int r = 0; r < count; r++)
-                            scores[(size_t)q * split_positions + t - origin + r] *= scales[r];
+                    thread_local Scales scales;  // (count)
+                    scales.resize(count);
+                    ScaleAndZero *stored = scales.stored.data();
+                    for (int r = 0; r < count; r++, start += side.stride())
+                        stored[r] = Format::scale_and_zero(start, 0);
+                    scales.widen();
+                    for (int q = 0; q < query_count; q++) {
+                        float *of_query = scores + (size_t)q * split_positions + t - origin;
+                        multiply(of_query, of_query, scales.scale.data(), count);
+                    }
                 }
             });
         }
@@ -279,22 +301,19 @@ inline void fold_scales(float *factors, float *values, size_t stride, const floa
                         int channels, const Span &tile, int kv_head, int origin, int begin, int end, const Cache &cache,
                         int layer) {
     const CacheRows &side = cache.values;
-    alignas(64) float scales[split_positions] = {}, zeros[split_positions] = {};
+    thread_local Scales scales;  // (split_positions)
+    scales.resize(split_positions);
+    ScaleAndZero *stored = scales.stored.data();
     for_each_run(cache, side, layer, tile.sequence, kv_head, begin, end, [&](int t, char *row, int count) {
-        for (int i = t - origin; i < t - origin + count; i++, row += side.stride()) {
-            scales[i] = Format::scale(row, channel);
-            if constexpr (Format::has_zero) zeros[i] = Format::zero(row, channel);
-        }
+        for (int i = t - origin; i < t - origin + count; i++, row += side.stride())
+            stored[i] = Format::scale_and_zero(row, channel);
     });
+    scales.widen();
     for (int q = 0; q < queries; q++) {
-        Vec base = set(0);
-        for (int i = 0; i < split_positions; i += lanes) {
-            Vec weight = load(weights + (size_t)q * split_positions + i);
-            store(factors + (size_t)q * split_positions + i, mul(weight, load(scales + i)));
-            if constexpr (Format::has_zero) base = fma(weight, load(zeros + i), base);
-        }
+        const float *of_query = weights + (size_t)q * split_positions;
+        multiply(factors + (size_t)q * split_positions, of_query, scales.scale.data(), split_positions);
         if constexpr (Format::has_zero) {
-            float zero = sum(base);
+            float zero = dot(of_query, scales.zero.data(), split_positions);
             for (int c = 0; c < channels; c++) values[q * stride + c] += zero;
         }
     }

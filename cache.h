@@ -26,21 +26,26 @@
 
 // ---- Precision: a row of `width` numbers as bytes ----------------------------------------------------------
 //
-// A row format says how many bytes a row takes, encodes one, and decodes 16 numbers at a time (see PlainRow in
+struct ScaleAndZero {
+    f16 scale, zero;
+};
+
+// A row format says how many bytes a row takes, encodes one, and decodes a Vec of numbers at a time (see PlainRow in
 // numbers.h). Where numbers share a scale, decode() gives them without it: what was stored is
-//   scale(row, channel) * decode(row, channel) + zero(row, channel)
+//   scale * decode(row, channel) + zero      with the two of scale_and_zero(row, channel)
 // so that attention can apply scale and zero point to a whole row's score or weight at once. A number that is not
 // finite, or too large for its scale, makes all that share the scale NaN: better seen than wrong.
 
 // Codes with one f16 scale before them. With the scale rounded up no code is cut off, and a number is off by at most
 // half the distance of two codes: for int8 scale / 2, where scale <= max|x| / 127 * (1 + 2^-10) + 2^-24.
-template <class Code>
+// decode() gives codes divided by `divisor`; the stored scale is as much larger.
+template <class Code, int largest, int divisor = 1>
 struct ScaledRow {
     static constexpr int scale_channels = 1 << 30;  // all of a row share a scale
     static constexpr bool has_zero = false, key_groups = false;
     HOST_DEVICE static size_t row_bytes(int width) { return sizeof(f16) + (size_t)width * sizeof(Code); }
     HOST_DEVICE static const Code *codes(const char *row) { return (const Code *)(row + sizeof(f16)); }
-    HOST_DEVICE static void encode_row(char *row, const float *values, int width, float largest) {
+    HOST_DEVICE static void encode(char *row, const float *values, int width) {
         float most = 0;
         bool finite = true;
         for (int i = 0; i < width; i++) {
@@ -48,14 +53,15 @@ struct ScaledRow {
             finite &= magnitude <= FLT_MAX;
             most = magnitude > most ? magnitude : most;
         }
-        f16 scale = f16_above(finite ? most / largest : NAN);
-        float step = to_float(scale);
+        f16 scale = f16_above(finite ? most / largest * divisor : NAN);
+        float step = to_float(scale) / divisor;
+        if (!(step <= FLT_MAX)) from_float(scale, NAN);
         bool usable = step > 0 && step <= FLT_MAX;
-        if (!usable && step != 0) from_float(scale, NAN);
         memcpy(row, &scale, sizeof scale);
         Code *code = (Code *)(row + sizeof(f16));
         for (int i = 0; i < width; i++) from_float(code[i], usable ? values[i] / step : 0);
     }
+    HOST_DEVICE static ScaleAndZero scale_and_zero(const char *row, int) { return {*(const f16 *)row, {0}}; }
     static Vec decode(const char *row, int channel) { return load(codes(row) + channel); }
     static Vec decode_part(const char *row, int channel, int count) { return load_part(codes(row) + channel, count); }
     static void prefetch(const char *row, int channel) { __builtin_prefetch(codes(row) + channel); }
@@ -66,9 +72,9 @@ struct ScaledRow {
 // |min| * 2^-10 + 2^-24) / (2^bits - 1) * (1 + 2^-10) + 2^-24.
 template <int bits>
 struct Group {
-    f16 scale, zero;
+    ScaleAndZero both;
     Packed<bits> codes;
-    HOST_DEVICE float number(int i) const { return to_float(zero) + to_float(scale) * (float)codes.code(i); }
+    HOST_DEVICE float number(int i) const { return to_float(both.zero) + to_float(both.scale) * (float)codes.code(i); }
 };
 
 constexpr int group_size = 32;
@@ -85,13 +91,13 @@ HOST_DEVICE inline Group<bits> quantize(const float *x, int count, int step) {
         high = number > high ? number : high;
     }
     Group<bits> group = {};
-    group.zero = f16_below(finite ? low : NAN);
-    float zero = to_float(group.zero);
-    group.scale = f16_above((high - zero) / Packed<bits>::largest);
-    float scale = to_float(group.scale);
+    group.both.zero = f16_below(finite ? low : NAN);
+    float zero = to_float(group.both.zero);
+    group.both.scale = f16_above((high - zero) / Packed<bits>::largest);
+    float scale = to_float(group.both.scale);
     if (!(scale <= FLT_MAX)) {  // infinite or NaN, or the zero point was
-        from_float(group.scale, NAN);
-        from_float(group.zero, NAN);
+        from_float(group.both.scale, NAN);
+        from_float(group.both.zero, NAN);
         return group;
     }
     for (int i = 0; i < count && scale > 0; i++) {
@@ -122,8 +128,7 @@ struct GroupedRow {
         for (int i = 0; i < width; i += group_size)
             ((G *)row)[i / group_size] = quantize<bits>(values + i, width - i < group_size ? width - i : group_size, 1);
     }
-    HOST_DEVICE static float scale(const char *row, int channel) { return to_float(group(row, channel).scale); }
-    HOST_DEVICE static float zero(const char *row, int channel) { return to_float(group(row, channel).zero); }
+    HOST_DEVICE static ScaleAndZero scale_and_zero(const char *row, int channel) { return group(row, channel).both; }
     static Vec decode(const char *row, int channel) {
         return load(&group(row, channel).codes, channel % group_size / lanes);
     }
@@ -151,17 +156,13 @@ struct BF16 : PlainRow<bf16> {
     static constexpr const char *name = "bf16";
     static constexpr double code_bits = 16, bits = 16, unit_roundoff = 0x1p-8;
 };
-struct FP8 : ScaledRow<fp8> {
+struct FP8 : ScaledRow<fp8, 448, 256> {  // load(fp8): a code / 256
     static constexpr const char *name = "fp8";
     static constexpr double code_bits = 8, bits = 8.125, unit_roundoff = 0x1p-4;
-    HOST_DEVICE static void encode(char *row, const float *values, int width) { encode_row(row, values, width, 448); }
-    HOST_DEVICE static float scale(const char *row, int) { return 256 * to_float(*(const f16 *)row); }  // load(fp8)
 };
-struct Int8 : ScaledRow<int8_t> {
+struct Int8 : ScaledRow<int8_t, 127> {
     static constexpr const char *name = "int8";
     static constexpr double code_bits = 8, bits = 8.125, unit_roundoff = 0.5 / 127;
-    HOST_DEVICE static void encode(char *row, const float *values, int width) { encode_row(row, values, width, 127); }
-    HOST_DEVICE static float scale(const char *row, int) { return to_float(*(const f16 *)row); }
 };
 struct Int4 : GroupedRow<4> {
     static constexpr const char *name = "int4";

@@ -86,7 +86,7 @@ inline void rms_norm(float *out, const float *x, const Tensor &weight, int64_t c
 
 // ---- Matrix products ---------------------------------------------------------------------------------------
 
-// Rows of stored numbers, `stride` bytes apart. `Format` decodes 16 of them at a time: PlainRow<bf16>, ...
+// Rows of stored numbers, `stride` bytes apart. `Format` decodes a Vec of them at a time: PlainRow<bf16>, ...
 template <class Format>
 struct StoredRows {
     const char *start;
@@ -108,14 +108,19 @@ inline void in_batches(int count, Use use, int first = 0) {
     if constexpr (Most > 1) in_batches<Most - 1>(count, use, first);
 }
 
-// The tile of results that stays in registers: with 32 registers, 4 x 6 sums, 4 rows and a vector are 29; with
-// 16 registers of half the size, 2 x 2 sums, 2 rows and a vector are 14.
-constexpr int tile_rows = piece_lanes == 16 ? 4 : 2;
-constexpr int tile_vectors = piece_lanes == 16 ? 6 : 2;
+// The tile of results that stays in registers: with 32 of them, 4 x 6 sums, 4 rows and a vector are 29; with 16, 4 x 3
+// sums and a row are 13.
+constexpr int tile_rows = 4;
+constexpr int tile_vectors = lanes == 16 ? 6 : 3;
+
+// Rows that come straight from memory are asked for so many rows ahead: the processor's own prefetcher stops at each
+// page. Decoding went from 70 to 115 tokens/s (135 M parameters in bf16, 2 threads of a Xeon with 16 lanes).
+constexpr int rows_ahead = lanes == 16 ? 4 : 16;
+constexpr int prefetch_step = 32;  // numbers: a cache line of 16-bit ones
 
 // out[v * out_stride + r] = row r . vector v for Rows x Vectors of them; each row and each vector is read
 // once, and the sum of each result is the one of dot(), whatever the tile.
-template <int Rows, int Vectors, class Format>
+template <int Rows, int Vectors, bool Ahead, class Format>
 inline void dot_tile(float *out, size_t out_stride, StoredRows<Format> rows, const float *const *vectors, int width) {
     Vec sums[Vectors][Rows];
     for (int v = 0; v < Vectors; v++)
@@ -130,32 +135,32 @@ inline void dot_tile(float *out, size_t out_stride, StoredRows<Format> rows, con
     };
     int i = 0;
     for (; i + lanes <= width; i += lanes) {
-        // With few vectors the rows come straight from memory, and the processor's own prefetcher stops at each page:
-        // asking for the next tile's rows took decoding from 70 to 115 tokens/s (135 M parameters in bf16, 2 threads).
-        if (Vectors < tile_vectors)
-            for (int r = 0; r < Rows; r++) rows.prefetch(r + Rows, i);
+        if (Ahead && i % prefetch_step == 0)
+            for (int r = 0; r < Rows; r++) rows.prefetch(r + rows_ahead, i);
         step([&](int r) { return rows.load(r, i); }, [&](int v) { return load(vectors[v] + i); });
     }
     if (int rest = width - i)
         step([&](int r) { return rows.load_part(r, i, rest); }, [&](int v) { return load_part(vectors[v] + i, rest); });
-    for (int v = 0; v < Vectors; v++) {
-        float *to = out + v * out_stride;
-        int r = 0;
-        for (; r + 4 <= Rows; r += 4) sum4(to + r, sums[v][r], sums[v][r + 1], sums[v][r + 2], sums[v][r + 3]);
-        for (; r < Rows; r++) to[r] = sum(sums[v][r]);
-    }
+    float finished[Vectors * Rows];
+    auto at = [&](int i) { return sums[i / Rows][i % Rows]; };
+    constexpr int fours = Vectors * Rows / 4 * 4;
+    for (int i = 0; i < fours; i += 4) sum4(finished + i, at(i), at(i + 1), at(i + 2), at(i + 3));
+    for (int i = fours; i < Vectors * Rows; i++) finished[i] = sum(at(i));
+    for (int v = 0; v < Vectors; v++)
+        for (int r = 0; r < Rows; r++) out[v * out_stride + r] = finished[v * Rows + r];
 }
 
 // All rows with `Vectors` vectors, in tiles. For one vector the rows of a tile are as many streams from memory: on a
 // machine of 8 lanes one stream is the fastest (decoding 54 -> 75 tokens/s, 135 M parameters in bf16, 2 threads of a
 // Zen 3).
-template <int Vectors, class Format>
+template <int Vectors, bool Ahead, class Format>
 inline void dots_with(float *out, size_t out_stride, StoredRows<Format> rows, int row_count,
                       const float *const *vectors, int width) {
-    constexpr int Rows = Vectors == 1 && piece_lanes < lanes ? 1 : tile_rows;
+    constexpr int Rows = Vectors == 1 && lanes == 8 ? 1 : tile_rows;
     int r = 0;
-    for (; r + Rows <= row_count; r += Rows) dot_tile<Rows, Vectors>(out + r, out_stride, rows.from(r), vectors, width);
-    for (; r < row_count; r++) dot_tile<1, Vectors>(out + r, out_stride, rows.from(r), vectors, width);
+    for (; r + Rows <= row_count; r += Rows)
+        dot_tile<Rows, Vectors, Ahead>(out + r, out_stride, rows.from(r), vectors, width);
+    for (; r < row_count; r++) dot_tile<1, Vectors, Ahead>(out + r, out_stride, rows.from(r), vectors, width);
 }
 
 // All rows with any number of vectors.
@@ -163,7 +168,10 @@ template <class Format>
 inline void dots(float *out, size_t out_stride, StoredRows<Format> rows, int row_count, const float *const *vectors,
                  int vector_count, int width) {
     in_batches<tile_vectors>(vector_count, [&](auto size, int v) {
-        dots_with<size>(out + v * out_stride, out_stride, rows, row_count, vectors + v, width);
+        if (vector_count <= tile_vectors)
+            dots_with<size, true>(out + v * out_stride, out_stride, rows, row_count, vectors + v, width);
+        else
+            dots_with<size, false>(out + v * out_stride, out_stride, rows, row_count, vectors + v, width);
     });
 }
 

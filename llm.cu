@@ -35,7 +35,12 @@ struct Options {
     std::string layout = "contiguous", type_k = "f16", type_v = "f16", device = "auto";
     int page = 16, window = 0, sinks = 0;  // those of a ring stand here only if they were given, see cache_shape()
     bool json = false, ignore_end = false, help = false;
-    int depth = 0, repeats = 3;
+    std::vector<int> depths = {0};
+    int repeats = 3;
+    bool standard_set = false;
+    // memory: a shape in place of a model's; bytes; GB/s
+    int layers = 0, kv_heads = 0, head_dim = 0, batch = 1;
+    double budget = 0, bandwidth = 0;
     std::set<std::string> given;  // flags that stood on the command line
 };
 
@@ -71,6 +76,30 @@ ReadValue whole(Number Options::*field, int64_t least, int64_t most) {
     };
 }
 
+inline std::vector<std::string> split(const std::string &list) {
+    std::vector<std::string> parts(1);
+    for (char c : list) c == ',' ? parts.push_back("") : parts.back().push_back(c);
+    return parts;
+}
+
+// "0,4096,8000": each from `least` to `most`, in ascending order.
+inline ReadValue whole_list(std::vector<int> Options::*field, int least, int most) {
+    return [=](Options &options, const std::string &flag, const std::string &value) {
+        (options.*field).clear();
+        for (const std::string &part : split(value)) {
+            char *end;
+            errno = 0;
+            long long number = strtoll(part.c_str(), &end, 10);
+            if (part.empty() || *end || errno || number < least || number > most) {
+                fail("%s %s: expected whole numbers from %d to %d, separated by commas", flag.c_str(), value.c_str(),
+                     least, most);
+            }
+            (options.*field).push_back((int)number);
+        }
+        std::sort((options.*field).begin(), (options.*field).end());
+    };
+}
+
 inline ReadValue number(double Options::*field, double least, double most) {
     return [=](Options &options, const std::string &flag, const std::string &value) {
         char *end;
@@ -81,10 +110,25 @@ inline ReadValue number(double Options::*field, double least, double most) {
     };
 }
 
-inline std::vector<std::string> split(const std::string &list) {
-    std::vector<std::string> parts(1);
-    for (char c : list) c == ',' ? parts.push_back("") : parts.back().push_back(c);
-    return parts;
+// "40GiB", "1.5 GB", "1000000": rounded to whole bytes.
+inline ReadValue byte_count(double Options::*field) {
+    return [=](Options &options, const std::string &flag, const std::string &value) {
+        static const std::map<std::string, double> units = {
+            {"", 1},      {"B", 1},        {"kB", 1e3},     {"MB", 1e6},     {"GB", 1e9},
+            {"TB", 1e12}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
+        size_t digits = std::min(value.find_first_not_of("0123456789."), value.size());
+        size_t letters = std::min(value.find_first_not_of(' ', digits), value.size());
+        std::string figure = value.substr(0, digits);
+        char *end;
+        double number = strtod(figure.c_str(), &end);
+        auto unit = units.find(value.substr(letters));
+        double bytes = unit == units.end() ? 0 : std::round(number * unit->second);
+        if (figure.empty() || *end || !(bytes >= 1 && bytes <= 0x1p53)) {
+            fail("%s %s: expected 1 to 2^53 bytes, as 40GiB or 1.5 GB (KiB MiB GiB TiB, kB MB GB TB)", flag.c_str(),
+                 value.c_str());
+        }
+        options.*field = bytes;
+    };
 }
 
 // bench and eval measure several caches, the other commands use one.
@@ -128,6 +172,7 @@ inline const std::vector<Command> &commands() {
         {"generate", "stream the text that follows a prompt; then tokens/s, cache bytes, GB/s"},
         {"diff", "naive and cached path in lockstep, a line a token, and a verdict"},
         {"bench", "prefill and decode beside the memory's read bandwidth"},
+        {"memory", "bytes of a cache by the formula, for every layout and precision; what fits, how fast it reads"},
         {"tokenize", "ids of a text (-p, -f), or the text of ids (--ids)"},
         {"info", "what is in a checkpoint, and will it run"},
     };
@@ -136,6 +181,8 @@ inline const std::vector<Command> &commands() {
 
 inline const std::vector<Flag> &flags() {
     const char *run = "generate diff bench", *prompt = "generate diff tokenize";
+    static const std::string with_memory = std::string(run) + " memory";
+    const char *cached = with_memory.c_str();
     using O = Options;
     // clang-format off
     static const std::vector<Flag> table = {
@@ -145,18 +192,19 @@ inline const std::vector<Flag> &flags() {
         {{"--ids"}, "1,2,3", prompt, "the prompt as ids; nothing is put before them", text(&O::prompt_ids)},
         {{"-n", "--predict"}, "N", run, "tokens to generate at most (default 256; bench: 64)",
          whole(&O::count, 0, 1000000000)},
-        {{"-c", "--ctx-size"}, "N", "generate diff",
-         "positions the cache holds (default: prompt + N, at most the model's context)", whole(&O::context, 1, 1 << 30)},
+        {{"-c", "--ctx-size"}, "N", "generate diff memory",
+         "positions the cache holds (default: prompt + N, at most the model's context; memory: that context)",
+         whole(&O::context, 1, 1 << 30)},
         {{"-t", "--threads"}, "N", run, "threads (default: one per core)", whole(&O::threads, 1, 256)},
-        {{"--cache"}, "LAYOUT", run, "none (the naive path), " + layout_names() + " (default contiguous)", layout_or_none()},
-        {{"--kv"}, "TYPE", run, "cache type of K and V: " + precision_names() + "; default f16",
+        {{"--cache"}, "LAYOUT", cached, "none (the naive path), " + layout_names() + " (default contiguous)", layout_or_none()},
+        {{"--kv"}, "TYPE", cached, "cache type of K and V: " + precision_names() + "; default f16",
          precision({&O::type_k, &O::type_v})},
-        {{"-ctk", "--cache-type-k"}, "TYPE", run, "cache type of K alone", precision({&O::type_k})},
-        {{"-ctv", "--cache-type-v"}, "TYPE", run, "cache type of V alone", precision({&O::type_v})},
-        {{"--page"}, "N", run, "paged: positions per page (default 16)", whole(&O::page, 1, 1 << 16)},
-        {{"--window"}, "N", run, "ring: positions that stay visible (default: the model's sliding window, or its context)",
+        {{"-ctk", "--cache-type-k"}, "TYPE", cached, "cache type of K alone", precision({&O::type_k})},
+        {{"-ctv", "--cache-type-v"}, "TYPE", cached, "cache type of V alone", precision({&O::type_v})},
+        {{"--page"}, "N", cached, "paged: positions per page (default 16)", whole(&O::page, 1, 1 << 16)},
+        {{"--window"}, "N", cached, "ring: positions that stay visible (default: the model's sliding window, or its context)",
          whole(&O::window, 1, 1 << 24)},
-        {{"--sinks"}, "N", run, "ring: first positions that stay visible too (default 4; 0 if the model has a sliding window)",
+        {{"--sinks"}, "N", cached, "ring: first positions that stay visible too (default 4; 0 if the model has a sliding window)",
          whole(&O::sinks, 0, 1 << 16)},
         {{"--temp"}, "T", "generate", "temperature; 0 takes the likeliest token (default 0)",
          number(&O::temperature, 0, 1000)},
@@ -170,9 +218,19 @@ inline const std::vector<Flag> &flags() {
         {{"--ignore-eos"}, "", "generate diff", "go on after an end id", turn_on(&O::ignore_end)},
         {{"--tolerance"}, "X", "diff", "largest difference of a logit that passes (default: by the cache's type)",
          number(&O::tolerance, 0, 1e30)},
-        {{"--depth"}, "N", "bench", "positions in the cache before the timed steps (default 0)", whole(&O::depth, 0, 1 << 24)},
+        {{"--depth"}, "N,...", "bench", "positions in the cache before the timed steps (default 0)",
+         whole_list(&O::depths, 0, 1 << 24)},
         {{"--repeats"}, "N", "bench", "repeats of each measurement; the median counts (default 3)",
          whole(&O::repeats, 1, 1000)},
+        {{"--layers"}, "L", "memory", "a shape in place of a model; needs --kv-heads, --head-dim and -c",
+         whole(&O::layers, 1, 1 << 30)},
+        {{"--kv-heads"}, "H", "memory", "KV heads of a layer", whole(&O::kv_heads, 1, 1 << 30)},
+        {{"--head-dim"}, "D", "memory", "numbers of a head", whole(&O::head_dim, 1, 1 << 30)},
+        {{"--batch"}, "B", "memory", "sequences of -c positions each (default 1)", whole(&O::batch, 1, 1 << 30)},
+        {{"--budget"}, "BYTES", "memory", "how many tokens fit, say in 40GiB (KiB .. TiB: 2^10 .., kB .. TB: 10^3 ..)",
+         byte_count(&O::budget)},
+        {{"--bandwidth"}, "GB/S", "memory", "tokens/s of decoding if memory is read so fast (10^9 bytes a second)",
+         number(&O::bandwidth, 1e-6, 1e9)},
         {{"--dump-logits"}, "FILE.npy", "generate",
          "float32 [positions, vocabulary]: a row for each prompt position, then one for each generated token",
          text(&O::dump_logits)},
@@ -249,6 +307,7 @@ inline const Flag &find_flag(const std::string &name, const std::string &command
 
 // A flag of a layout that is not there would say nothing.
 inline void check_layout_flags(const Options &options) {
+    if (options.command == "memory") return;  // it shows all layouts
     auto needs = [&](const char *flag, const char *layout) {
         if (options.given.count(flag) &&
             ("," + options.layout + ",").find(std::string(",") + layout) == std::string::npos)
@@ -762,6 +821,35 @@ inline CacheShape cache_shape(const Options &options, const Config &config, int 
     return shape;
 }
 
+// One cache that the flags ask for.
+struct CacheChoice {
+    std::string layout, type_k, type_v;
+    int window = 0, sinks = 0;  // of a ring
+};
+
+// All that the flags ask for: each layout with each pair of types. --kv gives pairs of equal types.
+inline std::vector<CacheChoice> cache_choices(const Options &options, const Config &config) {
+    std::vector<CacheChoice> list;
+    CacheShape shape = cache_shape(options, config, 0);
+    for (const std::string &layout : split(options.layout)) {
+        for (const std::string &type_k : split(options.type_k)) {
+            for (const std::string &type_v : split(options.type_v)) {
+                bool pair = !options.given.count("--kv") || type_k == type_v;
+                if (pair) list.push_back({layout, type_k, type_v, shape.window, shape.sinks});
+            }
+        }
+    }
+    return list;
+}
+
+inline Cache open_choice(const Options &options, const Config &config, const CacheChoice &choice, int capacity) {
+    CacheShape shape = cache_shape(options, config, capacity);
+    shape.window = choice.window;
+    shape.sinks = choice.sinks;
+    return open_cache(shape, parse_layout("--cache", choice.layout), parse_precision("--kv", choice.type_k),
+                      parse_precision("--kv", choice.type_v));
+}
+
 // All that one sequence needs to go on, on either path.
 struct Session {
     Engine engine;
@@ -1005,6 +1093,7 @@ inline int run_command(const Options &options) {
     if (options.command == "generate") return run_generate(options);
     if (options.command == "diff") return run_diff(options);
     if (options.command == "bench") return run_bench(options);
+    if (options.command == "memory") return run_memory(options);
     if (options.command == "tokenize") return run_tokenize(options);
     return run_info(options);
 }

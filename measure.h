@@ -57,6 +57,337 @@ inline int run_info(const Options &options) {
     return 0;
 }
 
+// ---- llm memory --------------------------------------------------------------------------------------------
+
+// The shape that is asked about. One that the flags give is that of a model without weights, and each of its layers
+// looks back to the first position.
+struct MemoryQuestion {
+    std::string model;  // its directory; "": the flags give the shape
+    CacheShape shape;
+    std::map<int, int> windows;  // positions that a layer looks back, 0: to the first -> layers that do
+    double weights = 0;          // bytes that a decoding step reads of them
+};
+
+inline MemoryQuestion memory_question(const Options &options) {
+    MemoryQuestion question;
+    Config config;
+    std::string given, missing;
+    for (const char *flag : {"--layers", "--kv-heads", "--head-dim"})
+        (options.given.count(flag) ? given : missing) += std::string(" ") + flag;
+    if (given.empty()) {
+        question.model = checkpoint_directory(options);
+        Model model = load_model(question.model);
+        config = model.config;
+        for (const LayerWeights &layer : model.layers) question.windows[layer.window]++;
+        question.weights = weights_read(model);
+    } else {
+        if (options.given.count("-m"))
+            fail("-m %s: a model has a shape of its own: drop -m or%s", options.directory.c_str(), given.c_str());
+        if (!options.given.count("-c")) missing += " -c";
+        if (!missing.empty()) {
+            fail("%s: missing; a shape is --layers L --kv-heads H --head-dim D -c POSITIONS, or give -m DIR alone",
+                 missing.c_str() + 1);
+        }
+        config.layers = options.layers;
+        config.kv_heads = options.kv_heads;
+        config.head_dim = options.head_dim;
+        config.context = options.context;
+        // Too few positions for a ring's usual sinks and a larger window: a ring without sinks.
+        if (config.context <= 8 && !options.given.count("--sinks")) config.window = config.context;
+        question.windows[0] = config.layers;
+    }
+    question.shape = cache_shape(options, config, options.given.count("-c") ? options.context : config.context);
+    question.shape.sequences = options.batch;
+    return question;
+}
+
+// The whole of a cache: of a paged one all pages. Allocates nothing.
+inline CacheBytes full_bytes(const CacheShape &shape, const Layout &layout, const Precision &type_k,
+                             const Precision &type_v) {
+    Layout opened = open_layout(shape, layout);
+    return bytes_of(shape, opened, type_k, type_v, (double)rows_of(shape, opened));
+}
+
+// Bytes that a decoding step reads of one sequence's cache, with all its positions there.
+inline double read_at_capacity(const MemoryQuestion &question, const Layout &opened, const Precision &type_k,
+                               const Precision &type_v) {
+    const CacheShape &shape = question.shape;
+    char there;  // rows have no memory here: cache_read() asks for their size, and whether there are recent ones
+    auto rows = [&](const Precision &type, int width, bool exist = true) {
+        size_t row_bytes = std::visit([&](auto format) { return format.row_bytes(width); }, type);
+        return CacheRows{exist ? &there : nullptr, row_bytes, width, shape.kv_heads, 0};
+    };
+    Cache cache;
+    cache.layout = opened;
+    cache.keys = rows(type_k, shape.key_width);
+    cache.values = rows(type_v, shape.value_width);
+    cache.recent_keys = rows(F16{}, shape.key_width, has_blocks(type_k));
+    cache.recent_values = rows(F16{}, shape.value_width, has_blocks(type_v));
+    cache.sink_keys = rows(F32{}, shape.key_width);
+    cache.sink_values = rows(F32{}, shape.value_width);
+    double bytes = 0;
+    for (auto &[window, layers] : question.windows) {
+        Model layer;
+        layer.layers.resize(1);
+        layer.layers[0].window = window;
+        bytes += layers * cache_read(layer, cache, shape.capacity);
+    }
+    return bytes;
+}
+
+// ---- What fits in a budget ----
+
+// A cache made for `count` units, at most `most` of them, and the positions that all its sequences together then hold.
+// A unit is a position of every sequence; paged: a page of the pool, which the sequences share evenly; ring: a position
+// of the window beyond as many as there are sinks.
+struct Sized {
+    CacheShape shape;
+    int64_t most;
+    double tokens;
+};
+
+inline Sized sized(CacheShape shape, const Layout &layout, int64_t count) {
+    const int64_t limit = 1 << 30, sequences = shape.sequences;  // positions of a sequence: -c goes no further
+    if (std::holds_alternative<Paged>(layout)) {
+        shape.pages = (int)count;
+        shape.capacity = (int)((count + sequences - 1) / sequences * shape.page);
+        return {shape, std::min(limit, limit / shape.page * sequences), (double)count * shape.page};
+    }
+    if (std::holds_alternative<Ring>(layout)) {
+        shape.window = shape.sinks + (int)count;
+        return {shape, limit - 2 * shape.sinks, (double)sequences * (shape.window + shape.sinks)};
+    }
+    shape.capacity = (int)count;
+    return {shape, limit, (double)sequences * (double)count};
+}
+
+// Positions in the largest cache that takes at most `budget` bytes; 0: not even the smallest does.
+inline double tokens_in(double budget, const CacheShape &shape, const Layout &layout, const Precision &type_k,
+                        const Precision &type_v) {
+    int64_t fits = 0, above = sized(shape, layout, 1).most + 1;
+    while (above - fits > 1) {
+        int64_t middle = fits + (above - fits) / 2;
+        bool enough = full_bytes(sized(shape, layout, middle).shape, layout, type_k, type_v).total() <= budget;
+        (enough ? fits : above) = middle;
+    }
+    return fits ? sized(shape, layout, fits).tokens : 0;
+}
+
+// ---- The table ----
+
+struct MemoryRow {
+    Layout layout;  // opened
+    Precision type_k, type_v;
+    CacheBytes bytes;
+    double rows = 0, pages = 0;  // rows of a layer, pages in all
+    double per_token = 0;        // what a row takes in all layers, K and V with their scales
+    double per_layer = 0;        // page tables, which all layers share, are not in it
+    double times_smaller = 0;    // than f32 in the same layout
+    double read = 0;             // bytes that a decoding step reads, all sequences and the weights
+    double fits = 0;             // positions in the budget
+};
+
+inline MemoryRow memory_row(const MemoryQuestion &question, const Layout &layout, const Precision &type_k,
+                            const Precision &type_v, const Options &options) {
+    CacheShape shape = question.shape;
+    MemoryRow row;
+    row.layout = open_layout(shape, layout);
+    row.type_k = type_k;
+    row.type_v = type_v;
+    if (auto *paged = std::get_if<Paged>(&row.layout)) {
+        double pages = (double)shape.sequences * pages_for(*paged, shape.capacity);
+        if (pages > INT_MAX) {
+            fail("--batch %d: needs %.0f pages, a page table numbers %d: raise --page, or lower --batch or -c",
+                 shape.sequences, pages, INT_MAX);
+        }
+        row.pages = paged->pages(shape);
+    }
+    row.rows = (double)rows_of(shape, row.layout);
+    row.bytes = full_bytes(shape, layout, type_k, type_v);
+    if (row.bytes.total() >= 0x1p53) {
+        fail("%s %s/%s: %.3g bytes, fewer than 2^53 can be told: lower --layers, --kv-heads, --head-dim, --batch or -c",
+             name_of(layout), name_of(type_k), name_of(type_v), row.bytes.total());
+    }
+    auto of_rows = [&](double rows) { return bytes_of(shape, row.layout, type_k, type_v, rows).total(); };
+    row.per_token = of_rows(1) - of_rows(0);
+    row.times_smaller = full_bytes(shape, layout, F32{}, F32{}).total() / row.bytes.total();
+    row.read = question.weights + shape.sequences * read_at_capacity(question, row.layout, type_k, type_v);
+    if (options.given.count("--budget")) row.fits = tokens_in(options.budget, shape, layout, type_k, type_v);
+    auto of_layers = [&](int layers) {
+        shape.layers = layers;
+        return full_bytes(shape, layout, type_k, type_v).total();
+    };
+    row.per_layer = of_layers(1) - of_layers(0);
+    return row;
+}
+
+// All layouts with all precisions, K as V, and with the pair that the flags name.
+inline std::vector<MemoryRow> memory_rows(const MemoryQuestion &question, const Options &options) {
+    std::vector<MemoryRow> rows;
+    for_each_type<Layout>([&](auto layout) {
+        for_each_type<Precision>([&](auto type) { rows.push_back(memory_row(question, layout, type, type, options)); });
+        if (options.type_k != options.type_v)
+            rows.push_back(memory_row(question, layout, parse_precision("-ctk", options.type_k),
+                                      parse_precision("-ctv", options.type_v), options));
+    });
+    return rows;
+}
+
+// The row of the cache that the flags name.
+inline const MemoryRow &chosen_row(const std::vector<MemoryRow> &rows, const Options &options) {
+    return *std::find_if(rows.begin(), rows.end(), [&](const MemoryRow &row) {
+        return name_of(row.layout) == options.layout && name_of(row.type_k) == options.type_k &&
+               name_of(row.type_v) == options.type_v;
+    });
+}
+
+inline double tokens_per_second(const MemoryRow &row, const Options &options) {
+    return options.bandwidth * 1e9 * options.batch / row.read;
+}
+
+// Four digits and a unit: "1.25 GiB".
+inline std::string in_units(double bytes) {
+    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+    int unit = 0;
+    for (; bytes >= 1024 && unit < 5; unit++) bytes /= 1024;
+    char text[32];
+    snprintf(text, sizeof text, "%.4g %s", bytes, units[unit]);
+    return text;
+}
+
+// "1 layer", "80 layers"
+inline std::string counted(double count, const std::string &what) {
+    char digits[32];
+    snprintf(digits, sizeof digits, "%.0f ", count);
+    return digits + what + (count == 1 ? "" : "s");
+}
+
+inline void print_memory_header(const MemoryQuestion &question, const Options &options) {
+    const CacheShape &shape = question.shape;
+    std::string all = counted(shape.sequences, "sequence");
+    if (!question.model.empty()) printf("%s\n", question.model.c_str());
+    printf("payload = 2 (K, V) x %s x %s x %s x %s x %s x bytes a number\n", counted(shape.layers, "layer").c_str(),
+           counted(shape.kv_heads, "KV head").c_str(), counted(shape.key_width, "number").c_str(), all.c_str(),
+           counted(shape.capacity, "position").c_str());
+    if (options.given.count("--bandwidth"))
+        printf("tokens/s: decoding at %g GB/s, %s together\n", options.bandwidth, all.c_str());
+    if (options.given.count("--budget")) {
+        printf("fits: positions in a cache of %s, %s together, at most 2^30 each; paged: whole pages, at most 2^30;\n",
+               in_units(options.budget).c_str(), all.c_str());
+        printf("      ring: window and sinks, with the window as large as can be\n");
+    }
+    printf("\n%-9s %9s %9s %9s %9s %7s %9s %9s %9s", "K / V", "payload", "metadata", "total", "metad. %", "x less",
+           "a token", "a layer", "read");
+    if (options.given.count("--bandwidth")) printf(" %9s", "tokens/s");
+    if (options.given.count("--budget")) printf(" %12s", "fits");
+    puts("");
+}
+
+inline void print_layout(const MemoryRow &row, const CacheShape &shape) {
+    printf("%s: %s a layer", name_of(row.layout), counted(row.rows, "row").c_str());
+    if (row.pages > 0) printf(", %s of %d", counted(row.pages, "page").c_str(), shape.page);
+    if (std::holds_alternative<Ring>(row.layout))
+        printf(": a window of %d, %s, and room for a pass", shape.window, counted(shape.sinks, "sink").c_str());
+    puts("");
+}
+
+inline void print_memory(const MemoryQuestion &question, const std::vector<MemoryRow> &rows, const Options &options) {
+    const CacheShape &shape = question.shape;
+    print_memory_header(question, options);
+    size_t layout = std::variant_npos;
+    for (const MemoryRow &row : rows) {
+        if (row.layout.index() != layout) print_layout(row, shape);
+        layout = row.layout.index();
+        bool same = row.type_k.index() == row.type_v.index();
+        std::string types = name_of(row.type_k) + (same ? std::string() : std::string("/") + name_of(row.type_v));
+        printf("%-9s %9s %9s %9s %9.4f %7.2f %9s %9s %9s", types.c_str(), in_units(row.bytes.payload).c_str(),
+               in_units(row.bytes.metadata).c_str(), in_units(row.bytes.total()).c_str(),
+               100 * row.bytes.metadata / row.bytes.payload, row.times_smaller, in_units(row.per_token).c_str(),
+               in_units(row.per_layer).c_str(), in_units(row.read / shape.sequences).c_str());
+        if (options.given.count("--bandwidth")) printf(" %9.4g", tokens_per_second(row, options));
+        if (options.given.count("--budget")) printf(" %12.0f", row.fits);
+        puts("");
+    }
+    printf("\nmetadata: scales, zero points, padding, page tables, f16 blocks and sinks; %% of the payload\n");
+    printf("x less: than f32 in the same layout\n");
+    printf("a token: a position of a sequence in all layers, K and V with scales; no page table, f16 block or sink\n");
+    printf("a layer: without page tables, which all layers share\n");
+    printf("read: for a token decoded at position %d, what its sequence sees of the cache", shape.capacity - 1);
+    if (!question.model.empty()) printf(", and %s of weights", in_units(question.weights).c_str());
+    if (!question.model.empty() && shape.sequences > 1) printf(" shared by %d", shape.sequences);
+    puts("");
+}
+
+// With all its digits: cJSON rounds numbers to 15 or leaves the last of 17 to chance.
+inline void add_exact(cJSON *object, const char *key, double number) {
+    char digits[32];
+    snprintf(digits, sizeof digits, number == std::floor(number) ? "%.0f" : "%.17g", number);
+    cJSON_AddRawToObject(object, key, digits);
+}
+
+inline void add_memory_row(cJSON *object, const MemoryRow &row) {
+    cJSON_AddStringToObject(object, "layout", name_of(row.layout));
+    cJSON_AddStringToObject(object, "type_k", name_of(row.type_k));
+    cJSON_AddStringToObject(object, "type_v", name_of(row.type_v));
+    add_exact(object, "bytes", row.bytes.total());
+    add_exact(object, "payload_bytes", row.bytes.payload);
+    add_exact(object, "metadata_bytes", row.bytes.metadata);
+    add_exact(object, "bytes_per_token", row.per_token);
+}
+
+inline void print_memory_json(const MemoryQuestion &question, const std::vector<MemoryRow> &rows,
+                              const Options &options) {
+    const CacheShape &shape = question.shape;
+    Json object = json_object();
+    if (!question.model.empty()) add_text(object.get(), "model", question.model);
+    auto add = [&](const char *key, double number) { add_exact(object.get(), key, number); };
+    add("layers", shape.layers);
+    add("kv_heads", shape.kv_heads);
+    add("head_dim", shape.key_width);
+    add("batch", shape.sequences);
+    add("positions", shape.capacity);
+    add("page", shape.page);
+    add("window", shape.window);
+    add("sinks", shape.sinks);
+    add("weight_bytes_read", question.weights);
+    if (options.given.count("--budget")) add("budget_bytes", options.budget);
+    if (options.given.count("--bandwidth")) add("bandwidth_gb_per_second", options.bandwidth);
+    add_memory_row(object.get(), chosen_row(rows, options));
+    cJSON *list = cJSON_AddArrayToObject(object.get(), "results");
+    for (const MemoryRow &row : rows) {
+        cJSON *item = cJSON_CreateObject();
+        add_memory_row(item, row);
+        add_exact(item, "bytes_per_layer", row.per_layer);
+        add_exact(item, "rows", row.rows);
+        if (row.pages > 0) add_exact(item, "pages", row.pages);
+        if (options.given.count("--budget")) add_exact(item, "tokens_in_budget", row.fits);
+        add_exact(item, "bytes_read_per_step", row.read);
+        add_exact(item, "bytes_read_per_token", row.read / shape.sequences);
+        if (options.given.count("--bandwidth")) add_exact(item, "tokens_per_second", tokens_per_second(row, options));
+        cJSON_AddItemToArray(list, item);
+    }
+    print_json(object.get());
+}
+
+inline int run_memory(const Options &options) {
+    if (options.layout == "none") fail("--cache none: the naive path keeps nothing: %s", layout_names().c_str());
+    MemoryQuestion question = memory_question(options);
+    std::vector<MemoryRow> rows = memory_rows(question, options);
+    const MemoryRow &chosen = chosen_row(rows, options);
+    if (options.given.count("--budget") && chosen.fits == 0) {
+        Sized least = sized(question.shape, chosen.layout, 1);
+        double bytes = full_bytes(least.shape, chosen.layout, chosen.type_k, chosen.type_v).total();
+        fail("--budget: %.0f bytes; %s %s/%s needs %.0f for %s: raise it, or lower --kv, --page or --batch",
+             options.budget, name_of(chosen.layout), name_of(chosen.type_k), name_of(chosen.type_v), bytes,
+             counted(least.tokens, "position").c_str());
+    }
+    if (options.json)
+        print_memory_json(question, rows, options);
+    else
+        print_memory(question, rows, options);
+    return 0;
+}
+
 // ---- llm diff ----------------------------------------------------------------------------------------------
 
 struct DiffStep {
@@ -270,12 +601,6 @@ inline double median(std::vector<double> values) {
     return values[values.size() / 2];
 }
 
-struct BenchResult {
-    std::string name;
-    int tokens, depth;
-    double seconds, bytes;  // of all tokens: what must be read from memory at least
-};
-
 // Ids that look like a text to the machine: anything but one row of the embedding again and again.
 inline std::vector<int> bench_tokens(int count, int vocabulary) {
     std::vector<int> tokens(count);
@@ -283,70 +608,146 @@ inline std::vector<int> bench_tokens(int count, int vocabulary) {
     return tokens;
 }
 
-inline std::vector<BenchResult> measure_model(Engine &engine, const Options &options, int prompt, int steps) {
-    const Config &config = engine.model.config;
-    Cache cache = open_cache(cache_shape(options, config, std::max(prompt, options.depth + steps)), parse_layout("--cache", options.layout), parse_precision("--kv", options.type_k),
-                             parse_precision("--kv", options.type_v));
-    double weights = weights_read(engine.model);
-    std::vector<double> prefill_seconds, decode_seconds;
-    for (int repeat = 0; repeat <= options.repeats; repeat++) {  // the first is a warm-up
-        shrink(cache, 0, 0);
-        double start = now();
-        prefill(engine, cache, 0, bench_tokens(prompt, config.vocabulary));
-        if (repeat > 0) prefill_seconds.push_back(now() - start);
-        shrink(cache, 0, 0);
-        if (options.depth) prefill(engine, cache, 0, bench_tokens(options.depth, config.vocabulary));
-        start = now();
-        for (int token : bench_tokens(steps, config.vocabulary)) decode(engine, cache, {0}, {token});
-        if (repeat > 0) decode_seconds.push_back(now() - start);
-        if (isatty(2)) fprintf(stderr, "\rrepeat %d of %d", repeat, options.repeats);
+// One line of the table. The machine's bandwidth is measured anew in each round, and the share taken within it.
+struct BenchResult {
+    std::string name;
+    CacheChoice cache;
+    int tokens, depth;
+    double bytes;  // of all tokens: what must be read from memory at least
+    std::vector<double> seconds, shares;
+    void add(double taken, double bandwidth) {
+        seconds.push_back(taken);
+        shares.push_back(bytes / taken / bandwidth);
     }
-    if (isatty(2)) fprintf(stderr, "\r%30s\r", "");
-    double chunks = (prompt + chunk_tokens - 1) / chunk_tokens;
-    double cached = 0;
-    for (int step = 1; step <= steps; step++) cached += cache_read(engine.model, cache, options.depth + step);
-    return {{"prefill", prompt, 0, median(prefill_seconds), weights * chunks},
-            {"decode", steps, options.depth, median(decode_seconds), weights * steps + cached}};
+};
+
+inline void show_progress(const std::string &text) {
+    if (isatty(2)) fprintf(stderr, "\r%-60s\r", text.c_str());
 }
 
-inline int run_bench(const Options &options) {
-    if (options.layout == "none") fail("--cache none: bench measures the cached path: %s", layout_names().c_str());
-    Engine engine(load_model(checkpoint_directory(options)), options.threads);
-    int context = engine.model.config.context;
-    int steps = options.given.count("-n") ? options.count : 64, prompt = std::min(512, context);
-    if (steps < 1 || options.depth + (int64_t)steps > context) {
-        fail("--depth %d and -n %d: expected at least one step, and together at most the model's %d positions",
-             options.depth, steps, context);
+// A cache under measurement.
+struct BenchCache {
+    CacheChoice choice;
+    Cache cache;
+};
+
+// Fills a cache up to `depth` positions.
+inline void fill(Engine &engine, Cache &cache, int depth) {
+    int missing = depth - cache.lengths[0];
+    if (missing > 0) prefill(engine, cache, 0, bench_tokens(missing, engine.model.config.vocabulary));
+}
+
+// Rounds over all caches: bandwidth, then `steps` tokens decoded in each cache at this depth.
+inline std::vector<BenchResult> bench_decode(Engine &engine, std::vector<BenchCache> &caches, const Options &options,
+                                             int depth, int steps, std::vector<double> &bandwidths) {
+    std::vector<BenchResult> results;
+    double weights = weights_read(engine.model);
+    for (BenchCache &entry : caches) {
+        show_progress("filling " + entry.choice.layout + " " + entry.choice.type_k + " to " + std::to_string(depth));
+        fill(engine, entry.cache, depth);
+        BenchResult result{"decode", entry.choice, steps, depth, weights * steps, {}, {}};
+        for (int step = 1; step <= steps; step++) result.bytes += cache_read(engine.model, entry.cache, depth + step);
+        results.push_back(result);
     }
-    double bandwidth = read_bandwidth((size_t)engine.model.weight_bytes, options.threads, options.repeats);
-    std::vector<BenchResult> results = measure_model(engine, options, prompt, steps);
-    double per_token[2] = {results[0].seconds / results[0].tokens, results[1].seconds / results[1].tokens};
-    if (!options.json) {
-        printf("read bandwidth %.2f GB/s, %d threads; cache K %s, V %s\n", bandwidth / 1e9, options.threads,
-               options.type_k.c_str(), options.type_v.c_str());
-        for (const BenchResult &result : results) {
-            double rate = result.bytes / result.seconds;
-            printf("%-8s %5d tokens at depth %5d  %9.1f tokens/s  %7.2f GB/s  %5.1f %% of the bandwidth\n",
-                   result.name.c_str(), result.tokens, result.depth, result.tokens / result.seconds, rate / 1e9,
-                   100 * rate / bandwidth);
+    for (int round = 0; round <= options.repeats; round++) {  // the first is a warm-up
+        show_progress("depth " + std::to_string(depth) + ", round " + std::to_string(round));
+        double bandwidth = read_bandwidth((size_t)engine.model.weight_bytes, options.threads, 1);
+        if (round > 0) bandwidths.push_back(bandwidth);
+        for (size_t i = 0; i < caches.size(); i++) {
+            double start = now();
+            for (int token : bench_tokens(steps, engine.model.config.vocabulary))
+                decode(engine, caches[i].cache, {0}, {token});
+            if (round > 0) results[i].add(now() - start, bandwidth);
+            if (limit_of(caches[i].cache) < INT_MAX) shrink(caches[i].cache, 0, depth);  // a ring goes on
         }
-        printf("a token is %.1f x faster in prefill than in decode\n", per_token[1] / per_token[0]);
-        return 0;
     }
+    return results;
+}
+
+inline BenchResult bench_prefill(Engine &engine, BenchCache &entry, const Options &options, int prompt,
+                                 std::vector<double> &bandwidths) {
+    double chunks = std::ceil((double)prompt / std::min(chunk_tokens, chunk_of(entry.cache)));
+    BenchResult result{"prefill", entry.choice, prompt, 0, weights_read(engine.model) * chunks, {}, {}};
+    for (int round = 0; round <= options.repeats; round++) {
+        show_progress("prefill, round " + std::to_string(round));
+        double bandwidth = read_bandwidth((size_t)engine.model.weight_bytes, options.threads, 1);
+        shrink(entry.cache, 0, 0);
+        double start = now();
+        prefill(engine, entry.cache, 0, bench_tokens(prompt, engine.model.config.vocabulary));
+        if (round == 0) continue;
+        result.add(now() - start, bandwidth);
+        bandwidths.push_back(bandwidth);
+    }
+    shrink(entry.cache, 0, 0);
+    return result;
+}
+
+inline void print_bench_json(const std::vector<BenchResult> &results, double bandwidth) {
     Json object = json_object();
     cJSON *list = cJSON_AddArrayToObject(object.get(), "results");
     for (const BenchResult &result : results) {
         cJSON *item = cJSON_CreateObject();
+        double seconds = median(result.seconds);
+        auto add = [&](const char *key, double value) { cJSON_AddNumberToObject(item, key, value); };
         cJSON_AddStringToObject(item, "name", result.name.c_str());
-        cJSON_AddNumberToObject(item, "tokens", result.tokens);
-        cJSON_AddNumberToObject(item, "depth", result.depth);
-        cJSON_AddNumberToObject(item, "seconds", result.seconds);
-        cJSON_AddNumberToObject(item, "tokens_per_second", result.tokens / result.seconds);
-        cJSON_AddNumberToObject(item, "bytes", result.bytes);
-        cJSON_AddNumberToObject(item, "gb_per_second", result.bytes / result.seconds / 1e9);
+        cJSON_AddStringToObject(item, "layout", result.cache.layout.c_str());
+        cJSON_AddStringToObject(item, "type_k", result.cache.type_k.c_str());
+        cJSON_AddStringToObject(item, "type_v", result.cache.type_v.c_str());
+        add("tokens", result.tokens);
+        add("depth", result.depth);
+        add("seconds", seconds);
+        add("tokens_per_second", result.tokens / seconds);
+        add("bytes", result.bytes);
+        add("gb_per_second", result.bytes / seconds / 1e9);
+        add("of_roofline", median(result.shares));
         cJSON_AddItemToArray(list, item);
     }
     cJSON_AddNumberToObject(cJSON_AddObjectToObject(object.get(), "roofline"), "read_gb_per_second", bandwidth / 1e9);
     print_json(object.get());
+}
+
+inline void print_bench(const std::vector<BenchResult> &results, const std::vector<double> &bandwidths, int threads) {
+    auto [least, most] = std::minmax_element(bandwidths.begin(), bandwidths.end());
+    printf("read bandwidth %.2f GB/s (%.2f .. %.2f in %zu rounds), %d threads\n\n", median(bandwidths) / 1e9,
+           *least / 1e9, *most / 1e9, bandwidths.size(), threads);
+    printf("%-8s %6s %6s  %-10s %-4s %-4s %10s %8s  %s\n", "", "tokens", "depth", "cache", "K", "V", "tokens/s", "GB/s",
+           "of the roofline (least .. most)");
+    for (const BenchResult &result : results) {
+        double seconds = median(result.seconds);
+        auto [low, high] = std::minmax_element(result.shares.begin(), result.shares.end());
+        printf("%-8s %6d %6d  %-10s %-4s %-4s %10.1f %8.2f  %5.1f %% (%.1f .. %.1f)\n", result.name.c_str(),
+               result.tokens, result.depth, result.cache.layout.c_str(), result.cache.type_k.c_str(),
+               result.cache.type_v.c_str(), result.tokens / seconds, result.bytes / seconds / 1e9,
+               100 * median(result.shares), 100 * *low, 100 * *high);
+    }
+    printf(
+        "\nA roofline: bytes that must be read (weights, and the cache as it is stored) / read bandwidth of the same "
+        "round.\n");
+}
+
+inline int run_bench(const Options &options) {
+    if (("," + options.layout + ",").find(",none,") != std::string::npos)
+        fail("--cache none: bench measures the cached path: %s", layout_names().c_str());
+    Engine engine(load_model(checkpoint_directory(options)), options.threads);
+    const Config &config = engine.model.config;
+    int steps = options.given.count("-n") ? options.count : 64, prompt = std::min(512, config.context);
+    int deepest = options.depths.back();
+    if (steps < 1 || deepest + (int64_t)steps > config.context) {
+        fail("--depth %d and -n %d: expected at least one step, and together at most the model's %d positions", deepest,
+             steps, config.context);
+    }
+    std::vector<BenchCache> caches;
+    for (const CacheChoice &choice : cache_choices(options, config))
+        caches.push_back({choice, open_choice(options, config, choice, std::max(prompt, deepest + steps))});
+    std::vector<double> bandwidths;
+    std::vector<BenchResult> results = {bench_prefill(engine, caches[0], options, prompt, bandwidths)};
+    for (int depth : options.depths)
+        for (const BenchResult &result : bench_decode(engine, caches, options, depth, steps, bandwidths))
+            results.push_back(result);
+    show_progress("");
+    if (options.json)
+        print_bench_json(results, median(bandwidths));
+    else
+        print_bench(results, bandwidths, options.threads);
     return 0;
 }

@@ -1,10 +1,10 @@
-// Numbers: the three floating-point formats that weights and caches are stored in, and `Vec`, the sixteen
-// float32 lanes in which it is computed. The only file with CPU intrinsics.
+// Numbers: the formats that weights and caches are stored in, and `Vec`, the 16 or 8 float32 lanes in which it is
+// computed. The only file with CPU intrinsics.
 //
 // On one machine a sum over a row of `Vec`s always goes the same way, whatever is computed beside it: lane i adds up
-// the elements i, i + 16, i + 32, ...; then the lanes are folded in halves (8, 4, 2, 1). So a result does not depend on
-// the number of threads, nor on how many tokens share a pass. Matrix tiles (below) have an order of their own, as
-// fixed.
+// the elements i, i + lanes, i + 2 lanes, ...; then the lanes are folded in halves (8, 4, 2, 1). So a result does not
+// depend on the number of threads, nor on how many tokens share a pass. Matrix tiles (below) have an order of their
+// own, as fixed.
 #pragma once
 
 #include <cmath>
@@ -59,11 +59,15 @@ HOST_DEVICE inline float to_float(float x) { return x; }
 HOST_DEVICE inline float to_float(bf16 x) { return bit_cast<float>((uint32_t)x.bits << 16); }
 
 HOST_DEVICE inline float to_float(f16 x) {
+#if defined(__F16C__) && !defined(__CUDA_ARCH__)
+    return _cvtsh_ss(x.bits);
+#else
     uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
     if (magnitude >= 0x7c00)  // infinity and NaN: exponent 31 becomes 255
         return bit_cast<float>(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
     // Read with a float32 exponent the number is 2^(15 - 127) too small; the product is exact, denormals too.
     return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(magnitude << 13) * 0x1p112f));
+#endif
 }
 
 // The same bits are an f16 2^8 times as small, but for NaN, which fp8 keeps in the place of 480.
@@ -169,6 +173,11 @@ inline Piece piece_load(const Packed<2> *p, int i) {
     __m512i codes = _mm512_srli_epi32(_mm512_srlv_epi32(_mm512_cvtepu8_epi32(twice), shifts), 4 * i);
     return _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(3)));
 }
+// Every other f16: p[0], p[2], ..., or p[1], p[3], ...
+inline Piece piece_load_half(const f16 *p, bool upper) {
+    __m512i words = _mm512_loadu_si512(p);
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(upper ? _mm512_srli_epi32(words, 16) : words));
+}
 inline void piece_store(float *p, Piece a) { _mm512_storeu_ps(p, a); }
 inline Piece piece_add(Piece a, Piece b) { return _mm512_add_ps(a, b); }
 inline Piece piece_mul(Piece a, Piece b) { return _mm512_mul_ps(a, b); }
@@ -209,6 +218,13 @@ inline Piece piece_load(const Packed<2> *p, int i) {
     __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p->bytes));
     return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(bytes, 2 * i), _mm256_set1_epi32(3)));
 }
+// Every other f16: p[0], p[2], ..., or p[1], p[3], ...
+inline Piece piece_load_half(const f16 *p, bool upper) {
+    __m256i words = _mm256_loadu_si256((const __m256i *)p);
+    words = upper ? _mm256_srli_epi32(words, 16) : _mm256_and_si256(words, _mm256_set1_epi32(0xffff));
+    words = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(words));
+}
 inline void piece_store(float *p, Piece a) { _mm256_storeu_ps(p, a); }
 inline Piece piece_add(Piece a, Piece b) { return _mm256_add_ps(a, b); }
 inline Piece piece_mul(Piece a, Piece b) { return _mm256_mul_ps(a, b); }
@@ -241,6 +257,7 @@ template <int bits>
 inline Piece piece_load(const Packed<bits> *p, int i) {
     return (float)p->code(i);
 }
+inline Piece piece_load_half(const f16 *p, bool upper) { return to_float(p[upper]); }
 inline void piece_store(float *p, Piece a) { *p = a; }
 inline Piece piece_add(Piece a, Piece b) { return a + b; }
 inline Piece piece_mul(Piece a, Piece b) { return a * b; }
@@ -254,15 +271,18 @@ inline Piece piece_scale(Piece a, Piece exponent) {
 inline float piece_sum(Piece a) { return a; }
 #endif
 
+// Makes the compiler read numbers from memory again rather than keep them in registers that it needs for sums.
+inline void forget_registers() { __asm__ volatile("" ::: "memory"); }
+
 inline void pause_briefly() {  // between two looks at a variable that another core will change
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
 }
 
-// ---- Vec: sixteen lanes, whatever the machine --------------------------------------------------------------
+// ---- Vec: a register of the machine, or sixteen floats where there is none that this code knows ---------------------
 
-constexpr int lanes = 16;
+constexpr int lanes = piece_lanes > 1 ? piece_lanes : 16;
 constexpr int pieces = lanes / piece_lanes;
 
 struct Vec {
@@ -280,11 +300,12 @@ template <class Number>
 inline Vec load(const Number *p) {
     EACH_PIECE(piece_load(p + i * piece_lanes));
 }
-// Numbers [16 part, 16 part + 16) of 32 packed ones.
+// Numbers [lanes * part, lanes * part + lanes) of 32 packed ones.
 template <int bits>
 inline Vec load(const Packed<bits> *p, int part) {
     EACH_PIECE(piece_load(p, part * pieces + i));
 }
+inline Vec load_half(const f16 *p, bool upper) { EACH_PIECE(piece_load_half(p + 2 * i * piece_lanes, upper)); }
 inline Vec add(Vec a, Vec b) { EACH_PIECE(piece_add(a.piece[i], b.piece[i])); }
 inline Vec mul(Vec a, Vec b) { EACH_PIECE(piece_mul(a.piece[i], b.piece[i])); }
 inline Vec div(Vec a, Vec b) { EACH_PIECE(piece_div(a.piece[i], b.piece[i])); }
@@ -298,7 +319,7 @@ inline void store(float *p, Vec a) {
     for (int i = 0; i < pieces; i++) piece_store(p + i * piece_lanes, a.piece[i]);
 }
 
-// The first `count` < 16 numbers, zeros behind them; reads nothing beyond.
+// The first `count` < lanes numbers, zeros behind them; reads nothing beyond.
 template <class Number>
 inline Vec load_part(const Number *p, int count) {
     Number padded[lanes] = {};
@@ -330,6 +351,16 @@ inline void sum4(float *out, Vec a, Vec b, Vec c, Vec d) {
     x = _mm512_add_ps(x, _mm512_permute_ps(x, 0xb1));
     const __m512i firsts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, x)));
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+    auto fold = [](Vec x, Vec y) {  // 4 lanes of x, 4 of y
+        __m256 p = x.piece[0], q = y.piece[0];
+        return _mm256_add_ps(_mm256_permute2f128_ps(p, q, 0x20), _mm256_permute2f128_ps(p, q, 0x31));
+    };
+    __m256d x = _mm256_castps_pd(fold(a, b)), y = _mm256_castps_pd(fold(c, d));
+    __m256 z = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+    z = _mm256_add_ps(z, _mm256_movehdup_ps(z));  // the sums of a, c, b, d in lanes 0, 2, 4, 6
+    const __m256i order = _mm256_set_epi32(0, 0, 0, 0, 6, 2, 4, 0);
+    _mm_storeu_ps(out, _mm256_castps256_ps128(_mm256_permutevar8x32_ps(z, order)));
 #else
     out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
 #endif
@@ -372,6 +403,14 @@ inline void axpy(float *y, float factor, const Number *x, int n) {
     int i = 0;
     for (; i + lanes <= n; i += lanes) store(y + i, fma(set(factor), load(x + i), load(y + i)));
     if (i < n) store_part(y + i, fma(set(factor), load_part(x + i, n - i), load_part(y + i, n - i)), n - i);
+}
+
+// out[i] = a[i] * b[i], i < n; `out` may be `a`
+template <class Number>
+inline void multiply(float *out, const float *a, const Number *b, int n) {
+    int i = 0;
+    for (; i + lanes <= n; i += lanes) store(out + i, mul(load(a + i), load(b + i)));
+    if (i < n) store_part(out + i, mul(load_part(a + i, n - i), load_part(b + i, n - i)), n - i);
 }
 
 // out = x with its pairs (x[i], x[i + head_dim / 2]) rotated by angles, or back by them (direction -1). turn: cosines
@@ -493,7 +532,7 @@ struct PlainRow {
     HOST_DEVICE static void encode(char *row, const float *values, int width) {
         for (int i = 0; i < width; i++) from_float(((Number *)row)[i], values[i]);
     }
-    // Numbers [channel, channel + 16) of a row.
+    // Numbers [channel, channel + lanes) of a row.
     static Vec decode(const char *row, int channel) { return load((const Number *)row + channel); }
     static void prefetch(const char *row, int channel) { __builtin_prefetch((const Number *)row + channel); }
     // Numbers [channel, channel + count), zeros behind them.
