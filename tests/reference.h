@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <string>
 #include <vector>
 
 namespace reference {
@@ -61,6 +62,117 @@ inline double worst(const std::vector<float> &got, const Expected &expected) {
 
 inline bool same_bits(const std::vector<float> &a, const std::vector<float> &b) {
     return a.size() == b.size() && (a.empty() || memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+}
+
+// ---- Formats -----------------------------------------------------------------------------------------------
+//
+// What is read of numbers that were stored, from the definitions alone. They round to float32 where cache.h computes in
+// it: differences and quotients. A double's quotient of two float32 numbers, rounded again, is float32's own (Figueroa
+// 1995), so every bit is determined.
+
+// x rounded to a format of so many fraction bits whose smallest normal number is 2^least; nearest: ties to even.
+enum class Way { nearest, up, down };
+inline double to_format(double x, int fraction_bits, int least, Way way = Way::nearest) {
+    if (x == 0 || !std::isfinite(x)) return x;
+    double distance = std::ldexp(1, std::max(std::ilogb(x), least) - fraction_bits), steps = x / distance;
+    return (way == Way::up ? std::ceil(steps) : way == Way::down ? std::floor(steps) : std::nearbyint(steps)) * distance;
+}
+
+// Beyond the largest number comes infinity; rounded towards zero, the largest number.
+inline double to_f16(double x, Way way = Way::nearest) {
+    double y = to_format(x, 10, -14, way);
+    if (std::fabs(y) <= 65504 || !std::isfinite(x)) return y;
+    return std::copysign(way == (x > 0 ? Way::down : Way::up) ? 65504 : INFINITY, x);
+}
+inline double to_bf16(double x) {
+    double y = to_format(x, 7, -126);
+    return std::fabs(y) >= 0x1p128 ? std::copysign(INFINITY, x) : y;
+}
+inline double to_fp8(double x) {
+    double y = to_format(x, 3, -6);
+    return std::fabs(y) > 448 ? std::copysign(448, x) : y;
+}
+
+// Numbers that share a scale, and a zero point where the format has one: x ~ zero + scale * code.
+struct Shared {
+    double scale = 0, zero = 0;
+    std::vector<double> codes;
+    float number(size_t i) const { return (float)(zero + scale * codes[i]); }
+};
+
+// The scale takes the largest magnitude to the largest code, or a little below. All is NaN if there is no such scale.
+// It is stored `times` as large.
+template <class ToCode>
+Shared symmetric(const std::vector<float> &x, double largest, double times, ToCode to_code) {
+    Shared shared;
+    double most = 0;
+    for (float number : x) most = std::isfinite(number) ? std::max(most, (double)std::fabs(number)) : NAN;
+    shared.scale = to_f16(most / largest * times, Way::up) / times;
+    if (!std::isfinite(shared.scale)) shared.scale = NAN;
+    for (float number : x)
+        shared.codes.push_back(shared.scale == 0 ? 0 : to_code((float)((double)number / shared.scale)));
+    return shared;
+}
+
+// The zero point is the lowest number, or a little below; the scale takes the highest to the last code, or below.
+inline Shared asymmetric(const std::vector<float> &x, double largest) {
+    Shared shared;
+    double low = INFINITY, high = -INFINITY, sum = 0;
+    for (float number : x) low = std::min(low, (double)number), high = std::max(high, (double)number), sum += number;
+    if (!std::isfinite(sum)) low = NAN;
+    shared.zero = to_f16(low, Way::down);
+    shared.scale = to_f16((float)(high - shared.zero) / largest, Way::up);
+    if (!std::isfinite(shared.zero) || !std::isfinite(shared.scale)) shared.scale = shared.zero = NAN;
+    for (float number : x) {
+        double quotient = (float)((float)(number - shared.zero) / shared.scale);
+        shared.codes.push_back(shared.scale == 0 ? 0 : std::min(std::nearbyint(quotient), largest));
+    }
+    return shared;
+}
+
+// How many numbers of a vector share a scale; 32 means that 32 positions of a key's channel share one, too.
+inline size_t sharing(const std::string &format, size_t width) {
+    if (format == "int4" || format == "int2") return 32;
+    return format == "fp8" || format == "int8" ? width : 1;
+}
+
+// Numbers that share a scale, as they read. Empty where the format has no definition here.
+inline std::vector<float> read_shared(const std::string &format, const std::vector<float> &x) {
+    std::vector<float> read;
+    Shared shared;
+    if (format == "fp8") shared = symmetric(x, 448, 256, to_fp8);
+    if (format == "int8") shared = symmetric(x, 127, 1, [](double quotient) { return std::nearbyint(quotient); });
+    if (format == "int4") shared = asymmetric(x, 15);
+    if (format == "int2") shared = asymmetric(x, 3);
+    for (size_t i = 0; i < shared.codes.size(); i++) read.push_back(shared.number(i));
+    for (float number : x) {
+        if (format == "f32") read.push_back(number);
+        if (format == "f16") read.push_back((float)to_f16(number));
+        if (format == "bf16") read.push_back((float)to_bf16(number));
+    }
+    return read;
+}
+
+// A vector stored by itself, as it reads.
+inline std::vector<float> read_vector(const std::string &format, const std::vector<float> &x) {
+    std::vector<float> read;
+    for (size_t i = 0, size; i < x.size(); i += size) {
+        size = std::min(sharing(format, x.size()), x.size() - i);
+        std::vector<float> part = read_shared(format, {x.begin() + i, x.begin() + i + size});
+        read.insert(read.end(), part.begin(), part.end());
+    }
+    return read;
+}
+
+// The vectors of a block of keys, (32, width), where each channel shares a scale.
+inline std::vector<std::vector<float>> read_block(const std::string &format, std::vector<std::vector<float>> block) {
+    for (size_t c = 0; c < block[0].size(); c++) {
+        std::vector<float> channel;
+        for (const std::vector<float> &vector : block) channel.push_back(vector[c]);
+        channel = read_shared(format, channel);
+        for (size_t t = 0; t < block.size(); t++) block[t][c] = channel[t];
+    }
+    return block;
 }
 
 // ---- The layers --------------------------------------------------------------------------------------------
