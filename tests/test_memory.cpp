@@ -1,0 +1,637 @@
+// llm memory: the formula, as the program prints it and as the functions of cache.h have it, beside the numbers that
+// it must give, the bytes of caches that were really opened, and an account of every byte that is written down here.
+// Run from the repository's root. The environment variable LLM says which program; without it, ./llm.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "../cache.h"
+
+#include <doctest/doctest.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <fstream>
+#include <sstream>
+
+#include "../attention.cu"
+
+using Words = std::vector<std::string>;
+
+const double KiB = 0x1p10, MiB = 0x1p20, GiB = 0x1p30;
+
+// ---- Running the program -----------------------------------------------------------------------------------
+
+struct Outcome {
+    std::string command, out, err;
+    int status;
+};
+
+std::ostream &operator<<(std::ostream &stream, const Outcome &outcome) {
+    return stream << outcome.command << "\nstatus " << outcome.status << "\nstdout " << outcome.out.substr(0, 2000)
+                  << "\nstderr " << outcome.err.substr(0, 2000);
+}
+
+Outcome run(const std::string &arguments) {
+    char notes[] = "/tmp/test_memory.XXXXXX";
+    int file = mkstemp(notes);
+    REQUIRE(file >= 0);
+    close(file);
+    std::string program = getenv("LLM") ? getenv("LLM") : "./llm";
+    Outcome result{program + " " + arguments, "", "", -1};
+    FILE *pipe = popen((result.command + " 2>" + notes).c_str(), "r");
+    REQUIRE(pipe);
+    char buffer[65536];
+    for (size_t count; (count = fread(buffer, 1, sizeof buffer, pipe)) > 0;) result.out.append(buffer, count);
+    int status = pclose(pipe);
+    result.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    std::ifstream in(notes);
+    result.err.assign(std::istreambuf_iterator<char>(in), {});
+    unlink(notes);
+    return result;
+}
+
+// What a command prints with --json, and nothing else.
+Json run_json(const std::string &arguments) {
+    Outcome result = run(arguments + " --json");
+    REQUIRE_MESSAGE(result.status == 0, result);
+    CHECK_MESSAGE(result.err.empty(), result);
+    Json root(cJSON_ParseWithOpts(result.out.c_str(), nullptr, true));
+    REQUIRE_MESSAGE(root, result);
+    return root;
+}
+
+Json memory(const std::string &arguments) { return run_json("memory " + arguments); }
+
+double number(const cJSON *item, const std::string &key) {
+    const cJSON *found = cJSON_GetObjectItemCaseSensitive(item, key.c_str());
+    REQUIRE_MESSAGE(cJSON_IsNumber(found), key);
+    return found->valuedouble;
+}
+double number(const Json &root, const std::string &key) { return number(root.get(), key); }
+
+std::string text(const cJSON *item, const std::string &key) {
+    const cJSON *found = cJSON_GetObjectItemCaseSensitive(item, key.c_str());
+    REQUIRE_MESSAGE(cJSON_IsString(found), key);
+    return found->valuestring;
+}
+
+const cJSON *results(const Json &root) {
+    const cJSON *list = cJSON_GetObjectItemCaseSensitive(root.get(), "results");
+    REQUIRE(cJSON_IsArray(list));
+    return list;
+}
+
+// The one entry of `results` for a cache.
+const cJSON *row(const Json &root, const std::string &layout, const std::string &type_k, const std::string &type_v) {
+    const cJSON *found = nullptr, *item;
+    cJSON_ArrayForEach(item, results(root)) {
+        if (text(item, "layout") != layout || text(item, "type_k") != type_k || text(item, "type_v") != type_v)
+            continue;
+        CHECK(!found);
+        found = item;
+    }
+    REQUIRE_MESSAGE(found, layout << " " << type_k << " " << type_v);
+    return found;
+}
+const cJSON *row(const Json &root, const std::string &layout, const std::string &type) {
+    return row(root, layout, type, type);
+}
+
+// Exit 2, nothing on standard output, and on standard error one line that holds all of `parts`.
+void check_refused(const std::string &arguments, const Words &parts) {
+    for (const char *json : {"", " --json"}) {
+        Outcome result = run("memory " + arguments + json);
+        CHECK_MESSAGE(result.status == 2, result);
+        CHECK_MESSAGE(result.out.empty(), result);
+        bool one_line = std::count(result.err.begin(), result.err.end(), '\n') == 1 && result.err.back() == '\n';
+        CHECK_MESSAGE((one_line && result.err.rfind("llm: ", 0) == 0), result);
+        for (const std::string &part : parts)
+            CHECK_MESSAGE(result.err.find(part) != std::string::npos, "lacks \"" << part << "\": " << result);
+    }
+}
+
+// ---- The same from the functions ---------------------------------------------------------------------------
+
+std::string flags_of(const CacheShape &shape) {
+    std::ostringstream flags;
+    flags << "--layers " << shape.layers << " --kv-heads " << shape.kv_heads << " --head-dim " << shape.key_width
+          << " --batch " << shape.sequences << " -c " << shape.capacity << " --page " << shape.page << " --window "
+          << shape.window << " --sinks " << shape.sinks;
+    return flags.str();
+}
+
+CacheBytes full_bytes(const CacheShape &shape, const Layout &layout, const Precision &type_k, const Precision &type_v) {
+    Layout opened = open_layout(shape, layout);
+    return bytes_of(shape, opened, type_k, type_v, (double)rows_of(shape, opened));
+}
+
+CacheShape shape_of(int layers, int kv_heads, int width, int sequences, int capacity) {
+    return {layers, kv_heads, width, width, sequences, capacity};
+}
+
+// Calls use(layout, type) for all layouts with all precisions.
+template <class Use>
+void for_each_cache(Use use) {
+    for_each_type<Layout>([&](auto layout) {
+        for_each_type<Precision>([&](auto type) {
+            CAPTURE(layout.name);
+            CAPTURE(type.name);
+            use(Layout(layout), Precision(type));
+        });
+    });
+}
+
+// ---- The same, counted by hand -----------------------------------------------------------------------------
+
+// Rows of a layer: of a paged cache those of whole pages; of a ring in 32s, with an eighth of the window (32 to 512)
+// for the positions of a pass.
+double rows_by_hand(const CacheShape &shape, const std::string &layout) {
+    auto round_up = [](double count, double step) { return std::ceil(count / step) * step; };
+    double positions = shape.capacity;
+    if (layout == "paged") positions = round_up(positions, shape.page);
+    double pass = std::min(512.0, std::max(32.0, std::floor(shape.window / 8 / 32.0) * 32));
+    if (layout == "ring") positions = round_up(shape.window + shape.sinks + pass - 1, 32);
+    return shape.sequences * positions;
+}
+
+// Bytes of K, or of V. A group of 32 numbers of int4 takes 16 bytes, of int2 8, and 2 + 2 for its scale and zero point.
+CacheBytes side_by_hand(const CacheShape &shape, const std::string &layout, const std::string &type) {
+    const std::map<std::string, double> bits = {{"f32", 32}, {"f16", 16}, {"bf16", 16}, {"fp8", 8},
+                                                {"int8", 8}, {"int4", 4}, {"int2", 2}};
+    double width = shape.key_width, heads = (double)shape.layers * shape.kv_heads;
+    double payload = std::ceil(width * bits.at(type) / 8), row = payload, newest = 0;
+    if (bits.at(type) == 8) row = 2 + width;
+    if (bits.at(type) < 8) {
+        row = std::ceil(width / 32) * (32 * bits.at(type) / 8 + 4);
+        newest = heads * shape.sequences * 32 * width * 2;  // 32 positions in f16
+    }
+    double sinks = layout == "ring" ? heads * shape.sequences * shape.sinks * width * 4 : 0;
+    double rows = heads * rows_by_hand(shape, layout);
+    return {rows * payload, rows * (row - payload) + newest + sinks};
+}
+
+// Of a paged cache: for each page an entry in a table, a count of references and a place in the free list.
+double table_by_hand(const CacheShape &shape, const std::string &layout) {
+    return layout == "paged" ? 3 * 4 * rows_by_hand(shape, layout) / shape.page : 0;
+}
+
+const std::vector<CacheShape> shapes = {
+    {80, 64, 128, 128, 1, 32768, 16, 0, 32764, 4}, {32, 8, 128, 128, 4, 4096, 64, 0, 1024, 4},
+    {3, 5, 80, 80, 7, 1001, 7, 0, 300, 0},         {1, 1, 1, 1, 1, 1, 1, 0, 1, 0},
+    {2, 3, 33, 33, 2, 31, 32, 0, 40, 39},          {61, 1, 576, 576, 3, 131072, 256, 0, 4096, 64},
+};
+
+TEST_CASE("every layout and precision is there, and every byte is accounted for") {
+    for (const CacheShape &shape : shapes) {
+        CAPTURE(flags_of(shape));
+        Json root = memory(flags_of(shape));
+        int count = 0;
+        for_each_cache([&](Layout layout, Precision type) {
+            count++;
+            std::string place = name_of(layout), name = name_of(type);
+            const cJSON *item = row(root, place, name);
+            CacheBytes side = side_by_hand(shape, place, name), printed = full_bytes(shape, layout, type, type);
+            double table = table_by_hand(shape, place), rows = rows_by_hand(shape, place);
+            CHECK(number(item, "payload_bytes") == 2 * side.payload);
+            CHECK(number(item, "metadata_bytes") == 2 * side.metadata + table);
+            CHECK(number(item, "bytes") == number(item, "payload_bytes") + number(item, "metadata_bytes"));
+            CHECK(number(item, "payload_bytes") == printed.payload);
+            CHECK(number(item, "metadata_bytes") == printed.metadata);
+            CHECK(number(item, "rows") == rows);
+            CHECK(cJSON_HasObjectItem(item, "pages") == (place == "paged"));
+            if (place == "paged") CHECK(number(item, "pages") == rows / shape.page);
+            CHECK(number(item, "bytes_per_layer") * shape.layers == number(item, "bytes") - table);
+            double row_bytes = (double)std::visit([&](auto form) { return form.row_bytes(shape.key_width); }, type);
+            CHECK(number(item, "bytes_per_token") == 2.0 * shape.layers * shape.kv_heads * row_bytes);
+        });
+        CHECK(cJSON_GetArraySize(results(root)) == count);
+        CHECK(number(root, "layers") == shape.layers);
+        CHECK(number(root, "kv_heads") == shape.kv_heads);
+        CHECK(number(root, "head_dim") == shape.key_width);
+        CHECK(number(root, "batch") == shape.sequences);
+        CHECK(number(root, "positions") == shape.capacity);
+        CHECK(number(root, "page") == shape.page);
+        CHECK(number(root, "window") == shape.window);
+        CHECK(number(root, "sinks") == shape.sinks);
+    }
+}
+
+// ---- The numbers of the formula ----------------------------------------------------------------------------
+
+TEST_CASE("the answers that are known, from the program and from the functions") {
+    struct Case {
+        CacheShape shape;
+        const char *layout, *type, *key;
+        double answer;
+    };
+    for (const Case &each : std::vector<Case>{
+             {shape_of(80, 64, 128, 1, 32768), "contiguous", "bf16", "bytes", 85899345920},
+             {shape_of(80, 64, 128, 1, 32768), "contiguous", "bf16", "bytes_per_layer", GiB},
+             {shape_of(80, 64, 128, 1, 32768), "contiguous", "bf16", "bytes_per_token", 2621440},
+             {shape_of(80, 8, 128, 1, 32768), "contiguous", "bf16", "bytes", 10 * GiB},
+             {shape_of(80, 1, 128, 1, 32768), "contiguous", "bf16", "bytes", 1.25 * GiB},
+             {shape_of(80, 64, 128, 1, 32768), "contiguous", "int8", "payload_bytes", 40 * GiB},
+             {shape_of(80, 64, 128, 1, 32768), "contiguous", "int8", "metadata_bytes", 40 * GiB * 0.015625},
+             {shape_of(80, 8, 128, 1, 32768), "contiguous", "int8", "payload_bytes", 5 * GiB},
+             {shape_of(80, 8, 128, 1, 32768), "contiguous", "int8", "metadata_bytes", 5 * GiB * 0.015625},
+             {shape_of(80, 64, 128, 1, 16384), "contiguous", "bf16", "bytes", 40 * GiB},
+             {shape_of(32, 32, 128, 4, 4096), "contiguous", "bf16", "bytes", 8 * GiB},
+             {shape_of(32, 8, 128, 1, 8192), "contiguous", "bf16", "bytes", GiB},
+             {shape_of(32, 32, 128, 1, 8192), "contiguous", "bf16", "bytes", 4 * GiB},
+             {shape_of(32, 32, 128, 1, 8192), "contiguous", "f16", "bytes_per_token", 524288},
+             {shape_of(48, 56, 128, 128, 1024), "contiguous", "f16", "bytes", 180388626432},
+             {shape_of(1, 2, 4, 1, 3), "contiguous", "bf16", "bytes", 48 + 48},
+             {shape_of(80, 8, 128, 1, 16), "paged", "bf16", "bytes_per_layer", 65536},
+             {shape_of(80, 8, 128, 1, 16), "paged", "bf16", "payload_bytes", 5 * MiB},
+             {shape_of(80, 8, 128, 1, 16), "paged", "bf16", "pages", 1},
+             {shape_of(80, 8, 128, 1, 900), "paged", "bf16", "pages", 57},
+             {shape_of(80, 8, 128, 1, 900), "paged", "bf16", "payload_bytes", 285 * MiB},
+             {shape_of(80, 64, 128, 1, 32768), "contiguous", "bf16", "bytes_read_per_token", 80 * GiB},
+             {shape_of(80, 64, 128, 1, 1048576), "contiguous", "bf16", "bytes", 2560 * GiB},
+         }) {
+        std::ostringstream flags;  // those of a ring are left to their defaults
+        flags << "--layers " << each.shape.layers << " --kv-heads " << each.shape.kv_heads << " --head-dim "
+              << each.shape.key_width << " --batch " << each.shape.sequences << " -c " << each.shape.capacity
+              << " --cache " << each.layout << " --kv " << each.type;
+        CAPTURE(flags.str());
+        Json root = memory(flags.str());
+        CHECK(number(row(root, each.layout, each.type), each.key) == each.answer);
+        if (cJSON_HasObjectItem(root.get(), each.key)) CHECK(number(root, each.key) == each.answer);
+        CHECK(number(root, "bytes") == number(row(root, each.layout, each.type), "bytes"));
+
+        CacheShape shape = each.shape;
+        Layout layout = open_layout(shape, parse_layout("", each.layout));
+        Precision type = parse_precision("", each.type);
+        CacheBytes bytes = full_bytes(shape, layout, type, type);
+        std::string key = each.key;
+        if (key == "bytes") CHECK(bytes.total() == each.answer);
+        if (key == "payload_bytes") CHECK(bytes.payload == each.answer);
+        if (key == "metadata_bytes") CHECK(bytes.metadata == each.answer);
+        if (key == "pages") CHECK(std::get<Paged>(layout).pages(shape) == each.answer);
+        if (key == "bytes_per_token") CHECK(bytes_of(shape, layout, type, type, 1).total() == each.answer);
+        shape.layers = 1;
+        if (key == "bytes_per_layer") CHECK(full_bytes(shape, layout, type, type).payload == each.answer);
+    }
+}
+
+TEST_CASE("where things are: a row of K, a page, the KV head of a query head") {
+    Cache cache = open_cache({1, 2, 4, 4, 1, 3}, Contiguous{}, BF16{}, BF16{});
+    CHECK(cache.keys.bytes(1) == 48);
+    CHECK(cache.values.bytes(1) == 48);
+    CHECK(cache.keys.at(0, row_of(cache, 0, 1), 1) - cache.keys.data == 24);
+    CHECK(cache.keys.row_bytes == 8);
+
+    const int table[] = {91, 17, 44, 203};
+    Paged paged;
+    paged.page = 16;
+    paged.pages_per_sequence = 4;
+    paged.table = table;
+    CHECK(paged.row(0, 37) == 44 * 16 + 5);
+    CHECK(pages_for(paged, 900) == 57);
+
+    Heads heads = {64, 8, 128};
+    CHECK(heads.kv_head(0) == 0);
+    CHECK(heads.kv_head(7) == 0);
+    CHECK(heads.kv_head(8) == 1);
+    CHECK(heads.kv_head(31) == 3);
+    CHECK(heads.kv_head(63) == 7);
+}
+
+TEST_CASE("times smaller than f32, and the share of metadata") {
+    Json root = memory("--layers 80 --kv-heads 64 --head-dim 128 -c 32768");
+    double whole = number(row(root, "contiguous", "f32"), "bytes");
+    const std::map<std::string, double> times = {{"f32", 1},  {"f16", 2},  {"bf16", 2}, {"fp8", 4},
+                                                 {"int8", 4}, {"int4", 8}, {"int2", 16}};
+    for (auto &[type, factor] : times) {
+        const cJSON *item = row(root, "contiguous", type);
+        bool right = number(item, "payload_bytes") * factor == whole, scaled = factor > 2;
+        CHECK(right);
+        CHECK((number(item, "metadata_bytes") > 0) == scaled);
+    }
+    CHECK(100 * number(row(root, "contiguous", "int8"), "metadata_bytes") ==
+          1.5625 * number(row(root, "contiguous", "int8"), "payload_bytes"));
+}
+
+TEST_CASE("a pair of types is in every layout, and the flags choose the cache at the top") {
+    Json root = memory("--layers 4 --kv-heads 2 --head-dim 64 -c 1000 -ctk int8 -ctv int2 --cache ring --page 10");
+    for_each_type<Layout>([&](auto layout) {
+        const cJSON *pair = row(root, layout.name, "int8", "int2"), *k = row(root, layout.name, "int8");
+        const cJSON *v = row(root, layout.name, "int2");
+        CHECK(2 * number(pair, "payload_bytes") == number(k, "payload_bytes") + number(v, "payload_bytes"));
+        CHECK(2 * number(pair, "metadata_bytes") == number(k, "metadata_bytes") + number(v, "metadata_bytes"));
+        CHECK(2 * number(pair, "bytes_per_token") == number(k, "bytes_per_token") + number(v, "bytes_per_token"));
+        CHECK(2 * number(pair, "bytes_read_per_token") ==
+              number(k, "bytes_read_per_token") + number(v, "bytes_read_per_token"));
+    });
+    CHECK(text(root.get(), "layout") == "ring");
+    CHECK(text(root.get(), "type_k") == "int8");
+    CHECK(text(root.get(), "type_v") == "int2");
+    for (const char *key : {"bytes", "payload_bytes", "metadata_bytes", "bytes_per_token"})
+        CHECK(number(root, key) == number(row(root, "ring", "int8", "int2"), key));
+    CHECK(number(row(root, "ring", "f16"), "bytes") != number(row(root, "contiguous", "f16"), "bytes"));
+
+    Json plain = memory("--layers 4 --kv-heads 2 --head-dim 64 -c 1000");
+    CHECK(number(plain, "bytes") == number(row(plain, "contiguous", "f16"), "bytes"));
+    CHECK(number(plain, "window") == 996);
+    CHECK(number(plain, "sinks") == 4);
+    CHECK(number(memory("--layers 4 --kv-heads 2 --head-dim 64 -c 1000 --sinks 9"), "window") == 991);
+    for (const char *few : {"1", "4", "8"})
+        CHECK(number(memory(std::string("--layers 1 --kv-heads 1 --head-dim 1 -c ") + few), "window") == atoi(few));
+}
+
+// ---- Beside caches that were opened ------------------------------------------------------------------------
+
+TEST_CASE("generate reports the same bytes for a cache that it filled") {
+    for_each_cache([&](Layout layout, Precision type) {
+        std::string choice = std::string(" --cache ") + name_of(layout) + " --kv " + name_of(type);
+        std::string place = std::holds_alternative<Ring>(layout) ? "" : " -c 105";
+        Json real = run_json("generate --ids 1,2,3 -t 1 --ignore-eos -n 102" + choice + place);
+        Json formula = memory("-c 105" + choice);
+        const cJSON *cache = cJSON_GetObjectItemCaseSensitive(real.get(), "cache");
+        for (const char *key : {"bytes", "payload_bytes", "metadata_bytes"}) {
+            CHECK(number(cache, key) == number(formula, key));
+            CHECK(number(cache, key) == number(row(formula, name_of(layout), name_of(type)), key));
+        }
+    });
+}
+
+TEST_CASE("generate reads as many bytes for its last token") {
+    for_each_cache([&](Layout layout, Precision type) {
+        std::string choice = std::string(" --cache ") + name_of(layout) + " --kv " + name_of(type);
+        if (std::holds_alternative<Ring>(layout)) choice += " --window 50 --sinks 3";  // most of it dropped
+        auto read = [&](int count) {
+            Json root = run_json("generate --ids 1,2,3 -t 1 --ignore-eos" + choice + " -n " + std::to_string(count));
+            return number(cJSON_GetObjectItemCaseSensitive(root.get(), "decode"), "bytes");
+        };
+        Json formula = memory("-c 103" + choice);
+        const cJSON *item = row(formula, name_of(layout), name_of(type));
+        CHECK(number(item, "bytes_read_per_token") == read(101) - read(100));
+    });
+}
+
+TEST_CASE("without flags: the built-in checkpoint, its whole context, and its weights are read") {
+    Json about = run_json("info"), root = memory("");
+    for (const char *key : {"layers", "kv_heads", "head_dim"}) CHECK(number(root, key) == number(about, key));
+    CHECK(number(root, "positions") == number(about, "context"));
+    CHECK(number(root, "bytes_per_token") == number(about, "cache_bytes_per_token_f16"));
+    CHECK(number(root, "weight_bytes_read") == number(about, "weight_bytes"));  // tied: the table is the head
+    const cJSON *item = row(root, "contiguous", "f16");
+    CHECK(number(item, "bytes_read_per_token") == number(item, "bytes") + number(root, "weight_bytes_read"));
+    CHECK(number(memory("-m weights_tools/builtin"), "bytes") == number(root, "bytes"));
+}
+
+// ---- Budget ------------------------------------------------------------------------------------------------
+
+// The bytes of a cache that holds so many positions, or so many and a position of each sequence (of a paged cache, a
+// page; of a ring, a position of the window) more.
+double bytes_of_tokens(CacheShape shape, const Layout &layout, const Precision &type, double tokens, int more) {
+    int64_t each = (int64_t)tokens / shape.sequences;
+    if (std::holds_alternative<Paged>(layout)) {
+        shape.pages = (int)((int64_t)tokens / shape.page) + more;
+        shape.capacity = (shape.pages + shape.sequences - 1) / shape.sequences * shape.page;
+        REQUIRE(std::fmod(tokens, shape.page) == 0);
+    } else {
+        REQUIRE(std::fmod(tokens, shape.sequences) == 0);
+        shape.capacity = (int)each + more;
+        shape.window = (int)each - shape.sinks + more;
+    }
+    return full_bytes(shape, layout, type, type).total();
+}
+
+TEST_CASE("40 GiB hold 16,384 tokens of 80 layers x 64 KV heads x 128 in bf16") {
+    Json root = memory("--layers 80 --kv-heads 64 --head-dim 128 -c 32768 --budget 40GiB");
+    CHECK(number(root, "budget_bytes") == 40 * GiB);
+    CHECK(number(row(root, "contiguous", "bf16"), "tokens_in_budget") == 16384);
+    CHECK(number(row(root, "contiguous", "f32"), "tokens_in_budget") == 8192);
+    CHECK(number(row(root, "paged", "bf16"), "tokens_in_budget") == 16384 - 16);  // its table takes a page's place
+}
+
+TEST_CASE("the tokens of a budget fit, and one more does not") {
+    for (const CacheShape &shape : shapes) {
+        for (double budget : {32 * MiB, 40 * GiB, 1e10, 123456789.0}) {
+            CAPTURE(flags_of(shape));
+            CAPTURE(budget);
+            char flag[64];
+            snprintf(flag, sizeof flag, " --budget %.0f", budget);
+            if (full_bytes(shape_of(shape.layers, shape.kv_heads, shape.key_width, shape.sequences, 1), Contiguous{},
+                           F16{}, F16{})
+                    .total() > budget) {
+                check_refused(flags_of(shape) + flag, {"--budget"});
+                continue;
+            }
+            Json root = memory(flags_of(shape) + flag);
+            for_each_cache([&](Layout layout, Precision type) {
+                double tokens = number(row(root, name_of(layout), name_of(type)), "tokens_in_budget");
+                double least = std::holds_alternative<Ring>(layout) ? 2.0 * shape.sinks * shape.sequences : 0;
+                CAPTURE(tokens);
+                if (tokens > 0) CHECK(bytes_of_tokens(shape, layout, type, tokens, 0) <= budget);
+                if (tokens < 0x1p30) CHECK(bytes_of_tokens(shape, layout, type, tokens ? tokens : least, 1) > budget);
+            });
+        }
+    }
+}
+
+TEST_CASE("what no flag of positions can say is not promised") {
+    Json root = memory("--layers 1 --kv-heads 1 --head-dim 1 -c 8 --budget 1TB");
+    for_each_cache([&](Layout layout, Precision type) {
+        CHECK(number(row(root, name_of(layout), name_of(type)), "tokens_in_budget") == 0x1p30);
+    });
+}
+
+TEST_CASE("units of a budget") {
+    const std::vector<std::pair<const char *, double>> cases = {{"40GiB", 40 * GiB},
+                                                                {"1.5KiB", 1536},
+                                                                {"0.5MiB", 0.5 * MiB},
+                                                                {"2TiB", 2048 * GiB},
+                                                                {"2kB", 2000},
+                                                                {"2.5MB", 2500000},
+                                                                {"2.3GB", 2300000000},
+                                                                {"1TB", 1e12},
+                                                                {"1000000", 1000000},
+                                                                {"1000000B", 1000000},
+                                                                {"' 7 KiB'", 0},
+                                                                {"'7 KiB'", 7 * KiB},
+                                                                {"0.1GiB", 107374182},
+                                                                {"16.GiB", 16 * GiB},
+                                                                {".5GiB", 0.5 * GiB},
+                                                                {"8191TiB", 8191 * 1024 * GiB},
+                                                                {"9007199254740991", 9007199254740991}};
+    for (auto &each : cases) {
+        std::string flags = std::string("--layers 1 --kv-heads 1 --head-dim 8 -c 8 --budget ") + each.first;
+        CAPTURE(flags);
+        if (each.second == 0)
+            check_refused(flags, {"--budget"});
+        else
+            CHECK(number(memory(flags), "budget_bytes") == each.second);
+    }
+}
+
+// ---- Roofline ----------------------------------------------------------------------------------------------
+
+TEST_CASE("tokens a second are the bandwidth over the bytes of a token") {
+    for (const char *flags : {"", "--batch 7 -c 100", "--layers 80 --kv-heads 8 --head-dim 128 -c 8192 --batch 5"}) {
+        Json root = memory(std::string(flags) + " --bandwidth 3350.5");
+        double batch = number(root, "batch"), weights = number(root, "weight_bytes_read");
+        CHECK(number(root, "bandwidth_gb_per_second") == 3350.5);
+        for_each_cache([&](Layout layout, Precision type) {
+            const cJSON *item = row(root, name_of(layout), name_of(type));
+            double read = number(item, "bytes_read_per_token");
+            CHECK(number(item, "tokens_per_second") == doctest::Approx(3350.5e9 / read).epsilon(1e-15));
+            CHECK(number(item, "bytes_read_per_step") == doctest::Approx(read * batch).epsilon(1e-15));
+            // Rows are read as they are stored; of int4 and int2 the newest 32 positions or fewer are f16.
+            double stored = number(root, "positions") * number(item, "bytes_per_token");
+            double newest = 32 * number(row(root, "contiguous", "f16"), "bytes_per_token");
+            CHECK(number(item, "bytes_read_per_step") >= weights + batch * stored);
+            CHECK(number(item, "bytes_read_per_step") <= weights + batch * (stored + (has_blocks(type) ? newest : 0)));
+        });
+    }
+}
+
+TEST_CASE("a ring reads its window, whatever came before, and the sinks in f32") {
+    Json root = memory("--layers 3 --kv-heads 2 --head-dim 64 -c 100000 --window 1000 --sinks 10");
+    const cJSON *item = row(root, "ring", "int8");
+    CHECK(number(item, "bytes_read_per_token") == 2 * 3 * 2 * (1000 * 66 + 10 * 64 * 4));
+    CHECK(number(row(root, "paged", "int8"), "bytes_read_per_token") == 2 * 3 * 2 * 100000.0 * 66);
+    CHECK(!cJSON_HasObjectItem(item, "tokens_per_second"));
+    CHECK(!cJSON_HasObjectItem(item, "tokens_in_budget"));
+}
+
+TEST_CASE("a layer with a sliding window of its own reads no more than that") {
+    Json root = memory("-m tests/fixtures/models/mistral_window"),
+         about = run_json("info -m tests/fixtures/models/mistral_window");
+    double window = number(about, "window"), token = number(about, "cache_bytes_per_token_f16");
+    REQUIRE(window > 0);
+    REQUIRE(window < number(about, "context"));
+    CHECK(number(root, "window") == window);
+    CHECK(number(root, "sinks") == 0);
+    for (const char *layout : {"contiguous", "paged", "ring"})
+        CHECK(number(row(root, layout, "f16"), "bytes_read_per_token") ==
+              number(root, "weight_bytes_read") + window * token);
+}
+
+// ---- Large shapes ------------------------------------------------------------------------------------------
+
+TEST_CASE("bytes are exact to the last digit below 2^53") {
+    Outcome result = run("memory --layers 1 --kv-heads 1 --head-dim 1048573 -c 1073741789 --kv f32 --json");
+    REQUIRE_MESSAGE(result.status == 0, result);
+    for (int bytes : {8, 4}) {  // f32 and f16, K and V
+        int64_t exact = (int64_t)bytes * 1048573 * 1073741789;
+        REQUIRE(exact > 1000000000000000);
+        CHECK_MESSAGE(result.out.find("\"bytes\":\t" + std::to_string(exact) + ",") != std::string::npos, exact);
+    }
+    int64_t int8 = 2LL * 1048575 * 1073741789;  // odd, twice
+    CHECK(result.out.find("\"bytes\":\t" + std::to_string(int8) + ",") != std::string::npos);
+}
+
+TEST_CASE("what no double can tell, or no page table number, is refused") {
+    const std::string most = std::to_string(1 << 30);
+    check_refused("--layers " + most + " --kv-heads " + most + " --head-dim " + most + " -c " + most + " --batch 1",
+                  {"2^53", "lower"});
+    check_refused("--layers " + most + " --kv-heads " + most + " --head-dim " + most + " -c 1", {"2^53", "lower"});
+    check_refused("--layers 1 --kv-heads 1 --head-dim 1 -c " + most + " --batch " + most, {"lower"});
+    check_refused("--layers 1 --kv-heads 1 --head-dim 1 -c " + most + " --batch 2 --page 1", {"pages", "--page"});
+    check_refused("--layers 1 --kv-heads 1 --head-dim 1048577 -c 1073741824", {"2^53"});
+    CHECK(number(memory("--layers 1 --kv-heads 1 --head-dim 1 -c " + most), "bytes") == 4 * GiB);
+    CHECK(number(memory("--layers " + most + " --kv-heads 1 --head-dim 1 -c 1"), "bytes_per_token") == 4 * GiB);
+    CHECK(number(memory("--layers 1 --kv-heads " + most + " --head-dim 1 -c 1"), "bytes_per_token") == 4 * GiB);
+    CHECK(number(memory("--layers 1 --kv-heads 1 --head-dim " + most + " -c 1"), "bytes_per_token") == 4 * GiB);
+    CHECK(number(memory("--layers 1 --kv-heads 1 --head-dim 1 -c 1 --batch " + most), "bytes") == 4 * GiB);
+}
+
+// ---- The table ---------------------------------------------------------------------------------------------
+
+TEST_CASE("the table has a line a cache, under 120 columns, and says the shape") {
+    Outcome result =
+        run("memory --layers 80 --kv-heads 64 --head-dim 128 -c 900 --batch 3 -ctk bf16 -ctv int8 --budget 40GiB "
+            "--bandwidth 3350");
+    REQUIRE_MESSAGE(result.status == 0, result);
+    CHECK(result.err.empty());
+    std::istringstream lines(result.out);
+    std::map<std::string, int> starts;
+    size_t widest = 0;
+    for (std::string line; std::getline(lines, line);) {
+        widest = std::max(widest, line.size());
+        starts[line.substr(0, line.find_first_of(" :"))]++;
+    }
+    CHECK(widest < 120);
+    int layouts = 0;
+    for_each_type<Layout>([&](auto layout) {
+        layouts++;
+        CHECK(starts[layout.name] == 1);
+    });
+    for_each_type<Precision>([&](auto type) { CHECK(starts[type.name] == layouts); });
+    CHECK(starts["bf16/int8"] == layouts);
+    for (const char *part : {"2 (K, V) x 80 layers x 64 KV heads x 128 numbers x 3 sequences x 900 positions",
+                             "171 pages", "tokens/s", "fits", "a window of 896, 4 sinks"})
+        CHECK_MESSAGE(result.out.find(part) != std::string::npos, part);
+    for (const char *part : {"nan", "inf"}) CHECK_MESSAGE(result.out.find(part) == std::string::npos, part);
+}
+
+TEST_CASE("the table's units") {
+    std::string out = run("memory --layers 80 --kv-heads 64 --head-dim 128 -c 32768").out;
+    CHECK(out.find("bf16         80 GiB       0 B    80 GiB    0.0000    2.00   2.5 MiB     1 GiB    80 GiB\n") !=
+          std::string::npos);
+    CHECK(out.find("int8         40 GiB   640 MiB 40.62 GiB    1.5625    3.94") != std::string::npos);
+    CHECK(out.find("tokens/s") == std::string::npos);
+}
+
+// ---- Bad input ---------------------------------------------------------------------------------------------
+
+TEST_CASE("flags that make no sense are refused by name") {
+    const std::string shape = "--layers 2 --kv-heads 2 --head-dim 64 ", full = shape + "-c 1000 ";
+    struct Case {
+        std::string arguments;
+        Words parts;
+    };
+    for (const Case &each : std::vector<Case>{
+             {"-m weights_tools/builtin --layers 2", {"-m weights_tools/builtin", "drop -m or --layers"}},
+             {"-m weights_tools/builtin " + full, {"-m", "--layers --kv-heads --head-dim"}},
+             {"--layers 2", {"--kv-heads --head-dim -c: missing", "-m DIR"}},
+             {"--kv-heads 2 --head-dim 64 -c 9", {"--layers: missing"}},
+             {"--layers 2 --head-dim 64 -c 9", {"--kv-heads: missing"}},
+             {"--layers 2 --kv-heads 2 -c 9", {"--head-dim: missing"}},
+             {shape, {"-c: missing"}},
+             {"-m /nowhere", {"/nowhere"}},
+             {full + "--layers 3", {"given twice"}},
+             {"--layers 0 --kv-heads 2 --head-dim 64 -c 9", {"--layers 0: expected a whole number from 1"}},
+             {"--layers -1 --kv-heads 2 --head-dim 64 -c 9", {"--layers -1: expected"}},
+             {"--layers 2.5 --kv-heads 2 --head-dim 64 -c 9", {"--layers 2.5: expected"}},
+             {"--layers 2 --kv-heads 1073741825 --head-dim 64 -c 9", {"--kv-heads 1073741825: expected"}},
+             {"--layers 2 --kv-heads 2 --head-dim x -c 9", {"--head-dim x: expected"}},
+             {shape + "-c 0", {"-c 0: expected"}},
+             {full + "--batch 0", {"--batch 0: expected"}},
+             {full + "--page 0", {"--page 0: expected"}},
+             {full + "--window 4 --sinks 4", {"--sinks 4", "a window of 4"}},
+             {full + "--sinks 1000", {"--sinks 1000"}},
+             {full + "--cache none", {"--cache none", "contiguous paged ring"}},
+             {full + "--cache heap", {"--cache heap: unknown layout"}},
+             {full + "--cache paged,ring", {"--cache paged,ring", "one"}},
+             {full + "--kv f17", {"--kv f17: unknown type"}},
+             {full + "--kv f16,f32", {"--kv f16,f32", "one"}},
+             {full + "--kv f16 -ctk f32", {"--kv", "-ctk"}},
+             {full + "-n 5", {"-n", "memory has no such flag"}},
+             {full + "--depth 5", {"--depth", "memory has no such flag"}},
+             {full + "--bandwith 5", {"--bandwith: unknown flag", "--bandwidth"}},
+             {full + "--bandwidth 0", {"--bandwidth 0: expected a number from"}},
+             {full + "--bandwidth -3", {"--bandwidth -3: expected"}},
+             {full + "--bandwidth nan", {"--bandwidth nan: expected"}},
+             {full + "--bandwidth inf", {"--bandwidth inf: expected"}},
+             {full + "--bandwidth 100GB", {"--bandwidth 100GB: expected"}},
+             {full + "--bandwidth ''", {"--bandwidth: its value is empty"}},
+             {full + "--budget ''", {"--budget: its value is empty", "BYTES"}},
+             {full + "--budget", {"--budget: needs a value"}},
+             // One position of this shape in f16: 2 * 2 layers * 2 heads * 64 * 2 = 1,024 bytes. A page of 16, with its
+             // entry in the table, its count and its place: 16,384 + 12. A ring of a window of 5 and 4 sinks: 64 rows.
+             {full + "--budget 1023", {"--budget", "1023 bytes", "needs 1024 for 1 position", "raise it"}},
+             {full + "--budget 16395 --cache paged", {"--budget", "needs 16396 for 16 positions", "--page"}},
+             {full + "--budget 1KiB --cache ring", {"--budget", "needs 73728 for 9 positions"}},
+             {"--budget 1", {"--budget", "raise it"}},
+         })
+        check_refused(each.arguments, each.parts);
+    for (const char *nonsense :
+         {"40Gib", "40gb", "40KB",   "40 GiB GiB", "GiB", "-5",    "-5GiB",   "nan",   "inf", "0",     "0.4",
+          "1e9",   "0x10", "1,5GiB", "1.2.3MB",    ".",   "40PiB", "9000TiB", "1e400", "4 0", "40GiB "})
+        check_refused(full + "--budget '" + nonsense + "'",
+                      {"--budget " + std::string(nonsense) + ": expected", "40GiB", "KiB MiB GiB TiB", "kB MB GB TB"});
+    CHECK(run("memory " + full + "--budget 1024").status == 0);
+    CHECK(run("memory " + full + "--budget 16396 --cache paged").status == 0);
+    CHECK(run("memory " + full + "--budget 73728 --cache ring").status == 0);
+}
