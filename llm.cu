@@ -171,6 +171,7 @@ inline const std::vector<Command> &commands() {
     static const std::vector<Command> list = {
         {"generate", "stream the text that follows a prompt; then tokens/s, cache bytes, GB/s"},
         {"diff", "naive and cached path in lockstep, a line a token, and a verdict"},
+        {"eval", "quality per cache: perplexity, recall, bytes, tokens/s"},
         {"bench", "prefill and decode beside the memory's read bandwidth"},
         {"memory", "bytes of a cache by the formula, for every layout and precision; what fits, how fast it reads"},
         {"tokenize", "ids of a text (-p, -f), or the text of ids (--ids)"},
@@ -180,7 +181,7 @@ inline const std::vector<Command> &commands() {
 }
 
 inline const std::vector<Flag> &flags() {
-    const char *run = "generate diff bench", *prompt = "generate diff tokenize";
+    const char *run = "generate diff eval bench", *prompt = "generate diff tokenize";
     static const std::string with_memory = std::string(run) + " memory";
     const char *cached = with_memory.c_str();
     using O = Options;
@@ -188,11 +189,12 @@ inline const std::vector<Flag> &flags() {
     static const std::vector<Flag> table = {
         {{"-m", "--model"}, "DIR", "*", "a Hugging Face directory (default: the built-in checkpoint)", text(&O::directory)},
         {{"-p", "--prompt"}, "TEXT", prompt, "the prompt", text(&O::prompt)},
-        {{"-f", "--file"}, "FILE", prompt, "the prompt, read from a file", text(&O::prompt_file)},
+        {{"-f", "--file"}, "FILE", "generate diff eval tokenize", "the prompt, or eval's text, read from a file",
+         text(&O::prompt_file)},
         {{"--ids"}, "1,2,3", prompt, "the prompt as ids; nothing is put before them", text(&O::prompt_ids)},
-        {{"-n", "--predict"}, "N", run, "tokens to generate at most (default 256; bench: 64)",
+        {{"-n", "--predict"}, "N", "generate diff bench", "tokens to generate at most (default 256; bench: 64)",
          whole(&O::count, 0, 1000000000)},
-        {{"-c", "--ctx-size"}, "N", "generate diff memory",
+        {{"-c", "--ctx-size"}, "N", "generate diff eval memory",
          "positions the cache holds (default: prompt + N, at most the model's context; memory: that context)",
          whole(&O::context, 1, 1 << 30)},
         {{"-t", "--threads"}, "N", run, "threads (default: one per core)", whole(&O::threads, 1, 256)},
@@ -220,8 +222,9 @@ inline const std::vector<Flag> &flags() {
          number(&O::tolerance, 0, 1e30)},
         {{"--depth"}, "N,...", "bench", "positions in the cache before the timed steps (default 0)",
          whole_list(&O::depths, 0, 1 << 24)},
-        {{"--repeats"}, "N", "bench", "repeats of each measurement; the median counts (default 3)",
+        {{"--repeats"}, "N", "bench eval", "repeats of each measurement; the median counts (default 3)",
          whole(&O::repeats, 1, 1000)},
+        {{"--all"}, "", "eval", "a standard set of caches, in place of --cache and --kv", turn_on(&O::standard_set)},
         {{"--layers"}, "L", "memory", "a shape in place of a model; needs --kv-heads, --head-dim and -c",
          whole(&O::layers, 1, 1 << 30)},
         {{"--kv-heads"}, "H", "memory", "KV heads of a layer", whole(&O::kv_heads, 1, 1 << 30)},
@@ -360,6 +363,10 @@ inline Options parse_options(const std::vector<std::string> &arguments) {
     if (options.given.count("--kv") && options.given.count("-ctk") + options.given.count("-ctv") > 0)
         fail("--kv gives the type of K and of V: keep it, or -ctk and -ctv");
     check_layout_flags(options);
+    if (options.standard_set && options.given.count("--cache") + options.given.count("--kv") +
+                                        options.given.count("-ctk") + options.given.count("-ctv") >
+                                    0)
+        fail("--all is a set of caches of its own: drop it, or --cache, --kv, -ctk and -ctv");
     if (options.given.count("-p") + options.given.count("-f") + options.given.count("--ids") > 1)
         fail("-p, -f and --ids each give the prompt: keep one of them");
     return options;
@@ -1092,6 +1099,7 @@ inline int run_command(const Options &options) {
     if (options.help) return print_help(stdout), 0;
     if (options.command == "generate") return run_generate(options);
     if (options.command == "diff") return run_diff(options);
+    if (options.command == "eval") return run_eval(options);
     if (options.command == "bench") return run_bench(options);
     if (options.command == "memory") return run_memory(options);
     if (options.command == "tokenize") return run_tokenize(options);

@@ -402,14 +402,15 @@ inline double largest_difference(const std::vector<float> &a, const std::vector<
     return most;
 }
 
+inline double log_sum_exp(const float *logits, int count) {
+    double most = *std::max_element(logits, logits + count), total = 0;
+    for (int i = 0; i < count; i++) total += std::exp(logits[i] - most);
+    return most + std::log(total);
+}
+
 // sum p log(p / q) for p, q = softmax(a), softmax(b), in double precision.
 inline double divergence(const std::vector<float> &a, const std::vector<float> &b) {
-    auto log_sum = [](const std::vector<float> &logits) {
-        double most = *std::max_element(logits.begin(), logits.end()), total = 0;
-        for (float logit : logits) total += std::exp(logit - most);
-        return most + std::log(total);
-    };
-    double a_sum = log_sum(a), b_sum = log_sum(b), total = 0;
+    double a_sum = log_sum_exp(a.data(), (int)a.size()), b_sum = log_sum_exp(b.data(), (int)b.size()), total = 0;
     for (size_t i = 0; i < a.size(); i++) total += std::exp(a[i] - a_sum) * ((a[i] - a_sum) - (b[i] - b_sum));
     return std::max(0.0, total);
 }
@@ -749,5 +750,291 @@ inline int run_bench(const Options &options) {
         print_bench_json(results, median(bandwidths));
     else
         print_bench(results, bandwidths, options.threads);
+    return 0;
+}
+
+// ---- llm eval ----------------------------------------------------------------------------------------------
+
+// A question in a text: the tokens [start, end) are its answer, which was told `distance` tokens before.
+struct Recall {
+    int start, end, distance;
+};
+
+struct EvalText {
+    std::vector<int> tokens;
+    std::vector<Recall> questions;
+};
+
+constexpr int recall_step = 200;  // tokens: distances are shown in classes of this width
+constexpr int recall_classes = 6;
+
+// What one cache did with the texts.
+struct EvalResult {
+    CacheChoice choice;
+    Cache cache;
+    double loss = 0, loss_squares = 0, kl = 0;  // sums over the predicted tokens, nats
+    int predicted = 0;
+    int asked[recall_classes] = {}, right[recall_classes] = {};
+    int longest = 0;             // tokens of the longest text
+    double bytes_per_token = 0;  // of that text
+    std::vector<double> rates;   // decode, tokens/s
+    double perplexity() const { return std::exp(loss / predicted); }
+    // The standard error of the mean loss, carried over to the perplexity.
+    double standard_error() const {
+        double mean = loss / predicted, variance = std::max(0.0, loss_squares / predicted - mean * mean);
+        return perplexity() * std::sqrt(variance / predicted);
+    }
+};
+
+inline int token_at(const std::vector<size_t> &ends, size_t character) {
+    return (int)(std::upper_bound(ends.begin(), ends.end(), character) - ends.begin());
+}
+
+// A line of heldout.jsonl (weights_tools/README.md). Its text is ASCII, so a character is a byte.
+inline EvalText read_story(const std::string &where, const std::string &line, const Tokenizer *tokenizer) {
+    Json story = parse_json(where, line);
+    const cJSON *text = cJSON_GetObjectItem(story.get(), "text"), *question;
+    if (!cJSON_IsString(text)) fail("%s: has no \"text\", expected a string", where.c_str());
+    EvalText result;
+    result.tokens = encode(tokenizer, text->valuestring);
+    std::vector<size_t> ends;  // (token): characters up to its end
+    TextStream stream(tokenizer);
+    size_t characters = 0;
+    for (int token : result.tokens) ends.push_back(characters += stream.next(token).size());
+    cJSON_ArrayForEach(question, cJSON_GetObjectItem(story.get(), "questions")) {
+        auto place_of = [&](const char *key) {
+            const cJSON *number = cJSON_GetObjectItem(question, key);
+            double place = cJSON_IsNumber(number) ? number->valuedouble : -1;
+            if (!(place > 0 && place + 1 < (double)characters)) {
+                fail("%s: a question's \"%s\" is %g, expected a place in its text of %zu characters", where.c_str(),
+                     key, place, characters);
+            }
+            return token_at(ends, (size_t)place);
+        };
+        // The answer runs up to the full stop behind the place.
+        Recall recall{place_of("answer_char"), place_of("place_char") + 2, 0};
+        recall.distance = recall.start - place_of("fact_char");
+        if (recall.start < 1 || recall.end > (int)result.tokens.size() || recall.end <= recall.start)
+            fail("%s: a question's answer ends before it begins, or behind the text", where.c_str());
+        result.questions.push_back(recall);
+    }
+    return result;
+}
+
+// The texts of a .jsonl file with their questions; or any other file, in pieces as long as the context.
+inline std::vector<EvalText> eval_texts(const Options &options, const std::string &directory, const Config &config,
+                                        const Tokenizer *tokenizer) {
+    std::vector<EvalText> texts;
+    size_t context = options.given.count("-c") ? options.context : config.context;
+    std::string file = options.prompt_file, content;
+    if (file.empty()) file = join_path(directory, "heldout_mixed.jsonl");
+    if (options.prompt_file.empty() && !file_exists(file))
+        fail("%s: no such file: give a text with -f FILE", file.c_str());
+    if (file.size() < 6 || file.compare(file.size() - 6, 6, ".jsonl") != 0) {
+        std::vector<int> tokens = prompt_tokens(options, tokenizer, config);
+        if (tokens.size() < 2) fail("%s: has one token, expected at least two", file.c_str());
+        for (size_t begin = 0; begin + 1 < tokens.size(); begin += context) {
+            size_t end = std::min(begin + context, tokens.size());
+            texts.push_back({{tokens.begin() + (int64_t)begin, tokens.begin() + (int64_t)end}, {}});
+        }
+        return texts;
+    }
+    content = read_file(file, 1 << 28);
+    for (size_t begin = 0, line = 1; begin < content.size(); line++) {
+        size_t end = std::min(content.find('\n', begin), content.size());
+        std::string where = file + " line " + std::to_string(line);
+        texts.push_back(read_story(where, content.substr(begin, end - begin), tokenizer));
+        size_t tokens = texts.back().tokens.size();
+        if (tokens < 2 || tokens > context)
+            fail("%s: has %zu tokens, expected 2 to the %zu of the context", where.c_str(), tokens, context);
+        begin = end + 1;
+    }
+    if (texts.empty()) fail("%s: is empty, expected a text", file.c_str());
+    return texts;
+}
+
+// A pass over the next tokens of sequence 0, in as many chunks as the cache needs: use(row, logits) for each.
+template <class Use>
+void for_each_row(Engine &engine, Cache &cache, const int *tokens, int count, Use use) {
+    int chunk = chunk_of(cache), vocabulary = engine.model.config.vocabulary;
+    for (int begin = 0, size; begin < count; begin += size) {
+        size = std::min(chunk, count - begin);
+        prefill(engine, cache, 0, {tokens + begin, tokens + begin + size});
+        std::vector<float> rows = logits(engine, 0, size);
+        for (int row = 0; row < size; row++) use(begin + row, &rows[(size_t)row * vocabulary]);
+    }
+}
+
+// What the f32 cache predicts at one position: logits less the logarithm of the sum of their exponentials.
+struct Prediction {
+    std::vector<double> log_probability, probability;
+};
+
+inline Prediction predict(const float *logits, int count, double log_sum) {
+    Prediction result;
+    for (int i = 0; i < count; i++) {
+        result.log_probability.push_back(logits[i] - log_sum);
+        result.probability.push_back(std::exp(result.log_probability[i]));
+    }
+    return result;
+}
+
+// One text through all caches, a chunk at a time: what the first, in f32, predicts is what the others are held against.
+// The true token comes next, whatever was predicted.
+inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const EvalText &text) {
+    constexpr int chunk = 128;
+    int count = (int)text.tokens.size(), vocabulary = engine.model.config.vocabulary;
+    for (EvalResult &result : results) shrink(result.cache, 0, 0);
+    std::vector<std::vector<char>> hits(results.size(), std::vector<char>(count));  // token t was the likeliest
+    std::vector<Prediction> reference(chunk);
+    for (int begin = 0; begin < count; begin += chunk) {
+        for (size_t i = 0; i < results.size(); i++) {
+            EvalResult &result = results[i];
+            auto use = [&](int row, const float *logits) {
+                int next = begin + row + 1;
+                if (next == count) return;
+                require_finite({logits, logits + vocabulary}, next - 1);
+                double log_sum = log_sum_exp(logits, vocabulary), loss = log_sum - logits[text.tokens[next]];
+                if (i == 0) reference[row] = predict(logits, vocabulary, log_sum);
+                const Prediction &f32 = reference[row];
+                for (int id = 0; id < vocabulary && i > 0; id++)
+                    result.kl += f32.probability[id] * (f32.log_probability[id] - (logits[id] - log_sum));
+                result.loss += loss;
+                result.loss_squares += loss * loss;
+                result.predicted++;
+                hits[i][next] = argmax(logits, vocabulary) == text.tokens[next];
+            };
+            for_each_row(engine, result.cache, &text.tokens[begin], std::min(chunk, count - begin), use);
+        }
+    }
+    for (size_t i = 0; i < results.size(); i++) {
+        for (const Recall &recall : text.questions) {
+            int in = std::min(recall.distance / recall_step, recall_classes - 1);
+            results[i].asked[in]++;
+            results[i].right[in] +=
+                std::all_of(hits[i].begin() + recall.start, hits[i].begin() + recall.end, [](char hit) { return hit; });
+        }
+        double bytes = bytes_of(results[i].cache).total();
+        if (count >= results[i].longest) results[i].bytes_per_token = bytes / count, results[i].longest = count;
+    }
+}
+
+// Decoding behind the last text, in rounds over all caches.
+inline void eval_decode(Engine &engine, std::vector<EvalResult> &results, int repeats) {
+    constexpr int steps = 32;
+    for (int round = 0; round <= repeats; round++) {
+        for (EvalResult &result : results) {
+            int length = result.cache.lengths[0], room = limit_of(result.cache) - steps;
+            if (length > room) shrink(result.cache, 0, std::max(0, room));
+            double start = now();
+            for (int token : bench_tokens(steps, engine.model.config.vocabulary))
+                decode(engine, result.cache, {0}, {token});
+            if (round > 0) result.rates.push_back(steps / (now() - start));
+        }
+    }
+}
+
+// What --all measures: each precision, some pairs that differ, a page table, and rings of a quarter of the context.
+inline std::vector<CacheChoice> standard_set(const Config &config) {
+    std::vector<CacheChoice> list;
+    for_each_type<Precision>([&](auto type) { list.push_back({Contiguous::name, type.name, type.name}); });
+    list.push_back({Contiguous::name, Int8::name, Int4::name});
+    list.push_back({Contiguous::name, Int4::name, Int2::name});
+    list.push_back({Paged::name, Int4::name, Int4::name});
+    int window = std::max(8, config.context / 4);
+    for (int sinks : {0, 4}) list.push_back({Ring::name, F16::name, F16::name, window, sinks});
+    list.push_back({Ring::name, Int4::name, Int4::name, window, 4});
+    return list;
+}
+
+inline void print_eval(const std::vector<EvalResult> &results) {
+    int asked = 0;
+    for (int count : results[0].asked) asked += count;
+    printf("%-18s %-4s %-4s %8s %6s %9s %7s %9s ", "cache", "K", "V", "B/token", "x", "perplex.", "+-", "KL to f32");
+    for (int i = 0; asked && i < recall_classes; i++)
+        printf(i + 1 < recall_classes ? " <%-4d" : " %d+", (i + (i + 1 < recall_classes)) * recall_step);
+    printf(" %9s\n", "tokens/s");
+    for (const EvalResult &result : results) {
+        std::string name = result.choice.layout;
+        if (name == Ring::name)
+            name += " " + std::to_string(result.choice.window) + " + " + std::to_string(result.choice.sinks);
+        printf("%-18s %-4s %-4s %8.1f %6.2f %9.4f %7.4f %9.2e ", name.c_str(), result.choice.type_k.c_str(),
+               result.choice.type_v.c_str(), result.bytes_per_token,
+               results[0].bytes_per_token / result.bytes_per_token, result.perplexity(), result.standard_error(),
+               result.kl / result.predicted);
+        for (int i = 0; asked && i < recall_classes; i++)
+            result.asked[i] ? printf(" %3.0f %%", 100.0 * result.right[i] / result.asked[i]) : printf("     -");
+        printf(" %9.1f\n", median(result.rates));
+    }
+    printf("\n%d tokens predicted; B/token: of the longest text, metadata included; x: times smaller than f32",
+           results[0].predicted);
+    if (asked) printf(";\nrecall: %d questions by the distance, in tokens, of the fact they ask for", asked);
+    printf("\n");
+}
+
+inline void print_eval_json(const std::vector<EvalResult> &results, size_t texts) {
+    Json object = json_object();
+    cJSON_AddNumberToObject(object.get(), "texts", (double)texts);
+    cJSON_AddNumberToObject(object.get(), "predicted_tokens", results[0].predicted);
+    cJSON *list = cJSON_AddArrayToObject(object.get(), "results");
+    for (const EvalResult &result : results) {
+        cJSON *item = cJSON_CreateObject();
+        cJSON_AddItemToArray(list, item);
+        auto add = [&](const char *key, double value) { cJSON_AddNumberToObject(item, key, value); };
+        cJSON_AddStringToObject(item, "layout", result.choice.layout.c_str());
+        cJSON_AddStringToObject(item, "type_k", result.choice.type_k.c_str());
+        cJSON_AddStringToObject(item, "type_v", result.choice.type_v.c_str());
+        if (result.choice.layout == Ring::name) {
+            add("window", result.choice.window);
+            add("sinks", result.choice.sinks);
+        }
+        add("bytes_per_token", result.bytes_per_token);
+        add("times_smaller", results[0].bytes_per_token / result.bytes_per_token);
+        add("perplexity", result.perplexity());
+        add("standard_error", result.standard_error());
+        add("kl", result.kl / result.predicted);
+        add("tokens_per_second", median(result.rates));
+        cJSON *recall = cJSON_AddArrayToObject(item, "recall");
+        for (int i = 0; i < recall_classes; i++) {
+            if (!result.asked[i]) continue;
+            cJSON *entry = cJSON_CreateObject();
+            cJSON_AddNumberToObject(entry, "distance", i * recall_step);
+            cJSON_AddNumberToObject(entry, "questions", result.asked[i]);
+            cJSON_AddNumberToObject(entry, "right", result.right[i]);
+            cJSON_AddItemToArray(recall, entry);
+        }
+    }
+    print_json(object.get());
+}
+
+inline int run_eval(const Options &options) {
+    if (("," + options.layout + ",").find(",none,") != std::string::npos)
+        fail("--cache none: eval measures caches: %s", layout_names().c_str());
+    std::string directory = checkpoint_directory(options);
+    Engine engine(load_model(directory), options.threads);
+    const Config &config = engine.model.config;
+    TokenizerPointer tokenizer = load_tokenizer(directory);
+    if (options.given.count("-c") && (options.context > config.context || options.context < 2))
+        fail("-c %d: expected 2 to %d positions, for which this model was made", options.context, config.context);
+    std::vector<EvalText> texts = eval_texts(options, directory, config, tokenizer.get());
+    int longest = 0;
+    for (const EvalText &text : texts) longest = std::max(longest, (int)text.tokens.size());
+    std::vector<CacheChoice> choices = {{Contiguous::name, F32::name, F32::name}};
+    for (const CacheChoice &choice : options.standard_set ? standard_set(config) : cache_choices(options, config))
+        if (choice.layout != Contiguous::name || choice.type_k != F32::name || choice.type_v != F32::name)
+            choices.push_back(choice);
+    std::vector<EvalResult> results;
+    for (const CacheChoice &choice : choices) {
+        results.emplace_back();
+        results.back().choice = choice;
+        results.back().cache = open_choice(options, config, choice, longest);
+    }
+    for (size_t i = 0; i < texts.size(); i++) {
+        show_progress("text " + std::to_string(i + 1) + " of " + std::to_string(texts.size()));
+        eval_text(engine, results, texts[i]);
+    }
+    eval_decode(engine, results, options.repeats);
+    show_progress("");
+    options.json ? print_eval_json(results, texts.size()) : print_eval(results);
     return 0;
 }
