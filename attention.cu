@@ -155,27 +155,42 @@ inline void weigh(float *values, size_t stride, const float *weights, StoredRows
     }
 }
 
-// The rows of the block that a tile lies in, positions [begin, end), which are not quantized yet: use(t, rows, count)
-// gets those that earlier passes left at f16, and then those of this pass.
-template <class Use>
-inline void for_each_recent_run(const CacheRows &recent, int layer, const Span &tile, int kv_head,
-                                const PassVectors &vectors, int begin, int end, Use use) {
-    int kept = std::min(end, tile.first);
-    if (begin < kept) {
-        const char *start = recent.at(layer, tile.sequence * group_size + begin % group_size, kv_head);
-        use(begin, StoredRows<PlainRow<f16>>{start, recent.stride()}, kept - begin);
+// What one task reads: the positions [begin, end) of a tile's sequence, one layer and KV head, inside the split that
+// begins at `origin`.
+struct Stretch {
+    const Cache &cache;
+    int layer;
+    const Span &tile;
+    int kv_head, origin, begin, end;
+    // Of a format with blocks, the tile's own block is not read as stored, but at f16: from here on.
+    template <class Format>
+    int recent() const {
+        return Format::key_groups ? std::min(end, tile.position / group_size * group_size) : end;
     }
-    begin = std::max(begin, kept);
-    if (begin < end) {
-        const char *start = (const char *)vectors.at(tile, begin, kv_head);
-        use(begin, StoredRows<PlainRow<float>>{start, vectors.kv_heads * vectors.width * sizeof(float)}, end - begin);
+    // use(t, start, count) for each run of stored rows from position `from` up to `to`.
+    template <class Use>
+    void for_each_run(const CacheRows &side, int from, int to, Use use) const {
+        ::for_each_run(cache, side, layer, tile.sequence, kv_head, from, to, use);
     }
-}
+};
 
-// Where the positions begin that a query reads as recent; before it, all are as stored.
-template <class Format>
-inline int recent_begin(const Span &tile, int end) {
-    return Format::key_groups ? std::min(end, tile.position / group_size * group_size) : end;
+// The rows of the tile's own block, from position `from` on: use(t, rows, count) gets those that earlier passes left at
+// f16, and then those of this pass.
+template <class Use>
+inline void for_each_recent_run(const Stretch &stretch, const CacheRows &recent, const PassVectors &vectors, int from,
+                                Use use) {
+    const Span &tile = stretch.tile;
+    int kept = std::min(stretch.end, tile.first);
+    if (from < kept) {
+        const char *start = recent.at(stretch.layer, tile.sequence * group_size + from % group_size, stretch.kv_head);
+        use(from, StoredRows<PlainRow<f16>>{start, recent.stride()}, kept - from);
+    }
+    from = std::max(from, kept);
+    if (from < stretch.end) {
+        const char *start = (const char *)vectors.at(tile, from, stretch.kv_head);
+        use(from, StoredRows<PlainRow<float>>{start, vectors.kv_heads * vectors.width * sizeof(float)},
+            stretch.end - from);
+    }
 }
 
 // Scales and zero points of some rows, or channels, as they are stored and then as float32.
@@ -225,13 +240,13 @@ inline void score_block_tile(float *scores, const char *const *rows, const float
 //   q . k = sum over c of q[c] zero[c]  +  sum over c of (q[c] scale[c]) code[c]
 // and both zero points and scales are applied to the query, once for 32 positions.
 template <class Format>
-inline void score_block(float *scores, const float *const *queries, int query_count, const Cache &cache, int layer,
-                        int sequence, int kv_head, int begin) {
+inline void score_block(float *scores, const float *const *queries, int query_count, const Stretch &stretch,
+                        int begin) {
     using G = typename Format::G;
-    const CacheRows &side = cache.keys;
+    const CacheRows &side = stretch.cache.keys;
     int width = side.width, n = Format::groups(width);
     const char *rows[group_size];
-    for_each_run(cache, side, layer, sequence, kv_head, begin, begin + group_size, [&](int t, char *row, int count) {
+    stretch.for_each_run(side, begin, begin + group_size, [&](int t, char *row, int count) {
         for (int i = 0; i < count; i++, row += side.stride()) {
             rows[t - begin + i] = row;
             __builtin_prefetch(row + group_size * side.stride());  // the next block, if no page ends here
@@ -257,56 +272,58 @@ inline void score_block(float *scores, const float *const *queries, int query_co
     });
 }
 
-// The raw scores q . k of the positions [begin, end), which lie in the split that begins at `origin`: query q's score
-// of position t at scores[q * split_positions + t - origin]. Keys of a block are scored all 32 if one of them is
-// visible.
-inline void score_split(float *scores, const float *const *queries, int query_count, const Span &tile, int kv_head,
-                        int origin, int begin, int end, const Cache &cache, int layer, const PassVectors &fresh) {
-    const CacheRows &side = cache.keys;
+// Multiplies the scores of `count` positions, whose rows begin at `row`, by their scales.
+template <class Format>
+inline void scale_scores(float *scores, int query_count, const char *row, size_t stride, int count) {
+    thread_local Scales scales;  // (count)
+    scales.resize(count);
+    ScaleAndZero *stored = scales.stored.data();
+    for (int r = 0; r < count; r++, row += stride) stored[r] = Format::scale_and_zero(row, 0);
+    scales.widen();
+    for (int q = 0; q < query_count; q++) {
+        float *of_query = scores + (size_t)q * split_positions;
+        multiply(of_query, of_query, scales.scale.data(), count);
+    }
+}
+
+// The raw scores q . k of a stretch: query q's score of position t at scores[q * split_positions + t - origin]. Of a
+// block of keys all 32 are scored if one of them is visible.
+inline void score_stretch(float *scores, const float *const *queries, int query_count, const Stretch &stretch,
+                          const PassVectors &fresh) {
+    const CacheRows &side = stretch.cache.keys;
+    auto at = [&](int t) { return scores + t - stretch.origin; };
     auto score = [&](int t, auto rows, int count) {
-        dots(scores + t - origin, split_positions, rows, count, queries, query_count, side.width);
+        dots(at(t), split_positions, rows, count, queries, query_count, side.width);
     };
     auto score_stored = [&](auto format) {
         using Format = decltype(format);
-        int recent = recent_begin<Format>(tile, end);
+        int recent = stretch.recent<Format>();
         if constexpr (Format::key_groups) {
-            for (int t = begin / group_size * group_size; t < recent; t += group_size)
-                score_block<Format>(scores + t - origin, queries, query_count, cache, layer, tile.sequence, kv_head, t);
+            for (int t = stretch.begin / group_size * group_size; t < recent; t += group_size)
+                score_block<Format>(at(t), queries, query_count, stretch, t);
         } else {
-            for_each_run(cache, side, layer, tile.sequence, kv_head, begin, recent, [&](int t, char *start, int count) {
+            stretch.for_each_run(side, stretch.begin, recent, [&](int t, const char *start, int count) {
                 score(t, StoredRows<Format>{start, side.stride()}, count);
-                if constexpr (Format::scale_channels > 0) {
-                    thread_local Scales scales;  // (count)
-                    scales.resize(count);
-                    ScaleAndZero *stored = scales.stored.data();
-                    for (int r = 0; r < count; r++, start += side.stride())
-                        stored[r] = Format::scale_and_zero(start, 0);
-                    scales.widen();
-                    for (int q = 0; q < query_count; q++) {
-                        float *of_query = scores + (size_t)q * split_positions + t - origin;
-                        multiply(of_query, of_query, scales.scale.data(), count);
-                    }
-                }
+                if constexpr (Format::scale_channels > 0)
+                    scale_scores<Format>(at(t), query_count, start, side.stride(), count);
             });
         }
-        for_each_recent_run(cache.recent_keys, layer, tile, kv_head, fresh, std::max(begin, recent), end, score);
+        for_each_recent_run(stretch, stretch.cache.recent_keys, fresh, std::max(stretch.begin, recent), score);
     };
-    std::visit(score_stored, cache.type_k);
+    std::visit(score_stored, stretch.cache.type_k);
 }
 
-// The weights of a split with what channels [channel, channel + scale_channels) share: factors = weights * scale, and
+// The weights of a stretch with what channels [channel, channel + channels) share: factors = weights * scale, and
 // values[q * stride ..] += sum of weights * zero. Sums over all of a split, whatever runs its rows lie in.
 template <class Format>
 inline void fold_scales(float *factors, float *values, size_t stride, const float *weights, int queries, int channel,
-                        int channels, const Span &tile, int kv_head, int origin, int begin, int end, const Cache &cache,
-                        int layer) {
-    const CacheRows &side = cache.values;
+                        int channels, const Stretch &stretch) {
+    const CacheRows &side = stretch.cache.values;
     thread_local Scales scales;  // (split_positions)
     scales.resize(split_positions);
-    ScaleAndZero *stored = scales.stored.data();
-    for_each_run(cache, side, layer, tile.sequence, kv_head, begin, end, [&](int t, char *row, int count) {
-        for (int i = t - origin; i < t - origin + count; i++, row += side.stride())
-            stored[i] = Format::scale_and_zero(row, channel);
+    ScaleAndZero *stored = scales.stored.data() - stretch.origin;
+    stretch.for_each_run(side, stretch.begin, stretch.recent<Format>(), [&](int t, const char *row, int count) {
+        for (int end = t + count; t < end; t++, row += side.stride()) stored[t] = Format::scale_and_zero(row, channel);
     });
     scales.widen();
     for (int q = 0; q < queries; q++) {
@@ -319,17 +336,17 @@ inline void fold_scales(float *factors, float *values, size_t stride, const floa
     }
 }
 
-// values (queries, width) += the weighted rows of the positions [begin, end) of a split.
-inline void weigh_split(float *values, const float *weights, int queries, const Span &tile, int kv_head, int origin,
-                        int begin, int end, const Cache &cache, int layer, const PassVectors &fresh) {
-    const CacheRows &side = cache.values;
+// values (queries, width) += the weighted rows of a stretch; weights (queries, split_positions).
+inline void weigh_stretch(float *values, const float *weights, int queries, const Stretch &stretch,
+                          const PassVectors &fresh) {
+    const CacheRows &side = stretch.cache.values;
     size_t width = side.width;
     auto weigh_stored = [&](auto format) {
         using Format = decltype(format);
-        int recent = recent_begin<Format>(tile, end);
+        int recent = stretch.recent<Format>();
         auto weigh_rows = [&](const float *factors, int channel, int channels) {
-            for_each_run(cache, side, layer, tile.sequence, kv_head, begin, recent, [&](int t, char *start, int count) {
-                weigh(values + channel, width, factors + t - origin,
+            stretch.for_each_run(side, stretch.begin, recent, [&](int t, const char *start, int count) {
+                weigh(values + channel, width, factors + t - stretch.origin,
                       StoredRows<Format>{start, side.stride()}.from_channel(channel), count, queries, channels);
             });
         };
@@ -338,19 +355,19 @@ inline void weigh_split(float *values, const float *weights, int queries, const 
         } else {
             thread_local Floats factors;  // (queries, split_positions)
             factors.resize((size_t)queries * split_positions);
-            for (int c = 0; c < side.width && begin < recent; c += std::min(Format::scale_channels, side.width)) {
-                int channels = std::min(Format::scale_channels, side.width - c);
-                fold_scales<Format>(factors.data(), values + c, width, weights, queries, c, channels, tile, kv_head,
-                                    origin, begin, recent, cache, layer);
+            const int shared = std::min(Format::scale_channels, side.width);
+            for (int c = 0; c < side.width && stretch.begin < recent; c += shared) {
+                int channels = std::min(shared, side.width - c);
+                fold_scales<Format>(factors.data(), values + c, width, weights, queries, c, channels, stretch);
                 weigh_rows(factors.data(), c, channels);
             }
         }
-        for_each_recent_run(cache.recent_values, layer, tile, kv_head, fresh, std::max(begin, recent), end,
+        for_each_recent_run(stretch, stretch.cache.recent_values, fresh, std::max(stretch.begin, recent),
                             [&](int t, auto rows, int count) {
-                                weigh(values, width, weights + t - origin, rows, count, queries, side.width);
+                                weigh(values, width, weights + t - stretch.origin, rows, count, queries, side.width);
                             });
     };
-    std::visit(weigh_stored, cache.type_v);
+    std::visit(weigh_stored, stretch.cache.type_v);
 }
 
 // The scores of a split, of which the positions [low, high) are visible, become e^(factor * score - most), and 0
@@ -442,26 +459,22 @@ inline void attend_split(Partial *partials, float *values, const AttentionTask &
                          const Span &tile, int kv_head, int split) {
     int queries = tile.count * heads.group(), value_width = task.cache.values.width;
     int origin = split * split_positions, end = std::min(origin + split_positions, tile.position + tile.count);
-    int begin = std::max(origin, task.visible.first(tile.position));
+    Stretch stretch = {
+        task.cache, task.layer, tile, kv_head, origin, std::max(origin, task.visible.first(tile.position)), end};
+    bool visible = stretch.begin < end;
     thread_local Floats scores;
     thread_local std::vector<const float *> vectors;
     scores.resize((size_t)queries * split_positions);
     vectors.resize(queries);
     for (int q = 0; q < queries; q++) vectors[q] = task.query + query_head(tile, kv_head, q, heads) * heads.width;
-    if (begin < end) {
-        score_split(scores.data(), vectors.data(), queries, tile, kv_head, origin, begin, end, task.cache, task.layer,
-                    task.key);
-    }
+    if (visible) score_stretch(scores.data(), vectors.data(), queries, stretch, task.key);
     for (int q = 0; q < queries; q++) {
         int position = tile.position + q / heads.group();
         int low = std::max(0, task.visible.first(position) - origin), high = std::min(end, position + 1) - origin;
         partials[q] = softmax_split(&scores[(size_t)q * split_positions], low, high, 1 / std::sqrt((float)heads.width));
     }
     std::fill(values, values + (size_t)queries * value_width, 0.0f);
-    if (begin < end) {
-        weigh_split(values, scores.data(), queries, tile, kv_head, origin, begin, end, task.cache, task.layer,
-                    task.value);
-    }
+    if (visible) weigh_stretch(values, scores.data(), queries, stretch, task.value);
 }
 
 // The sinks, for those queries of a tile between which and the sinks positions were dropped.
