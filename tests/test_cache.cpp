@@ -214,6 +214,7 @@ struct Scene {
             }
             for (int row = 0; row < rows; row++)
                 REQUIRE(wrong_fresh(layer, row_sequence[row], row_position[row], row, pass_keys, pass_values) == 0);
+            std::reverse(spans.begin(), spans.end());  // threads take them in any order
             for (const Span &span : spans)
                 for (int head = 0; head < s.kv_heads; head++)
                     keep_recent(cache, layer, span, head, pass_keys.data(), pass_values.data());
@@ -357,6 +358,8 @@ TEST_CASE("scales, zero points, recent blocks, sinks and tables are metadata") {
     CacheBytes int8 = bytes_for(shape, Contiguous{}, Int8{}, Int8{});
     CHECK(int8.metadata / int8.payload == 0.015625);  // an f16 a row of 128
     CHECK(int8.metadata == 2 * rows);
+    CHECK(row_payload(Int4{}, 33) == 17);  // whole bytes
+    CHECK(row_payload(Int2{}, 37) == 10);
     // Four groups a row, each with two f16; and 32 positions at f16.
     CHECK(bytes_for(shape, Contiguous{}, Int4{}, Int4{}).metadata == rows * 16 + 2.0 * 80 * 64 * 32 * 128 * 2);
     CHECK(bytes_for(shape, Contiguous{}, Int2{}, F16{}).metadata == rows / 2 * 16 + 80.0 * 64 * 32 * 128 * 2);
