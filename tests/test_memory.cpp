@@ -437,30 +437,34 @@ TEST_CASE("what no flag of positions can say is not promised") {
 }
 
 TEST_CASE("units of a budget") {
-    const std::vector<std::pair<const char *, double>> cases = {{"40GiB", 40 * GiB},
-                                                                {"1.5KiB", 1536},
-                                                                {"0.5MiB", 0.5 * MiB},
-                                                                {"2TiB", 2048 * GiB},
-                                                                {"2kB", 2000},
-                                                                {"2.5MB", 2500000},
-                                                                {"2.3GB", 2300000000},
-                                                                {"1TB", 1e12},
-                                                                {"1000000", 1000000},
-                                                                {"1000000B", 1000000},
-                                                                {"' 7 KiB'", 0},
-                                                                {"'7 KiB'", 7 * KiB},
-                                                                {"0.1GiB", 107374182},
-                                                                {"16.GiB", 16 * GiB},
-                                                                {".5GiB", 0.5 * GiB},
-                                                                {"8191TiB", 8191 * 1024 * GiB},
-                                                                {"9007199254740991", 9007199254740991}};
-    for (auto &each : cases) {
-        std::string flags = std::string("--layers 1 --kv-heads 1 --head-dim 8 -c 8 --budget ") + each.first;
+    struct Case {
+        const char *text;
+        double bytes;  // 0: refused
+    };
+    for (const Case &each : std::vector<Case>{{"40GiB", 40 * GiB},
+                                              {"1.5KiB", 1536},
+                                              {"0.5MiB", 0.5 * MiB},
+                                              {"2TiB", 2048 * GiB},
+                                              {"2kB", 2000},
+                                              {"2.5MB", 2500000},
+                                              {"2.3GB", 2300000000},
+                                              {"1TB", 1e12},
+                                              {"2.01kB", 2010},
+                                              {"1000000", 1000000},
+                                              {"1000000B", 1000000},
+                                              {"' 7 KiB'", 0},
+                                              {"'7 KiB'", 7 * KiB},
+                                              {"0.1GiB", 107374182},
+                                              {"16.GiB", 16 * GiB},
+                                              {".5GiB", 0.5 * GiB},
+                                              {"8191TiB", 8191 * 1024 * GiB},
+                                              {"9007199254740991", 9007199254740991}}) {
+        std::string flags = std::string("--layers 1 --kv-heads 1 --head-dim 8 -c 8 --budget ") + each.text;
         CAPTURE(flags);
-        if (each.second == 0)
+        if (each.bytes == 0)
             check_refused(flags, {"--budget"});
         else
-            CHECK(number(memory(flags), "budget_bytes") == each.second);
+            CHECK(number(memory(flags), "budget_bytes") == each.bytes);
     }
 }
 
