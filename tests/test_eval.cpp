@@ -1,0 +1,504 @@
+// llm eval: its figures beside those computed here from logits in double precision, its counts beside known answers.
+// Run from the repository's root. The environment variable LLM says which program; without it, ./llm.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#define LLM_WITHOUT_MAIN
+#include <doctest/doctest.h>
+
+#include <fstream>
+
+#include "../llm.cu"
+
+namespace fs = std::filesystem;
+using Words = std::vector<std::string>;
+
+static const std::string builtin = "weights_tools/builtin";
+
+// ---- Running it ----------------------------------------------------------------------------------------------
+
+static Words operator+(Words a, const Words &b) {
+    a.insert(a.end(), b.begin(), b.end());
+    return a;
+}
+
+// What it prints on standard output and standard error, on one thread.
+static std::string output_of(const Words &arguments) {
+    std::string command = std::string(getenv("LLM") ? getenv("LLM") : "./llm") + " eval -t 1 --repeats 1 -m " + builtin;
+    for (const std::string &word : arguments) command += " '" + word + "'";
+    CAPTURE(command);
+    FILE *pipe = popen((command + " 2>&1").c_str(), "r");
+    REQUIRE(pipe);
+    std::string output;
+    for (int c; (c = fgetc(pipe)) != EOF;) output.push_back((char)c);
+    REQUIRE_MESSAGE(pclose(pipe) == 0, output);
+    return output;
+}
+
+static Json eval(const Words &arguments) { return parse_json("eval", output_of(arguments + Words{"--json"})); }
+
+static const cJSON *member(const cJSON *object, const char *key) {
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
+    REQUIRE_MESSAGE(item, key);
+    return item;
+}
+
+static double number_of(const cJSON *object, const char *key) {
+    REQUIRE_MESSAGE(cJSON_IsNumber(member(object, key)), key);
+    return member(object, key)->valuedouble;
+}
+
+static std::string string_of(const cJSON *object, const char *key) {
+    REQUIRE_MESSAGE(cJSON_IsString(member(object, key)), key);
+    return member(object, key)->valuestring;
+}
+
+static std::vector<const cJSON *> results_of(const Json &root) {
+    std::vector<const cJSON *> results;
+    const cJSON *item;
+    cJSON_ArrayForEach(item, member(root.get(), "results")) results.push_back(item);
+    return results;
+}
+
+// "paged f16 int8"
+static std::string title_of(const cJSON *result) {
+    return string_of(result, "layout") + " " + string_of(result, "type_k") + " " + string_of(result, "type_v");
+}
+
+static Words names_of(const Json &root) {
+    Words names;
+    for (const cJSON *result : results_of(root)) names.push_back(title_of(result));
+    return names;
+}
+
+// Questions and right answers by the least distance of their class.
+using Counts = std::map<int, std::pair<int, int>>;
+
+static Counts recall_of(const cJSON *result) {
+    Counts counts;
+    const cJSON *entry;
+    cJSON_ArrayForEach(entry, member(result, "recall")) {
+        counts[(int)number_of(entry, "distance")] = {(int)number_of(entry, "questions"),
+                                                     (int)number_of(entry, "right")};
+    }
+    return counts;
+}
+
+// ---- Texts ---------------------------------------------------------------------------------------------------
+
+static Json story(int index) {
+    static const std::string file = builtin + "/heldout_mixed.jsonl";
+    std::ifstream in(file);
+    std::string line;
+    for (int i = 0; i <= index; i++) REQUIRE(std::getline(in, line));
+    return parse_json(file, line);
+}
+
+static std::string text_of(const Json &object) { return string_of(object.get(), "text"); }
+
+// Some texts to evaluate, in build/: a line each of a .jsonl file.
+static std::string write_lines(const std::string &name, const std::vector<const cJSON *> &lines) {
+    fs::create_directories("build");
+    std::string file = "build/test_eval_" + name + ".jsonl";
+    std::ofstream out(file);
+    for (const cJSON *line : lines) {
+        std::unique_ptr<char, decltype(&cJSON_free)> text(cJSON_PrintUnformatted(line), cJSON_free);
+        out << text.get() << "\n";
+    }
+    return file;
+}
+
+static std::string write_text(const std::string &name, const std::string &text) {
+    fs::create_directories("build");
+    std::string file = "build/test_eval_" + name + ".txt";
+    std::ofstream(file) << text;
+    return file;
+}
+
+static std::vector<int> tokens_of(const std::string &text) {
+    static TokenizerPointer tokenizer = load_tokenizer(builtin);
+    return encode(tokenizer.get(), text);
+}
+
+// Characters before a token.
+static int characters_before(const std::vector<int> &tokens, int index) {
+    static TokenizerPointer tokenizer = load_tokenizer(builtin);
+    TextStream stream(tokenizer.get());
+    size_t count = 0;
+    for (int t = 0; t < index; t++) count += stream.next(tokens[t]).size();
+    return (int)count;
+}
+
+// ---- The figures, from logits --------------------------------------------------------------------------------
+
+static Engine &engine() {
+    static Engine engine(load_model(builtin), 1);
+    return engine;
+}
+
+static std::vector<float> naive_rows(const std::vector<int> &tokens, const Layout &layout = Contiguous{}) {
+    forward_naive(engine(), tokens, layout);
+    return logits(engine(), 0, (int)tokens.size());
+}
+
+static std::vector<float> cached_rows(const std::vector<int> &tokens, const Precision &type) {
+    const Config &config = engine().model.config;
+    CacheShape shape{config.layers, config.kv_heads, config.head_dim, config.head_dim, 1, (int)tokens.size()};
+    Cache cache = open_cache(shape, Contiguous{}, type, type);
+    prefill(engine(), cache, 0, tokens);
+    return logits(engine(), 0, (int)tokens.size());
+}
+
+static double largest_difference(const std::vector<std::vector<float>> &a, const std::vector<std::vector<float>> &b) {
+    double most = 0;
+    for (size_t i = 0; i < a.size(); i++) most = std::max(most, largest_difference(a[i], b[i]));
+    return most;
+}
+
+struct Figures {
+    double perplexity = 0, standard_error = 0, kl = 0;
+    double log_ratio = 0;  // mean of sum p |log p / q|
+    int predicted = 0;
+    std::vector<std::vector<bool>> hits;  // (text, token): it was the likeliest
+};
+
+// softmax of a row of logits
+static std::vector<double> probabilities(const float *row, int count) {
+    double most = *std::max_element(row, row + count), sum = 0;
+    std::vector<double> p(count);
+    for (int i = 0; i < count; i++) sum += p[i] = std::exp(row[i] - most);
+    for (double &number : p) number /= sum;
+    return p;
+}
+
+// Rows of logits, (token, vocabulary) for each text, and those of the f32 cache: p and q.
+static Figures figures(const std::vector<std::vector<int>> &texts, const std::vector<std::vector<float>> &q_rows,
+                       const std::vector<std::vector<float>> &p_rows) {
+    Figures result;
+    std::vector<double> losses;
+    int vocabulary = engine().model.config.vocabulary;
+    for (size_t i = 0; i < texts.size(); i++) {
+        result.hits.push_back({false});
+        for (size_t t = 0; t + 1 < texts[i].size(); t++) {
+            const float *row = &q_rows[i][t * vocabulary];
+            std::vector<double> q = probabilities(row, vocabulary);
+            std::vector<double> p = probabilities(&p_rows[i][t * vocabulary], vocabulary);
+            losses.push_back(-std::log(q[texts[i][t + 1]]));
+            result.hits[i].push_back(std::max_element(row, row + vocabulary) - row == texts[i][t + 1]);
+            for (int id = 0; id < vocabulary; id++) {
+                result.kl += p[id] * std::log(p[id] / q[id]);
+                result.log_ratio += p[id] * std::fabs(std::log(p[id] / q[id]));
+            }
+        }
+    }
+    double mean = 0, variance = 0, n = (double)losses.size();
+    for (double loss : losses) mean += loss / n;
+    for (double loss : losses) variance += (loss - mean) * (loss - mean) / n;
+    result.predicted = (int)losses.size();
+    result.perplexity = std::exp(mean);
+    result.standard_error = result.perplexity * std::sqrt(variance / n);
+    result.kl /= n;
+    result.log_ratio /= n;
+    return result;
+}
+
+// Logits of p or of q that are off by `off` change a log-probability by 2 off at most, so the mean loss and, as it is a
+// norm, the losses' standard deviation; and KL, sum p log(p / q), by (e^(2 off) - 1) sum p |log(p / q)| for its first p
+// and by 2 off for its logarithm. A double's rounding of logits below 100 is 1e-14, of printed digits 1e-15 of them.
+static void check_figures(const cJSON *result, const Figures &expected, double off) {
+    CAPTURE(title_of(result));
+    auto near = [](double value, double right, double tolerance) {
+        CHECK_MESSAGE(std::fabs(value - right) <= tolerance + 1e-9 * std::fabs(right) + 1e-13,
+                      value << ", expected " << right << " +- " << tolerance);
+    };
+    double factor = std::expm1(2 * off), perplexity = expected.perplexity * factor;
+    near(number_of(result, "perplexity"), expected.perplexity, perplexity);
+    near(number_of(result, "standard_error"), expected.standard_error,
+         expected.standard_error * factor +
+             (expected.perplexity + perplexity) * 2 * off / std::sqrt(expected.predicted));
+    near(number_of(result, "kl"), expected.kl, factor * expected.log_ratio + 2 * off);
+}
+
+// ---- The tests -----------------------------------------------------------------------------------------------
+
+TEST_CASE("perplexity, its standard error and KL to f32 are those of the naive path's logits") {
+    std::vector<Json> stories;
+    std::vector<std::vector<int>> texts;
+    std::vector<std::vector<float>> naive, f32, f16, int4, int2, ring;
+    for (int i : {0, 1}) {
+        stories.push_back(story(i));
+        texts.push_back(tokens_of(text_of(stories.back())));
+        naive.push_back(naive_rows(texts[i]));
+        f32.push_back(cached_rows(texts[i], F32{}));
+        f16.push_back(cached_rows(texts[i], F16{}));
+        int4.push_back(cached_rows(texts[i], Int4{}));
+        int2.push_back(cached_rows(texts[i], Int2{}));
+        CacheShape shape;
+        shape.window = 48, shape.sinks = 2;
+        ring.push_back(naive_rows(texts[i], open_layout(shape, Ring{})));
+    }
+    double off = largest_difference(naive, f32);
+    CHECK(off <= 1e-4);
+    std::string file = write_lines("two", {stories[0].get(), stories[1].get()});
+    Json root = eval({"-f", file, "--kv", "f16,int4,int2"});
+    std::vector<const cJSON *> results = results_of(root);
+    REQUIRE(names_of(root) ==
+            Words{"contiguous f32 f32", "contiguous f16 f16", "contiguous int4 int4", "contiguous int2 int2"});
+    CHECK(number_of(root.get(), "texts") == 2);
+    CHECK(number_of(root.get(), "predicted_tokens") == texts[0].size() + texts[1].size() - 2);
+    check_figures(results[0], figures(texts, naive, naive), off);
+    CHECK(number_of(results[0], "kl") == 0);
+    const std::vector<std::vector<float>> *rows[] = {&f32, &f16, &int4, &int2};
+    for (int i = 0; i < 4; i++) {
+        check_figures(results[i], figures(texts, *rows[i], naive), off);
+        check_figures(results[i], figures(texts, *rows[i], f32), 0);
+    }
+    // What a ring drops, the naive path does not see.
+    root = eval({"-f", file, "--kv", "f32", "--cache", "ring", "--window", "48", "--sinks", "2"});
+    REQUIRE(names_of(root) == Words{"contiguous f32 f32", "ring f32 f32"});
+    CHECK(number_of(results_of(root)[1], "window") == 48);
+    CHECK(number_of(results_of(root)[1], "sinks") == 2);
+    check_figures(results_of(root)[1], figures(texts, ring, f32), 1e-4);
+}
+
+TEST_CASE("a layout changes no figure, a coarser precision does; bytes are those of the formula") {
+    std::vector<Json> stories;
+    for (int i : {1, 0, 3}) stories.push_back(story(i));  // of 135, 146 and 149 tokens
+    std::string file = write_lines("three", {stories[0].get(), stories[2].get(), stories[1].get()});
+    Json root = eval({"-f", file, "--cache", "contiguous,paged,ring", "--page", "7", "--kv", "f32,f16,int8,int4,int2"});
+    std::map<std::string, const cJSON *> by_name;
+    for (const cJSON *result : results_of(root)) by_name[title_of(result)] = result;
+    REQUIRE(by_name.size() == 15);
+    REQUIRE(results_of(root).size() == 15);
+
+    // 4 layers, 2 KV heads of 32 numbers, K and V: 16 rows for a position. A row of int8 has an f16 scale, one of int4
+    // or int2 an f16 scale and an f16 zero point; those two keep 32 positions at f16, too.
+    const std::map<std::string, int> row_bytes = {{"f32", 128}, {"f16", 64}, {"int8", 34}, {"int4", 20}, {"int2", 12}};
+    // Rows, and what is beside them. Pages: 22 of 7, with as many entries and two numbers each in their pool. Ring: 4 +
+    // 1,276 and a pass of 128, less one, in a multiple of 32; and 4 sinks at f32.
+    const std::map<std::string, std::pair<int, int>> held = {
+        {"contiguous", {149, 0}}, {"paged", {22 * 7, 4 * 3 * 22}}, {"ring", {1408, 16 * 4 * 128}}};
+    double f32_bytes = 16 * 128;
+    for (auto &[type, bytes] : row_bytes) {
+        const cJSON *plain = by_name["contiguous " + type + " " + type];
+        for (auto &[layout, rows] : held) {
+            CAPTURE(layout);
+            CAPTURE(type);
+            const cJSON *result = by_name[layout + " " + type + " " + type];
+            REQUIRE(result);
+            for (const char *key : {"perplexity", "standard_error", "kl"})
+                CHECK_MESSAGE(number_of(result, key) == number_of(plain, key), key);
+            CHECK(recall_of(result) == recall_of(plain));
+            double total = 16.0 * bytes * rows.first + rows.second + (bytes < 32 ? 16 * 32 * 64 : 0);
+            CHECK(number_of(result, "bytes_per_token") == doctest::Approx(total / 149).epsilon(1e-12));
+            CHECK(number_of(result, "times_smaller") == doctest::Approx(f32_bytes * 149 / total).epsilon(1e-12));
+            CHECK(number_of(result, "tokens_per_second") > 0);
+            CHECK((cJSON_GetObjectItem(result, "window") != nullptr) == (layout == "ring"));
+        }
+    }
+    auto kl = [&](const std::string &type) { return number_of(by_name["paged " + type + " " + type], "kl"); };
+    CHECK(kl("f32") == 0);
+    CHECK(kl("f16") > 0);
+    CHECK(kl("f16") < kl("int8"));
+    CHECK(kl("int8") < kl("int4"));
+    CHECK(kl("int4") < kl("int2"));
+}
+
+TEST_CASE("a question's tokens are those that the story's maker counted") {
+    TokenizerPointer tokenizer = load_tokenizer(builtin);
+    for (int index = 0; index < 50; index++) {
+        Json object = story(index);
+        CAPTURE(index);
+        std::unique_ptr<char, decltype(&cJSON_free)> line(cJSON_PrintUnformatted(object.get()), cJSON_free);
+        EvalText text = read_story("story", line.get(), tokenizer.get());
+        CHECK(text.tokens.size() == number_of(object.get(), "tokens"));
+        std::vector<const cJSON *> questions;
+        const cJSON *item;
+        cJSON_ArrayForEach(item, member(object.get(), "questions")) questions.push_back(item);
+        REQUIRE(text.questions.size() == questions.size());
+        for (size_t i = 0; i < questions.size(); i++) {
+            const Recall &recall = text.questions[i];
+            CHECK(recall.start == number_of(questions[i], "answer_token"));
+            CHECK(recall.distance == number_of(questions[i], "distance"));
+            TextStream stream(tokenizer.get());
+            std::string answer;
+            for (int t = 0; t < recall.end; t++) {
+                std::string piece = stream.next(text.tokens[t]);
+                if (t >= recall.start) answer += piece;
+            }
+            CHECK(answer == " " + string_of(questions[i], "answer"));
+        }
+    }
+}
+
+// Makes the story say that something is where it is not, in its answer.
+static void answer_wrongly(const Json &object, const std::string &question, const std::string &place) {
+    std::string text = text_of(object);
+    REQUIRE(text.find(question) != std::string::npos);
+    size_t at = text.find(question) + question.size(), length = text.find('.', at) - at;
+    REQUIRE(length == place.size());  // so that the characters that the questions name stay where they are
+    text.replace(at, length, place);
+    cJSON_ReplaceItemInObject(object.get(), "text", cJSON_CreateString(text.c_str()));
+}
+
+TEST_CASE("recall counts the answers that are right, each by the distance of its fact") {
+    // Of five questions two ask for what was told less than 200 tokens before: 156, 236, 196, 251, 250.
+    Json good = story(9), bad = story(9);
+    answer_wrongly(bad, "Where is the red key? The red key is in the ", "shed");
+    Json root = eval({"-f", write_lines("answers", {good.get(), bad.get()})});
+    for (const cJSON *result : results_of(root)) CHECK(recall_of(result) == Counts{{0, {4, 4}}, {200, {6, 5}}});
+}
+
+TEST_CASE("distances fall into classes of 200 tokens, and of 1,000 and more") {
+    // A right answer and a wrong one, whose facts are said to stand at all kinds of distances before them.
+    Json object = story(36);
+    std::vector<int> tokens = tokens_of(text_of(object));
+    const cJSON *question = cJSON_GetArrayItem(member(object.get(), "questions"), 9);
+    int answer = (int)number_of(question, "answer_token"), end = (int)number_of(question, "place_char");
+    Json questions(cJSON_CreateArray());
+    auto ask = [&](int token, int place, int distance) {
+        cJSON *item = cJSON_CreateObject();
+        cJSON_AddNumberToObject(item, "answer_char", characters_before(tokens, token));
+        cJSON_AddNumberToObject(item, "place_char", place);
+        cJSON_AddNumberToObject(item, "fact_char", characters_before(tokens, token - distance));
+        cJSON_AddItemToArray(questions.get(), item);
+    };
+    for (int distance : {1, 199, 200, 399, 400, 599, 600, 799, 800, 999, 1000, 1150}) ask(answer, end, distance);
+    // Nobody can say in advance how the story goes on: at these tokens other ones are likelier.
+    for (int distance : {2, 198, 201, 398}) ask(500, characters_before(tokens, 520), distance);
+    cJSON_ReplaceItemInObject(object.get(), "questions", questions.release());
+    Json root = eval({"-f", write_lines("classes", {object.get()}), "--kv", "f32"});
+    CHECK(recall_of(results_of(root)[0]) ==
+          Counts{{0, {4, 2}}, {200, {4, 2}}, {400, {2, 2}}, {600, {2, 2}}, {800, {2, 2}}, {1000, {2, 2}}});
+}
+
+TEST_CASE("the built-in model recalls at every distance; a ring forgets what it dropped, int8 forgets nothing") {
+    std::vector<Json> stories;
+    std::vector<const cJSON *> lines;
+    for (int i : {9, 24, 35, 36}) stories.push_back(story(i)), lines.push_back(stories.back().get());
+    Json root = eval({"-f", write_lines("far", lines), "--cache", "contiguous,ring", "--kv", "int8", "--window", "64"});
+    REQUIRE(names_of(root) == Words{"contiguous f32 f32", "contiguous int8 int8", "ring int8 int8"});
+    Counts f32 = recall_of(results_of(root)[0]), ring = recall_of(results_of(root)[2]);
+    CHECK(recall_of(results_of(root)[1]) == f32);
+    CHECK(f32.size() == 6);
+    int asked = 0, right = 0;
+    for (auto &[distance, counts] : f32) {
+        CHECK_MESSAGE(counts.second >= 0.9 * counts.first, distance);
+        if (distance >= 200) asked += ring[distance].first, right += ring[distance].second;
+        CHECK(ring[distance].first == counts.first);
+    }
+    CHECK(asked >= 25);
+    CHECK_MESSAGE(right < 0.3 * asked, right << " of " << asked);
+}
+
+TEST_CASE("a text that is no .jsonl is cut into pieces as long as the context") {
+    std::string text = text_of(story(0)), file = write_text("pieces", text);
+    std::vector<int> tokens = tokens_of(text);
+    REQUIRE(tokens.size() == 146);
+    auto cut = [&](int length) {
+        std::vector<std::vector<int>> pieces;
+        for (int begin = 0; begin < 145; begin += length)  // one token alone predicts nothing
+            pieces.push_back({tokens.begin() + begin, tokens.begin() + std::min(begin + length, 146)});
+        return pieces;
+    };
+    for (auto [length, predicted] : std::map<int, int>{{40, 39 + 39 + 39 + 25}, {145, 144}, {146, 145}, {1280, 145}}) {
+        CAPTURE(length);
+        std::vector<std::vector<int>> pieces = cut(length);
+        std::vector<std::vector<float>> rows;
+        for (const std::vector<int> &piece : pieces) rows.push_back(cached_rows(piece, F32{}));
+        Json root = eval({"-f", file, "-c", std::to_string(length)});
+        CHECK(number_of(root.get(), "texts") == pieces.size());
+        CHECK(number_of(root.get(), "predicted_tokens") == predicted);
+        check_figures(results_of(root)[0], figures(pieces, rows, rows), 0);
+        CHECK(recall_of(results_of(root)[0]).empty());
+    }
+}
+
+TEST_CASE("a text of a few tokens") {
+    for (const std::string &text :
+         {std::string("a"), std::string("Once upon a time"), text_of(story(0)).substr(0, 80)}) {
+        CAPTURE(text);
+        std::vector<std::vector<int>> texts = {tokens_of(text)};
+        std::vector<std::vector<float>> rows = {cached_rows(texts[0], F32{})};
+        Json root = eval({"-f", write_text("short", text), "--cache", "contiguous,paged,ring"});
+        CHECK(number_of(root.get(), "predicted_tokens") == texts[0].size() - 1);
+        check_figures(results_of(root)[0], figures(texts, rows, rows), 0);
+    }
+}
+
+TEST_CASE("lists give each layout with each pair of types, behind f32") {
+    std::string file = write_text("lists", text_of(story(0)));
+    auto names = [&](const Words &arguments) { return names_of(eval(Words{"-f", file} + arguments)); };
+    const std::string f32 = "contiguous f32 f32";
+    CHECK(names({}) == Words{f32, "contiguous f16 f16"});
+    CHECK(names({"--kv", "f32"}) == Words{f32});
+    CHECK(names({"--kv", "f16,int8", "--cache", "contiguous,paged"}) ==
+          Words{f32, "contiguous f16 f16", "contiguous int8 int8", "paged f16 f16", "paged int8 int8"});
+    CHECK(names({"-ctk", "f16,int8", "-ctv", "int4"}) == Words{f32, "contiguous f16 int4", "contiguous int8 int4"});
+    CHECK(names({"-ctk", "bf16", "-ctv", "int4,fp8"}) == Words{f32, "contiguous bf16 int4", "contiguous bf16 fp8"});
+    CHECK(names({"-ctk", "f16,int8", "-ctv", "int2,int4", "--cache", "paged"}) ==
+          Words{f32, "paged f16 int2", "paged f16 int4", "paged int8 int2", "paged int8 int4"});
+    CHECK(names({"-ctk", "f32,f16", "-ctv", "f32", "--cache", "paged,ring"}) ==
+          Words{f32, "paged f32 f32", "paged f16 f32", "ring f32 f32", "ring f16 f32"});
+    CHECK(names({"--kv", "f16,f16"}) == Words{f32, "contiguous f16 f16", "contiguous f16 f16"});
+}
+
+// Lines, with one space where there are more.
+static Words lines_of(const std::string &text) {
+    Words lines(1);
+    for (char c : text) {
+        std::string &line = lines.back();
+        if (c == '\n')
+            lines.push_back("");
+        else if (c != ' ' || line.empty() || line.back() != ' ')
+            line.push_back(c);
+    }
+    return lines;
+}
+
+TEST_CASE("--all lists each precision; the table has the figures of --json") {
+    Json object = story(0);
+    std::string file = write_lines("all", {object.get()});
+    Json root = eval({"-f", file, "--all"});
+    Words names = names_of(root), layouts;
+    for_each_type<Precision>([&](auto type) {
+        std::string both = std::string("contiguous ") + type.name + " " + type.name;
+        CHECK_MESSAGE(std::count(names.begin(), names.end(), both) == 1, both);
+    });
+    for_each_type<Layout>([&](auto layout) {
+        bool there = std::any_of(names.begin(), names.end(), [&](auto &name) { return name.find(layout.name) == 0; });
+        CHECK_MESSAGE(there, layout.name);
+    });
+    std::vector<const cJSON *> results = results_of(root);
+    CHECK(std::any_of(results.begin(), results.end(),
+                      [](auto *result) { return string_of(result, "type_k") != string_of(result, "type_v"); }));
+
+    std::string table = output_of({"-f", file, "--all"});
+    Words lines = lines_of(table);
+    REQUIRE(lines.size() > names.size() + 1);
+    for (size_t i = 0; i < names.size(); i++) {
+        const cJSON *result = results[i];
+        std::string cache = string_of(result, "layout");
+        if (cache == "ring") {
+            int window = (int)number_of(result, "window"), sinks = (int)number_of(result, "sinks");
+            cache += " " + std::to_string(window) + " + " + std::to_string(sinks);
+        }
+        cache += " " + string_of(result, "type_k") + " " + string_of(result, "type_v") + " ";
+        CAPTURE(lines[i + 1]);
+        REQUIRE(lines[i + 1].rfind(cache, 0) == 0);
+        double bytes, smaller, perplexity, error, kl, recall, rate;
+        REQUIRE(sscanf(lines[i + 1].c_str() + cache.size(), "%lf %lf %lf %lf %lf %lf %% - - - - - %lf", &bytes,
+                       &smaller, &perplexity, &error, &kl, &recall, &rate) == 7);
+        auto same = [&](double shown, double number, double unit) {  // of the last digit that is shown
+            CHECK_MESSAGE(std::fabs(shown - number) <= unit / 2 * (1 + 1e-9), number);
+        };
+        auto [asked, right] = recall_of(result).at(0);
+        same(bytes, number_of(result, "bytes_per_token"), 0.1);
+        same(smaller, number_of(result, "times_smaller"), 0.01);
+        same(perplexity, number_of(result, "perplexity"), 1e-4);
+        same(error, number_of(result, "standard_error"), 1e-4);
+        same(kl, number_of(result, "kl"), kl * 0.01);
+        same(recall, 100.0 * right / asked, 1);
+        CHECK(rate > 0);
+    }
+    CHECK(table.find("145 tokens predicted") != std::string::npos);
+    CHECK(table.find("recall: 3 questions") != std::string::npos);
+}
