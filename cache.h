@@ -61,7 +61,11 @@ struct ScaledRow {
         Code *code = (Code *)(row + sizeof(f16));
         for (int i = 0; i < width; i++) from_float(code[i], usable ? values[i] / step : 0);
     }
-    HOST_DEVICE static ScaleAndZero scale_and_zero(const char *row, int) { return {*(const f16 *)row, {0}}; }
+    HOST_DEVICE static ScaleAndZero scale_and_zero(const char *row, int) {
+        ScaleAndZero result = {};
+        memcpy(&result.scale, row, sizeof(f16));  // rows of an odd width are not aligned
+        return result;
+    }
     static Vec decode(const char *row, int channel) { return load(codes(row) + channel); }
     static Vec decode_part(const char *row, int channel, int count) { return load_part(codes(row) + channel, count); }
     static void prefetch(const char *row, int channel) { __builtin_prefetch(codes(row) + channel); }
@@ -142,8 +146,8 @@ struct GroupedRow {
 };
 
 // code_bits: of a number alone. bits: with its share of scales and zero points, 128 numbers a row. With u,
-// unit_roundoff, a stored number is off by at most u times the largest one that shares its scale, or itself where there
-// is none.
+// unit_roundoff, a stored number is off by at most u times itself; where numbers share a scale, u (1 + 2^-10) times the
+// largest of them.
 struct F32 : PlainRow<float> {
     static constexpr const char *name = "f32";
     static constexpr double code_bits = 32, bits = 32, unit_roundoff = 0x1p-24;
@@ -156,7 +160,7 @@ struct BF16 : PlainRow<bf16> {
     static constexpr const char *name = "bf16";
     static constexpr double code_bits = 16, bits = 16, unit_roundoff = 0x1p-8;
 };
-struct FP8 : ScaledRow<fp8, 448, 256> {  // load(fp8): a code / 256
+struct FP8 : ScaledRow<fp8, 448, 256> {  // load(fp8) is a code / 256; rows of up to 114,632
     static constexpr const char *name = "fp8";
     static constexpr double code_bits = 8, bits = 8.125, unit_roundoff = 0x1p-4;
 };
@@ -210,7 +214,7 @@ struct Contiguous {
     int64_t rows(const CacheShape &shape) const { return (int64_t)shape.sequences * capacity; }
     int limit() const { return capacity; }  // positions a sequence can grow to
     int chunk() const { return INT_MAX; }   // positions a sequence may grow by in one pass
-    int pages(const CacheShape &) const { return 0; }
+    int64_t pages(const CacheShape &) const { return 0; }
     Visible visible(int layer_window) const { return {layer_window, 0}; }
 };
 
@@ -232,11 +236,11 @@ struct Paged {
         return (int64_t)table[(int64_t)sequence * pages_per_sequence + position / page] * page + position % page;
     }
     HOST_DEVICE int run(int position) const { return page - position % page; }
-    int64_t rows(const CacheShape &shape) const { return (int64_t)pages(shape) * page; }
+    int64_t rows(const CacheShape &shape) const { return pages(shape) * page; }
     int limit() const { return capacity; }
     int chunk() const { return INT_MAX; }
-    int pages(const CacheShape &shape) const {
-        return shape.pages ? shape.pages : shape.sequences * pages_per_sequence;
+    int64_t pages(const CacheShape &shape) const {
+        return shape.pages ? shape.pages : (int64_t)shape.sequences * pages_per_sequence;
     }
     Visible visible(int layer_window) const { return {layer_window, 0}; }
 };
@@ -260,7 +264,7 @@ struct Ring {
     int64_t rows(const CacheShape &shape) const { return (int64_t)shape.sequences * slots; }
     int limit() const { return INT_MAX; }
     int chunk() const { return std::min(512, std::max(group_size, window / 8 / group_size * group_size)); }
-    int pages(const CacheShape &) const { return 0; }
+    int64_t pages(const CacheShape &) const { return 0; }
     // A layer that looks back no further than the ring needs no sinks: it never saw what the ring drops.
     Visible visible(int layer_window) const {
         return layer_window && layer_window <= window ? Visible{layer_window, 0} : Visible{window, sinks};
@@ -357,6 +361,7 @@ struct Cache {
     // Ring: the sinks at f32, row sequence * sinks + t; keys not rotated.
     CacheRows sink_keys, sink_values;
     std::vector<int> lengths;                  // (sequence): positions that are filled
+    std::vector<int> reached;                  // (sequence): the most there were since it was empty
     std::vector<std::shared_ptr<void>> owned;  // the memory of all of them
     std::shared_ptr<PagePool> pool;
 };
@@ -426,7 +431,10 @@ inline int64_t rows_of(const CacheShape &shape, const Layout &layout) {
 
 inline void open_pages(Cache &cache, Paged &paged) {
     cache.pool = std::make_shared<PagePool>();
-    int pages = paged.pages(cache.shape);
+    int64_t most = INT_MAX, wanted = paged.pages(cache.shape);
+    if (wanted > most)
+        fail("the KV cache has %lld pages, expected at most %lld: raise --page", (long long)wanted, (long long)most);
+    int pages = (int)wanted;
     cache.pool->table.assign((size_t)cache.shape.sequences * paged.pages_per_sequence, -1);
     cache.pool->references.assign(pages, 0);
     for (int page = pages - 1; page >= 0; page--) cache.pool->free.push_back(page);  // page 0 goes first
@@ -434,8 +442,20 @@ inline void open_pages(Cache &cache, Paged &paged) {
 }
 
 inline Cache open_cache(const CacheShape &shape, Layout layout, Precision type_k, Precision type_v) {
-    Cache cache{shape, open_layout(shape, layout),           type_k, type_v, {}, {}, {}, {}, {},
-                {},    std::vector<int>(shape.sequences, 0), {},     {}};
+    Cache cache{shape,
+                open_layout(shape, layout),
+                type_k,
+                type_v,
+                {},
+                {},
+                {},
+                {},
+                {},
+                {},
+                std::vector<int>(shape.sequences, 0),
+                std::vector<int>(shape.sequences, 0),
+                {},
+                {}};
     int64_t rows = rows_of(shape, cache.layout);
     double bytes = bytes_of(shape, cache.layout, type_k, type_v, (double)rows).total();
     double machine = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE);
@@ -542,6 +562,7 @@ inline int grow(Cache &cache, int sequence, int count) {
     }
     if (auto *paged = std::get_if<Paged>(&cache.layout)) take_pages(cache, *paged, sequence, first, first + count);
     cache.lengths[sequence] += count;
+    cache.reached[sequence] = std::max(cache.reached[sequence], cache.lengths[sequence]);
     return first;
 }
 
@@ -552,9 +573,9 @@ void for_each_side(Cache &cache, Use use) {
     use(std::false_type{}, cache.type_v, cache.values, cache.recent_values);
 }
 
-// A block that is cut may be quantized already: its positions before `length` become recent again, as they read.
+// The block in which a cut sequence ends may be quantized already: its positions become recent again, as they read.
 inline void restore_recent(Cache &cache, int sequence, int length) {
-    int begin = length / group_size * group_size;
+    int begin = (length - 1) / group_size * group_size;
     auto restore = [&](auto format, auto keys, const CacheRows &rows, const CacheRows &recent, int layer, int head) {
         using Format = decltype(format);
         std::vector<float> numbers(rows.width);
@@ -563,7 +584,9 @@ inline void restore_recent(Cache &cache, int sequence, int length) {
                 // Channel c of position t: in a row of the block, or in the position's own.
                 int n = Format::groups(rows.width), group = keys ? c % n : c / group_size;
                 const char *row = rows.at(layer, row_of(cache, sequence, keys ? begin + c / n : t), head);
-                numbers[c] = ((const typename Format::G *)row)[group].number(keys ? t - begin : c % group_size);
+                float number = ((const typename Format::G *)row)[group].number(keys ? t - begin : c % group_size);
+                // The largest f16 may read as half a step more, which f16 has not.
+                numbers[c] = number > 65504 ? 65504 : number < -65504 ? -65504 : number;
             }
             F16::encode(recent.at(layer, sequence * group_size + t - begin, head), numbers.data(), recent.width);
         }
@@ -585,11 +608,13 @@ inline void shrink(Cache &cache, int sequence, int length) {
     int from = cache.lengths.at(sequence);
     if (length >= from) return;
     if (auto *ring = std::get_if<Ring>(&cache.layout)) {
-        if (length > 0 && from > ring->slots && from - length > ring->slots - ring->sinks - ring->window)
+        int &reached = cache.reached[sequence];
+        if (length > 0 && reached > ring->slots && reached - length > ring->slots - ring->sinks - ring->window)
             fail("a ring of %d rows cannot go back from %d positions to %d: the rows were used again", ring->slots,
-                 from, length);
+                 reached, length);
+        if (length == 0) reached = 0;
     }
-    if (length % group_size && length / group_size != (from - 1) / group_size) restore_recent(cache, sequence, length);
+    if (length > 0 && (length - 1) / group_size != (from - 1) / group_size) restore_recent(cache, sequence, length);
     if (auto *paged = std::get_if<Paged>(&cache.layout)) release_pages(cache, *paged, sequence, from, length);
     cache.lengths[sequence] = length;
 }

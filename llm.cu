@@ -182,6 +182,7 @@ inline const std::vector<Command> &commands() {
 
 inline const std::vector<Flag> &flags() {
     const char *run = "generate diff eval bench", *prompt = "generate diff tokenize";
+    const char *with_eval = "generate diff eval tokenize";
     static const std::string with_memory = std::string(run) + " memory";
     const char *cached = with_memory.c_str();
     using O = Options;
@@ -189,9 +190,10 @@ inline const std::vector<Flag> &flags() {
     static const std::vector<Flag> table = {
         {{"-m", "--model"}, "DIR", "*", "a Hugging Face directory (default: the built-in checkpoint)", text(&O::directory)},
         {{"-p", "--prompt"}, "TEXT", prompt, "the prompt", text(&O::prompt)},
-        {{"-f", "--file"}, "FILE", "generate diff eval tokenize", "the prompt, or eval's text, read from a file",
+        {{"-f", "--file"}, "FILE", with_eval, "the prompt, or eval's text, read from a file",
          text(&O::prompt_file)},
-        {{"--ids"}, "1,2,3", prompt, "the prompt as ids; nothing is put before them", text(&O::prompt_ids)},
+        {{"--ids"}, "1,2,3", with_eval, "the prompt, or eval's text, as ids; nothing is put before them",
+         text(&O::prompt_ids)},
         {{"-n", "--predict"}, "N", "generate diff bench", "tokens to generate at most (default 256; bench: 64)",
          whole(&O::count, 0, 1000000000)},
         {{"-c", "--ctx-size"}, "N", "generate diff eval memory",

@@ -568,7 +568,7 @@ inline int run_diff(const Options &options) {
 
 // Bytes a second that all threads together read from a buffer of `bytes`. It is as large as the model's weights, so
 // that of the one as of the other the caches of this machine may hold a part.
-inline double read_bandwidth(size_t bytes, int threads, int repeats) {
+inline double read_bandwidth(size_t bytes, [[maybe_unused]] int threads, int repeats) {
     constexpr size_t block = 1 << 20;
     const int64_t blocks = (int64_t)std::max<size_t>(bytes / block, 64);
     std::shared_ptr<void> buffer = reserve((size_t)blocks * block, "the buffer of the bandwidth measurement");
@@ -827,12 +827,14 @@ inline std::vector<EvalText> eval_texts(const Options &options, const std::strin
     std::vector<EvalText> texts;
     size_t context = options.given.count("-c") ? options.context : config.context;
     std::string file = options.prompt_file, content;
-    if (file.empty()) file = join_path(directory, "heldout_mixed.jsonl");
-    if (options.prompt_file.empty() && !file_exists(file))
-        fail("%s: no such file: give a text with -f FILE", file.c_str());
-    if (file.size() < 6 || file.compare(file.size() - 6, 6, ".jsonl") != 0) {
+    bool from_ids = options.given.count("--ids");
+    if (file.empty() && !from_ids) {
+        file = join_path(directory, "heldout_mixed.jsonl");
+        if (!file_exists(file)) fail("%s: no such file: give a text with -f FILE or --ids 1,2,3", file.c_str());
+    }
+    if (from_ids || file.size() < 6 || file.compare(file.size() - 6, 6, ".jsonl") != 0) {
         std::vector<int> tokens = prompt_tokens(options, tokenizer, config);
-        if (tokens.size() < 2) fail("%s: has one token, expected at least two", file.c_str());
+        if (tokens.size() < 2) fail("%s: one token, expected two or more", from_ids ? "--ids" : file.c_str());
         for (size_t begin = 0; begin + 1 < tokens.size(); begin += context) {
             size_t end = std::min(begin + context, tokens.size());
             texts.push_back({{tokens.begin() + (int64_t)begin, tokens.begin() + (int64_t)end}, {}});
@@ -919,17 +921,18 @@ inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const Ev
     }
 }
 
+constexpr int eval_steps = 32;  // tokens decoded for the time a token takes
+
 // Decoding behind the last text, in rounds over all caches.
 inline void eval_decode(Engine &engine, std::vector<EvalResult> &results, int repeats) {
-    constexpr int steps = 32;
     for (int round = 0; round <= repeats; round++) {
         for (EvalResult &result : results) {
-            int length = result.cache.lengths[0], room = limit_of(result.cache) - steps;
-            if (length > room) shrink(result.cache, 0, std::max(0, room));
+            int length = result.cache.lengths[0], room = limit_of(result.cache) - eval_steps;
+            if (length > room) shrink(result.cache, 0, room);
             double start = now();
-            for (int token : bench_tokens(steps, engine.model.config.vocabulary))
+            for (int token : bench_tokens(eval_steps, engine.model.config.vocabulary))
                 decode(engine, result.cache, {0}, {token});
-            if (round > 0) result.rates.push_back(steps / (now() - start));
+            if (round > 0) result.rates.push_back(eval_steps / (now() - start));
         }
     }
 }
@@ -1013,7 +1016,8 @@ inline int run_eval(const Options &options) {
     std::string directory = checkpoint_directory(options);
     Engine engine(load_model(directory), options.threads);
     const Config &config = engine.model.config;
-    TokenizerPointer tokenizer = load_tokenizer(directory);
+    TokenizerPointer tokenizer(nullptr, tokenizer_free);
+    if (!options.given.count("--ids")) tokenizer = load_tokenizer(directory);
     if (options.given.count("-c") && (options.context > config.context || options.context < 2))
         fail("-c %d: expected 2 to %d positions, for which this model was made", options.context, config.context);
     std::vector<EvalText> texts = eval_texts(options, directory, config, tokenizer.get());
@@ -1027,7 +1031,7 @@ inline int run_eval(const Options &options) {
     for (const CacheChoice &choice : choices) {
         results.emplace_back();
         results.back().choice = choice;
-        results.back().cache = open_choice(options, config, choice, longest);
+        results.back().cache = open_choice(options, config, choice, std::max(longest, eval_steps));
     }
     for (size_t i = 0; i < texts.size(); i++) {
         show_progress("text " + std::to_string(i + 1) + " of " + std::to_string(texts.size()));

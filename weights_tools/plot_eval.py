@@ -1,0 +1,77 @@
+#!/usr/bin/env python3
+"""Two pictures of what a cache costs the text: recall against distance, and KL divergence against bytes.
+
+    ./llm eval --all --json > eval.json
+    plot_eval.py eval.json --out docs/quality.png
+"""
+import argparse
+import json
+import sys
+
+import matplotlib
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def label(cache):
+    types = cache["type_k"] if cache["type_k"] == cache["type_v"] else f"K {cache['type_k']}, V {cache['type_v']}"
+    if cache["layout"] == "ring":
+        return f"{types}, ring {cache['window']} + {cache['sinks']}"
+    return types if cache["layout"] == "contiguous" else f"{types}, {cache['layout']}"
+
+
+def plot_recall(axes, caches):
+    # Lines that would lie on one another are drawn once, under all their names.
+    lines = {}
+    for cache in caches:
+        points = tuple((entry["distance"], 100 * entry["right"] / entry["questions"]) for entry in cache["recall"])
+        lines.setdefault(points, []).append(label(cache))
+    for points, names in lines.items():
+        x, y = zip(*points)
+        shown = "; ".join(names[:4]) + (f"; {len(names) - 4} more" if len(names) > 4 else "")
+        axes.plot([at + 100 for at in x], y, marker="o", label=shown)
+    axes.set_xlabel("tokens between a fact and the answer that needs it")
+    axes.set_ylabel("answers right, %")
+    axes.set_ylim(-3, 103)
+    axes.legend(fontsize=7, loc="lower left")
+    axes.grid(alpha=0.3)
+
+
+def plot_bytes(axes, caches):
+    markers = {"contiguous": "o", "paged": "s", "ring": "^"}
+    for cache in caches:
+        if cache["kl"] <= 0:
+            continue
+        x, y = cache["bytes_per_token"], cache["kl"]
+        axes.plot([x], [y], marker=markers.get(cache["layout"], "D"), color="C0" if cache["layout"] != "ring" else "C3")
+        axes.annotate(label(cache), (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+    axes.set_xlabel("bytes a token of the longest text, metadata included")
+    axes.set_ylabel("KL divergence to the f32 cache, nats a token")
+    axes.grid(alpha=0.3, which="both")
+    axes.margins(x=0.2)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Draws recall and quality of caches.")
+    parser.add_argument("eval", metavar="EVAL.json", help="output of llm eval --json")
+    parser.add_argument("--out", required=True, metavar="FILE.png")
+    args = parser.parse_args()
+    try:
+        with open(args.eval) as file:
+            caches = json.load(file)["results"]
+    except (OSError, ValueError, KeyError) as error:
+        print(f"plot_eval.py: {args.eval}: {error}: expected the output of llm eval --json", file=sys.stderr)
+        return 2
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6))
+    plot_recall(left, caches)
+    plot_bytes(right, caches)
+    figure.tight_layout()
+    figure.savefig(args.out, dpi=110)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
