@@ -521,13 +521,80 @@ TEST_CASE("bench: prefill and decode beside the read bandwidth") {
         CHECK_MESSAGE(result.out.find(part) != std::string::npos, part);
 }
 
+TEST_CASE("bench measures several caches at several depths") {
+    Json root = run_json({"bench", "-m", model, "-n", "2", "--depth", "40,0", "--repeats", "1", "-t", "1", "--cache",
+                          "contiguous,paged,ring", "--page", "5", "--window", "20", "--kv", "f16,int4"});
+    std::set<std::string> seen;
+    REQUIRE(cJSON_GetArraySize(at(root.get(), "results")) == 1 + 2 * 3 * 2);
+    CHECK(text(root, "results.0.name") == "prefill");
+    for (int i = 1; i <= 12; i++) {
+        std::string result = "results." + std::to_string(i) + ".";
+        CHECK(text(root, result + "name") == "decode");
+        CHECK(number(root, result + "depth") == (i <= 6 ? 0 : 40));
+        CHECK(number(root, result + "tokens_per_second") > 0);
+        CHECK(number(root, result + "of_roofline") > 0);
+        CHECK(text(root, result + "type_k") == text(root, result + "type_v"));
+        seen.insert(text(root, result + "layout") + " " + text(root, result + "type_k") + (i <= 6 ? " 0" : " 40"));
+    }
+    CHECK(seen.size() == 12);
+}
+
 TEST_CASE("help names every command and flag, and is not an error") {
-    const Words words{
-        "generate",      "diff",     "bench",      "tokenize", "info",       "-m",     "-p",     "-f",
-        "--ids",         "-n",       "-c",         "-t",       "--cache",    "--kv",   "-ctk",   "-ctv",
-        "--temp",        "--top-k",  "--top-p",    "--min-p",  "-s",         "--seed", "--json", "--tolerance",
-        "--dump-logits", "--device", "--help",     "none",     "contiguous", "f32",    "f16",    "bf16",
-        "auto",          "cpu",      "Exit status"};
+    const Words words{"generate",
+                      "diff",
+                      "eval",
+                      "bench",
+                      "memory",
+                      "tokenize",
+                      "info",
+                      "-m",
+                      "-p",
+                      "-f",
+                      "--ids",
+                      "-n",
+                      "-c",
+                      "-t",
+                      "--cache",
+                      "--kv",
+                      "-ctk",
+                      "-ctv",
+                      "--page",
+                      "--window",
+                      "--sinks",
+                      "--temp",
+                      "--top-k",
+                      "--top-p",
+                      "--min-p",
+                      "-s",
+                      "--seed",
+                      "--json",
+                      "--tolerance",
+                      "--depth",
+                      "--repeats",
+                      "--all",
+                      "--layers",
+                      "--kv-heads",
+                      "--head-dim",
+                      "--batch",
+                      "--budget",
+                      "--bandwidth",
+                      "--dump-logits",
+                      "--device",
+                      "--help",
+                      "none",
+                      "contiguous",
+                      "paged",
+                      "ring",
+                      "f32 (32 bits a value)",
+                      "f16 (16)",
+                      "bf16 (16)",
+                      "fp8 (8.125)",
+                      "int8 (8.125)",
+                      "int4 (5)",
+                      "int2 (3)",
+                      "auto",
+                      "cpu",
+                      "Exit status"};
     std::string help = run_well({"--help"}).out;
     for (const std::string &word : words) CHECK_MESSAGE(help.find(word) != std::string::npos, word);
     for (const Words &arguments :
@@ -591,7 +658,7 @@ TEST_CASE("every cache type the program knows runs, for K and V apart and togeth
     Words types;
     for (size_t end; (end = list.find(" (")) != std::string::npos; list = list.substr(list.find(')') + 1))
         types.push_back(list.substr(1, end - 1));
-    for (const char *needed : {"f32", "f16", "bf16"}) CHECK(std::count(types.begin(), types.end(), needed) == 1);
+    CHECK(types == Words{"f32", "f16", "bf16", "fp8", "int8", "int4", "int2"});
 
     Expected expected(model);
     for (const std::string &k : types) {
@@ -608,6 +675,12 @@ TEST_CASE("every cache type the program knows runs, for K and V apart and togeth
             };
             if (bytes(k) && bytes(v))  // 2 layers, 2 KV heads of 16, 36 positions
                 CHECK(number(root, "cache.payload_bytes") == 2 * 2 * 16 * 36 * (bytes(k) + bytes(v)));
+            for (const std::string &layout : Words{"paged", "ring"}) {
+                if (k != v) continue;
+                Json other = run_json(generate(model, expected.prompt, Words{"-n", "4", "--cache", layout} + choice));
+                CHECK(text(other, "cache.layout") == layout);
+                CHECK(ids(other, "tokens") == ids(root, "tokens"));
+            }
         }
     }
     CHECK(text(run_json(generate(model, {1}, {"-n", "1", "--cache-type-k", "bf16"})), "cache.type_v") == "f16");
@@ -715,6 +788,65 @@ TEST_CASE("generation stops at -n, at an end id or when the context is full, and
             if (!counted) CHECK_MESSAGE(capacity <= 128, result);
             std::string notes = run_well(arguments).err;
             CHECK_MESSAGE(notes.find(std::string("stopped: ") + each.stop + "\n") != std::string::npos, notes);
+        }
+    }
+}
+
+TEST_CASE("a ring goes on behind the model's context, in the same bytes") {
+    Expected expected(model);  // 32 ids, in a context of 128
+    auto ring = [&](const std::string &count) {
+        return run_json(generate(model, expected.prompt, {"-n", count, "--ignore-eos", "--cache", "ring"}));
+    };
+    Json within = ring("16"), beyond = ring("300");
+    CHECK(text(beyond, "stop") == "-n");
+    Ids tokens = ids(beyond, "tokens");
+    REQUIRE(tokens.size() == 300);
+    CHECK(ids(within, "tokens") == expected.greedy);
+    CHECK(Ids(tokens.begin(), tokens.begin() + 16) == expected.greedy);
+    // 124 positions, 4 sinks and a pass of 32, less one, in a multiple of 32: 160 rows of 2 layers and 2 heads, K and V
+    CHECK(number(within, "cache.payload_bytes") == 2 * 2 * 2 * 160 * 16 * 2);
+    CHECK(number(within, "cache.metadata_bytes") == 2 * 2 * 2 * 4 * 16 * 4);  // the sinks, at f32
+    CHECK(number(beyond, "cache.bytes") == number(within, "cache.bytes"));
+}
+
+TEST_CASE("diff holds a ring, behind the context too, and pages of any size against the naive path") {
+    for (const std::string &name : Words{"qwen3", "mistral_window"}) {
+        for (const Words &cache : {Words{"ring"},
+                                   {"ring", "--window", "24", "--sinks", "3"},
+                                   {"ring", "--window", "1", "--sinks", "0"},
+                                   {"paged"},
+                                   {"paged", "--page", "1"},
+                                   {"paged", "--page", "65536"}}) {
+            std::string count = cache[0] == "ring" ? "140" : "40";  // of 128 positions
+            Words arguments{"diff", "-m",           models + name, "--ids", joined(Expected(models + name).prompt),
+                            "--kv", "f32",          "-t",          "1",     "-n",
+                            count,  "--ignore-eos", "--cache"};
+            Json root = run_json(arguments + cache);
+            CHECK(cJSON_GetArraySize(at(root.get(), "steps")) == std::stoi(count));
+            CHECK(number(root, "max_abs_logit_diff") <= 1e-4);
+            CHECK(cJSON_IsTrue(at(root.get(), "identical")));
+            CHECK(text(root, "cache.layout") == cache[0]);
+        }
+    }
+}
+
+TEST_CASE("of a paged cache the pages in use are counted, of the others all that was reserved") {
+    // 2 layers, 2 KV heads of 16 numbers at f16, K and V: 256 bytes a position. The last token is never stored.
+    for (int page : {1, 7, 16, 128}) {
+        for (int count : {1, 4, 5, 30}) {
+            CAPTURE(page);
+            CAPTURE(count);
+            Words rest{"-n", std::to_string(count), "--ignore-eos", "-c", "128"};
+            Words paged{"--cache", "paged", "--page", std::to_string(page)};
+            Json root = run_json(generate(model, {1, 34, 36}, rest + paged));
+            int used = (3 + count - 1 + page - 1) / page, all = (128 + page - 1) / page;
+            CHECK(number(root, "cache.payload_bytes") == used * page * 256);
+            CHECK(number(root, "cache.metadata_bytes") == 4 * (all + 2 * all));  // the table, and two numbers a page
+            CHECK(number(root, "cache.bytes") == used * page * 256 + 12 * all);
+            std::string notes = run_well(generate(model, {1, 34, 36}, rest + paged)).err;
+            std::string bytes = ": " + std::to_string(used * page * 256 + 12 * all) + " bytes, ";
+            CHECK_MESSAGE(notes.find(bytes) != std::string::npos, notes);
+            if (page == 1) CHECK(number(run_json(generate(model, {1}, rest)), "cache.payload_bytes") == 128 * 256);
         }
     }
 }
@@ -880,6 +1012,192 @@ TEST_CASE("flags that make no sense are refused by name") {
     }
 }
 
+const std::string story =
+    "Once upon a time there was a happy village in the hills. Max and Lucy lived there, and they "
+    "were the best of friends. In the morning, Max put the red key in the barn.";
+
+// The least that each command which knows of caches needs.
+Words start_of(const std::string &command, const std::string &text_file) {
+    if (command == "eval") return {"eval", "-t", "1", "-m", builtin, "-f", text_file};
+    if (command == "generate" || command == "diff") return {command, "-t", "1", "-m", model, "--ids", "1,2"};
+    return {command, "-m", model};
+}
+
+TEST_CASE("caches that make no sense are refused by every command") {
+    Scratch scratch;
+    std::string file = scratch / "story.txt";
+    spill(file, story);
+    struct Case {
+        const char *commands;
+        Words flags, parts;
+    };
+    const char *all = "generate diff eval bench memory", *working = "generate diff eval bench";
+    const char *one = "generate diff memory", *several = "eval bench";
+    std::vector<Case> cases{
+        {all, {"--cache", "ring", "--window", ""}, {"--window: its value is empty"}},
+        {all, {"--cache", "ring", "--window", "8", "--sinks", "8"}, {"--sinks 8", "window of 8", "raise --window"}},
+        {all, {"--cache", "ring", "--window", "8", "--sinks", "9"}, {"--sinks 9", "window of 8", "lower --sinks"}},
+        {all, {"--cache", "ring", "--sinks", "60000"}, {"--sinks 60000", "lower --sinks"}},
+        {all, {"--cache", "ring", "--sinks", "-1"}, {"--sinks -1: expected a whole number from 0"}},
+        {all, {"--cache", "ring", "--sinks", "1e9"}, {"--sinks 1e9: expected a whole number from 0"}},
+        {working, {"--page", "16"}, {"--page", "--cache paged", "found --cache contiguous"}},
+        {working, {"--cache", "contiguous", "--page", "16"}, {"--page", "--cache paged", "found --cache contiguous"}},
+        {working, {"--cache", "ring", "--page", "16"}, {"--page", "--cache paged", "found --cache ring"}},
+        {working, {"--window", "16"}, {"--window", "--cache ring", "found --cache contiguous"}},
+        {working, {"--cache", "paged", "--sinks", "1"}, {"--sinks", "--cache ring", "found --cache paged"}},
+        {"generate", {"--cache", "none", "--window", "5"}, {"--window", "--cache ring", "found --cache none"}},
+        {"generate", {"--cache", "none", "--page", "5"}, {"--page", "--cache paged", "found --cache none"}},
+        {"diff eval bench memory", {"--cache", "none"}, {"--cache none", "contiguous paged ring"}},
+        {several, {"--cache", "contiguous,none"}, {"--cache", "none", "contiguous paged ring"}},
+        {all, {"--cache", "foo"}, {"--cache foo: unknown layout", "none", "contiguous paged ring"}},
+        {several, {"--cache", "paged,foo"}, {"foo: unknown layout", "none", "contiguous paged ring"}},
+        {one, {"--kv", "f16,int8"}, {"--kv f16,int8", "takes one", "bench and eval"}},
+        {one, {"-ctk", "f16,int8"}, {"-ctk f16,int8", "takes one", "bench and eval"}},
+        {one, {"--cache", "contiguous,paged"}, {"--cache contiguous,paged", "takes one", "bench and eval"}},
+        {one, {"--kv", "f16,"}, {"--kv f16,", "takes one"}},
+        {several, {"--kv", "f16,,int8"}, {"--kv f16,,int8"}},
+        {several, {"--kv", ","}, {"--kv ,"}},
+        {several, {"-ctk", "f16,"}, {"-ctk f16,"}},
+        {several, {"-ctv", ",f16"}, {"-ctv ,f16"}},
+        {several, {"--cache", "contiguous,,paged"}, {"--cache contiguous,,paged"}},
+        {several, {"--cache", "paged,"}, {"--cache paged,"}},
+        {all, {"--kv", "f16", "-ctk", "f32"}, {"--kv", "-ctk and -ctv"}},
+        {all, {"-ctv", "f32", "--kv", "f16"}, {"--kv", "-ctk and -ctv"}},
+        {"generate diff bench memory", {"--all"}, {"--all", "has no such flag", "eval"}},
+        {"eval", {"--all", "--kv", "f16"}, {"--all", "--kv"}},
+        {"eval", {"--all", "-ctk", "f16"}, {"--all", "-ctk"}},
+        {"eval", {"--all", "--cache", "paged"}, {"--all", "--cache"}},
+        {"eval", {"--all", "--cache", "paged", "--page", "3"}, {"--all", "--cache"}},
+        {"eval", {"--all", "--page", "3"}, {"--page", "--all"}},
+        {"eval", {"--all", "--window", "30"}, {"--window", "--all"}},
+        {"generate diff eval memory", {"-c", "0"}, {"-c 0: expected a whole number from 1"}},
+        {"generate diff eval memory", {"-c", "-5"}, {"-c -5: expected a whole number from 1"}},
+        {"generate diff", {"-c", "64", "--cache", "ring"}, {"-c 64", "ring", "drop -c"}},
+        {"generate diff", {"-c", "129"}, {"-c 129", "128 positions", "lower -c", "--cache ring"}},
+        {"generate diff", {"-c", "129", "--cache", "paged"}, {"-c 129", "128 positions", "--cache ring"}},
+        {"generate", {"-c", "129", "--cache", "none"}, {"-c 129", "128 positions"}},
+        {"generate diff", {"-c", "1", "--cache", "paged"}, {"has 2 tokens", "holds 1", "raise -c", "--cache ring"}},
+        {"eval", {"-c", "1"}, {"-c 1", "2 to 1280"}},
+        {"eval", {"-c", "1281"}, {"-c 1281", "2 to 1280"}},
+        {"eval", {"-p", "text"}, {"-p", "eval has no such flag"}},
+        {"eval", {"-n", "5"}, {"-n", "eval has no such flag"}},
+        {"eval", {"--ids", "1,2"}, {"-f", "--ids", "one"}},
+        {"eval bench", {"--repeats", "0"}, {"--repeats 0: expected a whole number from 1"}},
+        {"generate diff memory", {"--repeats", "1"}, {"--repeats", "has no such flag", "bench eval"}},
+        {"bench", {"--depth", "200"}, {"--depth 200", "128 positions"}},
+        {"bench", {"--depth", "0,200"}, {"--depth", "200", "128 positions"}},
+        {"bench", {"--depth", "128", "-n", "1"}, {"--depth 128", "128 positions"}},
+        {"bench", {"--depth", "0", "-n", "0"}, {"-n 0", "at least one"}},
+        {"bench", {"--depth", "0", "-n", "129"}, {"-n 129", "128 positions"}},
+        {"generate diff eval memory", {"--depth", "1"}, {"--depth", "has no such flag", "bench"}},
+    };
+    for (const char *window : {"0", "-1", "nan", "1e30", "99999999999", "16777217", "9223372036854775808", "12x"}) {
+        std::string part = std::string("--window ") + window + ": expected a whole number from 1 to 16777216";
+        cases.push_back({all, {"--cache", "ring", "--window", window}, {part}});
+    }
+    for (const char *page : {"0", "-3", "1e9", "99999999999", "65537", "nan", "4.5"}) {
+        std::string part = std::string("--page ") + page + ": expected a whole number from 1 to 65536";
+        cases.push_back({all, {"--cache", "paged", "--page", page}, {part}});
+    }
+    for (const char *flag : {"--kv", "-ctk", "-ctv"}) {
+        Words types{"f32 (32 bits a value)", "f16 (16)", "bf16 (16)", "fp8 (8.125)",
+                    "int8 (8.125)",          "int4 (5)", "int2 (3)",  std::string(flag) + " int3: unknown type"};
+        cases.push_back({all, {flag, "int3"}, types});
+    }
+    for (const char *depth : {"0,,5", "abc", "-1", ",", "5,", "1e3", "99999999999"}) {
+        std::string part = std::string("--depth ") + depth + ": expected whole numbers from 0";
+        cases.push_back({"bench", {"--depth", depth}, {part}});
+    }
+    for (const Case &each : cases)
+        for (const std::string &command : Words{"generate", "diff", "eval", "bench", "memory"})
+            if (std::string(each.commands).find(command) != std::string::npos)
+                check_refused(run(start_of(command, file) + each.flags), each.parts);
+}
+
+TEST_CASE("texts that cannot be evaluated") {
+    Scratch scratch;
+    std::string words;
+    for (int i = 0; i < 3000; i++) words += "word ";
+    const std::string nonsense("\x80\xff\x00\xfe{]", 6);
+    struct Case {
+        std::string name, content;
+        Words parts;
+    };
+    std::vector<Case> cases{
+        {"empty.txt", "", {"is empty"}},
+        {"empty.jsonl", "", {"is empty"}},
+        {"nonsense.txt", nonsense, {"not UTF-8"}},
+        {"nonsense.jsonl", nonsense, {"line 1", "not valid JSON"}},
+        {"broken.jsonl", "{\"text\": \"" + story + "\"}\n{\"text\": ", {"line 2", "not valid JSON"}},
+        {"latin1.jsonl", "{\"text\": \"caf\xe9 " + story + "\"}", {"line 1", "not UTF-8"}},
+        {"list.jsonl", "[]", {"line 1", "expected a JSON object"}},
+        {"other.jsonl", "{\"txt\": \"" + story + "\"}", {"line 1", "\"text\"", "expected a string"}},
+        {"number.jsonl", "{\"text\": 5}", {"line 1", "\"text\"", "expected a string"}},
+        {"one.jsonl", "{\"text\": \"\"}", {"line 1", "expected 2 to the 1280"}},  // the opening token alone
+        {"long.jsonl", "{\"text\": \"" + words + "\"}", {"line 1", "tokens, expected 2 to the 1280"}},
+    };
+    for (const Case &each : cases) {
+        std::string file = scratch / each.name;
+        spill(file, each.content);
+        check_refused(run({"eval", "-t", "1", "-m", builtin, "-f", file}), each.parts + Words{file});
+        check_refused(run({"eval", "-t", "1", "-m", builtin, "--json", "-f", file}), each.parts + Words{file});
+    }
+    for (const std::string &end : Words{"", ".jsonl"}) {
+        std::string missing = scratch / ("missing" + end), directory = scratch / ("directory" + end);
+        fs::create_directory(directory);
+        check_refused(run({"eval", "-m", builtin, "-f", missing}), {missing, "No such file"});
+        check_refused(run({"eval", "-m", builtin, "-f", directory}), {directory, "is a directory, expected a file"});
+    }
+    spill(scratch / "story.jsonl", "{\"text\": \"" + story + "\"}");
+    check_refused(run({"eval", "-m", builtin, "-f", scratch / "story.jsonl", "-c", "8"}),
+                  {"line 1", "tokens, expected 2 to the 8 of the context"});
+    check_refused(run({"eval", "-m", model}), {"tokenizer.json", "No such file", "--ids"});
+    check_refused(run({"eval", "-m", model, "--ids", "1"}), {"--ids", "one token"});
+    check_refused(run({"eval", "-m", model, "--ids", "1,64"}), {"token id 64", "ids 0 .. 63"});
+    check_refused(run({"eval", "-m", model, "--ids", "1,,2"}), {"--ids", "at character 3"});
+}
+
+TEST_CASE("questions that make no sense are refused with their line") {
+    // The fact, the answer and its place; "barn" stands at the end.
+    const std::string text = story + " Where is the red key? The red key is in the barn.";
+    std::string fact = std::to_string(story.find("barn")), answer = std::to_string(text.find("The red key"));
+    std::string place = std::to_string(text.rfind("barn")), length = std::to_string(text.size());
+    Scratch scratch;
+    std::string file = scratch / "questions.jsonl";
+    auto run_with = [&](const std::string &questions) {
+        std::string good = "{\"text\": \"" + story + "\"}\n";
+        spill(file, good + "{\"text\": \"" + text + "\", \"questions\": " + questions + "}\n");
+        return run({"eval", "-t", "1", "--repeats", "1", "--json", "-m", builtin, "-f", file});
+    };
+    auto asked = [](const std::string &fact, const std::string &answer, const std::string &place) {
+        return "[{\"fact_char\": " + fact + ", \"answer_char\": " + answer + ", \"place_char\": " + place + "}]";
+    };
+    Outcome good = run_with(asked(fact, answer, place));
+    REQUIRE_MESSAGE(good.status == 0, good);
+    CHECK(number(parse(good), "results.0.recall.0.questions") == 1);
+    for (const std::string &bad : Words{"-1", "0", length, "99999999999", "1e300", "-1e300"}) {
+        CAPTURE(bad);
+        check_refused(run_with(asked(bad, answer, place)), {file, "line 2", "\"fact_char\"", length});
+        check_refused(run_with(asked(fact, bad, place)), {file, "line 2", "\"answer_char\"", length});
+        check_refused(run_with(asked(fact, answer, bad)), {file, "line 2", "\"place_char\"", length});
+    }
+    for (const std::string &bad : Words{"\"" + fact + "\"", "true", "null", "[9]", "{}"}) {
+        CAPTURE(bad);
+        Outcome result = run_with(asked(bad, answer, place));
+        check_refused(result, {file, "line 2", "\"fact_char\""});
+        CHECK_MESSAGE(result.err.find("-1") == std::string::npos, result);  // which nobody wrote
+    }
+    check_refused(run_with("[{\"fact_char\": " + fact + ", \"answer_char\": " + answer + "}]"),
+                  {file, "line 2", "\"place_char\""});
+    check_refused(run_with(asked(fact, "nan", place)), {file, "line 2", "not valid JSON"});
+    check_refused(run_with(asked(fact, answer, fact)), {file, "line 2", "ends before it begins"});
+    // An answer that stands before its fact.
+    check_refused(run_with(asked(answer, fact, place)), {file, "line 2", "fact"});
+    check_refused(run_with(asked(place, answer, place)), {file, "line 2", "fact"});
+    for (const std::string &bad : Words{"7", "\"none\"", "[7]", "{\"first\": {}}"})
+        check_refused(run_with(bad), {file, "line 2", bad == "[7]" ? "question" : "\"questions\""});
+}
+
 TEST_CASE("prompts that cannot be used") {
     Scratch scratch;
     spill(scratch / "empty", "");
@@ -998,11 +1316,20 @@ TEST_CASE("memory that cannot be had is refused at once") {
     Words prompt{"-m", directory, "--ids", "1,2", "--kv", "f32"};
     for (const std::string &command : Words{"generate", "diff"})
         check_refused(run(Words{command, "-c", "1073741824"} + prompt), {"cache needs 2048.0 GiB", "lower -c"});
+    for (const std::string &command : Words{"generate", "diff"})
+        check_refused(run(Words{command, "-c", "1073741824", "--cache", "paged"} + prompt),
+                      {"cache needs 2048.8 GiB", "lower -c"});  // page tables, too
+    for (const Words &command : {Words{"generate", "--ids", "1,2"}, {"diff", "--ids", "1,2"}, {"bench"}})
+        check_refused(run(command + Words{"-m", directory, "--kv", "f32", "--cache", "ring"}),
+                      {"cache needs 2048.0 GiB", "--window"});
     Setting tight;
     tight.address_bytes = (rlim_t)1 << 30;
     if (run({"--help"}, tight).status == 0)  // AddressSanitizer alone asks for terabytes of addresses
         check_refused(run(Words{"generate", "-c", "2097152"} + prompt, tight),
                       {"2.0 GiB of memory cannot be had", "lower -c"});
+    Words ring{"-m", directory, "--ids", "1,2", "--kv", "int8", "--cache", "ring", "--window", "16777216"};
+    if (run({"--help"}, tight).status == 0)
+        check_refused(run(Words{"generate"} + ring, tight), {"GiB", "--window"});  // -c is not for a ring
     CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
     run_json(Words{"generate", "-n", "3"} + prompt);  // what is asked for counts, not what the model could
 }
