@@ -632,10 +632,27 @@ struct BenchCache {
     Cache cache;
 };
 
-// Fills a cache up to `depth` positions.
-inline void fill(Engine &engine, Cache &cache, int depth) {
-    int missing = depth - cache.lengths[0];
-    if (missing > 0) prefill(engine, cache, 0, bench_tokens(missing, engine.model.config.vocabulary));
+// Fills a cache up to `depth` positions with random numbers: what they are does not change the time that reading takes.
+inline void fill(Cache &cache, int depth, [[maybe_unused]] int threads) {
+    const CacheShape &shape = cache.shape;
+    int first = cache.lengths[0];
+    grow(cache, 0, std::max(0, depth - first));
+#pragma omp parallel for num_threads(threads)
+    for (int layer = 0; layer < shape.layers; layer++) {
+        std::mt19937 random(layer);
+        Floats keys((size_t)group_size * shape.kv_heads * shape.key_width);
+        Floats values((size_t)group_size * shape.kv_heads * shape.value_width);
+        for (Floats *vectors : {&keys, &values})
+            for (float &number : *vectors) number = (float)random() * 0x1p-31f - 1;
+        for (int t = first, count; t < depth; t += count) {
+            count = std::min(depth - t, group_size - t % group_size);
+            Span span = {0, count, 0, t, t, t + count};
+            for (int head = 0; head < shape.kv_heads; head++) {
+                store_span(cache, layer, span, head, keys.data(), values.data());
+                keep_recent(cache, layer, span, head, keys.data(), values.data());
+            }
+        }
+    }
 }
 
 // Rounds over all caches: bandwidth, then `steps` tokens decoded in each cache at this depth.
@@ -644,8 +661,7 @@ inline std::vector<BenchResult> bench_decode(Engine &engine, std::vector<BenchCa
     std::vector<BenchResult> results;
     double weights = weights_read(engine.model);
     for (BenchCache &entry : caches) {
-        show_progress("filling " + entry.choice.layout + " " + entry.choice.type_k + " to " + std::to_string(depth));
-        fill(engine, entry.cache, depth);
+        fill(entry.cache, depth, options.threads);
         BenchResult result{"decode", entry.choice, steps, depth, weights * steps, {}, {}};
         for (int step = 1; step <= steps; step++) result.bytes += cache_read(engine.model, entry.cache, depth + step);
         results.push_back(result);
