@@ -225,42 +225,137 @@ inline void swiglu(Expected &out, double gate, double up) {
 
 // ---- Attention ---------------------------------------------------------------------------------------------
 
-// One KV head's rows of one sequence: position t begins at start + t * stride.
-struct Rows {
-    const float *start;
-    size_t stride;
-    int width;
-    double at(int position, int channel) const { return start[position * stride + channel]; }
+// A number of the cache as a query reads it; what it is summed up from, |zero point| + scale * code; and how far from
+// it the engine's may be.
+struct Reading {
+    double value = 0, size = 0, off = 0;
 };
 
-// One query head at `position`. A score is off by at most gamma(D + 8) sum |q k| / sqrt(D), call it e, for the dot
-// product, its scaling and the distance to the maximum; a weight therefore by a factor of e^(2 e), as its denominator
-// is a sum of such weights. Then come the sum over the positions, merges and exp itself.
-inline void attention(Expected &out, const float *query, Rows keys, Rows values, int position, int window) {
-    int first = window ? std::max(0, position - window + 1) : 0;
-    std::vector<double> weight(position + 1);
-    double most = -INFINITY, size = 0, total = 0;
-    for (int t = first; t <= position; t++) {
-        double score = 0, magnitude = 0;
-        for (int i = 0; i < keys.width; i++) {
-            double product = query[i] * keys.at(t, i);
-            score += product, magnitude += std::fabs(product);
-        }
-        weight[t] = score / std::sqrt((double)keys.width);
-        most = std::max(most, weight[t]);
-        size = std::max(size, magnitude / std::sqrt((double)keys.width));
-    }
-    for (int t = first; t <= position; t++) total += weight[t] = std::exp(weight[t] - most);
+inline Reading exact(double x) { return {x, std::fabs(x), 0}; }
 
-    std::vector<double> sum(values.width), magnitude(values.width);
-    for (int t = first; t <= position; t++) {
-        for (int i = 0; i < values.width; i++) {
-            double term = weight[t] / total * values.at(t, i);
-            sum[i] += term, magnitude[i] += std::fabs(term);
+// `count` numbers, `step` apart, that are encoded together (a row, or a group of 32), as they come back.
+inline void read_back(Reading *out, const float *x, size_t count, size_t step, const std::string &format) {
+    std::vector<float> part;
+    for (size_t i = 0; i < count; i++) part.push_back(x[i * step]);
+    if (format == "int4" || format == "int2") {
+        Shared group = asymmetric(part, format == "int4" ? 15 : 3);
+        for (size_t i = 0; i < count; i++) {
+            double rest = group.scale * group.codes[i];
+            out[i * step] = {group.zero + rest, std::fabs(group.zero) + rest, 0};
+        }
+    } else {
+        std::vector<float> read = read_shared(format, part);
+        for (size_t i = 0; i < count; i++) out[i * step] = exact(read.at(i));
+    }
+}
+
+// K or V of one sequence, one position after another. Formats with blocks take the numbers as f16 has them; a
+// position's own block of 32 reads them so, later blocks read codes.
+struct Side {
+    std::string format;
+    bool keys;
+    size_t kv_heads, width;
+    bool blocks = format == "int4" || format == "int2";
+    std::vector<float> kept = {};                    // (position, kv_heads, width)
+    std::vector<Reading> recent = {}, stored = {};   // the same, as own and as later blocks read
+    size_t row() const { return kv_heads * width; }  // numbers of a position
+    int length() const { return (int)(kept.size() / row()); }
+
+    void add(const float *numbers) {
+        for (size_t i = 0; i < row(); i++) {
+            kept.push_back(blocks ? (float)to_f16(numbers[i]) : numbers[i]);
+            recent.push_back(exact(kept.back()));
+        }
+        stored.resize(kept.size());
+        size_t last = kept.size() - row(), block = last - (blocks ? 31 : 0) * row(), group = blocks ? 32 : width;
+        if (blocks && keys) {
+            if (length() % 32) return;
+            for (size_t i = 0; i < row(); i++) read_back(&stored[block + i], &kept[block + i], 32, row(), format);
+        } else {
+            for (size_t head = last; head < kept.size(); head += width)
+                for (size_t i = 0; i < width; i += group)
+                    read_back(&stored[head + i], &kept[head + i], std::min(group, width - i), 1, format);
         }
     }
-    double relative = std::expm1(2 * gamma(keys.width + 8) * size) + gamma(2 * (position - first + 1) + 40);
-    for (int i = 0; i < values.width; i++) out.add(sum[i], relative * magnitude[i] + 1e-36);
+    // The vector of position t as the query at position `reader` reads it.
+    const Reading *at(int reader, int t, int head) const {
+        return &(blocks && t / 32 == reader / 32 ? recent : stored)[t * row() + head * width];
+    }
+};
+
+// A key that stood at `position`, rotated by `shift` positions more. The engine turns it back by position * frequency
+// and then to position + shift; both angles are rounded, as are cos, sin and two sums of two products.
+inline std::vector<Reading> moved_key(const float *key, int position, int shift,
+                                      const std::vector<float> &frequencies) {
+    size_t half = frequencies.size();
+    std::vector<Reading> out(2 * half);
+    for (size_t i = 0; i < half; i++) {
+        double angle = (double)shift * frequencies[i], a = key[i], b = key[i + half];
+        double off = (unit * (2.0 * position + shift) * frequencies[i] + gamma(12)) * (std::fabs(a) + std::fabs(b));
+        out[i] = exact(a * std::cos(angle) - b * std::sin(angle));
+        out[i + half] = exact(b * std::cos(angle) + a * std::sin(angle));
+        out[i].off = out[i + half].off = off;
+    }
+    return out;
+}
+
+// What a query sees: the last `window` positions (0: all) and the first `sinks`.
+struct View {
+    int window = 0, sinks = 0;
+};
+
+struct Seen {
+    std::vector<Reading> moved;  // of a sink: its key
+    const Reading *key, *value;
+};
+
+// With all there is room for, positions are where they are. Behind that the sinks stand just before the window.
+inline std::vector<Seen> seen_by(int position, const View &view, const Side &keys, const Side &values, int kv_head,
+                                 const std::vector<float> &frequencies) {
+    std::vector<Seen> seen;
+    bool all = view.window == 0 || position < view.window + view.sinks;
+    int first = all ? 0 : position - view.window + 1;
+    for (int i = 0; !all && i < view.sinks; i++) {
+        const float *key = &keys.kept[i * keys.row() + kv_head * keys.width];
+        seen.push_back({moved_key(key, i, first - view.sinks, frequencies), nullptr,
+                        &values.recent[i * values.row() + kv_head * values.width]});
+    }
+    for (int t = first; t <= position; t++)
+        seen.push_back({{}, keys.at(position, t, kv_head), values.at(position, t, kv_head)});
+    return seen;
+}
+
+// One query head. A score is off by at most gamma(17 D / 16 + 14) times what it is summed up from, and by what its key
+// is off: zero points are summed first and pass through all D further sums (D / 16 + 5 and D roundings), then come the
+// scaling and the distance to the maximum. Call it e; a weight is off by a factor of e^(2 e), as its denominator is a
+// sum of such weights. Then come the sum over the positions, merges and exp itself.
+inline void attention(Expected &out, const float *query, const std::vector<Seen> &seen, int key_width,
+                      int value_width) {
+    double most = -INFINITY, error = 0, total = 0, root = std::sqrt((double)key_width);
+    double rounding = gamma(17.0 / 16 * key_width + 14);
+    std::vector<double> weight;
+    for (const Seen &one : seen) {
+        const Reading *key = one.key ? one.key : one.moved.data();
+        double score = 0, off = 0;
+        for (int i = 0; i < key_width; i++) {
+            score += query[i] * key[i].value;
+            off += std::fabs(query[i]) * (rounding * key[i].size + key[i].off);
+        }
+        weight.push_back(score / root);
+        most = std::max(most, weight.back());
+        error = std::max(error, off / root);
+    }
+    for (double &score : weight) total += score = std::exp(score - most);
+
+    std::vector<double> sum(value_width), magnitude(value_width);
+    for (size_t t = 0; t < seen.size(); t++) {
+        for (int i = 0; i < value_width; i++) {
+            sum[i] += weight[t] / total * seen[t].value[i].value;
+            magnitude[i] += weight[t] / total * seen[t].value[i].size;
+        }
+    }
+    double relative = std::expm1(2 * error) + gamma(2.0 * (double)seen.size() + 40);
+    for (int i = 0; i < value_width; i++) out.add(sum[i], relative * magnitude[i] + 1e-36);
 }
 
 }  // namespace reference
