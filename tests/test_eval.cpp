@@ -329,22 +329,22 @@ TEST_CASE("a question's tokens are those that the story's maker counted") {
     }
 }
 
-// Makes the story say that something is where it is not, in its answer.
-static void answer_wrongly(const Json &object, const std::string &question, const std::string &place) {
+// Puts other words in a story, as long as those, so that the characters that its questions name stay where they are.
+static void change(const Json &object, const std::string &words, const std::string &others) {
     std::string text = text_of(object);
-    REQUIRE(text.find(question) != std::string::npos);
-    size_t at = text.find(question) + question.size(), length = text.find('.', at) - at;
-    REQUIRE(length == place.size());  // so that the characters that the questions name stay where they are
-    text.replace(at, length, place);
+    size_t at = text.find(words);
+    REQUIRE((at != std::string::npos && words.size() == others.size()));
+    text.replace(at, words.size(), others);
     cJSON_ReplaceItemInObject(object.get(), "text", cJSON_CreateString(text.c_str()));
 }
 
 TEST_CASE("recall counts the answers that are right, each by the distance of its fact") {
     // Of five questions two ask for what was told less than 200 tokens before: 156, 236, 196, 251, 250.
-    Json good = story(9), bad = story(9);
-    answer_wrongly(bad, "Where is the red key? The red key is in the ", "shed");
-    Json root = eval({"-f", write_lines("answers", {good.get(), bad.get()})});
-    for (const cJSON *result : results_of(root)) CHECK(recall_of(result) == Counts{{0, {4, 4}}, {200, {6, 5}}});
+    Json good = story(9), end = story(9), beginning = story(9);
+    change(end, "The red key is in the cave", "The red key is in the shed");
+    change(beginning, "The red basket is in the forest", "The red basket is by the forest");
+    Json root = eval({"-f", write_lines("answers", {good.get(), end.get(), beginning.get()})});
+    for (const cJSON *result : results_of(root)) CHECK(recall_of(result) == Counts{{0, {6, 5}}, {200, {9, 8}}});
 }
 
 TEST_CASE("distances fall into classes of 200 tokens, and of 1,000 and more") {
