@@ -1130,6 +1130,7 @@ TEST_CASE("texts that cannot be evaluated") {
         {"nonsense.jsonl", nonsense, {"line 1", "not valid JSON"}},
         {"broken.jsonl", "{\"text\": \"" + story + "\"}\n{\"text\": ", {"line 2", "not valid JSON"}},
         {"latin1.jsonl", "{\"text\": \"caf\xe9 " + story + "\"}", {"line 1", "not UTF-8"}},
+        {"nul.jsonl", "{\"text\": \"Once\\u0000 " + story + "\"}", {"line 1"}},  // of which C sees the first word
         {"list.jsonl", "[]", {"line 1", "expected a JSON object"}},
         {"other.jsonl", "{\"txt\": \"" + story + "\"}", {"line 1", "\"text\"", "expected a string"}},
         {"number.jsonl", "{\"text\": 5}", {"line 1", "\"text\"", "expected a string"}},
