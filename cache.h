@@ -414,8 +414,8 @@ inline CacheBytes bytes_of(const Cache &cache) {
 inline std::shared_ptr<void> reserve(size_t bytes, const char *what) {
     void *data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (data == MAP_FAILED) {
-        fail("%s: %.1f GiB of memory cannot be had (%s): free some, or lower -c", what, (double)bytes / 0x1p30,
-             strerror(errno));
+        fail("%s: %.1f GiB of memory cannot be had (%s): free some, or lower -c or --window", what,
+             (double)bytes / 0x1p30, strerror(errno));
     }
     return std::shared_ptr<void>(data, [bytes](void *start) { munmap(start, bytes); });
 }
@@ -475,8 +475,8 @@ inline Cache open_cache(const CacheShape &shape, Layout layout, Precision type_k
     };
     take(cache.keys, type_k, shape.key_width, rows);
     take(cache.values, type_v, shape.value_width, rows);
-    take(cache.recent_keys, F16{}, shape.key_width, has_blocks(type_k) ? shape.sequences * group_size : 0);
-    take(cache.recent_values, F16{}, shape.value_width, has_blocks(type_v) ? shape.sequences * group_size : 0);
+    take(cache.recent_keys, F16{}, shape.key_width, has_blocks(type_k) ? (int64_t)shape.sequences * group_size : 0);
+    take(cache.recent_values, F16{}, shape.value_width, has_blocks(type_v) ? (int64_t)shape.sequences * group_size : 0);
     if (auto *ring = std::get_if<Ring>(&cache.layout)) {
         take(cache.sink_keys, F32{}, shape.key_width, (int64_t)shape.sequences * ring->sinks);
         take(cache.sink_values, F32{}, shape.value_width, (int64_t)shape.sequences * ring->sinks);

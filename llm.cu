@@ -137,6 +137,8 @@ inline std::vector<std::string> choices(const Options &options, const std::strin
     if (names.size() > 1 && options.command != "bench" && options.command != "eval")
         fail("%s %s: llm %s takes one, bench and eval take several", flag.c_str(), list.c_str(),
              options.command.c_str());
+    if (names.size() > 1 && std::count(names.begin(), names.end(), ""))
+        fail("%s %s: an entry of the list is empty, expected names with a comma between", flag.c_str(), list.c_str());
     return names;
 }
 
@@ -312,6 +314,9 @@ inline const Flag &find_flag(const std::string &name, const std::string &command
 
 // A flag of a layout that is not there would say nothing.
 inline void check_layout_flags(const Options &options) {
+    for (const char *flag : {"--cache", "--kv", "-ctk", "-ctv", "--page", "--window", "--sinks"})
+        if (options.standard_set && options.given.count(flag))
+            fail("%s: --all is a set of caches of its own: drop one of the two", flag);
     if (options.command == "memory") return;  // it shows all layouts
     auto needs = [&](const char *flag, const char *layout) {
         if (options.given.count(flag) &&
@@ -365,10 +370,6 @@ inline Options parse_options(const std::vector<std::string> &arguments) {
     if (options.given.count("--kv") && options.given.count("-ctk") + options.given.count("-ctv") > 0)
         fail("--kv gives the type of K and of V: keep it, or -ctk and -ctv");
     check_layout_flags(options);
-    if (options.standard_set && options.given.count("--cache") + options.given.count("--kv") +
-                                        options.given.count("-ctk") + options.given.count("-ctv") >
-                                    0)
-        fail("--all is a set of caches of its own: drop it, or --cache, --kv, -ctk and -ctv");
     if (options.given.count("-p") + options.given.count("-f") + options.given.count("--ids") > 1)
         fail("-p, -f and --ids each give the prompt: keep one of them");
     return options;
@@ -668,11 +669,12 @@ inline std::vector<int> parse_ids(const std::string &list) {
     }
 }
 
-inline std::vector<int> encode(const Tokenizer *tokenizer, const std::string &text) {
+inline std::vector<int> encode(const Tokenizer *tokenizer, const std::string &text,
+                               const std::string &what = "the prompt") {
     char error[1000];
     int *ids = nullptr;
     int count = tokenizer_encode(tokenizer, text.data(), text.size(), true, &ids, error, sizeof error);
-    if (count < 0) fail("the prompt: %s", error);
+    if (count < 0) fail("%s: %s", what.c_str(), error);
     std::vector<int> result(ids, ids + count);
     free(ids);
     return result;
@@ -820,7 +822,8 @@ private:
 inline CacheShape cache_shape(const Options &options, const Config &config, int capacity) {
     CacheShape shape{config.layers, config.kv_heads, config.head_dim, config.head_dim, 1, capacity};
     shape.page = options.page;
-    shape.sinks = options.given.count("--sinks") ? options.sinks : config.window ? 0 : 4;
+    shape.sinks = config.window ? 0 : std::min(4, (config.context - 1) / 2);
+    if (options.given.count("--sinks")) shape.sinks = options.sinks;
     shape.window = config.window ? config.window : std::max(1, config.context - shape.sinks);
     if (options.given.count("--window")) shape.window = options.window;
     if (shape.sinks >= shape.window) {
@@ -840,12 +843,15 @@ struct CacheChoice {
 inline std::vector<CacheChoice> cache_choices(const Options &options, const Config &config) {
     std::vector<CacheChoice> list;
     CacheShape shape = cache_shape(options, config, 0);
+    auto add = [&](const std::string &layout, const std::string &type_k, const std::string &type_v) {
+        list.push_back({layout, type_k, type_v, shape.window, shape.sinks});
+    };
     for (const std::string &layout : split(options.layout)) {
         for (const std::string &type_k : split(options.type_k)) {
-            for (const std::string &type_v : split(options.type_v)) {
-                bool pair = !options.given.count("--kv") || type_k == type_v;
-                if (pair) list.push_back({layout, type_k, type_v, shape.window, shape.sinks});
-            }
+            if (options.given.count("--kv"))
+                add(layout, type_k, type_k);
+            else
+                for (const std::string &type_v : split(options.type_v)) add(layout, type_k, type_v);
         }
     }
     return list;

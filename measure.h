@@ -802,37 +802,48 @@ struct EvalResult {
     }
 };
 
-inline int token_at(const std::vector<size_t> &ends, size_t character) {
-    return (int)(std::upper_bound(ends.begin(), ends.end(), character) - ends.begin());
+// Tokens of a question's answer and of the fact it asks for; `ends` (token): characters of the text up to its end.
+inline Recall read_question(const std::string &where, const cJSON *question, const std::vector<size_t> &ends) {
+    auto token_of = [&](const char *key) {
+        const cJSON *number = cJSON_GetObjectItem(question, key);
+        if (!cJSON_IsNumber(number))
+            fail("%s: a question's \"%s\" is not a number, expected a place in the text", where.c_str(), key);
+        if (!(number->valuedouble > 0 && number->valuedouble + 1 < (double)ends.back())) {
+            fail("%s: a question's \"%s\" is %g, expected a place in the text of %zu characters", where.c_str(), key,
+                 number->valuedouble, ends.back());
+        }
+        return (int)(std::upper_bound(ends.begin(), ends.end(), (size_t)number->valuedouble) - ends.begin());
+    };
+    int fact = token_of("fact_char"), start = token_of("answer_char");
+    Recall recall{start, token_of("place_char") + 2, start - fact};  // up to the full stop behind the place
+    if (recall.distance <= 0)
+        fail("%s: a question's \"fact_char\" does not stand before its \"answer_char\"", where.c_str());
+    if (recall.end > (int)ends.size() || recall.end <= recall.start)
+        fail("%s: a question's answer ends before it begins, or behind the text", where.c_str());
+    return recall;
 }
 
-// A line of heldout.jsonl (weights_tools/README.md). Its text is ASCII, so a character is a byte.
+// A line of heldout_mixed.jsonl (weights_tools/README.md).
 inline EvalText read_story(const std::string &where, const std::string &line, const Tokenizer *tokenizer) {
+    if (line.find("\\u0000") != std::string::npos)
+        fail("%s: has a NUL character, expected text without", where.c_str());
     Json story = parse_json(where, line);
     const cJSON *text = cJSON_GetObjectItem(story.get(), "text"), *question;
+    const cJSON *questions = cJSON_GetObjectItem(story.get(), "questions");
     if (!cJSON_IsString(text)) fail("%s: has no \"text\", expected a string", where.c_str());
+    if (questions && !cJSON_IsArray(questions)) fail("%s: \"questions\" is no list", where.c_str());
     EvalText result;
-    result.tokens = encode(tokenizer, text->valuestring);
-    std::vector<size_t> ends;  // (token): characters up to its end
+    result.tokens = encode(tokenizer, text->valuestring, where);
+    std::vector<size_t> ends;
     TextStream stream(tokenizer);
     size_t characters = 0;
-    for (int token : result.tokens) ends.push_back(characters += stream.next(token).size());
-    cJSON_ArrayForEach(question, cJSON_GetObjectItem(story.get(), "questions")) {
-        auto place_of = [&](const char *key) {
-            const cJSON *number = cJSON_GetObjectItem(question, key);
-            double place = cJSON_IsNumber(number) ? number->valuedouble : -1;
-            if (!(place > 0 && place + 1 < (double)characters)) {
-                fail("%s: a question's \"%s\" is %g, expected a place in its text of %zu characters", where.c_str(),
-                     key, place, characters);
-            }
-            return token_at(ends, (size_t)place);
-        };
-        // The answer runs up to the full stop behind the place.
-        Recall recall{place_of("answer_char"), place_of("place_char") + 2, 0};
-        recall.distance = recall.start - place_of("fact_char");
-        if (recall.start < 1 || recall.end > (int)result.tokens.size() || recall.end <= recall.start)
-            fail("%s: a question's answer ends before it begins, or behind the text", where.c_str());
-        result.questions.push_back(recall);
+    for (int token : result.tokens) {
+        for (char byte : stream.next(token)) characters += (byte & 0xc0) != 0x80;  // not inside a UTF-8 character
+        ends.push_back(characters);
+    }
+    cJSON_ArrayForEach(question, questions) {
+        if (!cJSON_IsObject(question)) fail("%s: a question is no object", where.c_str());
+        result.questions.push_back(read_question(where, question, ends));
     }
     return result;
 }
@@ -849,7 +860,10 @@ inline std::vector<EvalText> eval_texts(const Options &options, const std::strin
         if (!file_exists(file)) fail("%s: no such file: give a text with -f FILE or --ids 1,2,3", file.c_str());
     }
     if (from_ids || file.size() < 6 || file.compare(file.size() - 6, 6, ".jsonl") != 0) {
-        std::vector<int> tokens = prompt_tokens(options, tokenizer, config);
+        if (!from_ids) content = read_file(file, 1 << 30);
+        if (!from_ids && content.empty()) fail("%s: is empty, expected a text", file.c_str());
+        std::vector<int> tokens =
+            from_ids ? prompt_tokens(options, tokenizer, config) : encode(tokenizer, content, file);
         if (tokens.size() < 2) fail("%s: one token, expected two or more", from_ids ? "--ids" : file.c_str());
         for (size_t begin = 0; begin + 1 < tokens.size(); begin += context) {
             size_t end = std::min(begin + context, tokens.size());
@@ -1033,6 +1047,8 @@ inline int run_eval(const Options &options) {
     Engine engine(load_model(directory), options.threads);
     const Config &config = engine.model.config;
     TokenizerPointer tokenizer(nullptr, tokenizer_free);
+    if (!options.given.count("--ids") && !file_exists(join_path(directory, "tokenizer.json")))
+        fail("%s: has no tokenizer.json; fetch it, or give the text as --ids 1,2,3", directory.c_str());
     if (!options.given.count("--ids")) tokenizer = load_tokenizer(directory);
     if (options.given.count("-c") && (options.context > config.context || options.context < 2))
         fail("-c %d: expected 2 to %d positions, for which this model was made", options.context, config.context);
