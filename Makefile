@@ -26,7 +26,7 @@ HOST := -O3 $(NATIVE) -ffp-contract=off $(or $(OPENMP),-Wno-unknown-pragmas)
 CXXFLAGS := -std=c++17 $(HOST) $(WARN)
 CFLAGS := -std=c11 -O2 $(WARN)
 # With the sanitizers' checks in between, g++ sees paths on which a std::variant would not be initialised.
-SANITIZE := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
+SANITIZE := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
   $(if $(findstring clang,$(CXX)),,-Wno-maybe-uninitialized)
 LIBS := -lcjson -lpcre2-8 -lutf8proc
 comma := ,
