@@ -33,18 +33,21 @@ def plot_recall(axes, caches):
     axes.set_xlabel("tokens between a fact and the answer that needs it")
     axes.set_ylabel("answers right, %")
     axes.set_ylim(-3, 103)
-    axes.legend(fontsize=7, loc="lower left")
+    axes.legend(fontsize=7, loc="center right")
     axes.grid(alpha=0.3)
 
 
 def plot_bytes(axes, caches):
     markers = {"contiguous": "o", "paged": "s", "ring": "^"}
+    labelled = []  # labels of neighbours go above and below their points in turn
     for cache in caches:
         if cache["kl"] <= 0:
             continue
         x, y = cache["bytes_per_token"], cache["kl"]
         axes.plot([x], [y], marker=markers.get(cache["layout"], "D"), color="C0" if cache["layout"] != "ring" else "C3")
-        axes.annotate(label(cache), (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")
+        near = sum(abs(x / a - 1) < 0.3 and 0.5 < y / b < 2 for a, b in labelled)
+        axes.annotate(label(cache), (x, y), fontsize=7, xytext=(4, -10 if near % 2 else 4), textcoords="offset points")
+        labelled.append((x, y))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
