@@ -1048,7 +1048,7 @@ inline int run_eval(const Options &options) {
     const Config &config = engine.model.config;
     TokenizerPointer tokenizer(nullptr, tokenizer_free);
     if (!options.given.count("--ids") && !file_exists(join_path(directory, "tokenizer.json")))
-        fail("%s: has no tokenizer.json; fetch it, or give the text as --ids 1,2,3", directory.c_str());
+        fail("%s/tokenizer.json: No such file; fetch it, or give the text as --ids 1,2,3", directory.c_str());
     if (!options.given.count("--ids")) tokenizer = load_tokenizer(directory);
     if (options.given.count("-c") && (options.context > config.context || options.context < 2))
         fail("-c %d: expected 2 to %d positions, for which this model was made", options.context, config.context);
