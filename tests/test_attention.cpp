@@ -760,7 +760,8 @@ double memory_beside(const Layout &layout, const Precision &type, int context, i
 }
 
 TEST_CASE("attention makes no copy of the cache: beside it memory does not grow with the context") {
-    constexpr double bound = 2 << 20;  // one head's keys of one layer at 32,768 positions are 4 MiB in f16, 8 in f32
+    // Less than the smallest copy: one head's keys of one layer at 32,768 positions are 4 MiB in f16, 8 in f32.
+    constexpr double bound = 3 << 20;
     for_each_type<Layout>([&](auto layout) {
         for (Precision type : {Precision(Int8{}), Precision(Int4{}), Precision(Int2{}), Precision(F16{})}) {
             for (int context : {1 << 15, 1 << 16}) {
