@@ -394,6 +394,8 @@ inline Partial softmax_split(float *scores, int low, int high, float factor) {
     return partial;
 }
 
+constexpr size_t most_shared = (size_t)1 << 22;  // floats of partial results, 16 MiB, however long the context is
+
 // How one pass shares its attention among the threads, and the room for partial results where it must.
 struct AttentionPlan {
     Heads heads;
@@ -426,8 +428,8 @@ inline AttentionPlan plan_attention(const int *sequences, const int *positions, 
         plan.splits = std::max(plan.splits, splits_of(tile) - plan.first_split(tile));
         plan.queries = std::max(plan.queries, tile.count * heads.group());
     }
-    plan.share_splits = (int)plan.tiles.size() * heads.kv < 4 * threads;
     size_t room = plan.index((int)plan.tiles.size(), 0, 0);
+    plan.share_splits = (int)plan.tiles.size() * heads.kv < 4 * threads && room * plan.value_width <= most_shared;
     plan.partials.resize(plan.share_splits ? room : 0);
     plan.values.resize(plan.share_splits ? room * plan.value_width : 0);
     std::vector<int> sinks;
