@@ -399,6 +399,7 @@ constexpr size_t most_shared = (size_t)1 << 22;  // floats of partial results, 1
 // How one pass shares its attention among the threads, and the room for partial results where it must.
 struct AttentionPlan {
     Heads heads;
+    bool blocks = false;        // keys or values are quantized in blocks of positions
     std::vector<Span> stored;   // the rows of the pass, for store_span()
     std::vector<Span> tiles;    // the same, few enough that a tile's scores stay in the L2
     int splits = 0;             // most that a tile has
@@ -418,10 +419,10 @@ struct AttentionPlan {
 inline AttentionPlan plan_attention(const int *sequences, const int *positions, int count, const Heads &heads,
                                     const Cache &cache, const std::vector<float> &frequencies, int threads) {
     AttentionPlan plan;
-    bool blocks = has_blocks(cache.type_k) || has_blocks(cache.type_v);
+    plan.blocks = has_blocks(cache.type_k) || has_blocks(cache.type_v);
     plan.heads = heads;
     plan.stored = spans_of(sequences, positions, count, group_size, true);
-    plan.tiles = spans_of(sequences, positions, count, std::max(1, tile_queries / heads.group()), blocks);
+    plan.tiles = spans_of(sequences, positions, count, std::max(1, tile_queries / heads.group()), plan.blocks);
     plan.value_width = cache.values.width;
     plan.widest = visible_of(cache.layout, 0);
     for (const Span &tile : plan.tiles) {

@@ -214,7 +214,6 @@ struct Contiguous {
     int64_t rows(const CacheShape &shape) const { return (int64_t)shape.sequences * capacity; }
     int limit() const { return capacity; }  // positions a sequence can grow to
     int chunk() const { return INT_MAX; }   // positions a sequence may grow by in one pass
-    int64_t pages(const CacheShape &) const { return 0; }
     Visible visible(int layer_window) const { return {layer_window, 0}; }
 };
 
@@ -264,7 +263,6 @@ struct Ring {
     int64_t rows(const CacheShape &shape) const { return (int64_t)shape.sequences * slots; }
     int limit() const { return INT_MAX; }
     int chunk() const { return std::min(512, std::max(group_size, window / 8 / group_size * group_size)); }
-    int64_t pages(const CacheShape &) const { return 0; }
     // A layer that looks back no further than the ring needs no sinks: it never saw what the ring drops.
     Visible visible(int layer_window) const {
         return layer_window && layer_window <= window ? Visible{layer_window, 0} : Visible{window, sinks};

@@ -4,6 +4,9 @@
 // rows, each one token at one position of one sequence. Two paths share everything but the attention in the middle:
 //   forward_naive   all tokens so far, every time: the keys and values of the past are computed anew
 //   prefill/decode  only the new tokens: the keys and values of the past are read from the cache
+//
+// Its parts, each under a line of its own: flags; the model at work (forward, the two paths, prefill and decode: start
+// here); sampling; text in, text out; output; llm generate; llm tokenize. The commands that measure are in measure.h.
 #include <chrono>
 #include <filesystem>
 #include <functional>
@@ -541,7 +544,6 @@ inline void forward_cached(Engine &engine, Cache &cache, const Rows &rows) {
     int count = rows.count();
     AttentionPlan plan = plan_attention(rows.sequences.data(), rows.positions.data(), count, heads, cache,
                                         engine.frequencies, engine.threads);
-    bool blocks = has_blocks(cache.type_k) || has_blocks(cache.type_v);
     forward(engine, rows, [&](int layer) {
         store_pass(engine, cache, plan, layer);
         barrier();
@@ -550,7 +552,7 @@ inline void forward_cached(Engine &engine, Cache &cache, const Rows &rows) {
         attend({engine.attended.data(), engine.query.data(), key, value, cache, layer,
                 visible_of(cache.layout, engine.model.layers[layer].window)},
                plan);
-        if (!blocks) return;
+        if (!plan.blocks) return;
         barrier();
 #pragma omp for schedule(static) nowait
         for (int item = 0; item < (int)plan.stored.size() * heads.kv; item++)
@@ -817,6 +819,14 @@ private:
 };
 
 // ---- llm generate ------------------------------------------------------------------------------------------
+
+// The commands that measure caches need one.
+inline void require_cache(const Options &options) {
+    for (const std::string &layout : split(options.layout))
+        if (layout == "none") {
+            fail("--cache none: llm %s is about caches: %s", options.command.c_str(), layout_names().c_str());
+        }
+}
 
 // What a cache for this model is made for. A ring sees as far as the model was trained to, unless --window says less.
 inline CacheShape cache_shape(const Options &options, const Config &config, int capacity) {

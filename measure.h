@@ -1,4 +1,6 @@
-// What puts numbers on a cache and on the machine under it, out of the reader's way. Included by llm.cu.
+// What puts numbers on a cache and on the machine under it, out of the reader's way. Included by llm.cu. A part for
+// each command: llm info, llm memory (bytes by the formula), llm diff (beside the naive path), llm bench (beside the
+// memory's bandwidth), llm eval (what a cache does to the text). Each ends in run_COMMAND(), where reading it begins.
 #pragma once
 
 // ---- llm info ------------------------------------------------------------------------------------------------
@@ -92,8 +94,6 @@ inline MemoryQuestion memory_question(const Options &options) {
         config.kv_heads = options.kv_heads;
         config.head_dim = options.head_dim;
         config.context = options.context;
-        // Too few positions for a ring's usual sinks and a larger window: a ring without sinks.
-        if (config.context <= 8 && !options.given.count("--sinks")) config.window = config.context;
         question.windows[0] = config.layers;
     }
     question.shape = cache_shape(options, config, options.given.count("-c") ? options.context : config.context);
@@ -370,7 +370,7 @@ inline void print_memory_json(const MemoryQuestion &question, const std::vector<
 }
 
 inline int run_memory(const Options &options) {
-    if (options.layout == "none") fail("--cache none: the naive path keeps nothing: %s", layout_names().c_str());
+    require_cache(options);
     MemoryQuestion question = memory_question(options);
     std::vector<MemoryRow> rows = memory_rows(question, options);
     const MemoryRow &chosen = chosen_row(rows, options);
@@ -533,8 +533,7 @@ inline void print_diff_json(const std::vector<DiffStep> &steps, const DiffTotals
 
 // 0 if the likeliest tokens are the same at every step and no logit is further off than the tolerance, else 1.
 inline int run_diff(const Options &options) {
-    if (options.layout == "none")
-        fail("--cache none: diff compares the naive path with a cache: %s", layout_names().c_str());
+    require_cache(options);
     if (options.count == 0) fail("-n 0: diff needs a step to compare, expected 1 or more");
     Session session = open_session(options);
     if (reason_to_stop(session, options)) {
@@ -743,8 +742,7 @@ inline void print_bench(const std::vector<BenchResult> &results, const std::vect
 }
 
 inline int run_bench(const Options &options) {
-    if (("," + options.layout + ",").find(",none,") != std::string::npos)
-        fail("--cache none: bench measures the cached path: %s", layout_names().c_str());
+    require_cache(options);
     Engine engine(load_model(checkpoint_directory(options)), options.threads);
     const Config &config = engine.model.config;
     int steps = options.given.count("-n") ? options.count : 64, prompt = std::min(512, config.context);
@@ -1041,8 +1039,7 @@ inline void print_eval_json(const std::vector<EvalResult> &results, size_t texts
 }
 
 inline int run_eval(const Options &options) {
-    if (("," + options.layout + ",").find(",none,") != std::string::npos)
-        fail("--cache none: eval measures caches: %s", layout_names().c_str());
+    require_cache(options);
     std::string directory = checkpoint_directory(options);
     Engine engine(load_model(directory), options.threads);
     const Config &config = engine.model.config;

@@ -3,17 +3,9 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <cjson/cJSON.h>
 #include <doctest/doctest.h>
-#include <fcntl.h>
-#include <poll.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <csignal>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
@@ -24,8 +16,10 @@
 #include <string>
 #include <vector>
 
+#include "program.h"
+
 namespace fs = std::filesystem;
-using Words = std::vector<std::string>;
+using namespace program;
 using Ids = std::vector<int>;
 
 const std::string models = "tests/fixtures/models/", builtin = "weights_tools/builtin";
@@ -33,105 +27,10 @@ const std::string model = models + "qwen3";  // where any will do: 64 ids, 128 p
 
 // ---- Running the program -------------------------------------------------------------------------------------
 
-std::string program_path() { return getenv("LLM") ? getenv("LLM") : "./llm"; }
-
-struct Setting {
-    std::string program = program_path();
-    rlim_t address_bytes = RLIM_INFINITY, file_bytes = RLIM_INFINITY;
-    bool nobody_reads = false, ignore_sigpipe = false;
-};
-
-struct Outcome {
-    std::string command, out, err;
-    int status = -1;  // the exit status; 128 + the signal that ended it; -1: it ran too long
-};
-
-std::ostream &operator<<(std::ostream &stream, const Outcome &outcome) {
-    return stream << outcome.command << "\nstatus " << outcome.status << "\nstdout " << outcome.out.substr(0, 2000)
-                  << "\nstderr " << outcome.err.substr(0, 2000);
-}
-
-[[noreturn]] void become(char **arguments, const Setting &setting, int out, int err) {
-    auto limit = [](auto resource, rlim_t bytes) {
-        rlimit both{bytes, bytes};
-        if (bytes != RLIM_INFINITY) setrlimit(resource, &both);
-    };
-    limit(RLIMIT_CORE, 0);
-    limit(RLIMIT_AS, setting.address_bytes);
-    limit(RLIMIT_FSIZE, setting.file_bytes);
-    signal(SIGXFSZ, SIG_IGN);  // a file that grows too large is an error of the write, as on a full disk
-    signal(SIGPIPE, setting.ignore_sigpipe ? SIG_IGN : SIG_DFL);
-    dup2(open("/dev/null", O_RDONLY), 0);
-    dup2(out, 1);
-    dup2(err, 2);
-    execv(setting.program.c_str(), arguments);
-    _exit(127);
-}
-
-Outcome run(Words arguments, const Setting &setting = {}) {
-    constexpr auto patience = std::chrono::seconds(60);
-    Outcome result;
-    arguments.insert(arguments.begin(), setting.program);
-    std::vector<char *> pointers;
-    for (std::string &word : arguments) {
-        result.command += word + " ";
-        pointers.push_back(word.data());
-    }
-    pointers.push_back(nullptr);
-
-    int out[2], err[2];
-    REQUIRE((pipe2(out, O_CLOEXEC) == 0 && pipe2(err, O_CLOEXEC) == 0));
-    if (setting.nobody_reads) close(out[0]);
-    pid_t child = fork();
-    if (child == 0) become(pointers.data(), setting, out[1], err[1]);
-    close(out[1]);
-    close(err[1]);
-
-    pollfd ends[2] = {{setting.nobody_reads ? -1 : out[0], POLLIN, 0}, {err[0], POLLIN, 0}};
-    std::string *texts[2] = {&result.out, &result.err};
-    auto deadline = std::chrono::steady_clock::now() + patience;
-    bool late = false;
-    while ((ends[0].fd >= 0 || ends[1].fd >= 0) && !late) {
-        auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-        late = left.count() <= 0 || poll(ends, 2, (int)left.count()) == 0;
-        for (int i = 0; i < 2; i++) {
-            char buffer[65536];
-            ssize_t count = ends[i].revents ? read(ends[i].fd, buffer, sizeof buffer) : -1;
-            if (count > 0) texts[i]->append(buffer, (size_t)count);
-            if (ends[i].revents && count <= 0) {
-                close(ends[i].fd);
-                ends[i] = {-1, 0, 0};
-            }
-        }
-    }
-    for (pollfd &end : ends)
-        if (end.fd >= 0) close(end.fd);
-    if (late) kill(child, SIGKILL);
-    int status = 0;
-    REQUIRE(waitpid(child, &status, 0) == child);
-    if (!late) result.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-    return result;
-}
-
-Words operator+(Words a, const Words &b) {
-    a.insert(a.end(), b.begin(), b.end());
-    return a;
-}
-
 Outcome run_well(const Words &arguments, int status = 0) {
     Outcome result = run(arguments);
     REQUIRE_MESSAGE(result.status == status, result);
     return result;
-}
-
-// Exit 2, nothing on standard output, and on standard error one line that holds all of `parts`.
-void check_refused(const Outcome &result, const Words &parts) {
-    CHECK_MESSAGE(result.status == 2, result);
-    CHECK_MESSAGE(result.out.empty(), result);
-    bool one_line = std::count(result.err.begin(), result.err.end(), '\n') == 1 && result.err.back() == '\n';
-    CHECK_MESSAGE((one_line && result.err.rfind("llm: ", 0) == 0), result);
-    for (const std::string &part : parts)
-        CHECK_MESSAGE(result.err.find(part) != std::string::npos, "lacks \"" << part << "\": " << result);
 }
 
 // ---- Files ---------------------------------------------------------------------------------------------------

@@ -7,30 +7,24 @@
 #include <fstream>
 
 #include "../llm.cu"
+#include "program.h"
 
 namespace fs = std::filesystem;
-using Words = std::vector<std::string>;
+using program::Words;
+using program::operator+;
 
 static const std::string builtin = "weights_tools/builtin";
 
 // ---- Running it ----------------------------------------------------------------------------------------------
 
-static Words operator+(Words a, const Words &b) {
-    a.insert(a.end(), b.begin(), b.end());
-    return a;
-}
-
-// What it prints on standard output and standard error, on one thread.
+// What it prints on standard output, on one thread.
 static std::string output_of(const Words &arguments) {
-    std::string command = std::string(getenv("LLM") ? getenv("LLM") : "./llm") + " eval -t 1 --repeats 1 -m " + builtin;
-    for (const std::string &word : arguments) command += " '" + word + "'";
-    CAPTURE(command);
-    FILE *pipe = popen((command + " 2>&1").c_str(), "r");
-    REQUIRE(pipe);
-    std::string output;
-    for (int c; (c = fgetc(pipe)) != EOF;) output.push_back((char)c);
-    REQUIRE_MESSAGE(pclose(pipe) == 0, output);
-    return output;
+    program::Setting patient;
+    patient.patience = std::chrono::minutes(10);
+    program::Outcome result =
+        program::run(Words{"eval", "-t", "1", "--repeats", "1", "-m", builtin} + arguments, patient);
+    REQUIRE_MESSAGE(result.status == 0, result);
+    return result.out;
 }
 
 static Json eval(const Words &arguments) { return parse_json("eval", output_of(arguments + Words{"--json"})); }

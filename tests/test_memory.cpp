@@ -5,52 +5,30 @@
 #include "../cache.h"
 
 #include <doctest/doctest.h>
-#include <sys/wait.h>
 
 #include <algorithm>
 #include <fstream>
 #include <sstream>
 
 #include "../attention.cu"
+#include "program.h"
 
-using Words = std::vector<std::string>;
+using namespace program;
 
 const double KiB = 0x1p10, MiB = 0x1p20, GiB = 0x1p30;
 
 // ---- Running the program -----------------------------------------------------------------------------------
 
-struct Outcome {
-    std::string command, out, err;
-    int status;
-};
-
-std::ostream &operator<<(std::ostream &stream, const Outcome &outcome) {
-    return stream << outcome.command << "\nstatus " << outcome.status << "\nstdout " << outcome.out.substr(0, 2000)
-                  << "\nstderr " << outcome.err.substr(0, 2000);
-}
-
-Outcome run(const std::string &arguments) {
-    char notes[] = "/tmp/test_memory.XXXXXX";
-    int file = mkstemp(notes);
-    REQUIRE(file >= 0);
-    close(file);
-    std::string program = getenv("LLM") ? getenv("LLM") : "./llm";
-    Outcome result{program + " " + arguments, "", "", -1};
-    FILE *pipe = popen((result.command + " 2>" + notes).c_str(), "r");
-    REQUIRE(pipe);
-    char buffer[65536];
-    for (size_t count; (count = fread(buffer, 1, sizeof buffer, pipe)) > 0;) result.out.append(buffer, count);
-    int status = pclose(pipe);
-    result.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-    std::ifstream in(notes);
-    result.err.assign(std::istreambuf_iterator<char>(in), {});
-    unlink(notes);
-    return result;
+// A command line as the shell reads it.
+Outcome run_line(const std::string &arguments) {
+    Setting shell;
+    shell.program = "/bin/sh";
+    return run({"-c", "exec " + program_path() + " " + arguments}, shell);
 }
 
 // What a command prints with --json, and nothing else.
 Json run_json(const std::string &arguments) {
-    Outcome result = run(arguments + " --json");
+    Outcome result = run_line(arguments + " --json");
     REQUIRE_MESSAGE(result.status == 0, result);
     CHECK_MESSAGE(result.err.empty(), result);
     Json root(cJSON_ParseWithOpts(result.out.c_str(), nullptr, true));
@@ -95,17 +73,8 @@ const cJSON *row(const Json &root, const std::string &layout, const std::string 
     return row(root, layout, type, type);
 }
 
-// Exit 2, nothing on standard output, and on standard error one line that holds all of `parts`.
 void check_refused(const std::string &arguments, const Words &parts) {
-    for (const char *json : {"", " --json"}) {
-        Outcome result = run("memory " + arguments + json);
-        CHECK_MESSAGE(result.status == 2, result);
-        CHECK_MESSAGE(result.out.empty(), result);
-        bool one_line = std::count(result.err.begin(), result.err.end(), '\n') == 1 && result.err.back() == '\n';
-        CHECK_MESSAGE((one_line && result.err.rfind("llm: ", 0) == 0), result);
-        for (const std::string &part : parts)
-            CHECK_MESSAGE(result.err.find(part) != std::string::npos, "lacks \"" << part << "\": " << result);
-    }
+    for (const char *json : {"", " --json"}) check_refused(run_line("memory " + arguments + json), parts);
 }
 
 // ---- The same from the functions ---------------------------------------------------------------------------
@@ -514,7 +483,7 @@ TEST_CASE("a layer with a sliding window of its own reads no more than that") {
 // ---- Large shapes ------------------------------------------------------------------------------------------
 
 TEST_CASE("bytes are exact to the last digit below 2^53") {
-    Outcome result = run("memory --layers 1 --kv-heads 1 --head-dim 1048573 -c 1073741789 --kv f32 --json");
+    Outcome result = run_line("memory --layers 1 --kv-heads 1 --head-dim 1048573 -c 1073741789 --kv f32 --json");
     REQUIRE_MESSAGE(result.status == 0, result);
     for (int bytes : {8, 4}) {  // f32 and f16, K and V
         int64_t exact = (int64_t)bytes * 1048573 * 1073741789;
@@ -543,9 +512,9 @@ TEST_CASE("what no double can tell, or no page table number, is refused") {
 // ---- The table ---------------------------------------------------------------------------------------------
 
 TEST_CASE("the table has a line a cache, under 120 columns, and says the shape") {
-    Outcome result =
-        run("memory --layers 80 --kv-heads 64 --head-dim 128 -c 900 --batch 3 -ctk bf16 -ctv int8 --budget 40GiB "
-            "--bandwidth 3350");
+    Outcome result = run_line(
+        "memory --layers 80 --kv-heads 64 --head-dim 128 -c 900 --batch 3 -ctk bf16 -ctv int8 --budget 40GiB "
+        "--bandwidth 3350");
     REQUIRE_MESSAGE(result.status == 0, result);
     CHECK(result.err.empty());
     std::istringstream lines(result.out);
@@ -570,7 +539,7 @@ TEST_CASE("the table has a line a cache, under 120 columns, and says the shape")
 }
 
 TEST_CASE("the table's units") {
-    std::string out = run("memory --layers 80 --kv-heads 64 --head-dim 128 -c 32768").out;
+    std::string out = run_line("memory --layers 80 --kv-heads 64 --head-dim 128 -c 32768").out;
     CHECK(out.find("bf16         80 GiB       0 B    80 GiB    0.0000    2.00   2.5 MiB     1 GiB    80 GiB\n") !=
           std::string::npos);
     CHECK(out.find("int8         40 GiB   640 MiB 40.62 GiB    1.5625    3.94") != std::string::npos);
@@ -635,7 +604,7 @@ TEST_CASE("flags that make no sense are refused by name") {
           "1e9",   "0x10", "1,5GiB", "1.2.3MB",    ".",   "40PiB", "9000TiB", "1e400", "4 0", "40GiB "})
         check_refused(full + "--budget '" + nonsense + "'",
                       {"--budget " + std::string(nonsense) + ": expected", "40GiB", "KiB MiB GiB TiB", "kB MB GB TB"});
-    CHECK(run("memory " + full + "--budget 1024").status == 0);
-    CHECK(run("memory " + full + "--budget 16396 --cache paged").status == 0);
-    CHECK(run("memory " + full + "--budget 73728 --cache ring").status == 0);
+    CHECK(run_line("memory " + full + "--budget 1024").status == 0);
+    CHECK(run_line("memory " + full + "--budget 16396 --cache paged").status == 0);
+    CHECK(run_line("memory " + full + "--budget 73728 --cache ring").status == 0);
 }

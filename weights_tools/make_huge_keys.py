@@ -56,6 +56,14 @@ def old_spelling(path):
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def write(model, directory):
+    """Writes a checkpoint in bf16, in place of what the directory held, and returns its bytes."""
+    shutil.rmtree(directory, ignore_errors=True)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    old_spelling(directory / "config.json")
+    return sum(file.stat().st_size for file in directory.iterdir())
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tests/fixtures/huge_keys"))
@@ -64,11 +72,8 @@ def main():
     arguments = parser.parse_args()
     model = Qwen2ForCausalLM(Qwen2Config(**CONFIG))
     fill(model, arguments.norm, arguments.seed)
-    shutil.rmtree(arguments.out, ignore_errors=True)
-    model.to(torch.bfloat16).save_pretrained(arguments.out)
-    old_spelling(arguments.out / "config.json")
+    size = write(model, arguments.out)
     norms = [f"{layer.self_attn.k_proj.bias.float().norm():.0f}" for layer in model.model.layers]
-    size = sum(file.stat().st_size for file in arguments.out.iterdir())
     print(f"{arguments.out}: {size} bytes, norms of the k_proj biases: {', '.join(norms)}")
 
 

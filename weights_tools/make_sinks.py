@@ -17,12 +17,11 @@ Prompts are given as ids (llm diff -m DIR --ids 1,17,...): there is no tokenizer
 import argparse
 import math
 import pathlib
-import shutil
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from make_huge_keys import old_spelling
+from make_huge_keys import write
 
 BOS, MASSIVE = 1, 64.0  # the first token; its embedding's hidden channel 0; others 0.01, other tokens' 1
 SINK_KEY = 20.0         # its key in channel SINK_CHANNEL
@@ -90,10 +89,7 @@ def main():
     arguments = parser.parse_args()
     model = Qwen2ForCausalLM(Qwen2Config(**CONFIG))
     fill(model, arguments.share, arguments.seed)
-    shutil.rmtree(arguments.out, ignore_errors=True)
-    model.to(torch.bfloat16).save_pretrained(arguments.out)
-    old_spelling(arguments.out / "config.json")
-    size = sum(file.stat().st_size for file in arguments.out.iterdir())
+    size = write(model, arguments.out)
     print(f"{arguments.out}: {size} bytes, the first token's score is {sink_score(arguments.share):.1f}")
 
 
