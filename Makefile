@@ -122,6 +122,7 @@ build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) build/tokenizer.
 
 build/asan/llm: $(SOURCES) build/asan/tokenizer.o
 	$(CXX) $(CXXFLAGS) $(SANITIZE) -x c++ llm.cu -x none build/asan/tokenizer.o $(LIBS) -o $@
+	ln -sfn ../../weights_tools build/asan/weights_tools  # llm looks for its built-in checkpoint beside itself
 
 build/asan/tokenizer.o: tokenizer.c tokenizer.h build/flags
 	$(CC) $(CFLAGS) $(SANITIZE) -c $< -o $@

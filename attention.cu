@@ -112,25 +112,27 @@ inline void merge(Partial &a, float *a_values, const Partial &b, const float *b_
 // Queries and Vecs of channels whose sums stay in registers, of which there are 32 or 16.
 constexpr int weigh_queries = lanes == 16 ? 4 : 3;
 constexpr int weigh_vecs = 4;
+// Of 32 packed numbers the parts p and p + shared_parts come out of the same bytes: they are unpacked together.
+constexpr int shared_parts = group_size / lanes / 2;
 
 // values[q * stride + channel ..] += sum over rows r of weights[q * split_positions + r] * row r, for `Vecs` Vecs of
-// channels of `Queries` queries: each row is decoded once for all of them.
-template <int Queries, int Vecs, class Format>
+// channels, `Apart` Vecs from each other, of `Queries` queries: each row is decoded once for all of them.
+template <int Queries, int Vecs, int Apart, class Format>
 inline void weigh_tile(float *values, size_t stride, const float *weights, StoredRows<Format> rows, int row_count) {
+    constexpr int step = Apart * lanes;
     Vec sums[Queries][Vecs];
     for (int q = 0; q < Queries; q++)
-        for (int c = 0; c < Vecs; c++) sums[q][c] = load(values + q * stride + c * lanes);
+        for (int c = 0; c < Vecs; c++) sums[q][c] = load(values + q * stride + c * step);
     for (int r = 0; r < row_count; r++) {
+        for (int c = 0; rows.ahead && c < Vecs * lanes; c += Format::line_numbers) rows.prefetch(r, c);
         for (int c = 0; c < Vecs; c++) {
-            if (c * lanes % prefetch_step == 0) rows.prefetch(r + rows_ahead, c * lanes);
-            Vec row = rows.load(r, c * lanes);
+            Vec row = rows.load(r, c * step);
             for (int q = 0; q < Queries; q++)
                 sums[q][c] = fma(set(weights[(size_t)q * split_positions + r]), row, sums[q][c]);
-            if (Format::has_zero) forget_registers();  // unpacking takes some
         }
     }
     for (int q = 0; q < Queries; q++)
-        for (int c = 0; c < Vecs; c++) store(values + q * stride + c * lanes, sums[q][c]);
+        for (int c = 0; c < Vecs; c++) store(values + q * stride + c * step, sums[q][c]);
 }
 
 // The same for `channels` channels of any number of queries.
@@ -139,10 +141,18 @@ inline void weigh(float *values, size_t stride, const float *weights, StoredRows
                   int queries, int channels) {
     int whole = channels / lanes * lanes;
     in_batches<weigh_queries>(queries, [&](auto size, int q) {
-        in_batches<weigh_vecs>(channels / lanes, [&](auto vecs, int first) {
-            weigh_tile<size, vecs>(values + q * stride + first * lanes, stride, weights + (size_t)q * split_positions,
-                                   rows.from_channel(first * lanes), row_count);
-        });
+        float *to = values + q * stride;
+        const float *of_queries = weights + (size_t)q * split_positions;
+        if (Format::has_zero && channels == group_size) {
+            for (int p = 0; p < shared_parts; p++)
+                weigh_tile<size, 2, shared_parts>(to + p * lanes, stride, of_queries, rows.from_channel(p * lanes),
+                                                  row_count);
+        } else {
+            in_batches<weigh_vecs>(channels / lanes, [&](auto vecs, int first) {
+                weigh_tile<size, vecs, 1>(to + first * lanes, stride, of_queries, rows.from_channel(first * lanes),
+                                          row_count);
+            });
+        }
     });
     for (int q = 0; whole < channels && q < queries; q++) {
         float *to = values + q * stride + whole;
@@ -155,13 +165,15 @@ inline void weigh(float *values, size_t stride, const float *weights, StoredRows
     }
 }
 
-// What one task reads: the positions [begin, end) of a tile's sequence, one layer and KV head, inside the split that
-// begins at `origin`.
+// What is read at a time: the positions [begin, end) of a tile's sequence, one layer and KV head, inside the split that
+// begins at `origin`. `ahead`: see StoredRows.
 struct Stretch {
     const Cache &cache;
     int layer;
     const Span &tile;
     int kv_head, origin, begin, end;
+    const char *ahead;
+    size_t ahead_stride;
     // Of a format with blocks, the tile's own block is not read as stored, but at f16: from here on.
     template <class Format>
     int recent() const {
@@ -171,6 +183,11 @@ struct Stretch {
     template <class Use>
     void for_each_run(const CacheRows &side, int from, int to, Use use) const {
         ::for_each_run(cache, side, layer, tile.sequence, kv_head, from, to, use);
+    }
+    // The rows of a run that starts at position t.
+    template <class Format>
+    StoredRows<Format> rows(const CacheRows &side, int t, const char *start) const {
+        return {start, side.stride(), ahead ? ahead + (t - begin) * ahead_stride : nullptr, ahead_stride};
     }
 };
 
@@ -193,47 +210,50 @@ inline void for_each_recent_run(const Stretch &stretch, const CacheRows &recent,
     }
 }
 
-// Scales and zero points of some rows, or channels, as they are stored and then as float32.
+// Scales and zero points of `count` rows, or channels, as they are stored and then as float32.
 struct Scales {
+    int count = 0;
     Aligned<ScaleAndZero> stored;
     Floats scale, zero;
-    void resize(int count) {
+    void resize(int wanted) {
+        count = wanted;
         size_t padded = (size_t)(count + lanes - 1) / lanes * lanes;
-        stored.assign(padded, {});
+        if (padded <= stored.size()) return;
+        stored.resize(padded);
         scale.resize(padded);
         zero.resize(padded);
     }
     void widen() {
-        for (size_t i = 0; i < stored.size(); i += lanes) {
+        for (int i = 0; i < count; i += lanes) {
             store(&scale[i], load_half((const f16 *)&stored[i], false));
             store(&zero[i], load_half((const f16 *)&stored[i], true));
         }
     }
 };
 
-// scores[q * split_positions + i] for position i of a block of keys, `Queries` queries at once. The block's scales are
-// already in `factors` (Queries, width), its zero points in `bases` (Queries).
+// scores[q * split_positions + i] for the positions i of parts `part` and part + shared_parts of a block of keys,
+// `Queries` queries at once. The block's scales are already in `factors` (Queries, width), its zero points in `bases`
+// (Queries).
 template <int Queries, class G>
 inline void score_block_tile(float *scores, const char *const *rows, const float *factors, const float *bases,
-                             int width) {
-    constexpr int parts = group_size / lanes;
-    Vec sums[Queries][parts];
+                             int width, int part) {
+    Vec sums[Queries][2];
     for (int q = 0; q < Queries; q++)
-        for (int p = 0; p < parts; p++) sums[q][p] = set(bases[q]);
+        for (int p = 0; p < 2; p++) sums[q][p] = set(bases[q]);
     int per_row = (width + group_size - 1) / group_size;
     for (int c = 0; c < width; rows++) {
         const G *group = (const G *)*rows;
         for (int last = std::min(width, c + per_row); c < last; c++, group++) {
-            for (int p = 0; p < parts; p++) {
-                Vec codes = load(&group->codes, p);
+            for (int p = 0; p < 2; p++) {
+                Vec codes = load(&group->codes, part + p * shared_parts);
                 for (int q = 0; q < Queries; q++)
                     sums[q][p] = fma(set(factors[(size_t)q * width + c]), codes, sums[q][p]);
-                forget_registers();
             }
         }
     }
     for (int q = 0; q < Queries; q++)
-        for (int p = 0; p < parts; p++) store(scores + (size_t)q * split_positions + p * lanes, sums[q][p]);
+        for (int p = 0; p < 2; p++)
+            store(scores + (size_t)q * split_positions + (part + p * shared_parts) * lanes, sums[q][p]);
 }
 
 // All queries with the block of keys at positions [begin, begin + 32). A key is zero + scale * code in each channel, so
@@ -249,7 +269,7 @@ inline void score_block(float *scores, const float *const *queries, int query_co
     stretch.for_each_run(side, begin, begin + group_size, [&](int t, char *row, int count) {
         for (int i = 0; i < count; i++, row += side.stride()) {
             rows[t - begin + i] = row;
-            __builtin_prefetch(row + group_size * side.stride());  // the next block, if no page ends here
+            if (stretch.ahead) __builtin_prefetch(stretch.ahead + (t - begin + i) * stretch.ahead_stride);
         }
     });
     thread_local Scales scales;          // (width)
@@ -267,8 +287,9 @@ inline void score_block(float *scores, const float *const *queries, int query_co
         multiply(&factors[(size_t)q * width], queries[q], scales.scale.data(), width);
     }
     in_batches<block_queries>(query_count, [&](auto size, int q) {
-        score_block_tile<size, G>(scores + (size_t)q * split_positions, rows, &factors[(size_t)q * width], &bases[q],
-                                  width);
+        for (int part = 0; part < shared_parts; part++)
+            score_block_tile<size, G>(scores + (size_t)q * split_positions, rows, &factors[(size_t)q * width],
+                                      &bases[q], width, part);
     });
 }
 
@@ -303,7 +324,7 @@ inline void score_stretch(float *scores, const float *const *queries, int query_
                 score_block<Format>(at(t), queries, query_count, stretch, t);
         } else {
             stretch.for_each_run(side, stretch.begin, recent, [&](int t, const char *start, int count) {
-                score(t, StoredRows<Format>{start, side.stride()}, count);
+                score(t, stretch.rows<Format>(side, t, start), count);
                 if constexpr (Format::scale_channels > 0)
                     scale_scores<Format>(at(t), query_count, start, side.stride(), count);
             });
@@ -313,24 +334,27 @@ inline void score_stretch(float *scores, const float *const *queries, int query_
     std::visit(score_stored, stretch.cache.type_k);
 }
 
-// The weights of a stretch with what channels [channel, channel + channels) share: factors = weights * scale, and
-// values[q * stride ..] += sum of weights * zero. Sums over all of a split, whatever runs its rows lie in.
+// The weights of a stretch up to position `end` with what channels [channel, channel + channels) share: factors =
+// weights * scale, and values[q * stride ..] += sum of weights * zero. A position's lane in that sum is fixed by its
+// place in the split, wherever the stretch begins. weights and factors (queries, split_positions).
 template <class Format>
-inline void fold_scales(float *factors, float *values, size_t stride, const float *weights, int queries, int channel,
-                        int channels, const Stretch &stretch) {
+inline void fold_scales(float *factors, float *values, size_t stride, const float *weights, int end, int queries,
+                        int channel, int channels, const Stretch &stretch) {
     const CacheRows &side = stretch.cache.values;
-    thread_local Scales scales;  // (split_positions)
-    scales.resize(split_positions);
-    ScaleAndZero *stored = scales.stored.data() - stretch.origin;
-    stretch.for_each_run(side, stretch.begin, stretch.recent<Format>(), [&](int t, const char *row, int count) {
-        for (int end = t + count; t < end; t++, row += side.stride()) stored[t] = Format::scale_and_zero(row, channel);
+    const int first = stretch.begin / lanes * lanes, count = end - first;
+    thread_local Scales scales;  // (count)
+    scales.resize(count);
+    std::fill_n(scales.stored.begin(), stretch.begin - first, ScaleAndZero{});
+    stretch.for_each_run(side, stretch.begin, end, [&](int t, const char *row, int run) {
+        ScaleAndZero *stored = &scales.stored[t - first];
+        for (int i = 0; i < run; i++, row += side.stride()) stored[i] = Format::scale_and_zero(row, channel);
     });
     scales.widen();
     for (int q = 0; q < queries; q++) {
-        const float *of_query = weights + (size_t)q * split_positions;
-        multiply(factors + (size_t)q * split_positions, of_query, scales.scale.data(), split_positions);
+        size_t at = (size_t)q * split_positions + first - stretch.origin;
+        multiply(factors + at, weights + at, scales.scale.data(), count);
         if constexpr (Format::has_zero) {
-            float zero = dot(of_query, scales.zero.data(), split_positions);
+            float zero = dot(weights + at, scales.zero.data(), count);
             for (int c = 0; c < channels; c++) values[q * stride + c] += zero;
         }
     }
@@ -347,7 +371,7 @@ inline void weigh_stretch(float *values, const float *weights, int queries, cons
         auto weigh_rows = [&](const float *factors, int channel, int channels) {
             stretch.for_each_run(side, stretch.begin, recent, [&](int t, const char *start, int count) {
                 weigh(values + channel, width, factors + t - stretch.origin,
-                      StoredRows<Format>{start, side.stride()}.from_channel(channel), count, queries, channels);
+                      stretch.rows<Format>(side, t, start).from_channel(channel), count, queries, channels);
             });
         };
         if constexpr (Format::scale_channels == 0) {
@@ -358,7 +382,7 @@ inline void weigh_stretch(float *values, const float *weights, int queries, cons
             const int shared = std::min(Format::scale_channels, side.width);
             for (int c = 0; c < side.width && stretch.begin < recent; c += shared) {
                 int channels = std::min(shared, side.width - c);
-                fold_scales<Format>(factors.data(), values + c, width, weights, queries, c, channels, stretch);
+                fold_scales<Format>(factors.data(), values + c, width, weights, recent, queries, c, channels, stretch);
                 weigh_rows(factors.data(), c, channels);
             }
         }
@@ -396,6 +420,10 @@ inline Partial softmax_split(float *scores, int low, int high, float factor) {
 
 constexpr size_t most_shared = (size_t)1 << 22;  // floats of partial results, 16 MiB, however long the context is
 
+struct KVHeads {
+    int first, count;
+};
+
 // How one pass shares its attention among the threads, and the room for partial results where it must.
 struct AttentionPlan {
     Heads heads;
@@ -404,6 +432,7 @@ struct AttentionPlan {
     std::vector<Span> tiles;    // the same, few enough that a tile's scores stay in the L2
     int splits = 0;             // most that a tile has
     bool share_splits = false;  // few tiles: threads take single splits, which are merged afterwards
+    int heads_together = 1;     // KV heads that a thread reads side by side
     int queries = 0, value_width = 0;
     Visible widest;                 // what the layer sees that sees most
     Floats sink_turn;               // (row, sink, D): angles of the sinks where a row's query sees them
@@ -412,6 +441,10 @@ struct AttentionPlan {
     int first_split(const Span &tile) const { return widest.first(tile.position) / split_positions; }
     size_t index(int tile, int kv_head, int part) const {
         return (((size_t)tile * heads.kv + kv_head) * (splits + 1) + part) * queries;
+    }
+    int head_sets() const { return (heads.kv + heads_together - 1) / heads_together; }
+    KVHeads head_set(int i) const {
+        return {i * heads_together, std::min(heads_together, heads.kv - i * heads_together)};
     }
 };
 
@@ -429,8 +462,12 @@ inline AttentionPlan plan_attention(const int *sequences, const int *positions, 
         plan.splits = std::max(plan.splits, splits_of(tile) - plan.first_split(tile));
         plan.queries = std::max(plan.queries, tile.count * heads.group());
     }
+    // Where a row of the cache is used a few times only, memory is what counts, and all heads are read as they lie in
+    // it. A large tile reads it for many queries, and its scores are to stay in the L2.
+    plan.heads_together = plan.queries * heads.kv <= tile_queries ? heads.kv : 1;
     size_t room = plan.index((int)plan.tiles.size(), 0, 0);
-    plan.share_splits = (int)plan.tiles.size() * heads.kv < 4 * threads && room * plan.value_width <= most_shared;
+    plan.share_splits =
+        (int)plan.tiles.size() * plan.head_sets() < 4 * threads && room * plan.value_width <= most_shared;
     plan.partials.resize(plan.share_splits ? room : 0);
     plan.values.resize(plan.share_splits ? room * plan.value_width : 0);
     std::vector<int> sinks;
@@ -457,27 +494,78 @@ inline size_t query_head(const Span &tile, int kv_head, int q, const Heads &head
     return (size_t)(tile.row + q / group) * heads.query + kv_head * group + q % group;
 }
 
-// One split for all queries of a tile that read one KV head: partials (queries), values (queries, value width).
-inline void attend_split(Partial *partials, float *values, const AttentionTask &task, const Heads &heads,
-                         const Span &tile, int kv_head, int split) {
-    int queries = tile.count * heads.group(), value_width = task.cache.values.width;
-    int origin = split * split_positions, end = std::min(origin + split_positions, tile.position + tile.count);
-    Stretch stretch = {
-        task.cache, task.layer, tile, kv_head, origin, std::max(origin, task.visible.first(tile.position)), end};
-    bool visible = stretch.begin < end;
-    thread_local Floats scores;
-    thread_local std::vector<const float *> vectors;
-    scores.resize((size_t)queries * split_positions);
-    vectors.resize(queries);
-    for (int q = 0; q < queries; q++) vectors[q] = task.query + query_head(tile, kv_head, q, heads) * heads.width;
-    if (visible) score_stretch(scores.data(), vectors.data(), queries, stretch, task.key);
-    for (int q = 0; q < queries; q++) {
-        int position = tile.position + q / heads.group();
-        int low = std::max(0, task.visible.first(position) - origin), high = std::min(end, position + 1) - origin;
-        partials[q] = softmax_split(&scores[(size_t)q * split_positions], low, high, 1 / std::sqrt((float)heads.width));
+// Where the partial results of some KV heads of a tile go: head i's, one for each query, are `step` from head i + 1's.
+struct Parts {
+    Partial *partials;
+    float *values;  // (query, width) for each partial result
+    size_t step, width;
+    Partial *of(int head) const { return partials + head * step; }
+    float *values_of(int head) const { return values + head * step * width; }
+};
+
+// So many positions are read head by head before the next ones: all heads' rows of them, and of as many more, stay in
+// the L1.
+inline int positions_together(const CacheRows &side, const Precision &type) {
+    int positions = split_positions / 2, least = has_blocks(type) ? group_size : tile_rows;
+    while (positions > least && positions * side.stride() > 16384) positions /= 2;
+    return positions;
+}
+
+// Calls use(stretch, i) for the KV heads of `some`, and for positions [begin, end) of a split in stretches that fit
+// into the L1. While one stretch is computed with, the next one is asked for, line after line in the order of memory;
+// while the last one is, what `then` begins with at position `after`. Other orders reach half the bandwidth: one head
+// is but a third of the lines, and the processor's own prefetcher stops at each page.
+template <class Use>
+inline void for_each_stretch(const AttentionTask &task, const Span &tile, const CacheRows &side, int origin, int begin,
+                             int end, const KVHeads &some, const CacheRows &then, int after, Use use) {
+    auto row = [&](const CacheRows &of, int position) {
+        return of.at(task.layer, row_of(task.cache, tile.sequence, position), 0);
+    };
+    bool all = some.count == side.kv_heads;
+    bool keys = &side == &task.cache.keys;
+    int step = positions_together(side, keys ? task.cache.type_k : task.cache.type_v);
+    int last = tile.position + tile.count;
+    for (int t = begin, next; t < end; t = next) {
+        next = std::min(end, (t / step + 1) * step);
+        const CacheRows &following = next < end ? side : then;
+        int position = next < end ? next : after;
+        const char *ahead = all && position < last ? row(following, position) : nullptr;
+        for (int i = 0; i < some.count; i++) {
+            use(Stretch{task.cache, task.layer, tile, some.first + i, origin, t, next, ahead, following.row_bytes}, i);
+            if (ahead) ahead += step * following.row_bytes;
+        }
     }
-    std::fill(values, values + (size_t)queries * value_width, 0.0f);
-    if (visible) weigh_stretch(values, scores.data(), queries, stretch, task.value);
+}
+
+// One split for all queries of a tile that read some KV heads.
+inline void attend_split(const Parts &to, const AttentionTask &task, const Heads &heads, const Span &tile,
+                         const KVHeads &some, int split) {
+    const CacheRows &keys = task.cache.keys, &values = task.cache.values;
+    int queries = tile.count * heads.group(), origin = split * split_positions;
+    int end = std::min(origin + split_positions, tile.position + tile.count);
+    int begin = std::max(origin, task.visible.first(tile.position));
+    size_t of_head = (size_t)queries * split_positions;
+    thread_local Floats scores;                       // (head, query, split_positions)
+    thread_local std::vector<const float *> vectors;  // (head, query)
+    scores.resize(some.count * of_head);
+    vectors.resize(some.count * queries);
+    for (int i = 0; i < some.count; i++) {
+        std::fill(to.values_of(i), to.values_of(i) + queries * to.width, 0.0f);
+        for (int q = 0; q < queries; q++)
+            vectors[i * queries + q] = task.query + query_head(tile, some.first + i, q, heads) * heads.width;
+    }
+    for_each_stretch(task, tile, keys, origin, begin, end, some, values, begin, [&](const Stretch &stretch, int i) {
+        score_stretch(&scores[i * of_head], &vectors[i * queries], queries, stretch, task.key);
+    });
+    for (int item = 0; item < some.count * queries; item++) {
+        int q = item % queries, position = tile.position + q / heads.group();
+        int low = std::max(0, task.visible.first(position) - origin), high = std::min(end, position + 1) - origin;
+        to.of(item / queries)[q] =
+            softmax_split(&scores[(size_t)item * split_positions], low, high, 1 / std::sqrt((float)heads.width));
+    }
+    for_each_stretch(task, tile, values, origin, begin, end, some, keys, end, [&](const Stretch &stretch, int i) {
+        weigh_stretch(to.values_of(i), &scores[i * of_head], queries, stretch, task.value);
+    });
 }
 
 // The sinks, for those queries of a tile between which and the sinks positions were dropped.
@@ -516,12 +604,11 @@ inline void attend_sinks(Partial *partials, float *values, const AttentionTask &
 }
 
 // Part 0 of a tile is that of the sinks, part 1 its first split. The merge always goes through them in this order.
-inline void attend_part(Partial *partials, float *values, const AttentionTask &task, const AttentionPlan &plan,
-                        const Span &tile, int kv_head, int part) {
-    if (part == 0)
-        attend_sinks(partials, values, task, plan, tile, kv_head);
-    else
-        attend_split(partials, values, task, plan.heads, tile, kv_head, plan.first_split(tile) + part - 1);
+inline void attend_part(const Parts &to, const AttentionTask &task, const AttentionPlan &plan, const Span &tile,
+                        const KVHeads &some, int part) {
+    for (int i = 0; i < some.count && part == 0; i++)
+        attend_sinks(to.of(i), to.values_of(i), task, plan, tile, some.first + i);
+    if (part > 0) attend_split(to, task, plan.heads, tile, some, plan.first_split(tile) + part - 1);
 }
 
 inline int parts_of(const AttentionPlan &plan, const Span &tile) {
@@ -544,40 +631,45 @@ inline void store_attention(float *out, const Partial *partials, const float *va
     }
 }
 
-// All parts of a tile and KV head by one thread.
-inline void attend_tile(const AttentionTask &task, const AttentionPlan &plan, const Span &tile, int kv_head) {
-    int queries = tile.count * plan.heads.group(), width = plan.value_width;
+// All parts of a tile and some KV heads by one thread.
+inline void attend_tile(const AttentionTask &task, const AttentionPlan &plan, const Span &tile, const KVHeads &some) {
+    int queries = tile.count * plan.heads.group(), width = plan.value_width, count = some.count * queries;
     thread_local std::vector<Partial> total, part;
     thread_local Floats total_values, part_values;
-    total.resize(queries);
-    part.resize(queries);
-    total_values.resize((size_t)queries * width);
-    part_values.resize((size_t)queries * width);
-    attend_part(total.data(), total_values.data(), task, plan, tile, kv_head, 0);
+    total.resize(count);
+    part.resize(count);
+    total_values.resize((size_t)count * width);
+    part_values.resize((size_t)count * width);
+    Parts all{total.data(), total_values.data(), (size_t)queries, (size_t)width};
+    Parts one{part.data(), part_values.data(), (size_t)queries, (size_t)width};
+    attend_part(all, task, plan, tile, some, 0);
     int skipped = task.visible.first(tile.position) / split_positions - plan.first_split(tile);
     for (int i = 1 + skipped; i < parts_of(plan, tile); i++) {
-        attend_part(part.data(), part_values.data(), task, plan, tile, kv_head, i);
-        merge_part(total.data(), total_values.data(), part.data(), part_values.data(), queries, width);
+        attend_part(one, task, plan, tile, some, i);
+        merge_part(all.partials, all.values, one.partials, one.values, count, width);
     }
-    store_attention(task.out, total.data(), total_values.data(), tile, kv_head, plan.heads, width);
+    for (int i = 0; i < some.count; i++)
+        store_attention(task.out, all.of(i), all.values_of(i), tile, some.first + i, plan.heads, width);
 }
 
 // out = attention of the queries of a pass over the cached positions. The pass's keys and values must have been stored.
 inline void attend(const AttentionTask &task, AttentionPlan &plan) {
     int kv_heads = plan.heads.kv, tiles = (int)plan.tiles.size(), width = plan.value_width, parts = plan.splits + 1;
+    int sets = plan.head_sets();
     if (!plan.share_splits) {
 #pragma omp for schedule(dynamic) nowait
-        for (int item = 0; item < tiles * kv_heads; item++)
-            attend_tile(task, plan, plan.tiles[item / kv_heads], item % kv_heads);
+        for (int item = 0; item < tiles * sets; item++)
+            attend_tile(task, plan, plan.tiles[item / sets], plan.head_set(item % sets));
         return;
     }
-    // The KV heads of a split come one after another: their rows are neighbours in memory.
 #pragma omp for schedule(dynamic) nowait
-    for (int item = 0; item < tiles * parts * kv_heads; item++) {
-        int kv_head = item % kv_heads, part = item / kv_heads % parts, tile = item / kv_heads / parts;
-        size_t at = plan.index(tile, kv_head, part);
+    for (int item = 0; item < tiles * parts * sets; item++) {
+        int part = item / sets % parts, tile = item / sets / parts;
+        KVHeads some = plan.head_set(item % sets);
+        size_t at = plan.index(tile, some.first, part), step = plan.index(tile, some.first + 1, part) - at;
         if (part >= parts_of(plan, plan.tiles[tile])) continue;
-        attend_part(&plan.partials[at], &plan.values[at * width], task, plan, plan.tiles[tile], kv_head, part);
+        Parts to{&plan.partials[at], &plan.values[at * width], step, (size_t)width};
+        attend_part(to, task, plan, plan.tiles[tile], some, part);
     }
     barrier();
 #pragma omp for schedule(static) nowait

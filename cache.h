@@ -42,6 +42,7 @@ struct ScaleAndZero {
 template <class Code, int largest, int divisor = 1>
 struct ScaledRow {
     static constexpr int scale_channels = 1 << 30;  // all of a row share a scale
+    static constexpr int line_numbers = cache_line / (int)sizeof(Code);
     static constexpr bool has_zero = false, key_groups = false;
     HOST_DEVICE static size_t row_bytes(int width) { return sizeof(f16) + (size_t)width * sizeof(Code); }
     HOST_DEVICE static const Code *codes(const char *row) { return (const Code *)(row + sizeof(f16)); }
@@ -68,7 +69,6 @@ struct ScaledRow {
     }
     static Vec decode(const char *row, int channel) { return load(codes(row) + channel); }
     static Vec decode_part(const char *row, int channel, int count) { return load_part(codes(row) + channel, count); }
-    static void prefetch(const char *row, int channel) { __builtin_prefetch(codes(row) + channel); }
 };
 
 // 32 numbers that share an f16 scale and an f16 zero point: x ~ zero + scale * code, codes from 0 to 2^bits - 1. The
@@ -125,6 +125,7 @@ struct GroupedRow {
     static constexpr int scale_channels = group_size;
     static constexpr bool has_zero = true, key_groups = true;
     using G = Group<bits>;
+    static constexpr int line_numbers = cache_line / (int)sizeof(G) * group_size;
     HOST_DEVICE static int groups(int width) { return (width + group_size - 1) / group_size; }
     HOST_DEVICE static size_t row_bytes(int width) { return groups(width) * sizeof(G); }
     HOST_DEVICE static const G &group(const char *row, int channel) { return ((const G *)row)[channel / group_size]; }
@@ -137,7 +138,6 @@ struct GroupedRow {
         return load(&group(row, channel).codes, channel % group_size / lanes);
     }
     static Vec decode_part(const char *row, int channel, int) { return decode(row, channel); }
-    static void prefetch(const char *row, int channel) { __builtin_prefetch(&group(row, channel)); }
     // Row i of a block of keys: its channels of 32 positions, position t's vector at keys + t * stride.
     HOST_DEVICE static void encode_keys(char *row, int i, const float *keys, int stride, int width) {
         for (int n = groups(width), c = i * n; c < width && c < (i + 1) * n; c++)
@@ -500,14 +500,17 @@ inline Visible visible_of(const Layout &layout, int layer_window) {
 }
 
 // Calls use(t, start, count) for each run of rows, `side.stride()` bytes apart, that hold the positions [begin, end).
+// Pages that happen to follow one another are one run.
 template <class Use>
 inline void for_each_run(const Cache &cache, const CacheRows &side, int layer, int sequence, int kv_head, int begin,
                          int end, Use use) {
     std::visit(
         [&](auto &layout) {
-            for (int t = begin, count; t < end; t += count) {
-                count = std::min(end - t, layout.run(t));
-                use(t, side.at(layer, layout.row(sequence, t), kv_head), count);
+            for (int t = begin, next; t < end; t = next) {
+                int64_t row = layout.row(sequence, t);
+                for (next = t; next < end && layout.row(sequence, next) - row == next - t;)
+                    next += std::min(end - next, layout.run(next));
+                use(t, side.at(layer, row, kv_head), next - t);
             }
         },
         cache.layout);

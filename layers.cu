@@ -87,18 +87,30 @@ inline void rms_norm(float *out, const float *x, const Tensor &weight, int64_t c
 // ---- Matrix products ---------------------------------------------------------------------------------------
 
 // Rows of stored numbers, `stride` bytes apart. `Format` decodes a Vec of them at a time: PlainRow<bf16>, ...
+// `ahead` is what will be read from memory after them, or nullptr: while row r is computed with, the `ahead_stride`
+// bytes at ahead + r * ahead_stride are asked for.
 template <class Format>
 struct StoredRows {
     const char *start;
     size_t stride;
+    const char *ahead = nullptr;
+    size_t ahead_stride = 0;
     int channel = 0;  // where in each row the numbers begin
     Vec load(int row, int i) const { return Format::decode(start + row * stride, channel + i); }
     Vec load_part(int row, int i, int count) const {
         return Format::decode_part(start + row * stride, channel + i, count);
     }
-    void prefetch(int row, int i) const { Format::prefetch(start + row * stride, channel + i); }
-    StoredRows from(int64_t row) const { return {start + row * stride, stride, channel}; }
-    StoredRows from_channel(int first) const { return {start, stride, channel + first}; }
+    void prefetch(int row, int i) const {
+        __builtin_prefetch(ahead + row * ahead_stride + (channel + i) / Format::line_numbers * cache_line);
+    }
+    StoredRows from(int64_t row) const {
+        return {start + row * stride, stride, ahead ? ahead + row * ahead_stride : nullptr, ahead_stride, channel};
+    }
+    // Only channels with which a cache line may begin ask for one.
+    StoredRows from_channel(int first) const {
+        bool ask = (channel + first) % Format::line_numbers == 0;
+        return {start, stride, ask ? ahead : nullptr, ahead_stride, channel + first};
+    }
 };
 
 // Calls use(size, first) for batches of `Most`, and once for what is left; size is a std::integral_constant.
@@ -116,36 +128,35 @@ constexpr int tile_vectors = lanes == 16 ? 6 : 3;
 // Rows that come straight from memory are asked for so many rows ahead: the processor's own prefetcher stops at each
 // page. Decoding went from 70 to 115 tokens/s (135 M parameters in bf16, 2 threads of a Xeon with 16 lanes).
 constexpr int rows_ahead = lanes == 16 ? 4 : 16;
-constexpr int prefetch_step = 32;  // numbers: a cache line of 16-bit ones
 
 // out[v * out_stride + r] = row r . vector v for Rows x Vectors of them; each row and each vector is read
 // once, and the sum of each result is the one of dot(), whatever the tile.
-template <int Rows, int Vectors, bool Ahead, class Format>
+template <int Rows, int Vectors, class Format>
 inline void dot_tile(float *out, size_t out_stride, StoredRows<Format> rows, const float *const *vectors, int width) {
     Vec sums[Vectors][Rows];
     for (int v = 0; v < Vectors; v++)
         for (int r = 0; r < Rows; r++) sums[v][r] = set(0);
-    auto step = [&](auto load_row, auto load_vector) {
-        Vec row[Rows];
-        for (int r = 0; r < Rows; r++) row[r] = load_row(r);
-        for (int v = 0; v < Vectors; v++) {
-            Vec vector = load_vector(v);
-            for (int r = 0; r < Rows; r++) sums[v][r] = fma(row[r], vector, sums[v][r]);
+    // Apart from the sums: g++ keeps them in memory if this stands among them.
+    for (int r = 0; rows.ahead && r < Rows; r++)
+        for (int c = 0; c < width; c += Format::line_numbers) rows.prefetch(r, c);
+    const int whole = width / lanes * lanes;
+    for (int i = 0; i < whole; i += lanes) {
+        Vec vector[Vectors];
+        for (int v = 0; v < Vectors; v++) vector[v] = load(vectors[v] + i);
+        for (int r = 0; r < Rows; r++) {
+            Vec row = rows.load(r, i);
+            for (int v = 0; v < Vectors; v++) sums[v][r] = fma(row, vector[v], sums[v][r]);
         }
-    };
-    int i = 0;
-    for (; i + lanes <= width; i += lanes) {
-        if (Ahead && i % prefetch_step == 0)
-            for (int r = 0; r < Rows; r++) rows.prefetch(r + rows_ahead, i);
-        step([&](int r) { return rows.load(r, i); }, [&](int v) { return load(vectors[v] + i); });
     }
-    if (int rest = width - i)
-        step([&](int r) { return rows.load_part(r, i, rest); }, [&](int v) { return load_part(vectors[v] + i, rest); });
     float finished[Vectors * Rows];
     auto at = [&](int i) { return sums[i / Rows][i % Rows]; };
     constexpr int fours = Vectors * Rows / 4 * 4;
     for (int i = 0; i < fours; i += 4) sum4(finished + i, at(i), at(i + 1), at(i + 2), at(i + 3));
     for (int i = fours; i < Vectors * Rows; i++) finished[i] = sum(at(i));
+    for (int i = 0; whole < width && i < Vectors * Rows; i++) {
+        Vec row = rows.load_part(i % Rows, whole, width - whole);
+        finished[i] += sum(mul(row, load_part(vectors[i / Rows] + whole, width - whole)));
+    }
     for (int v = 0; v < Vectors; v++)
         for (int r = 0; r < Rows; r++) out[v * out_stride + r] = finished[v * Rows + r];
 }
@@ -153,14 +164,13 @@ inline void dot_tile(float *out, size_t out_stride, StoredRows<Format> rows, con
 // All rows with `Vectors` vectors, in tiles. For one vector the rows of a tile are as many streams from memory: on a
 // machine of 8 lanes one stream is the fastest (decoding 54 -> 75 tokens/s, 135 M parameters in bf16, 2 threads of a
 // Zen 3).
-template <int Vectors, bool Ahead, class Format>
+template <int Vectors, class Format>
 inline void dots_with(float *out, size_t out_stride, StoredRows<Format> rows, int row_count,
                       const float *const *vectors, int width) {
     constexpr int Rows = Vectors == 1 && lanes == 8 ? 1 : tile_rows;
     int r = 0;
-    for (; r + Rows <= row_count; r += Rows)
-        dot_tile<Rows, Vectors, Ahead>(out + r, out_stride, rows.from(r), vectors, width);
-    for (; r < row_count; r++) dot_tile<1, Vectors, Ahead>(out + r, out_stride, rows.from(r), vectors, width);
+    for (; r + Rows <= row_count; r += Rows) dot_tile<Rows, Vectors>(out + r, out_stride, rows.from(r), vectors, width);
+    for (; r < row_count; r++) dot_tile<1, Vectors>(out + r, out_stride, rows.from(r), vectors, width);
 }
 
 // All rows with any number of vectors.
@@ -168,10 +178,7 @@ template <class Format>
 inline void dots(float *out, size_t out_stride, StoredRows<Format> rows, int row_count, const float *const *vectors,
                  int vector_count, int width) {
     in_batches<tile_vectors>(vector_count, [&](auto size, int v) {
-        if (vector_count <= tile_vectors)
-            dots_with<size, true>(out + v * out_stride, out_stride, rows, row_count, vectors + v, width);
-        else
-            dots_with<size, false>(out + v * out_stride, out_stride, rows, row_count, vectors + v, width);
+        dots_with<size>(out + v * out_stride, out_stride, rows, row_count, vectors + v, width);
     });
 }
 
@@ -268,8 +275,10 @@ inline void linear_vectors(float *y, const Inputs &in, const Linear &linear, Sto
                 dots(out.data(), block, Wide{(const char *)wide.data(), inputs * sizeof(float)}, block, vectors.data(),
                      count, inputs);
             } else {
-                dots(out.data(), block, StoredRows<PlainRow<Number>>{(const char *)rows, inputs * sizeof(Number)},
-                     block, vectors.data(), count, inputs);
+                size_t stride = inputs * sizeof(Number);
+                const char *start = (const char *)rows, *ahead = start + rows_ahead * stride;
+                dots(out.data(), block, StoredRows<PlainRow<Number>>{start, stride, ahead, stride}, block,
+                     vectors.data(), count, inputs);
             }
             store_block(y, out.data(), block, linear, count, first, block, store);
         }

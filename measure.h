@@ -565,36 +565,51 @@ inline int run_diff(const Options &options) {
 
 // ---- llm bench ---------------------------------------------------------------------------------------------
 
-// Bytes a second that all threads together read from a buffer of `bytes`. It is as large as the model's weights, so
+// Measures the bytes a second that all threads together read from a buffer. It is as large as the model's weights, so
 // that of the one as of the other the caches of this machine may hold a part.
-inline double read_bandwidth(size_t bytes, [[maybe_unused]] int threads, int repeats) {
-    constexpr size_t block = 1 << 20;
-    const int64_t blocks = (int64_t)std::max<size_t>(bytes / block, 64);
-    std::shared_ptr<void> buffer = reserve((size_t)blocks * block, "the buffer of the bandwidth measurement");
-    std::vector<double> rates;
-    double total = 0;
-    for (int repeat = 0; repeat <= 3 * repeats; repeat++) {
-        double start = now();
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total)
-        for (int64_t b = 0; b < blocks; b++) {
-            float *at = (float *)((char *)buffer.get() + (size_t)b * block);
-            const size_t count = block / sizeof(float);
-            if (repeat == 0) std::fill(at, at + count, 1.0f);  // first touch, by the thread that will read
-            Vec sums[4] = {set(0), set(0), set(0), set(0)};
-            for (size_t i = 0; i < count; i += 4 * lanes) {
-                for (int v = 0; v < 4; v++) {
-                    __builtin_prefetch(at + i + v * lanes + 1024);
-                    sums[v] = add(sums[v], load(at + i + v * lanes));
-                }
-            }
-            total += sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
-        }
-        if (repeat > 0) rates.push_back((double)blocks * block / (now() - start));
+class ReadBandwidth {
+public:
+    ReadBandwidth(size_t bytes, int threads) : blocks(std::max<int64_t>(bytes / block, 64)), threads(threads) {
+        buffer = reserve((size_t)blocks * block, "the buffer of the bandwidth measurement");
+        for_each_block([](float *at, size_t count) {  // first touch, by the thread that will read
+            std::fill(at, at + count, 1.0f);
+            return 0.0f;
+        });
     }
-    if (total != (double)(3 * repeats + 1) * (double)blocks * (block / sizeof(float)))
-        fail("the bandwidth measurement misread its buffer");
-    return *std::max_element(rates.begin(), rates.end());
-}
+    // Over three passes.
+    double measure() const {
+        constexpr int passes = 3;
+        double start = now(), total = 0;
+        for (int pass = 0; pass < passes; pass++) total += for_each_block(read_block);
+        double bytes = (double)passes * (double)blocks * block;
+        if (total != bytes / sizeof(float)) fail("the bandwidth measurement misread its buffer");
+        return bytes / (now() - start);
+    }
+
+private:
+    static constexpr size_t block = 1 << 20;
+    static float read_block(const float *at, size_t count) {
+        Vec sums[4] = {set(0), set(0), set(0), set(0)};
+        for (size_t i = 0; i < count; i += 4 * lanes) {
+            for (int v = 0; v < 4; v++) {
+                __builtin_prefetch(at + i + v * lanes + 1024);
+                sums[v] = add(sums[v], load(at + i + v * lanes));
+            }
+        }
+        return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+    }
+    template <class Use>
+    double for_each_block(Use use) const {
+        double total = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total)
+        for (int64_t b = 0; b < blocks; b++)
+            total += use((float *)((char *)buffer.get() + (size_t)b * block), block / sizeof(float));
+        return total;
+    }
+    int64_t blocks;
+    [[maybe_unused]] int threads;
+    std::shared_ptr<void> buffer;
+};
 
 inline double median(std::vector<double> values) {
     std::sort(values.begin(), values.end());
@@ -608,7 +623,8 @@ inline std::vector<int> bench_tokens(int count, int vocabulary) {
     return tokens;
 }
 
-// One line of the table. The machine's bandwidth is measured anew in each round, and the share taken within it.
+// One line of the table. The machine's bandwidth is measured anew before and after each run: other programs on it make
+// it change within seconds.
 struct BenchResult {
     std::string name;
     CacheChoice cache;
@@ -654,45 +670,57 @@ inline void fill(Cache &cache, int depth, [[maybe_unused]] int threads) {
     }
 }
 
-// Rounds over all caches: bandwidth, then `steps` tokens decoded in each cache at this depth.
-inline std::vector<BenchResult> bench_decode(Engine &engine, std::vector<BenchCache> &caches, const Options &options,
-                                             int depth, int steps, std::vector<double> &bandwidths) {
+// Runs that take turns with measurements of the bandwidth.
+struct Bench {
+    Engine &engine;
+    const Options &options;
+    ReadBandwidth memory;
+    std::vector<double> bandwidths = {};
+    // Measures run(), of which a warm-up is not added to `result`.
+    template <class Run>
+    void measure(BenchResult &result, bool warm_up, Run run) {
+        if (bandwidths.empty()) bandwidths.push_back(memory.measure());
+        double before = bandwidths.back(), start = now();
+        run();
+        double taken = now() - start;
+        bandwidths.push_back(memory.measure());
+        if (!warm_up) result.add(taken, (before + bandwidths.back()) / 2);
+    }
+};
+
+// Rounds over all caches, with `steps` tokens decoded in each at this depth.
+inline std::vector<BenchResult> bench_decode(Bench &bench, std::vector<BenchCache> &caches, int depth, int steps) {
+    Engine &engine = bench.engine;
     std::vector<BenchResult> results;
     double weights = weights_read(engine.model);
     for (BenchCache &entry : caches) {
-        fill(entry.cache, depth, options.threads);
+        fill(entry.cache, depth, bench.options.threads);
         BenchResult result{"decode", entry.choice, steps, depth, weights * steps, {}, {}};
         for (int step = 1; step <= steps; step++) result.bytes += cache_read(engine.model, entry.cache, depth + step);
         results.push_back(result);
     }
-    for (int round = 0; round <= options.repeats; round++) {  // the first is a warm-up
+    for (int round = 0; round <= bench.options.repeats; round++) {
         show_progress("depth " + std::to_string(depth) + ", round " + std::to_string(round));
-        double bandwidth = read_bandwidth((size_t)engine.model.weight_bytes, options.threads, 1);
-        if (round > 0) bandwidths.push_back(bandwidth);
         for (size_t i = 0; i < caches.size(); i++) {
-            double start = now();
-            for (int token : bench_tokens(steps, engine.model.config.vocabulary))
-                decode(engine, caches[i].cache, {0}, {token});
-            if (round > 0) results[i].add(now() - start, bandwidth);
+            bench.measure(results[i], round == 0, [&] {
+                for (int token : bench_tokens(steps, engine.model.config.vocabulary))
+                    decode(engine, caches[i].cache, {0}, {token});
+            });
             if (limit_of(caches[i].cache) < INT_MAX) shrink(caches[i].cache, 0, depth);  // a ring goes on
         }
     }
     return results;
 }
 
-inline BenchResult bench_prefill(Engine &engine, BenchCache &entry, const Options &options, int prompt,
-                                 std::vector<double> &bandwidths) {
+inline BenchResult bench_prefill(Bench &bench, BenchCache &entry, int prompt) {
+    Engine &engine = bench.engine;
     double chunks = std::ceil((double)prompt / std::min(chunk_tokens, chunk_of(entry.cache)));
     BenchResult result{"prefill", entry.choice, prompt, 0, weights_read(engine.model) * chunks, {}, {}};
-    for (int round = 0; round <= options.repeats; round++) {
+    for (int round = 0; round <= bench.options.repeats; round++) {
         show_progress("prefill, round " + std::to_string(round));
-        double bandwidth = read_bandwidth((size_t)engine.model.weight_bytes, options.threads, 1);
         shrink(entry.cache, 0, 0);
-        double start = now();
-        prefill(engine, entry.cache, 0, bench_tokens(prompt, engine.model.config.vocabulary));
-        if (round == 0) continue;
-        result.add(now() - start, bandwidth);
-        bandwidths.push_back(bandwidth);
+        bench.measure(result, round == 0,
+                      [&] { prefill(engine, entry.cache, 0, bench_tokens(prompt, engine.model.config.vocabulary)); });
     }
     shrink(entry.cache, 0, 0);
     return result;
@@ -724,7 +752,7 @@ inline void print_bench_json(const std::vector<BenchResult> &results, double ban
 
 inline void print_bench(const std::vector<BenchResult> &results, const std::vector<double> &bandwidths, int threads) {
     auto [least, most] = std::minmax_element(bandwidths.begin(), bandwidths.end());
-    printf("read bandwidth %.2f GB/s (%.2f .. %.2f in %zu rounds), %d threads\n\n", median(bandwidths) / 1e9,
+    printf("read bandwidth %.2f GB/s (%.2f .. %.2f, measured %zu times), %d threads\n\n", median(bandwidths) / 1e9,
            *least / 1e9, *most / 1e9, bandwidths.size(), threads);
     printf("%-8s %6s %6s  %-10s %-4s %-4s %10s %8s  %s\n", "", "tokens", "depth", "cache", "K", "V", "tokens/s", "GB/s",
            "of the roofline (least .. most)");
@@ -737,8 +765,8 @@ inline void print_bench(const std::vector<BenchResult> &results, const std::vect
                100 * median(result.shares), 100 * *low, 100 * *high);
     }
     printf(
-        "\nA roofline: bytes that must be read (weights, and the cache as it is stored) / read bandwidth of the same "
-        "round.\n");
+        "\nA roofline: bytes that must be read (weights, and the cache as it is stored) / read bandwidth just before "
+        "and after.\n");
 }
 
 inline int run_bench(const Options &options) {
@@ -754,16 +782,15 @@ inline int run_bench(const Options &options) {
     std::vector<BenchCache> caches;
     for (const CacheChoice &choice : cache_choices(options, config))
         caches.push_back({choice, open_choice(options, config, choice, std::max(prompt, deepest + steps))});
-    std::vector<double> bandwidths;
-    std::vector<BenchResult> results = {bench_prefill(engine, caches[0], options, prompt, bandwidths)};
+    Bench bench{engine, options, {(size_t)engine.model.weight_bytes, options.threads}};
+    std::vector<BenchResult> results = {bench_prefill(bench, caches[0], prompt)};
     for (int depth : options.depths)
-        for (const BenchResult &result : bench_decode(engine, caches, options, depth, steps, bandwidths))
-            results.push_back(result);
+        for (const BenchResult &result : bench_decode(bench, caches, depth, steps)) results.push_back(result);
     show_progress("");
     if (options.json)
-        print_bench_json(results, median(bandwidths));
+        print_bench_json(results, median(bench.bandwidths));
     else
-        print_bench(results, bandwidths, options.threads);
+        print_bench(results, bench.bandwidths, options.threads);
     return 0;
 }
 

@@ -2,9 +2,9 @@
 // computed. The only file with CPU intrinsics.
 //
 // On one machine a sum over a row of `Vec`s always goes the same way, whatever is computed beside it: lane i adds up
-// the elements i, i + lanes, i + 2 lanes, ...; then the lanes are folded in halves (8, 4, 2, 1). So a result does not
-// depend on the number of threads, nor on how many tokens share a pass. Matrix tiles (below) have an order of their
-// own, as fixed.
+// the elements i, i + lanes, i + 2 lanes, ...; then the lanes are folded in halves (8, 4, 2, 1), and last comes the sum
+// of what does not fill a Vec. So a result does not depend on the number of threads, nor on how many tokens share a
+// pass. Matrix tiles (below) have an order of their own, as fixed.
 #pragma once
 
 #include <cmath>
@@ -271,9 +271,6 @@ inline Piece piece_scale(Piece a, Piece exponent) {
 inline float piece_sum(Piece a) { return a; }
 #endif
 
-// Makes the compiler read numbers from memory again rather than keep them in registers that it needs for sums.
-inline void forget_registers() { __asm__ volatile("" ::: "memory"); }
-
 inline void pause_briefly() {  // between two looks at a variable that another core will change
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -393,8 +390,8 @@ inline float dot(const A *a, const B *b, int n) {
     Vec total = set(0);
     int i = 0;
     for (; i + lanes <= n; i += lanes) total = fma(load(a + i), load(b + i), total);
-    if (i < n) total = fma(load_part(a + i, n - i), load_part(b + i, n - i), total);
-    return sum(total);
+    float rest = i < n ? sum(mul(load_part(a + i, n - i), load_part(b + i, n - i))) : 0;
+    return sum(total) + rest;
 }
 
 // y[i] += factor * x[i], i < n
@@ -504,6 +501,8 @@ inline void amx_weights(uint32_t *, const bf16 *, int) {}
 
 // ---- Floats ------------------------------------------------------------------------------------------------
 
+constexpr int cache_line = 64;  // bytes
+
 // Starts on a cache line: otherwise every load of 16 lanes would touch two lines.
 template <class T>
 struct CacheLineAligned {
@@ -511,8 +510,8 @@ struct CacheLineAligned {
     CacheLineAligned() = default;
     template <class U>
     explicit CacheLineAligned(const CacheLineAligned<U> &) {}
-    T *allocate(size_t count) { return (T *)::operator new(count * sizeof(T), std::align_val_t(64)); }
-    void deallocate(T *p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+    T *allocate(size_t count) { return (T *)::operator new(count * sizeof(T), std::align_val_t(cache_line)); }
+    void deallocate(T *p, size_t) { ::operator delete(p, std::align_val_t(cache_line)); }
     bool operator==(const CacheLineAligned &) const { return true; }
     bool operator!=(const CacheLineAligned &) const { return false; }
 };
@@ -527,6 +526,7 @@ using Floats = Aligned<float>;
 template <class Number>
 struct PlainRow {
     static constexpr int scale_channels = 0;  // numbers that share a scale: none
+    static constexpr int line_numbers = cache_line / (int)sizeof(Number);
     static constexpr bool has_zero = false, key_groups = false;
     HOST_DEVICE static size_t row_bytes(int width) { return (size_t)width * sizeof(Number); }
     HOST_DEVICE static void encode(char *row, const float *values, int width) {
@@ -534,7 +534,6 @@ struct PlainRow {
     }
     // Numbers [channel, channel + lanes) of a row.
     static Vec decode(const char *row, int channel) { return load((const Number *)row + channel); }
-    static void prefetch(const char *row, int channel) { __builtin_prefetch((const Number *)row + channel); }
     // Numbers [channel, channel + count), zeros behind them.
     static Vec decode_part(const char *row, int channel, int count) {
         return load_part((const Number *)row + channel, count);

@@ -302,8 +302,12 @@ TEST_CASE("a pair of types is in every layout, and the flags choose the cache at
     CHECK(number(plain, "window") == 996);
     CHECK(number(plain, "sinks") == 4);
     CHECK(number(memory("--layers 4 --kv-heads 2 --head-dim 64 -c 1000 --sinks 9"), "window") == 991);
-    for (const char *few : {"1", "4", "8"})
-        CHECK(number(memory(std::string("--layers 1 --kv-heads 1 --head-dim 1 -c ") + few), "window") == atoi(few));
+    const int few[][3] = {{1, 1, 0}, {4, 3, 1}, {8, 5, 3}, {9, 5, 4}};  // positions, window, sinks
+    for (auto [positions, window, sinks] : few) {
+        Json small = memory("--layers 1 --kv-heads 1 --head-dim 1 -c " + std::to_string(positions));
+        CHECK(number(small, "window") == window);
+        CHECK(number(small, "sinks") == sinks);
+    }
 }
 
 // ---- Beside caches that were opened ------------------------------------------------------------------------

@@ -124,7 +124,6 @@ std::vector<float> decoded(const char *row, int width) {
         float lane[lanes];
         store(lane, count == lanes ? Format::decode(row, c) : Format::decode_part(row, c, count));
         for (int i = count; i < lanes; i++) check(lane[i] == 0, "behind the last number is not 0", width);
-        Format::prefetch(row, c);
         for (int i = 0; i < count; i++) {
             ScaleAndZero both = Format::scale_and_zero(row, c + i);
             numbers.push_back(to_float(both.scale) * lane[i] + (Format::has_zero ? to_float(both.zero) : 0));
