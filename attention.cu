@@ -112,27 +112,56 @@ inline void merge(Partial &a, float *a_values, const Partial &b, const float *b_
 // Queries and Vecs of channels whose sums stay in registers, of which there are 32 or 16.
 constexpr int weigh_queries = lanes == 16 ? 4 : 3;
 constexpr int weigh_vecs = 4;
-// Of 32 packed numbers the parts p and p + shared_parts come out of the same bytes: they are unpacked together.
-constexpr int shared_parts = group_size / lanes / 2;
 
 // values[q * stride + channel ..] += sum over rows r of weights[q * split_positions + r] * row r, for `Vecs` Vecs of
-// channels, `Apart` Vecs from each other, of `Queries` queries: each row is decoded once for all of them.
-template <int Queries, int Vecs, int Apart, class Format>
+// channels of `Queries` queries: each row is decoded once for all of them.
+template <int Queries, int Vecs, class Format>
 inline void weigh_tile(float *values, size_t stride, const float *weights, StoredRows<Format> rows, int row_count) {
-    constexpr int step = Apart * lanes;
     Vec sums[Queries][Vecs];
     for (int q = 0; q < Queries; q++)
-        for (int c = 0; c < Vecs; c++) sums[q][c] = load(values + q * stride + c * step);
+        for (int c = 0; c < Vecs; c++) sums[q][c] = load(values + q * stride + c * lanes);
     for (int r = 0; r < row_count; r++) {
         for (int c = 0; rows.ahead && c < Vecs * lanes; c += Format::line_numbers) rows.prefetch(r, c);
         for (int c = 0; c < Vecs; c++) {
-            Vec row = rows.load(r, c * step);
+            Vec row = rows.load(r, c * lanes);
             for (int q = 0; q < Queries; q++)
                 sums[q][c] = fma(set(weights[(size_t)q * split_positions + r]), row, sums[q][c]);
         }
     }
     for (int q = 0; q < Queries; q++)
-        for (int c = 0; c < Vecs; c++) store(values + q * stride + c * step, sums[q][c]);
+        for (int c = 0; c < Vecs; c++) store(values + q * stride + c * lanes, sums[q][c]);
+}
+
+// 32 packed numbers are `parts` Vecs. Parts p and p + parts / 2 come out of the same bytes: they are unpacked together.
+constexpr int parts = group_size / lanes;
+
+// sums[q][..] += factor(q) * codes, for 32 packed numbers.
+template <int Queries, class Codes, class Factor>
+inline void add_packed(Vec (&sums)[Queries][parts], const Codes &codes, Factor factor) {
+    for (int p = 0; p < parts / 2; p++) {
+        Vec low = load(&codes, p), high = load(&codes, p + parts / 2);
+        for (int q = 0; q < Queries; q++) {
+            Vec by = set(factor(q));
+            sums[q][p] = fma(by, low, sums[q][p]);
+            sums[q][p + parts / 2] = fma(by, high, sums[q][p + parts / 2]);
+        }
+        forget_registers();  // with 16 of them, all but 4 hold sums
+    }
+}
+
+// weigh_tile() for a group of 32 packed channels.
+template <int Queries, class Format>
+inline void weigh_packed(float *values, size_t stride, const float *weights, StoredRows<Format> rows, int row_count) {
+    Vec sums[Queries][parts];
+    for (int q = 0; q < Queries; q++)
+        for (int p = 0; p < parts; p++) sums[q][p] = load(values + q * stride + p * lanes);
+    for (int r = 0; r < row_count; r++) {
+        if (rows.ahead) rows.prefetch(r, 0);
+        add_packed(sums, Format::group(rows.start + r * rows.stride, rows.channel).codes,
+                   [&](int q) { return weights[(size_t)q * split_positions + r]; });
+    }
+    for (int q = 0; q < Queries; q++)
+        for (int p = 0; p < parts; p++) store(values + q * stride + p * lanes, sums[q][p]);
 }
 
 // The same for `channels` channels of any number of queries.
@@ -143,16 +172,12 @@ inline void weigh(float *values, size_t stride, const float *weights, StoredRows
     in_batches<weigh_queries>(queries, [&](auto size, int q) {
         float *to = values + q * stride;
         const float *of_queries = weights + (size_t)q * split_positions;
-        if (Format::has_zero && channels == group_size) {
-            for (int p = 0; p < shared_parts; p++)
-                weigh_tile<size, 2, shared_parts>(to + p * lanes, stride, of_queries, rows.from_channel(p * lanes),
-                                                  row_count);
-        } else {
-            in_batches<weigh_vecs>(channels / lanes, [&](auto vecs, int first) {
-                weigh_tile<size, vecs, 1>(to + first * lanes, stride, of_queries, rows.from_channel(first * lanes),
-                                          row_count);
-            });
+        if constexpr (Format::key_groups) {
+            if (channels == group_size) return weigh_packed<size>(to, stride, of_queries, rows, row_count);
         }
+        in_batches<weigh_vecs>(channels / lanes, [&](auto vecs, int first) {
+            weigh_tile<size, vecs>(to + first * lanes, stride, of_queries, rows.from_channel(first * lanes), row_count);
+        });
     });
     for (int q = 0; whole < channels && q < queries; q++) {
         float *to = values + q * stride + whole;
@@ -231,29 +256,22 @@ struct Scales {
     }
 };
 
-// scores[q * split_positions + i] for the positions i of parts `part` and part + shared_parts of a block of keys,
-// `Queries` queries at once. The block's scales are already in `factors` (Queries, width), its zero points in `bases`
-// (Queries).
+// scores[q * split_positions + i] for position i of a block of keys, `Queries` queries at once. The block's scales are
+// already in `factors` (Queries, width), its zero points in `bases` (Queries).
 template <int Queries, class G>
 inline void score_block_tile(float *scores, const char *const *rows, const float *factors, const float *bases,
-                             int width, int part) {
-    Vec sums[Queries][2];
+                             int width) {
+    Vec sums[Queries][parts];
     for (int q = 0; q < Queries; q++)
-        for (int p = 0; p < 2; p++) sums[q][p] = set(bases[q]);
+        for (int p = 0; p < parts; p++) sums[q][p] = set(bases[q]);
     int per_row = (width + group_size - 1) / group_size;
     for (int c = 0; c < width; rows++) {
         const G *group = (const G *)*rows;
-        for (int last = std::min(width, c + per_row); c < last; c++, group++) {
-            for (int p = 0; p < 2; p++) {
-                Vec codes = load(&group->codes, part + p * shared_parts);
-                for (int q = 0; q < Queries; q++)
-                    sums[q][p] = fma(set(factors[(size_t)q * width + c]), codes, sums[q][p]);
-            }
-        }
+        for (int last = std::min(width, c + per_row); c < last; c++, group++)
+            add_packed(sums, group->codes, [&](int q) { return factors[(size_t)q * width + c]; });
     }
     for (int q = 0; q < Queries; q++)
-        for (int p = 0; p < 2; p++)
-            store(scores + (size_t)q * split_positions + (part + p * shared_parts) * lanes, sums[q][p]);
+        for (int p = 0; p < parts; p++) store(scores + (size_t)q * split_positions + p * lanes, sums[q][p]);
 }
 
 // All queries with the block of keys at positions [begin, begin + 32). A key is zero + scale * code in each channel, so
@@ -269,7 +287,7 @@ inline void score_block(float *scores, const float *const *queries, int query_co
     stretch.for_each_run(side, begin, begin + group_size, [&](int t, char *row, int count) {
         for (int i = 0; i < count; i++, row += side.stride()) {
             rows[t - begin + i] = row;
-            if (stretch.ahead) __builtin_prefetch(stretch.ahead + (t - begin + i) * stretch.ahead_stride);
+            if (stretch.ahead) __builtin_prefetch(stretch.ahead + (t - stretch.begin + i) * stretch.ahead_stride);
         }
     });
     thread_local Scales scales;          // (width)
@@ -282,14 +300,12 @@ inline void score_block(float *scores, const float *const *queries, int query_co
         for (const G *group = (const G *)rows[row], *end = group + n; group < end && c < width; group++, c++)
             stored[c] = group->both;
     scales.widen();
-    for (int q = 0; q < query_count; q++) {
-        bases[q] = dot(queries[q], scales.zero.data(), width);
-        multiply(&factors[(size_t)q * width], queries[q], scales.scale.data(), width);
-    }
+    for (int q = 0; q < query_count; q++)
+        bases[q] =
+            multiply_and_dot(&factors[(size_t)q * width], queries[q], scales.scale.data(), scales.zero.data(), width);
     in_batches<block_queries>(query_count, [&](auto size, int q) {
-        for (int part = 0; part < shared_parts; part++)
-            score_block_tile<size, G>(scores + (size_t)q * split_positions, rows, &factors[(size_t)q * width],
-                                      &bases[q], width, part);
+        score_block_tile<size, G>(scores + (size_t)q * split_positions, rows, &factors[(size_t)q * width], &bases[q],
+                                  width);
     });
 }
 
@@ -352,9 +368,10 @@ inline void fold_scales(float *factors, float *values, size_t stride, const floa
     scales.widen();
     for (int q = 0; q < queries; q++) {
         size_t at = (size_t)q * split_positions + first - stretch.origin;
-        multiply(factors + at, weights + at, scales.scale.data(), count);
-        if constexpr (Format::has_zero) {
-            float zero = dot(weights + at, scales.zero.data(), count);
+        if constexpr (!Format::has_zero) {
+            multiply(factors + at, weights + at, scales.scale.data(), count);
+        } else {
+            float zero = multiply_and_dot(factors + at, weights + at, scales.scale.data(), scales.zero.data(), count);
             for (int c = 0; c < channels; c++) values[q * stride + c] += zero;
         }
     }

@@ -271,6 +271,9 @@ inline Piece piece_scale(Piece a, Piece exponent) {
 inline float piece_sum(Piece a) { return a; }
 #endif
 
+// Makes the compiler read numbers from memory again rather than keep them in registers that it needs for sums.
+inline void forget_registers() { __asm__ volatile("" ::: "memory"); }
+
 inline void pause_briefly() {  // between two looks at a variable that another core will change
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -408,6 +411,20 @@ inline void multiply(float *out, const float *a, const Number *b, int n) {
     int i = 0;
     for (; i + lanes <= n; i += lanes) store(out + i, mul(load(a + i), load(b + i)));
     if (i < n) store_part(out + i, mul(load_part(a + i, n - i), load_part(b + i, n - i)), n - i);
+}
+
+// out[i] = a[i] * b[i], i < n; gives the sum of a[i] * c[i], added up as dot() does
+inline float multiply_and_dot(float *out, const float *a, const float *b, const float *c, int n) {
+    Vec total = set(0);
+    int i = 0;
+    for (; i + lanes <= n; i += lanes) {
+        Vec x = load(a + i);
+        store(out + i, mul(x, load(b + i)));
+        total = fma(x, load(c + i), total);
+    }
+    if (i == n) return sum(total);
+    multiply(out + i, a + i, b + i, n - i);
+    return sum(total) + dot(a + i, c + i, n - i);
 }
 
 // out = x with its pairs (x[i], x[i + head_dim / 2]) rotated by angles, or back by them (direction -1). turn: cosines
