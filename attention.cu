@@ -132,36 +132,43 @@ inline void weigh_tile(float *values, size_t stride, const float *weights, Store
         for (int c = 0; c < Vecs; c++) store(values + q * stride + c * lanes, sums[q][c]);
 }
 
-// 32 packed numbers are `parts` Vecs. Parts p and p + parts / 2 come out of the same bytes: they are unpacked together.
-constexpr int parts = group_size / lanes;
+// 32 packed numbers are `group_vecs` Vecs. Results p and p + group_vecs / 2 come out of the same bytes: they are
+// unpacked together.
+constexpr int group_vecs = group_size / lanes;
 
-// sums[q][..] += factor(q) * codes, for 32 packed numbers.
-template <int Queries, class Codes, class Factor>
-inline void add_packed(Vec (&sums)[Queries][parts], const Codes &codes, Factor factor) {
-    for (int p = 0; p < parts / 2; p++) {
-        Vec low = load(&codes, p), high = load(&codes, p + parts / 2);
+// sums[q][..] += factor(q) * the 32 numbers of a group.
+template <int Queries, class Group, class Factor>
+inline void add_group(Vec (&sums)[Queries][group_vecs], const Group &group, Factor factor) {
+    Vec scale = set(to_float(group.both.scale)), zero = set(to_float(group.both.zero));
+    for (int p = 0; p < group_vecs / 2; p++) {
+        Vec low = fma(scale, load(&group.codes, p), zero);
+        Vec high = fma(scale, load(&group.codes, p + group_vecs / 2), zero);
         for (int q = 0; q < Queries; q++) {
             Vec by = set(factor(q));
             sums[q][p] = fma(by, low, sums[q][p]);
-            sums[q][p + parts / 2] = fma(by, high, sums[q][p + parts / 2]);
+            sums[q][p + group_vecs / 2] = fma(by, high, sums[q][p + group_vecs / 2]);
         }
         forget_registers();  // with 16 of them, all but 4 hold sums
     }
 }
 
-// weigh_tile() for a group of 32 packed channels.
+// weigh_tile() for groups: up to 32 channels of `Queries` queries.
 template <int Queries, class Format>
-inline void weigh_packed(float *values, size_t stride, const float *weights, StoredRows<Format> rows, int row_count) {
-    Vec sums[Queries][parts];
+inline void weigh_group(float *values, size_t stride, const float *weights, StoredRows<Format> rows, int row_count,
+                        int channels) {
+    float numbers[Queries][group_size] = {};
+    for (int q = 0; q < Queries; q++) std::copy_n(values + q * stride, channels, numbers[q]);
+    Vec sums[Queries][group_vecs];
     for (int q = 0; q < Queries; q++)
-        for (int p = 0; p < parts; p++) sums[q][p] = load(values + q * stride + p * lanes);
+        for (int p = 0; p < group_vecs; p++) sums[q][p] = load(numbers[q] + p * lanes);
     for (int r = 0; r < row_count; r++) {
         if (rows.ahead) rows.prefetch(r, 0);
-        add_packed(sums, Format::group(rows.start + r * rows.stride, rows.channel).codes,
-                   [&](int q) { return weights[(size_t)q * split_positions + r]; });
+        add_group(sums, Format::group(rows.start + r * rows.stride, rows.channel),
+                  [&](int q) { return weights[(size_t)q * split_positions + r]; });
     }
     for (int q = 0; q < Queries; q++)
-        for (int p = 0; p < parts; p++) store(values + q * stride + p * lanes, sums[q][p]);
+        for (int p = 0; p < group_vecs; p++) store(numbers[q] + p * lanes, sums[q][p]);
+    for (int q = 0; q < Queries; q++) std::copy_n(numbers[q], channels, values + q * stride);
 }
 
 // The same for `channels` channels of any number of queries.
@@ -173,13 +180,17 @@ inline void weigh(float *values, size_t stride, const float *weights, StoredRows
         float *to = values + q * stride;
         const float *of_queries = weights + (size_t)q * split_positions;
         if constexpr (Format::key_groups) {
-            if (channels == group_size) return weigh_packed<size>(to, stride, of_queries, rows, row_count);
+            for (int c = 0; c < channels; c += group_size)
+                weigh_group<size>(to + c, stride, of_queries, rows.from_channel(c), row_count,
+                                  std::min(group_size, channels - c));
+        } else {
+            in_batches<weigh_vecs>(channels / lanes, [&](auto vecs, int first) {
+                weigh_tile<size, vecs>(to + first * lanes, stride, of_queries, rows.from_channel(first * lanes),
+                                       row_count);
+            });
         }
-        in_batches<weigh_vecs>(channels / lanes, [&](auto vecs, int first) {
-            weigh_tile<size, vecs>(to + first * lanes, stride, of_queries, rows.from_channel(first * lanes), row_count);
-        });
     });
-    for (int q = 0; whole < channels && q < queries; q++) {
+    for (int q = 0; !Format::key_groups && whole < channels && q < queries; q++) {
         float *to = values + q * stride + whole;
         Vec total = load_part(to, channels - whole);
         for (int r = 0; r < row_count; r++) {
@@ -235,54 +246,45 @@ inline void for_each_recent_run(const Stretch &stretch, const CacheRows &recent,
     }
 }
 
-// Scales and zero points of `count` rows, or channels, as they are stored and then as float32.
+// The scales of `count` rows, as they are stored and then as float32.
 struct Scales {
     int count = 0;
-    Aligned<ScaleAndZero> stored;
-    Floats scale, zero;
+    Aligned<f16> stored;
+    Floats scale;
     void resize(int wanted) {
         count = wanted;
         size_t padded = (size_t)(count + lanes - 1) / lanes * lanes;
         if (padded <= stored.size()) return;
         stored.resize(padded);
         scale.resize(padded);
-        zero.resize(padded);
     }
     void widen() {
-        for (int i = 0; i < count; i += lanes) {
-            store(&scale[i], load_half((const f16 *)&stored[i], false));
-            store(&zero[i], load_half((const f16 *)&stored[i], true));
-        }
+        for (int i = 0; i < count; i += lanes) store(&scale[i], load(&stored[i]));
     }
 };
 
-// scores[q * split_positions + i] for position i of a block of keys, `Queries` queries at once. The block's scales are
-// already in `factors` (Queries, width), its zero points in `bases` (Queries).
-template <int Queries, class G>
-inline void score_block_tile(float *scores, const char *const *rows, const float *factors, const float *bases,
+// scores[q * split_positions + i] for position i of a block of keys, whose rows hold `per_row` channels each; `Queries`
+// queries at once.
+template <int Queries, class Format>
+inline void score_block_tile(float *scores, const float *const *queries, const char *const *rows, int per_row,
                              int width) {
-    Vec sums[Queries][parts];
+    Vec sums[Queries][group_vecs];
     for (int q = 0; q < Queries; q++)
-        for (int p = 0; p < parts; p++) sums[q][p] = set(bases[q]);
-    int per_row = (width + group_size - 1) / group_size;
+        for (int p = 0; p < group_vecs; p++) sums[q][p] = set(0);
     for (int c = 0; c < width; rows++) {
-        const G *group = (const G *)*rows;
+        const typename Format::G *group = (const typename Format::G *)*rows;
         for (int last = std::min(width, c + per_row); c < last; c++, group++)
-            add_packed(sums, group->codes, [&](int q) { return factors[(size_t)q * width + c]; });
+            add_group(sums, *group, [&](int q) { return queries[q][c]; });
     }
     for (int q = 0; q < Queries; q++)
-        for (int p = 0; p < parts; p++) store(scores + (size_t)q * split_positions + p * lanes, sums[q][p]);
+        for (int p = 0; p < group_vecs; p++) store(scores + (size_t)q * split_positions + p * lanes, sums[q][p]);
 }
 
-// All queries with the block of keys at positions [begin, begin + 32). A key is zero + scale * code in each channel, so
-//   q . k = sum over c of q[c] zero[c]  +  sum over c of (q[c] scale[c]) code[c]
-// and both zero points and scales are applied to the query, once for 32 positions.
+// All queries with the block of keys at positions [begin, begin + 32).
 template <class Format>
 inline void score_block(float *scores, const float *const *queries, int query_count, const Stretch &stretch,
                         int begin) {
-    using G = typename Format::G;
     const CacheRows &side = stretch.cache.keys;
-    int width = side.width, n = Format::groups(width);
     const char *rows[group_size];
     stretch.for_each_run(side, begin, begin + group_size, [&](int t, char *row, int count) {
         for (int i = 0; i < count; i++, row += side.stride()) {
@@ -290,22 +292,9 @@ inline void score_block(float *scores, const float *const *queries, int query_co
             if (stretch.ahead) __builtin_prefetch(stretch.ahead + (t - stretch.begin + i) * stretch.ahead_stride);
         }
     });
-    thread_local Scales scales;          // (width)
-    thread_local Floats factors, bases;  // (queries, width), (queries)
-    scales.resize(width);
-    factors.resize((size_t)query_count * width);
-    bases.resize(query_count);
-    ScaleAndZero *stored = scales.stored.data();
-    for (int c = 0, row = 0; c < width; row++)
-        for (const G *group = (const G *)rows[row], *end = group + n; group < end && c < width; group++, c++)
-            stored[c] = group->both;
-    scales.widen();
-    for (int q = 0; q < query_count; q++)
-        bases[q] =
-            multiply_and_dot(&factors[(size_t)q * width], queries[q], scales.scale.data(), scales.zero.data(), width);
     in_batches<block_queries>(query_count, [&](auto size, int q) {
-        score_block_tile<size, G>(scores + (size_t)q * split_positions, rows, &factors[(size_t)q * width], &bases[q],
-                                  width);
+        score_block_tile<size, Format>(scores + (size_t)q * split_positions, queries + q, rows,
+                                       Format::groups(side.width), side.width);
     });
 }
 
@@ -314,8 +303,7 @@ template <class Format>
 inline void scale_scores(float *scores, int query_count, const char *row, size_t stride, int count) {
     thread_local Scales scales;  // (count)
     scales.resize(count);
-    ScaleAndZero *stored = scales.stored.data();
-    for (int r = 0; r < count; r++, row += stride) stored[r] = Format::scale_and_zero(row, 0);
+    for (int r = 0; r < count; r++, row += stride) scales.stored[r] = Format::scale_and_zero(row, 0).scale;
     scales.widen();
     for (int q = 0; q < query_count; q++) {
         float *of_query = scores + (size_t)q * split_positions;
@@ -350,30 +338,21 @@ inline void score_stretch(float *scores, const float *const *queries, int query_
     std::visit(score_stored, stretch.cache.type_k);
 }
 
-// The weights of a stretch up to position `end` with what channels [channel, channel + channels) share: factors =
-// weights * scale, and values[q * stride ..] += sum of weights * zero. A position's lane in that sum is fixed by its
-// place in the split, wherever the stretch begins. weights and factors (queries, split_positions).
+// The weights of a stretch up to position `end` times the scales of its rows; weights and factors (queries,
+// split_positions).
 template <class Format>
-inline void fold_scales(float *factors, float *values, size_t stride, const float *weights, int end, int queries,
-                        int channel, int channels, const Stretch &stretch) {
+inline void fold_scales(float *factors, const float *weights, int end, int queries, const Stretch &stretch) {
     const CacheRows &side = stretch.cache.values;
-    const int first = stretch.begin / lanes * lanes, count = end - first;
-    thread_local Scales scales;  // (count)
-    scales.resize(count);
-    std::fill_n(scales.stored.begin(), stretch.begin - first, ScaleAndZero{});
+    thread_local Scales scales;  // (rows)
+    scales.resize(end - stretch.begin);
     stretch.for_each_run(side, stretch.begin, end, [&](int t, const char *row, int run) {
-        ScaleAndZero *stored = &scales.stored[t - first];
-        for (int i = 0; i < run; i++, row += side.stride()) stored[i] = Format::scale_and_zero(row, channel);
+        f16 *stored = &scales.stored[t - stretch.begin];
+        for (int i = 0; i < run; i++, row += side.stride()) stored[i] = Format::scale_and_zero(row, 0).scale;
     });
     scales.widen();
     for (int q = 0; q < queries; q++) {
-        size_t at = (size_t)q * split_positions + first - stretch.origin;
-        if constexpr (!Format::has_zero) {
-            multiply(factors + at, weights + at, scales.scale.data(), count);
-        } else {
-            float zero = multiply_and_dot(factors + at, weights + at, scales.scale.data(), scales.zero.data(), count);
-            for (int c = 0; c < channels; c++) values[q * stride + c] += zero;
-        }
+        size_t at = (size_t)q * split_positions + stretch.begin - stretch.origin;
+        multiply(factors + at, weights + at, scales.scale.data(), scales.count);
     }
 }
 
@@ -385,24 +364,17 @@ inline void weigh_stretch(float *values, const float *weights, int queries, cons
     auto weigh_stored = [&](auto format) {
         using Format = decltype(format);
         int recent = stretch.recent<Format>();
-        auto weigh_rows = [&](const float *factors, int channel, int channels) {
-            stretch.for_each_run(side, stretch.begin, recent, [&](int t, const char *start, int count) {
-                weigh(values + channel, width, factors + t - stretch.origin,
-                      stretch.rows<Format>(side, t, start).from_channel(channel), count, queries, channels);
-            });
-        };
-        if constexpr (Format::scale_channels == 0) {
-            weigh_rows(weights, 0, side.width);
-        } else {
-            thread_local Floats factors;  // (queries, split_positions)
-            factors.resize((size_t)queries * split_positions);
-            const int shared = std::min(Format::scale_channels, side.width);
-            for (int c = 0; c < side.width && stretch.begin < recent; c += shared) {
-                int channels = std::min(shared, side.width - c);
-                fold_scales<Format>(factors.data(), values + c, width, weights, recent, queries, c, channels, stretch);
-                weigh_rows(factors.data(), c, channels);
-            }
+        const float *factors = weights;
+        if constexpr (Format::scale_channels > 0 && !Format::key_groups) {
+            thread_local Floats scaled;  // (queries, split_positions)
+            scaled.resize((size_t)queries * split_positions);
+            fold_scales<Format>(scaled.data(), weights, recent, queries, stretch);
+            factors = scaled.data();
         }
+        stretch.for_each_run(side, stretch.begin, recent, [&](int t, const char *start, int count) {
+            weigh(values, width, factors + t - stretch.origin, stretch.rows<Format>(side, t, start), count, queries,
+                  side.width);
+        });
         for_each_recent_run(stretch, stretch.cache.recent_values, fresh, std::max(stretch.begin, recent),
                             [&](int t, auto rows, int count) {
                                 weigh(values, width, weights + t - stretch.origin, rows, count, queries, side.width);
@@ -441,6 +413,11 @@ struct KVHeads {
     int first, count;
 };
 
+// Part 0 of a tile is that of the sinks, part 1 its first split.
+struct Part {
+    int tile, head_set, part;
+};
+
 // How one pass shares its attention among the threads, and the room for partial results where it must.
 struct AttentionPlan {
     Heads heads;
@@ -449,6 +426,7 @@ struct AttentionPlan {
     std::vector<Span> tiles;    // the same, few enough that a tile's scores stay in the L2
     int splits = 0;             // most that a tile has
     bool share_splits = false;  // few tiles: threads take single splits, which are merged afterwards
+    std::vector<Part> parts;    // those splits, and before them each tile's sinks
     int heads_together = 1;     // KV heads that a thread reads side by side
     int queries = 0, value_width = 0;
     Visible widest;                 // what the layer sees that sees most
@@ -456,6 +434,7 @@ struct AttentionPlan {
     std::vector<Partial> partials;  // (tile, kv_head, part, query); part 0 is that of the sinks, then come the splits
     Floats values;                  // (tile, kv_head, part, query, value_width)
     int first_split(const Span &tile) const { return widest.first(tile.position) / split_positions; }
+    int parts_of(const Span &tile) const { return splits_of(tile) - first_split(tile) + 1; }
     size_t index(int tile, int kv_head, int part) const {
         return (((size_t)tile * heads.kv + kv_head) * (splits + 1) + part) * queries;
     }
@@ -487,6 +466,9 @@ inline AttentionPlan plan_attention(const int *sequences, const int *positions, 
         (int)plan.tiles.size() * plan.head_sets() < 4 * threads && room * plan.value_width <= most_shared;
     plan.partials.resize(plan.share_splits ? room : 0);
     plan.values.resize(plan.share_splits ? room * plan.value_width : 0);
+    for (int tile = 0; plan.share_splits && tile < (int)plan.tiles.size(); tile++)
+        for (int part = 0; part < plan.parts_of(plan.tiles[tile]); part++)
+            for (int set = 0; set < plan.head_sets(); set++) plan.parts.push_back({tile, set, part});
     std::vector<int> sinks;
     for (int row = 0; row < count; row++)
         for (int i = 0; i < plan.widest.sinks; i++) sinks.push_back(plan.widest.shift(positions[row]) + i);
@@ -512,7 +494,7 @@ inline size_t query_head(const Span &tile, int kv_head, int q, const Heads &head
 }
 
 // Where the partial results of some KV heads of a tile go: head i's, one for each query, are `step` from head i + 1's.
-struct Parts {
+struct Results {
     Partial *partials;
     float *values;  // (query, width) for each partial result
     size_t step, width;
@@ -555,7 +537,7 @@ inline void for_each_stretch(const AttentionTask &task, const Span &tile, const 
 }
 
 // One split for all queries of a tile that read some KV heads.
-inline void attend_split(const Parts &to, const AttentionTask &task, const Heads &heads, const Span &tile,
+inline void attend_split(const Results &to, const AttentionTask &task, const Heads &heads, const Span &tile,
                          const KVHeads &some, int split) {
     const CacheRows &keys = task.cache.keys, &values = task.cache.values;
     int queries = tile.count * heads.group(), origin = split * split_positions;
@@ -620,16 +602,12 @@ inline void attend_sinks(Partial *partials, float *values, const AttentionTask &
     }
 }
 
-// Part 0 of a tile is that of the sinks, part 1 its first split. The merge always goes through them in this order.
-inline void attend_part(const Parts &to, const AttentionTask &task, const AttentionPlan &plan, const Span &tile,
+// One part of a tile. The merge always goes through them in their order.
+inline void attend_part(const Results &to, const AttentionTask &task, const AttentionPlan &plan, const Span &tile,
                         const KVHeads &some, int part) {
     for (int i = 0; i < some.count && part == 0; i++)
         attend_sinks(to.of(i), to.values_of(i), task, plan, tile, some.first + i);
     if (part > 0) attend_split(to, task, plan.heads, tile, some, plan.first_split(tile) + part - 1);
-}
-
-inline int parts_of(const AttentionPlan &plan, const Span &tile) {
-    return splits_of(tile) - plan.first_split(tile) + 1;
 }
 
 // The results of `part` are merged into those of a tile's earlier parts.
@@ -657,11 +635,11 @@ inline void attend_tile(const AttentionTask &task, const AttentionPlan &plan, co
     part.resize(count);
     total_values.resize((size_t)count * width);
     part_values.resize((size_t)count * width);
-    Parts all{total.data(), total_values.data(), (size_t)queries, (size_t)width};
-    Parts one{part.data(), part_values.data(), (size_t)queries, (size_t)width};
+    Results all{total.data(), total_values.data(), (size_t)queries, (size_t)width};
+    Results one{part.data(), part_values.data(), (size_t)queries, (size_t)width};
     attend_part(all, task, plan, tile, some, 0);
     int skipped = task.visible.first(tile.position) / split_positions - plan.first_split(tile);
-    for (int i = 1 + skipped; i < parts_of(plan, tile); i++) {
+    for (int i = 1 + skipped; i < plan.parts_of(tile); i++) {
         attend_part(one, task, plan, tile, some, i);
         merge_part(all.partials, all.values, one.partials, one.values, count, width);
     }
@@ -671,7 +649,7 @@ inline void attend_tile(const AttentionTask &task, const AttentionPlan &plan, co
 
 // out = attention of the queries of a pass over the cached positions. The pass's keys and values must have been stored.
 inline void attend(const AttentionTask &task, AttentionPlan &plan) {
-    int kv_heads = plan.heads.kv, tiles = (int)plan.tiles.size(), width = plan.value_width, parts = plan.splits + 1;
+    int kv_heads = plan.heads.kv, tiles = (int)plan.tiles.size(), width = plan.value_width;
     int sets = plan.head_sets();
     if (!plan.share_splits) {
 #pragma omp for schedule(dynamic) nowait
@@ -679,21 +657,22 @@ inline void attend(const AttentionTask &task, AttentionPlan &plan) {
             attend_tile(task, plan, plan.tiles[item / sets], plan.head_set(item % sets));
         return;
     }
-#pragma omp for schedule(dynamic) nowait
-    for (int item = 0; item < tiles * parts * sets; item++) {
-        int part = item / sets % parts, tile = item / sets / parts;
-        KVHeads some = plan.head_set(item % sets);
-        size_t at = plan.index(tile, some.first, part), step = plan.index(tile, some.first + 1, part) - at;
-        if (part >= parts_of(plan, plan.tiles[tile])) continue;
-        Parts to{&plan.partials[at], &plan.values[at * width], step, (size_t)width};
-        attend_part(to, task, plan, plan.tiles[tile], some, part);
+    // A thread's parts follow one another in memory: each asks for the beginning of the next.
+#pragma omp for schedule(static) nowait
+    for (int item = 0; item < (int)plan.parts.size(); item++) {
+        const Part &part = plan.parts[item];
+        KVHeads some = plan.head_set(part.head_set);
+        size_t at = plan.index(part.tile, some.first, part.part);
+        size_t step = plan.index(part.tile, some.first + 1, part.part) - at;
+        Results to{&plan.partials[at], &plan.values[at * width], step, (size_t)width};
+        attend_part(to, task, plan, plan.tiles[part.tile], some, part.part);
     }
     barrier();
 #pragma omp for schedule(static) nowait
     for (int item = 0; item < tiles * kv_heads; item++) {
         int kv_head = item % kv_heads, tile = item / kv_heads, queries = plan.tiles[tile].count * plan.heads.group();
         size_t total = plan.index(tile, kv_head, 0);
-        for (int i = 1; i < parts_of(plan, plan.tiles[tile]); i++) {
+        for (int i = 1; i < plan.parts_of(plan.tiles[tile]); i++) {
             size_t part = plan.index(tile, kv_head, i);
             merge_part(&plan.partials[total], &plan.values[total * width], &plan.partials[part],
                        &plan.values[part * width], queries, width);

@@ -33,7 +33,7 @@ struct ScaleAndZero {
 // A row format says how many bytes a row takes, encodes one, and decodes a Vec of numbers at a time (see PlainRow in
 // numbers.h). Where numbers share a scale, decode() gives them without it: what was stored is
 //   scale * decode(row, channel) + zero      with the two of scale_and_zero(row, channel)
-// so that attention can apply scale and zero point to a whole row's score or weight at once. A number that is not
+// so that attention can apply the scale of a whole row to its score or weight, once. A number that is not
 // finite, or too large for its scale, makes all that share the scale NaN: better seen than wrong.
 
 // Codes with one f16 scale before them. With the scale rounded up no code is cut off, and a number is off by at most
@@ -43,7 +43,7 @@ template <class Code, int largest, int divisor = 1>
 struct ScaledRow {
     static constexpr int scale_channels = 1 << 30;  // all of a row share a scale
     static constexpr int line_numbers = cache_line / (int)sizeof(Code);
-    static constexpr bool has_zero = false, key_groups = false;
+    static constexpr bool key_groups = false;
     HOST_DEVICE static size_t row_bytes(int width) { return sizeof(f16) + (size_t)width * sizeof(Code); }
     HOST_DEVICE static const Code *codes(const char *row) { return (const Code *)(row + sizeof(f16)); }
     HOST_DEVICE static void encode(char *row, const float *values, int width) {
@@ -123,7 +123,7 @@ HOST_DEVICE inline Group<bits> quantize(const float *x, int count, int step) {
 template <int bits>
 struct GroupedRow {
     static constexpr int scale_channels = group_size;
-    static constexpr bool has_zero = true, key_groups = true;
+    static constexpr bool key_groups = true;
     using G = Group<bits>;
     static constexpr int line_numbers = cache_line / (int)sizeof(G) * group_size;
     HOST_DEVICE static int groups(int width) { return (width + group_size - 1) / group_size; }

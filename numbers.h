@@ -173,11 +173,6 @@ inline Piece piece_load(const Packed<2> *p, int i) {
     __m512i codes = _mm512_srli_epi32(_mm512_srlv_epi32(_mm512_cvtepu8_epi32(twice), shifts), 4 * i);
     return _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(3)));
 }
-// Every other f16: p[0], p[2], ..., or p[1], p[3], ...
-inline Piece piece_load_half(const f16 *p, bool upper) {
-    __m512i words = _mm512_loadu_si512(p);
-    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(upper ? _mm512_srli_epi32(words, 16) : words));
-}
 inline void piece_store(float *p, Piece a) { _mm512_storeu_ps(p, a); }
 inline Piece piece_add(Piece a, Piece b) { return _mm512_add_ps(a, b); }
 inline Piece piece_mul(Piece a, Piece b) { return _mm512_mul_ps(a, b); }
@@ -218,13 +213,6 @@ inline Piece piece_load(const Packed<2> *p, int i) {
     __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p->bytes));
     return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(bytes, 2 * i), _mm256_set1_epi32(3)));
 }
-// Every other f16: p[0], p[2], ..., or p[1], p[3], ...
-inline Piece piece_load_half(const f16 *p, bool upper) {
-    __m256i words = _mm256_loadu_si256((const __m256i *)p);
-    words = upper ? _mm256_srli_epi32(words, 16) : _mm256_and_si256(words, _mm256_set1_epi32(0xffff));
-    words = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
-    return _mm256_cvtph_ps(_mm256_castsi256_si128(words));
-}
 inline void piece_store(float *p, Piece a) { _mm256_storeu_ps(p, a); }
 inline Piece piece_add(Piece a, Piece b) { return _mm256_add_ps(a, b); }
 inline Piece piece_mul(Piece a, Piece b) { return _mm256_mul_ps(a, b); }
@@ -257,7 +245,6 @@ template <int bits>
 inline Piece piece_load(const Packed<bits> *p, int i) {
     return (float)p->code(i);
 }
-inline Piece piece_load_half(const f16 *p, bool upper) { return to_float(p[upper]); }
 inline void piece_store(float *p, Piece a) { *p = a; }
 inline Piece piece_add(Piece a, Piece b) { return a + b; }
 inline Piece piece_mul(Piece a, Piece b) { return a * b; }
@@ -305,7 +292,6 @@ template <int bits>
 inline Vec load(const Packed<bits> *p, int part) {
     EACH_PIECE(piece_load(p, part * pieces + i));
 }
-inline Vec load_half(const f16 *p, bool upper) { EACH_PIECE(piece_load_half(p + 2 * i * piece_lanes, upper)); }
 inline Vec add(Vec a, Vec b) { EACH_PIECE(piece_add(a.piece[i], b.piece[i])); }
 inline Vec mul(Vec a, Vec b) { EACH_PIECE(piece_mul(a.piece[i], b.piece[i])); }
 inline Vec div(Vec a, Vec b) { EACH_PIECE(piece_div(a.piece[i], b.piece[i])); }
@@ -411,20 +397,6 @@ inline void multiply(float *out, const float *a, const Number *b, int n) {
     int i = 0;
     for (; i + lanes <= n; i += lanes) store(out + i, mul(load(a + i), load(b + i)));
     if (i < n) store_part(out + i, mul(load_part(a + i, n - i), load_part(b + i, n - i)), n - i);
-}
-
-// out[i] = a[i] * b[i], i < n; gives the sum of a[i] * c[i], added up as dot() does
-inline float multiply_and_dot(float *out, const float *a, const float *b, const float *c, int n) {
-    Vec total = set(0);
-    int i = 0;
-    for (; i + lanes <= n; i += lanes) {
-        Vec x = load(a + i);
-        store(out + i, mul(x, load(b + i)));
-        total = fma(x, load(c + i), total);
-    }
-    if (i == n) return sum(total);
-    multiply(out + i, a + i, b + i, n - i);
-    return sum(total) + dot(a + i, c + i, n - i);
 }
 
 // out = x with its pairs (x[i], x[i + head_dim / 2]) rotated by angles, or back by them (direction -1). turn: cosines
@@ -544,7 +516,7 @@ template <class Number>
 struct PlainRow {
     static constexpr int scale_channels = 0;  // numbers that share a scale: none
     static constexpr int line_numbers = cache_line / (int)sizeof(Number);
-    static constexpr bool has_zero = false, key_groups = false;
+    static constexpr bool key_groups = false;
     HOST_DEVICE static size_t row_bytes(int width) { return (size_t)width * sizeof(Number); }
     HOST_DEVICE static void encode(char *row, const float *values, int width) {
         for (int i = 0; i < width; i++) from_float(((Number *)row)[i], values[i]);

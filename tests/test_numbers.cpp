@@ -383,18 +383,6 @@ TEST_CASE("dot() adds in the documented order") {
     }
 }
 
-TEST_CASE("multiply_and_dot() is multiply() and dot()") {
-    Random random{7};
-    for (int n = 0; n <= 70; n++) {
-        std::vector<float> a = reference::random_floats(random, n), b = reference::random_floats(random, n),
-                           c = reference::random_floats(random, n), product(n), both(n);
-        multiply(product.data(), a.data(), b.data(), n);
-        float sum = multiply_and_dot(both.data(), a.data(), b.data(), c.data(), n);
-        REQUIRE(both == product);
-        REQUIRE(same(sum, dot(a.data(), c.data(), n)));
-    }
-}
-
 TEST_CASE_TEMPLATE("dot() is right for every length and reads nothing behind its rows", Number, float, f16, bf16) {
     Random random{6};
     Guarded<Number> left;

@@ -126,7 +126,7 @@ std::vector<float> decoded(const char *row, int width) {
         for (int i = count; i < lanes; i++) check(lane[i] == 0, "behind the last number is not 0", width);
         for (int i = 0; i < count; i++) {
             ScaleAndZero both = Format::scale_and_zero(row, c + i);
-            numbers.push_back(to_float(both.scale) * lane[i] + (Format::has_zero ? to_float(both.zero) : 0));
+            numbers.push_back(to_float(both.scale) * lane[i] + to_float(both.zero));
         }
     }
     return numbers;
