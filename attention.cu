@@ -139,7 +139,8 @@ constexpr int group_vecs = group_size / lanes;
 // sums[q][..] += factor(q) * the 32 numbers of a group.
 template <int Queries, class Group, class Factor>
 inline void add_group(Vec (&sums)[Queries][group_vecs], const Group &group, Factor factor) {
-    Vec scale = set(to_float(group.both.scale)), zero = set(to_float(group.both.zero));
+    Vec scale, zero;
+    set_both((const f16 *)&group.both, scale, zero);
     for (int p = 0; p < group_vecs / 2; p++) {
         Vec low = fma(scale, load(&group.codes, p), zero);
         Vec high = fma(scale, load(&group.codes, p + group_vecs / 2), zero);

@@ -173,6 +173,13 @@ inline Piece piece_load(const Packed<2> *p, int i) {
     __m512i codes = _mm512_srli_epi32(_mm512_srlv_epi32(_mm512_cvtepu8_epi32(twice), shifts), 4 * i);
     return _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(3)));
 }
+inline void piece_set_both(const f16 *pair, Piece &first, Piece &second) {
+    int bits;
+    memcpy(&bits, pair, sizeof bits);
+    __m128 both = _mm_cvtph_ps(_mm_cvtsi32_si128(bits));
+    first = _mm512_broadcastss_ps(both);
+    second = _mm512_broadcastss_ps(_mm_movehdup_ps(both));
+}
 inline void piece_store(float *p, Piece a) { _mm512_storeu_ps(p, a); }
 inline Piece piece_add(Piece a, Piece b) { return _mm512_add_ps(a, b); }
 inline Piece piece_mul(Piece a, Piece b) { return _mm512_mul_ps(a, b); }
@@ -206,12 +213,20 @@ inline Piece piece_load(const int8_t *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
 inline Piece piece_load(const Packed<4> *p, int i) {
-    __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p->bytes + 8 * (i % 2))));
-    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(bytes, 4 * (i / 2)), _mm256_set1_epi32(15)));
+    __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p->bytes + 8 * (i % 2))));
+    codes = i < 2 ? _mm256_and_si256(codes, _mm256_set1_epi32(15)) : _mm256_srli_epi32(codes, 4);
+    return _mm256_cvtepi32_ps(codes);
 }
 inline Piece piece_load(const Packed<2> *p, int i) {
-    __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p->bytes));
-    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(bytes, 2 * i), _mm256_set1_epi32(3)));
+    __m256i codes = _mm256_srli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p->bytes)), 2 * i);
+    return _mm256_cvtepi32_ps(i < 3 ? _mm256_and_si256(codes, _mm256_set1_epi32(3)) : codes);
+}
+inline void piece_set_both(const f16 *pair, Piece &first, Piece &second) {
+    int bits;
+    memcpy(&bits, pair, sizeof bits);
+    __m128 both = _mm_cvtph_ps(_mm_cvtsi32_si128(bits));
+    first = _mm256_broadcastss_ps(both);
+    second = _mm256_broadcastss_ps(_mm_movehdup_ps(both));
 }
 inline void piece_store(float *p, Piece a) { _mm256_storeu_ps(p, a); }
 inline Piece piece_add(Piece a, Piece b) { return _mm256_add_ps(a, b); }
@@ -244,6 +259,10 @@ inline Piece piece_load(const fp8 *p) { return to_float(*p) / 256; }
 template <int bits>
 inline Piece piece_load(const Packed<bits> *p, int i) {
     return (float)p->code(i);
+}
+inline void piece_set_both(const f16 *pair, Piece &first, Piece &second) {
+    first = to_float(pair[0]);
+    second = to_float(pair[1]);
 }
 inline void piece_store(float *p, Piece a) { *p = a; }
 inline Piece piece_add(Piece a, Piece b) { return a + b; }
@@ -283,6 +302,10 @@ struct Vec {
     return vec
 
 inline Vec set(float x) { EACH_PIECE(piece_set(x)); }
+// All lanes of `first` become pair[0], and of `second` pair[1].
+inline void set_both(const f16 *pair, Vec &first, Vec &second) {
+    for (int i = 0; i < pieces; i++) piece_set_both(pair, first.piece[i], second.piece[i]);
+}
 template <class Number>
 inline Vec load(const Number *p) {
     EACH_PIECE(piece_load(p + i * piece_lanes));
