@@ -146,6 +146,14 @@ struct Packed {
 
 // ---- Native pieces: what one register of this machine holds ------------------------------------------------
 
+#if defined(__F16C__)
+inline __m128 load_pair(const f16 *pair) {  // pair[0], pair[1] in the first two lanes
+    int bits;
+    memcpy(&bits, pair, sizeof bits);
+    return _mm_cvtph_ps(_mm_cvtsi32_si128(bits));
+}
+#endif
+
 #if defined(__AVX512F__)
 using Piece = __m512;
 constexpr int piece_lanes = 16;
@@ -174,9 +182,7 @@ inline Piece piece_load(const Packed<2> *p, int i) {
     return _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(3)));
 }
 inline void piece_set_both(const f16 *pair, Piece &first, Piece &second) {
-    int bits;
-    memcpy(&bits, pair, sizeof bits);
-    __m128 both = _mm_cvtph_ps(_mm_cvtsi32_si128(bits));
+    __m128 both = load_pair(pair);
     first = _mm512_broadcastss_ps(both);
     second = _mm512_broadcastss_ps(_mm_movehdup_ps(both));
 }
@@ -222,9 +228,7 @@ inline Piece piece_load(const Packed<2> *p, int i) {
     return _mm256_cvtepi32_ps(i < 3 ? _mm256_and_si256(codes, _mm256_set1_epi32(3)) : codes);
 }
 inline void piece_set_both(const f16 *pair, Piece &first, Piece &second) {
-    int bits;
-    memcpy(&bits, pair, sizeof bits);
-    __m128 both = _mm_cvtph_ps(_mm_cvtsi32_si128(bits));
+    __m128 both = load_pair(pair);
     first = _mm256_broadcastss_ps(both);
     second = _mm256_broadcastss_ps(_mm_movehdup_ps(both));
 }

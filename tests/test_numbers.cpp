@@ -374,6 +374,16 @@ TEST_CASE("exp() at its ends: 0 far below, 1 at 0, NaN for NaN") {
 
 // ---- dot and axpy ------------------------------------------------------------------------------------------
 
+TEST_CASE("set_both() fills all lanes with either number of a pair") {
+    f16 pair[2];
+    from_float(pair[0], -1.5f);
+    from_float(pair[1], 0x1p-24f);
+    Vec first, second;
+    set_both(pair, first, second);
+    for (float x : numbers_of(first)) CHECK(x == -1.5f);
+    for (float x : numbers_of(second)) CHECK(x == 0x1p-24f);
+}
+
 TEST_CASE("dot() adds in the documented order") {
     Random random{5};
     for (int n = 0; n <= 70; n++) {
