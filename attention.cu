@@ -136,20 +136,17 @@ inline void weigh_tile(float *values, size_t stride, const float *weights, Store
 // unpacked together.
 constexpr int group_vecs = group_size / lanes;
 
-// sums[q][..] += factor(q) * the 32 numbers of a group.
-template <int Queries, class Group, class Factor>
-inline void add_group(Vec (&sums)[Queries][group_vecs], const Group &group, Factor factor) {
-    Vec scale, zero;
-    set_both((const f16 *)&group.both, scale, zero);
+// sums[q][..] += by[q * stride] * the 32 codes of a group.
+template <int Queries, int bits>
+inline void add_codes(Vec (&sums)[Queries][group_vecs], const Packed<bits> &codes, const float *by, size_t stride) {
     for (int p = 0; p < group_vecs / 2; p++) {
-        Vec low = fma(scale, load(&group.codes, p), zero);
-        Vec high = fma(scale, load(&group.codes, p + group_vecs / 2), zero);
+        Vec low = load(&codes, p), high = load(&codes, p + group_vecs / 2);
         for (int q = 0; q < Queries; q++) {
-            Vec by = set(factor(q));
-            sums[q][p] = fma(by, low, sums[q][p]);
-            sums[q][p + group_vecs / 2] = fma(by, high, sums[q][p + group_vecs / 2]);
+            Vec factor = set(by[q * stride]);
+            sums[q][p] = fma(factor, low, sums[q][p]);
+            sums[q][p + group_vecs / 2] = fma(factor, high, sums[q][p + group_vecs / 2]);
         }
-        forget_registers();  // with 16 of them, all but 4 hold sums
+        forget_registers();  // factors are read again: with 16 registers, all but 4 hold sums
     }
 }
 
@@ -164,15 +161,15 @@ inline void weigh_group(float *values, size_t stride, const float *weights, Stor
         for (int p = 0; p < group_vecs; p++) sums[q][p] = load(numbers[q] + p * lanes);
     for (int r = 0; r < row_count; r++) {
         if (rows.ahead) rows.prefetch(r, 0);
-        add_group(sums, Format::group(rows.start + r * rows.stride, rows.channel),
-                  [&](int q) { return weights[(size_t)q * split_positions + r]; });
+        add_codes(sums, Format::group(rows.start + r * rows.stride, rows.channel).codes, weights + r, split_positions);
     }
     for (int q = 0; q < Queries; q++)
         for (int p = 0; p < group_vecs; p++) store(numbers[q] + p * lanes, sums[q][p]);
     for (int q = 0; q < Queries; q++) std::copy_n(numbers[q], channels, values + q * stride);
 }
 
-// The same for `channels` channels of any number of queries.
+// The same for `channels` channels of any number of queries. Of groups, each has weights of its own: those of group g
+// begin at weights + g * queries * split_positions.
 template <class Format>
 inline void weigh(float *values, size_t stride, const float *weights, StoredRows<Format> rows, int row_count,
                   int queries, int channels) {
@@ -181,7 +178,7 @@ inline void weigh(float *values, size_t stride, const float *weights, StoredRows
         float *to = values + q * stride;
         const float *of_queries = weights + (size_t)q * split_positions;
         if constexpr (Format::key_groups) {
-            for (int c = 0; c < channels; c += group_size)
+            for (int c = 0; c < channels; c += group_size, of_queries += (size_t)queries * split_positions)
                 weigh_group<size>(to + c, stride, of_queries, rows.from_channel(c), row_count,
                                   std::min(group_size, channels - c));
         } else {
@@ -203,9 +200,10 @@ inline void weigh(float *values, size_t stride, const float *weights, StoredRows
 }
 
 // What is read at a time: the positions [begin, end) of a tile's sequence, one layer and KV head, inside the split that
-// begins at `origin`. `ahead`: see StoredRows.
+// begins at `origin`. `runs` hold them, and all of the block of keys in which they begin. `ahead`: see StoredRows.
 struct Stretch {
     const Cache &cache;
+    const std::vector<Run> &runs;
     int layer;
     const Span &tile;
     int kv_head, origin, begin, end;
@@ -219,7 +217,10 @@ struct Stretch {
     // use(t, start, count) for each run of stored rows from position `from` up to `to`.
     template <class Use>
     void for_each_run(const CacheRows &side, int from, int to, Use use) const {
-        ::for_each_run(cache, side, layer, tile.sequence, kv_head, from, to, use);
+        for (const Run &run : runs) {
+            int first = std::max(from, run.position), last = std::min(to, run.position + run.count);
+            if (first < last) use(first, side.at(layer, run.row + first - run.position, kv_head), last - first);
+        }
     }
     // The rows of a run that starts at position t.
     template <class Format>
@@ -247,35 +248,64 @@ inline void for_each_recent_run(const Stretch &stretch, const CacheRows &recent,
     }
 }
 
-// The scales of `count` rows, as they are stored and then as float32.
-struct Scales {
-    int count = 0;
-    Aligned<f16> stored;
-    Floats scale;
-    void resize(int wanted) {
-        count = wanted;
-        size_t padded = (size_t)(count + lanes - 1) / lanes * lanes;
-        if (padded <= stored.size()) return;
-        stored.resize(padded);
-        scale.resize(padded);
+// A sum of factor * (scale * code + zero) is taken as one of factor * scale * code, and one of factor * zero, for each
+// of `Queries` queries: scaled[q * stride + i] = factors(q)[i] * scale i, zeros[q] = sum of factors(q)[i] * zero i.
+// `scaled` may be `factors`, and is written up to a whole Vec; `pairs` goes on to one with zeros.
+template <int Queries, class Factors>
+inline void fold_scales(float *scaled, size_t stride, float *zeros, Factors factors, const ScaleAndZero *pairs,
+                        int count) {
+    Vec totals[Queries], scale, zero;
+    for (int q = 0; q < Queries; q++) totals[q] = set(0);
+    for (int i = 0; i < count; i += lanes) {
+        int rest = std::min(lanes, count - i);
+        load_pairs(&pairs[i].scale, scale, zero);
+        for (int q = 0; q < Queries; q++) {
+            Vec factor = rest == lanes ? load(factors(q) + i) : load_part(factors(q) + i, rest);
+            store(scaled + q * stride + i, mul(factor, scale));
+            totals[q] = fma(factor, zero, totals[q]);
+        }
     }
-    void widen() {
-        for (int i = 0; i < count; i += lanes) store(&scale[i], load(&stored[i]));
-    }
-};
+    for (int q = 0; q < Queries; q++) zeros[q] = sum(totals[q]);
+}
+
+constexpr int whole_vecs(int count) { return (count + lanes - 1) / lanes * lanes; }
+
+// The scales and zero points of a side's rows at positions [begin, end), for the group that begins at `channel`. The
+// first is that of the position begin / lanes * lanes, zeros come before `begin`, and a Vec of them behind: a
+// position's lane in fold_scales() depends on nothing else.
+template <class Format>
+inline const ScaleAndZero *pairs_of(const CacheRows &side, const Stretch &stretch, int begin, int end, int channel) {
+    thread_local Aligned<ScaleAndZero> pairs;
+    int first = begin / lanes * lanes;
+    pairs.resize(end - first + lanes);
+    std::fill_n(pairs.begin(), begin - first, ScaleAndZero{});
+    stretch.for_each_run(side, begin, end, [&](int t, const char *row, int count) {
+        ScaleAndZero *to = &pairs[t - first];
+        for (int i = 0; i < count; i++, row += side.stride()) to[i] = Format::scale_and_zero(row, channel);
+    });
+    std::fill_n(pairs.begin() + (end - first), lanes, ScaleAndZero{});
+    return pairs.data();
+}
 
 // scores[q * split_positions + i] for position i of a block of keys, whose rows hold `per_row` channels each; `Queries`
 // queries at once.
 template <int Queries, class Format>
-inline void score_block_tile(float *scores, const float *const *queries, const char *const *rows, int per_row,
-                             int width) {
+inline void score_block_tile(float *scores, const float *const *queries, const char *const *rows,
+                             const ScaleAndZero *pairs, int per_row, int width) {
+    thread_local Floats scaled;  // (query, padded)
+    int padded = whole_vecs(width);
+    scaled.resize((size_t)Queries * padded);
+    float zeros[Queries];
+    fold_scales<Queries>(
+        scaled.data(), padded, zeros, [&](int q) { return queries[q]; }, pairs, width);
     Vec sums[Queries][group_vecs];
     for (int q = 0; q < Queries; q++)
-        for (int p = 0; p < group_vecs; p++) sums[q][p] = set(0);
-    for (int c = 0; c < width; rows++) {
+        for (int p = 0; p < group_vecs; p++) sums[q][p] = set(zeros[q]);
+    const float *by = scaled.data();
+    for (const float *end = by + width; by < end; rows++) {
         const typename Format::G *group = (const typename Format::G *)*rows;
-        for (int last = std::min(width, c + per_row); c < last; c++, group++)
-            add_group(sums, *group, [&](int q) { return queries[q][c]; });
+        for (const float *last = std::min(end, by + per_row); by < last; by++, group++)
+            add_codes(sums, group->codes, by, padded);
     }
     for (int q = 0; q < Queries; q++)
         for (int p = 0; p < group_vecs; p++) store(scores + (size_t)q * split_positions + p * lanes, sums[q][p]);
@@ -286,6 +316,7 @@ template <class Format>
 inline void score_block(float *scores, const float *const *queries, int query_count, const Stretch &stretch,
                         int begin) {
     const CacheRows &side = stretch.cache.keys;
+    int per_row = Format::groups(side.width), width = side.width;
     const char *rows[group_size];
     stretch.for_each_run(side, begin, begin + group_size, [&](int t, char *row, int count) {
         for (int i = 0; i < count; i++, row += side.stride()) {
@@ -294,23 +325,30 @@ inline void score_block(float *scores, const float *const *queries, int query_co
             if (stretch.ahead && ask >= 0) __builtin_prefetch(stretch.ahead + ask * stretch.ahead_stride);
         }
     });
+    thread_local Aligned<ScaleAndZero> pairs;  // (width), and zeros up to a whole Vec
+    pairs.resize(width + lanes);
+    std::fill_n(pairs.begin() + width, lanes, ScaleAndZero{});
+    for (int i = 0, c = 0; c < width; i++) {
+        const typename Format::G *group = (const typename Format::G *)rows[i];
+        for (int last = std::min(width, c + per_row); c < last; c++, group++) pairs[c] = group->both;
+    }
     in_batches<block_queries>(query_count, [&](auto size, int q) {
-        score_block_tile<size, Format>(scores + (size_t)q * split_positions, queries + q, rows,
-                                       Format::groups(side.width), side.width);
+        score_block_tile<size, Format>(scores + (size_t)q * split_positions, queries + q, rows, pairs.data(), per_row,
+                                       width);
     });
 }
 
-// Multiplies the scores of `count` positions, whose rows begin at `row`, by their scales.
-template <class Format>
-inline void scale_scores(float *scores, int query_count, const char *row, size_t stride, int count) {
-    thread_local Scales scales;  // (count)
-    scales.resize(count);
-    for (int r = 0; r < count; r++, row += stride) scales.stored[r] = Format::scale_and_zero(row, 0).scale;
-    scales.widen();
-    for (int q = 0; q < query_count; q++) {
-        float *of_query = scores + (size_t)q * split_positions;
-        multiply(of_query, of_query, scales.scale.data(), count);
-    }
+// fold_scales() for any number of queries, scaled and factors (queries, split_positions); then use(q, zeros).
+template <class Use>
+inline void fold_all(float *scaled, const float *factors, const ScaleAndZero *pairs, int count, int queries, Use use) {
+    in_batches<weigh_queries>(queries, [&](auto size, int first) {
+        float zeros[size];
+        size_t at = (size_t)first * split_positions;
+        fold_scales<size>(
+            scaled + at, split_positions, zeros, [&](int q) { return factors + at + (size_t)q * split_positions; },
+            pairs, count);
+        for (int q = 0; q < size; q++) use(first + q, zeros[q]);
+    });
 }
 
 // The raw scores q . k of a stretch: query q's score of position t at scores[q * split_positions + t - origin]. Of a
@@ -331,30 +369,32 @@ inline void score_stretch(float *scores, const float *const *queries, int query_
         } else {
             stretch.for_each_run(side, stretch.begin, recent, [&](int t, const char *start, int count) {
                 score(t, stretch.rows<Format>(side, t, start), count);
-                if constexpr (Format::scale_channels > 0)
-                    scale_scores<Format>(at(t), query_count, start, side.stride(), count);
             });
+            if constexpr (Format::scale_channels > 0) {
+                int first = stretch.begin / lanes * lanes;
+                const ScaleAndZero *pairs = pairs_of<Format>(side, stretch, stretch.begin, recent, 0);
+                fold_all(at(first), at(first), pairs, recent - first, query_count, [](int, float) {});
+            }
         }
         for_each_recent_run(stretch, stretch.cache.recent_keys, fresh, std::max(stretch.begin, recent), score);
     };
     std::visit(score_stored, stretch.cache.type_k);
 }
 
-// The weights of a stretch up to position `end` times the scales of its rows; weights and factors (queries,
-// split_positions).
+// The weights of a stretch's positions [begin, end) times the scales of their rows, for each group of channels: scaled
+// (group, queries, split_positions). What the zero points add goes to values (queries, width).
 template <class Format>
-inline void fold_scales(float *factors, const float *weights, int end, int queries, const Stretch &stretch) {
+inline void fold_values(float *scaled, float *values, const float *weights, int begin, int end, int queries,
+                        const Stretch &stretch) {
     const CacheRows &side = stretch.cache.values;
-    thread_local Scales scales;  // (rows)
-    scales.resize(end - stretch.begin);
-    stretch.for_each_run(side, stretch.begin, end, [&](int t, const char *row, int run) {
-        f16 *stored = &scales.stored[t - stretch.begin];
-        for (int i = 0; i < run; i++, row += side.stride()) stored[i] = Format::scale_and_zero(row, 0).scale;
-    });
-    scales.widen();
-    for (int q = 0; q < queries; q++) {
-        size_t at = (size_t)q * split_positions + stretch.begin - stretch.origin;
-        multiply(factors + at, weights + at, scales.scale.data(), scales.count);
+    int first = begin / lanes * lanes, channels = std::min(Format::scale_channels, side.width);
+    size_t at = first - stretch.origin;
+    for (int c = 0; c < side.width; c += channels, scaled += (size_t)queries * split_positions) {
+        const ScaleAndZero *pairs = pairs_of<Format>(side, stretch, begin, end, c);
+        fold_all(scaled + at, weights + at, pairs, end - first, queries, [&](int q, float zeros) {
+            float *to = values + (size_t)q * side.width;
+            for (int i = c; Format::key_groups && i < std::min(c + channels, side.width); i++) to[i] += zeros;
+        });
     }
 }
 
@@ -365,22 +405,22 @@ inline void weigh_stretch(float *values, const float *weights, int queries, cons
     size_t width = side.width;
     auto weigh_stored = [&](auto format) {
         using Format = decltype(format);
-        int recent = stretch.recent<Format>();
+        int recent = std::max(stretch.begin, stretch.recent<Format>());
         const float *factors = weights;
-        if constexpr (Format::scale_channels > 0 && !Format::key_groups) {
-            thread_local Floats scaled;  // (queries, split_positions)
-            scaled.resize((size_t)queries * split_positions);
-            fold_scales<Format>(scaled.data(), weights, recent, queries, stretch);
+        if constexpr (Format::scale_channels > 0) {
+            int groups = (side.width - 1) / Format::scale_channels + 1;
+            thread_local Floats scaled;  // (group, queries, split_positions)
+            scaled.resize((size_t)groups * queries * split_positions);
+            fold_values<Format>(scaled.data(), values, weights, stretch.begin, recent, queries, stretch);
             factors = scaled.data();
         }
         stretch.for_each_run(side, stretch.begin, recent, [&](int t, const char *start, int count) {
             weigh(values, width, factors + t - stretch.origin, stretch.rows<Format>(side, t, start), count, queries,
                   side.width);
         });
-        for_each_recent_run(stretch, stretch.cache.recent_values, fresh, std::max(stretch.begin, recent),
-                            [&](int t, auto rows, int count) {
-                                weigh(values, width, weights + t - stretch.origin, rows, count, queries, side.width);
-                            });
+        for_each_recent_run(stretch, stretch.cache.recent_values, fresh, recent, [&](int t, auto rows, int count) {
+            weigh(values, width, weights + t - stretch.origin, rows, count, queries, side.width);
+        });
     };
     std::visit(weigh_stored, stretch.cache.type_v);
 }
@@ -529,13 +569,17 @@ inline void for_each_stretch(const AttentionTask &task, const Span &tile, const 
     bool keys = &side == &task.cache.keys;
     int step = positions_together(side, keys ? task.cache.type_k : task.cache.type_v);
     int last = tile.position + tile.count;
+    thread_local std::vector<Run> runs;
     for (int t = begin, next; t < end; t = next) {
         next = std::min(end, (t / step + 1) * step);
+        find_runs(runs, task.cache, tile.sequence, t / group_size * group_size, next);
         const CacheRows &following = next < end ? side : then;
         int position = next < end ? next : after;
         const char *ahead = all && position < last ? row(following, position) : nullptr;
         for (int i = 0; i < some.count; i++) {
-            use(Stretch{task.cache, task.layer, tile, some.first + i, origin, t, next, ahead, following.row_bytes}, i);
+            use(Stretch{task.cache, runs, task.layer, tile, some.first + i, origin, t, next, ahead,
+                        following.row_bytes},
+                i);
             if (ahead) ahead += step * following.row_bytes;
         }
     }

@@ -499,18 +499,26 @@ inline Visible visible_of(const Layout &layout, int layer_window) {
     return std::visit([&](auto &chosen) { return chosen.visible(layer_window); }, layout);
 }
 
-// Calls use(t, start, count) for each run of rows, `side.stride()` bytes apart, that hold the positions [begin, end).
-// Pages that happen to follow one another are one run.
-template <class Use>
-inline void for_each_run(const Cache &cache, const CacheRows &side, int layer, int sequence, int kv_head, int begin,
-                         int end, Use use) {
+// Positions that follow one another, as their rows do.
+struct Run {
+    int position, count;
+    int64_t row;  // of the first
+};
+
+// The runs that hold the positions [begin, end) of a sequence. Pages that happen to follow one another are one run.
+inline void find_runs(std::vector<Run> &runs, const Cache &cache, int sequence, int begin, int end) {
+    runs.clear();
     std::visit(
         [&](auto &layout) {
-            for (int t = begin, next; t < end; t = next) {
+            for (int t = begin; t < end;) {
                 int64_t row = layout.row(sequence, t);
-                for (next = t; next < end && layout.row(sequence, next) - row == next - t;)
-                    next += std::min(end - next, layout.run(next));
-                use(t, side.at(layer, row, kv_head), next - t);
+                int count = std::min(end - t, layout.run(t));
+                bool follows = !runs.empty() && runs.back().row + runs.back().count == row;
+                if (follows)
+                    runs.back().count += count;
+                else
+                    runs.push_back({t, count, row});
+                t += count;
             }
         },
         cache.layout);

@@ -146,14 +146,6 @@ struct Packed {
 
 // ---- Native pieces: what one register of this machine holds ------------------------------------------------
 
-#if defined(__F16C__)
-inline __m128 load_pair(const f16 *pair) {  // pair[0], pair[1] in the first two lanes
-    int bits;
-    memcpy(&bits, pair, sizeof bits);
-    return _mm_cvtph_ps(_mm_cvtsi32_si128(bits));
-}
-#endif
-
 #if defined(__AVX512F__)
 using Piece = __m512;
 constexpr int piece_lanes = 16;
@@ -181,10 +173,11 @@ inline Piece piece_load(const Packed<2> *p, int i) {
     __m512i codes = _mm512_srli_epi32(_mm512_srlv_epi32(_mm512_cvtepu8_epi32(twice), shifts), 4 * i);
     return _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(3)));
 }
-inline void piece_set_both(const f16 *pair, Piece &first, Piece &second) {
-    __m128 both = load_pair(pair);
-    first = _mm512_broadcastss_ps(both);
-    second = _mm512_broadcastss_ps(_mm_movehdup_ps(both));
+inline void piece_load_pairs(const f16 *p, Piece &first, Piece &second) {
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    Piece a = piece_load(p), b = piece_load(p + piece_lanes);
+    first = _mm512_permutex2var_ps(a, even, b);
+    second = _mm512_permutex2var_ps(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
 }
 inline void piece_store(float *p, Piece a) { _mm512_storeu_ps(p, a); }
 inline Piece piece_add(Piece a, Piece b) { return _mm512_add_ps(a, b); }
@@ -227,10 +220,11 @@ inline Piece piece_load(const Packed<2> *p, int i) {
     __m256i codes = _mm256_srli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p->bytes)), 2 * i);
     return _mm256_cvtepi32_ps(i < 3 ? _mm256_and_si256(codes, _mm256_set1_epi32(3)) : codes);
 }
-inline void piece_set_both(const f16 *pair, Piece &first, Piece &second) {
-    __m128 both = load_pair(pair);
-    first = _mm256_broadcastss_ps(both);
-    second = _mm256_broadcastss_ps(_mm_movehdup_ps(both));
+inline void piece_load_pairs(const f16 *p, Piece &first, Piece &second) {
+    auto in_order = [](Piece x) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)); };
+    Piece a = piece_load(p), b = piece_load(p + piece_lanes);
+    first = in_order(_mm256_shuffle_ps(a, b, 0x88));
+    second = in_order(_mm256_shuffle_ps(a, b, 0xdd));
 }
 inline void piece_store(float *p, Piece a) { _mm256_storeu_ps(p, a); }
 inline Piece piece_add(Piece a, Piece b) { return _mm256_add_ps(a, b); }
@@ -264,9 +258,9 @@ template <int bits>
 inline Piece piece_load(const Packed<bits> *p, int i) {
     return (float)p->code(i);
 }
-inline void piece_set_both(const f16 *pair, Piece &first, Piece &second) {
-    first = to_float(pair[0]);
-    second = to_float(pair[1]);
+inline void piece_load_pairs(const f16 *p, Piece &first, Piece &second) {
+    first = to_float(p[0]);
+    second = to_float(p[1]);
 }
 inline void piece_store(float *p, Piece a) { *p = a; }
 inline Piece piece_add(Piece a, Piece b) { return a + b; }
@@ -306,13 +300,13 @@ struct Vec {
     return vec
 
 inline Vec set(float x) { EACH_PIECE(piece_set(x)); }
-// All lanes of `first` become pair[0], and of `second` pair[1].
-inline void set_both(const f16 *pair, Vec &first, Vec &second) {
-    for (int i = 0; i < pieces; i++) piece_set_both(pair, first.piece[i], second.piece[i]);
-}
 template <class Number>
 inline Vec load(const Number *p) {
     EACH_PIECE(piece_load(p + i * piece_lanes));
+}
+// Lane i of `first` becomes p[2 i], and of `second` p[2 i + 1].
+inline void load_pairs(const f16 *p, Vec &first, Vec &second) {
+    for (int i = 0; i < pieces; i++) piece_load_pairs(p + 2 * i * piece_lanes, first.piece[i], second.piece[i]);
 }
 // Numbers [lanes * part, lanes * part + lanes) of 32 packed ones.
 template <int bits>

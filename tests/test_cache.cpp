@@ -501,7 +501,8 @@ TEST_CASE("contiguous rows fill the memory to the last byte") {
     CHECK(cache.keys.bytes(3) == 3 * 3 * 5 * 2 * 22);
 }
 
-TEST_CASE("for_each_run() visits each position once, in order, and a run's rows follow one another") {
+TEST_CASE("find_runs() holds each position once, in order, and a run's rows follow one another") {
+    std::vector<Run> runs;
     for (const Layout &layout : all_of<Layout>()) {
         CAPTURE(std::string(name_of(layout)));
         for (const CacheShape &shape : edge_shapes(8, 8, 3, 137)) {
@@ -511,15 +512,14 @@ TEST_CASE("for_each_run() visits each position once, in order, and a run's rows 
             for (auto [begin, end] : {std::pair{0, 137}, {5, 6}, {31, 97}, {64, 128}, {136, 137}, {9, 9}}) {
                 for (int sequence = 0; sequence < shape.sequences; sequence++) {
                     int next = begin;
-                    for_each_run(cache, cache.keys, 1, sequence, 1, begin, end, [&](int t, char *start, int count) {
-                        REQUIRE(t == next);
-                        REQUIRE(count >= 1);
-                        for (int i = 0; i < count; i++) {
-                            char *row = cache.keys.at(1, row_of(cache, sequence, t + i), 1);
-                            REQUIRE(row == start + i * cache.keys.stride());
-                        }
-                        next = t + count;
-                    });
+                    find_runs(runs, cache, sequence, begin, end);
+                    for (const Run &run : runs) {
+                        REQUIRE(run.position == next);
+                        REQUIRE(run.count >= 1);
+                        for (int i = 0; i < run.count; i++)
+                            REQUIRE(run.row + i == row_of(cache, sequence, run.position + i));
+                        next = run.position + run.count;
+                    }
                     REQUIRE(next == end);
                 }
             }

@@ -374,14 +374,18 @@ TEST_CASE("exp() at its ends: 0 far below, 1 at 0, NaN for NaN") {
 
 // ---- dot and axpy ------------------------------------------------------------------------------------------
 
-TEST_CASE("set_both() fills all lanes with either number of a pair") {
-    f16 pair[2];
-    from_float(pair[0], -1.5f);
-    from_float(pair[1], 0x1p-24f);
+TEST_CASE("load_pairs() takes pairs apart, lane by lane") {
+    f16 pairs[2 * lanes];
+    for (int i = 0; i < lanes; i++) {
+        from_float(pairs[2 * i], -1.5f - i);
+        from_float(pairs[2 * i + 1], 0x1p-24f * (i + 1));
+    }
     Vec first, second;
-    set_both(pair, first, second);
-    for (float x : numbers_of(first)) CHECK(x == -1.5f);
-    for (float x : numbers_of(second)) CHECK(x == 0x1p-24f);
+    load_pairs(pairs, first, second);
+    for (int i = 0; i < lanes; i++) {
+        CHECK(numbers_of(first)[i] == -1.5f - i);
+        CHECK(numbers_of(second)[i] == 0x1p-24f * (i + 1));
+    }
 }
 
 TEST_CASE("dot() adds in the documented order") {
