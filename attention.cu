@@ -70,7 +70,6 @@ inline void attend_plain(float *out,           // (tokens, query_heads, D)
 
 constexpr int split_positions = 256;
 constexpr int tile_queries = 32;  // query vectors that share a read of the cache; their scores stay in the L2
-constexpr int block_queries = lanes == 16 ? 8 : 3;  // of them, those whose sums over a block stay in registers
 
 // The rows of a pass as spans of at most `most` positions; with `blocks` a span lies in one block of 32 positions. A
 // sequence's rows come one after another.
@@ -132,63 +131,18 @@ inline void weigh_tile(float *values, size_t stride, const float *weights, Store
         for (int c = 0; c < Vecs; c++) store(values + q * stride + c * lanes, sums[q][c]);
 }
 
-// 32 packed numbers are `group_vecs` Vecs; Vec p and Vec p + group_vecs / 2 come out of the same bytes, and are
-// unpacked together.
-constexpr int group_vecs = group_size / lanes;
-
-// sums[q][..] += by[q * stride] * the 32 codes of a group.
-template <int Queries, int bits>
-inline void add_codes(Vec (&sums)[Queries][group_vecs], const Packed<bits> &codes, const float *by, size_t stride) {
-    for (int p = 0; p < group_vecs / 2; p++) {
-        Vec low = load(&codes, p), high = load(&codes, p + group_vecs / 2);
-        for (int q = 0; q < Queries; q++) {
-            Vec factor = set(by[q * stride]);
-            sums[q][p] = fma(factor, low, sums[q][p]);
-            sums[q][p + group_vecs / 2] = fma(factor, high, sums[q][p + group_vecs / 2]);
-        }
-        forget_registers();  // factors are read again: with 16 registers, all but 4 hold sums
-    }
-}
-
-// weigh_tile() for groups: up to 32 channels of `Queries` queries.
-template <int Queries, class Format>
-inline void weigh_group(float *values, size_t stride, const float *weights, StoredRows<Format> rows, int row_count,
-                        int channels) {
-    float numbers[Queries][group_size] = {};
-    for (int q = 0; q < Queries; q++) std::copy_n(values + q * stride, channels, numbers[q]);
-    Vec sums[Queries][group_vecs];
-    for (int q = 0; q < Queries; q++)
-        for (int p = 0; p < group_vecs; p++) sums[q][p] = load(numbers[q] + p * lanes);
-    for (int r = 0; r < row_count; r++) {
-        if (rows.ahead) rows.prefetch(r, 0);
-        add_codes(sums, Format::group(rows.start + r * rows.stride, rows.channel).codes, weights + r, split_positions);
-    }
-    for (int q = 0; q < Queries; q++)
-        for (int p = 0; p < group_vecs; p++) store(numbers[q] + p * lanes, sums[q][p]);
-    for (int q = 0; q < Queries; q++) std::copy_n(numbers[q], channels, values + q * stride);
-}
-
-// The same for `channels` channels of any number of queries. Of groups, each has weights of its own: those of group g
-// begin at weights + g * queries * split_positions.
+// The same for `channels` channels of any number of queries.
 template <class Format>
 inline void weigh(float *values, size_t stride, const float *weights, StoredRows<Format> rows, int row_count,
                   int queries, int channels) {
     int whole = channels / lanes * lanes;
     in_batches<weigh_queries>(queries, [&](auto size, int q) {
-        float *to = values + q * stride;
-        const float *of_queries = weights + (size_t)q * split_positions;
-        if constexpr (Format::key_groups) {
-            for (int c = 0; c < channels; c += group_size, of_queries += (size_t)queries * split_positions)
-                weigh_group<size>(to + c, stride, of_queries, rows.from_channel(c), row_count,
-                                  std::min(group_size, channels - c));
-        } else {
-            in_batches<weigh_vecs>(channels / lanes, [&](auto vecs, int first) {
-                weigh_tile<size, vecs>(to + first * lanes, stride, of_queries, rows.from_channel(first * lanes),
-                                       row_count);
-            });
-        }
+        in_batches<weigh_vecs>(channels / lanes, [&](auto vecs, int first) {
+            weigh_tile<size, vecs>(values + q * stride + first * lanes, stride, weights + (size_t)q * split_positions,
+                                   rows.from_channel(first * lanes), row_count);
+        });
     });
-    for (int q = 0; !Format::key_groups && whole < channels && q < queries; q++) {
+    for (int q = 0; whole < channels && q < queries; q++) {
         float *to = values + q * stride + whole;
         Vec total = load_part(to, channels - whole);
         for (int r = 0; r < row_count; r++) {
@@ -198,6 +152,12 @@ inline void weigh(float *values, size_t stride, const float *weights, StoredRows
         store_part(to, total, channels - whole);
     }
 }
+
+// What is asked for while groups are read: `step` bytes for each.
+struct Ahead {
+    const char *start = nullptr;
+    size_t step = 0;
+};
 
 // What is read at a time: the positions [begin, end) of a tile's sequence, one layer and KV head, inside the split that
 // begins at `origin`. `runs` hold them, and all of the block of keys in which they begin. `ahead`: see StoredRows.
@@ -221,6 +181,11 @@ struct Stretch {
             int first = std::max(from, run.position), last = std::min(to, run.position + run.count);
             if (first < last) use(first, side.at(layer, run.row + first - run.position, kv_head), last - first);
         }
+    }
+    // What lies ahead of `count` positions from t on, to be asked for in `steps` steps.
+    Ahead ahead_of(int t, int count, int steps) const {
+        if (!ahead || t < begin) return {};
+        return {ahead + (t - begin) * ahead_stride, count * ahead_stride / steps};
     }
     // The rows of a run that starts at position t.
     template <class Format>
@@ -248,9 +213,14 @@ inline void for_each_recent_run(const Stretch &stretch, const CacheRows &recent,
     }
 }
 
-// A sum of factor * (scale * code + zero) is taken as one of factor * scale * code, and one of factor * zero, for each
-// of `Queries` queries: scaled[q * stride + i] = factors(q)[i] * scale i, zeros[q] = sum of factors(q)[i] * zero i.
-// `scaled` may be `factors`, and is written up to a whole Vec; `pairs` goes on to one with zeros.
+// ---- Scales ------------------------------------------------------------------------------------------------
+//
+// A sum of factor * (scale * code + zero) is one of (factor * scale) * code, and one of factor * zero.
+
+constexpr int whole_vecs(int count) { return (count + lanes - 1) / lanes * lanes; }
+
+// scaled[q * stride + i] = factors(q)[i] * scale i, and zeros[q] = sum of factors(q)[i] * zero i, for `Queries`
+// queries. `scaled` may be `factors`, and is written up to a whole Vec; `pairs` goes on to one with zeros.
 template <int Queries, class Factors>
 inline void fold_scales(float *scaled, size_t stride, float *zeros, Factors factors, const ScaleAndZero *pairs,
                         int count) {
@@ -268,88 +238,183 @@ inline void fold_scales(float *scaled, size_t stride, float *zeros, Factors fact
     for (int q = 0; q < Queries; q++) zeros[q] = sum(totals[q]);
 }
 
-constexpr int whole_vecs(int count) { return (count + lanes - 1) / lanes * lanes; }
-
-// The scales and zero points of a side's rows at positions [begin, end), for the group that begins at `channel`. The
-// first is that of the position begin / lanes * lanes, zeros come before `begin`, and a Vec of them behind: a
-// position's lane in fold_scales() depends on nothing else.
+// A row has one scale: scaled = numbers * scales, both (queries, split_positions), for the positions [begin, end) of a
+// stretch, and zeros for what stands before `begin` in the same Vec.
 template <class Format>
-inline const ScaleAndZero *pairs_of(const CacheRows &side, const Stretch &stretch, int begin, int end, int channel) {
+inline void scale_rows(float *scaled, const float *numbers, int queries, const CacheRows &side, const Stretch &stretch,
+                       int begin, int end) {
     thread_local Aligned<ScaleAndZero> pairs;
-    int first = begin / lanes * lanes;
-    pairs.resize(end - first + lanes);
+    int first = begin / lanes * lanes, at = first - stretch.origin;
+    pairs.resize(split_positions + lanes);
     std::fill_n(pairs.begin(), begin - first, ScaleAndZero{});
     stretch.for_each_run(side, begin, end, [&](int t, const char *row, int count) {
         ScaleAndZero *to = &pairs[t - first];
-        for (int i = 0; i < count; i++, row += side.stride()) to[i] = Format::scale_and_zero(row, channel);
+        for (int i = 0; i < count; i++, row += side.stride()) to[i] = Format::scale_and_zero(row, 0);
     });
     std::fill_n(pairs.begin() + (end - first), lanes, ScaleAndZero{});
-    return pairs.data();
+    in_batches<weigh_queries>(queries, [&](auto size, int q) {
+        float zeros[size], *to = scaled + (size_t)q * split_positions + at;
+        auto from = [&](int i) { return numbers + (size_t)(q + i) * split_positions + at; };
+        fold_scales<size>(to, split_positions, zeros, from, pairs.data(), end - first);
+    });
 }
 
-// scores[q * split_positions + i] for position i of a block of keys, whose rows hold `per_row` channels each; `Queries`
-// queries at once.
-template <int Queries, class Format>
-inline void score_block_tile(float *scores, const float *const *queries, const char *const *rows,
-                             const ScaleAndZero *pairs, int per_row, int width) {
-    thread_local Floats scaled;  // (query, padded)
-    int padded = whole_vecs(width);
-    scaled.resize((size_t)Queries * padded);
-    float zeros[Queries];
-    fold_scales<Queries>(
-        scaled.data(), padded, zeros, [&](int q) { return queries[q]; }, pairs, width);
+// ---- Groups of 32 numbers ----------------------------------------------------------------------------------
+//
+// Scores of a block of keys and weighted values are the same sum: over groups of 32 codes, each times a factor, for
+// each query; a group is a channel at 32 positions, or 32 channels at a position. Scales go into the factors
+// beforehand, 8 or 16 at a time. Predicted, against scale and zero point applied to each code: of 40 instructions for
+// 32 numbers and 3 queries 8 less, and no sum in memory any more for want of a register, which was what each group
+// waited for. Measured, int4, one thread of a Zen 3, 8,000 positions: 1.36 -> 1.22 ns for 8 numbers.
+
+constexpr int group_vecs = group_size / lanes;
+
+// sums[q][..] += by[q * stride] * the 32 codes of a group. Vec p and Vec p + group_vecs / 2 come out of the same bytes.
+template <int Queries, int bits>
+inline void add_codes(Vec (&sums)[Queries][group_vecs], const Packed<bits> *codes, const float *by, size_t stride) {
+    for (int p = 0; p < group_vecs / 2; p++) {
+        Vec low = load(codes, p), high = load(codes, p + group_vecs / 2);
+        for (int q = 0; q < Queries; q++) {
+            Vec factor = set(by[q * stride]);
+            sums[q][p] = fma(factor, low, sums[q][p]);
+            sums[q][p + group_vecs / 2] = fma(factor, high, sums[q][p + group_vecs / 2]);
+        }
+        by = disguise(by), codes = disguise(codes);  // read again: with 16 registers, all but 4 hold sums
+    }
+}
+
+// to[q * to_stride + i] = or += zeros[q] + sum over groups g of by[q * by_stride + g] * code i of group g, for its 32
+// codes and `Queries` queries; meanwhile the bytes from `ahead` on are asked for, `step` of them a group. Not inlined:
+// around it, something always wanted one more register.
+template <int Queries, int bits>
+__attribute__((noinline)) void add_groups(Store how, float *to, size_t to_stride, const float *zeros,
+                                          const Group<bits> *const *groups, int count, const float *by,
+                                          size_t by_stride, const char *ahead, size_t step) {
     Vec sums[Queries][group_vecs];
     for (int q = 0; q < Queries; q++)
         for (int p = 0; p < group_vecs; p++) sums[q][p] = set(zeros[q]);
-    const float *by = scaled.data();
-    for (const float *end = by + width; by < end; rows++) {
-        const typename Format::G *group = (const typename Format::G *)*rows;
-        for (const float *last = std::min(end, by + per_row); by < last; by++, group++)
-            add_codes(sums, group->codes, by, padded);
+    for (int g = 0; g < count; g++, ahead += step) {
+        __builtin_prefetch(ahead);
+        add_codes(sums, &groups[g]->codes, by + g, by_stride);
     }
-    for (int q = 0; q < Queries; q++)
-        for (int p = 0; p < group_vecs; p++) store(scores + (size_t)q * split_positions + p * lanes, sums[q][p]);
+    for (int q = 0; q < Queries; q++) {
+        for (int p = 0; p < group_vecs; p++) {
+            float *at = to + q * to_stride + p * lanes;
+            store(at, how == Store::add ? add(load(at), sums[q][p]) : sums[q][p]);
+        }
+    }
 }
 
-// All queries with the block of keys at positions [begin, begin + 32).
+// Lists of groups that are read one after another, each with a factor for each query. In a list the first `lane` groups
+// are not there.
+template <class G>
+struct GroupLists {
+    int count = 0, lane = 0;
+    std::vector<const G *> groups;  // (list, count)
+    Aligned<ScaleAndZero> pairs;    // (list, padded): theirs; zeros for those that are not there
+    Floats scaled;                  // (query, padded): factors times scales
+    int padded() const { return whole_vecs(count); }
+    void resize(int lists, int wanted, int missing) {
+        count = wanted;
+        lane = missing;
+        if ((int)groups.size() < lists * count) groups.resize(lists * count);
+        if ((int)pairs.size() < lists * padded()) pairs.resize(lists * padded());
+        if ((int)scaled.size() < weigh_queries * padded()) scaled.resize(weigh_queries * padded());
+        for (int list = 0; list < lists; list++) {
+            std::fill_n(pairs.begin() + list * padded(), lane, ScaleAndZero{});
+            std::fill_n(pairs.begin() + list * padded() + count, padded() - count, ScaleAndZero{});
+        }
+    }
+    // Of a single list only `wanted` groups are there.
+    void cut(int wanted) {
+        std::fill(pairs.begin() + wanted, pairs.begin() + count, ScaleAndZero{});
+        count = wanted;
+    }
+    void put(int list, int i, const G *group) {
+        groups[list * count + i] = group;
+        pairs[list * padded() + i] = group->both;
+    }
+};
+
+// Calls use(n), n as a constant where rows are of 64 or 128 numbers, so that the loop over them is none.
+template <class Use>
+inline void with_groups(int n, Use use) {
+    if (n == 2) return use(std::integral_constant<int, 2>{});
+    if (n == 4) return use(std::integral_constant<int, 4>{});
+    use(n);
+}
+
+// to[q * stride + i] = or += the sum over the groups g of a list of factors(q)[g] * number i of group g.
+template <int Queries, class G, class Factors>
+inline void add_list(Store how, float *to, size_t stride, GroupLists<G> &lists, int list, Factors factors,
+                     const Ahead &ahead) {
+    int padded = lists.padded(), lane = lists.lane, count = lists.count;
+    const G *const *groups = &lists.groups[list * count + lane];
+    float zeros[Queries];
+    fold_scales<Queries>(lists.scaled.data(), padded, zeros, factors, &lists.pairs[list * padded], count);
+    const char *start = ahead.start ? ahead.start : (const char *)groups[0];
+    add_groups<Queries>(how, to, stride, zeros, groups, count - lane, &lists.scaled[lane], padded, start,
+                        ahead.start ? ahead.step : 0);
+}
+
+// Scores of the block of keys that begins at position `begin`: a group of codes for each channel.
 template <class Format>
 inline void score_block(float *scores, const float *const *queries, int query_count, const Stretch &stretch,
                         int begin) {
     const CacheRows &side = stretch.cache.keys;
-    int per_row = Format::groups(side.width), width = side.width;
-    const char *rows[group_size];
-    stretch.for_each_run(side, begin, begin + group_size, [&](int t, char *row, int count) {
-        for (int i = 0; i < count; i++, row += side.stride()) {
-            rows[t - begin + i] = row;
-            int ask = t + i - stretch.begin;  // a window may begin inside the block
-            if (stretch.ahead && ask >= 0) __builtin_prefetch(stretch.ahead + ask * stretch.ahead_stride);
-        }
+    thread_local GroupLists<typename Format::G> lists;
+    lists.resize(1, Format::groups(side.width) * group_size, 0);
+    with_groups(Format::groups(side.width), [&](auto per_row) {
+        stretch.for_each_run(side, begin, begin + group_size, [&](int t, const char *row, int count) {
+            for (int i = t - begin; i < t - begin + count; i++, row += side.stride())
+                for (int g = 0; g < per_row; g++) lists.put(0, i * per_row + g, (const typename Format::G *)row + g);
+        });
     });
-    thread_local Aligned<ScaleAndZero> pairs;  // (width), and zeros up to a whole Vec
-    pairs.resize(width + lanes);
-    std::fill_n(pairs.begin() + width, lanes, ScaleAndZero{});
-    for (int i = 0, c = 0; c < width; i++) {
-        const typename Format::G *group = (const typename Format::G *)rows[i];
-        for (int last = std::min(width, c + per_row); c < last; c++, group++) pairs[c] = group->both;
-    }
-    in_batches<block_queries>(query_count, [&](auto size, int q) {
-        score_block_tile<size, Format>(scores + (size_t)q * split_positions, queries + q, rows, pairs.data(), per_row,
-                                       width);
+    lists.cut(side.width);
+    Ahead ahead = stretch.ahead_of(begin, group_size, side.width);
+    in_batches<weigh_queries>(query_count, [&](auto size, int q) {
+        auto factors = [&](int i) { return queries[q + i]; };
+        add_list<size>(Store::set, scores + (size_t)q * split_positions, split_positions, lists, 0, factors,
+                       q ? Ahead{} : ahead);
     });
 }
 
-// fold_scales() for any number of queries, scaled and factors (queries, split_positions); then use(q, zeros).
-template <class Use>
-inline void fold_all(float *scaled, const float *factors, const ScaleAndZero *pairs, int count, int queries, Use use) {
-    in_batches<weigh_queries>(queries, [&](auto size, int first) {
-        float zeros[size];
-        size_t at = (size_t)first * split_positions;
-        fold_scales<size>(
-            scaled + at, split_positions, zeros, [&](int q) { return factors + at + (size_t)q * split_positions; },
-            pairs, count);
-        for (int q = 0; q < size; q++) use(first + q, zeros[q]);
+// values (queries, width) += the weighted rows of a stretch's positions up to `end`: for each 32 channels a list of
+// groups, one for each position. A position's lane in sums depends on nothing but the position.
+template <class Format>
+inline void weigh_groups(float *values, const float *weights, int queries, const Stretch &stretch, int end) {
+    const CacheRows &side = stretch.cache.values;
+    size_t width = side.width;
+    int first = stretch.begin / lanes * lanes, n = Format::groups(side.width);
+    thread_local GroupLists<typename Format::G> lists;
+    lists.resize(n, end - first, stretch.begin - first);
+    with_groups(n, [&](auto per_row) {
+        stretch.for_each_run(side, stretch.begin, end, [&](int t, const char *row, int count) {
+            for (int i = t - first; i < t - first + count; i++, row += side.stride())
+                for (int g = 0; g < per_row; g++) lists.put(g, i, (const typename Format::G *)row + g);
+        });
     });
+    Ahead ahead = stretch.ahead_of(stretch.begin, end - stretch.begin, end - stretch.begin);
+    for (int c = 0; c < side.width; c += group_size) {
+        int channels = std::min(group_size, side.width - c);
+        in_batches<weigh_queries>(queries, [&](auto size, int q) {
+            auto factors = [&](int i) { return weights + (size_t)(q + i) * split_positions + first - stretch.origin; };
+            auto add = [&](Store how, float *to, size_t stride) {
+                add_list<size>(how, to, stride, lists, c / group_size, factors, q || c ? Ahead{} : ahead);
+            };
+            float *to = values + q * width + c;
+            if (channels == group_size) {
+                add(Store::add, to, width);
+            } else {
+                float part[size][group_size];
+                add(Store::set, part[0], group_size);
+                for (int i = 0; i < size; i++) axpy(to + i * width, 1, part[i], channels);
+            }
+        });
+    }
 }
+
+// ---- A stretch in any format -------------------------------------------------------------------------------
 
 // The raw scores q . k of a stretch: query q's score of position t at scores[q * split_positions + t - origin]. Of a
 // block of keys all 32 are scored if one of them is visible.
@@ -370,57 +435,40 @@ inline void score_stretch(float *scores, const float *const *queries, int query_
             stretch.for_each_run(side, stretch.begin, recent, [&](int t, const char *start, int count) {
                 score(t, stretch.rows<Format>(side, t, start), count);
             });
-            if constexpr (Format::scale_channels > 0) {
-                int first = stretch.begin / lanes * lanes;
-                const ScaleAndZero *pairs = pairs_of<Format>(side, stretch, stretch.begin, recent, 0);
-                fold_all(at(first), at(first), pairs, recent - first, query_count, [](int, float) {});
-            }
+            if constexpr (Format::scale_channels > 0)
+                scale_rows<Format>(scores, scores, query_count, side, stretch, stretch.begin, recent);
         }
         for_each_recent_run(stretch, stretch.cache.recent_keys, fresh, std::max(stretch.begin, recent), score);
     };
     std::visit(score_stored, stretch.cache.type_k);
 }
 
-// The weights of a stretch's positions [begin, end) times the scales of their rows, for each group of channels: scaled
-// (group, queries, split_positions). What the zero points add goes to values (queries, width).
-template <class Format>
-inline void fold_values(float *scaled, float *values, const float *weights, int begin, int end, int queries,
-                        const Stretch &stretch) {
-    const CacheRows &side = stretch.cache.values;
-    int first = begin / lanes * lanes, channels = std::min(Format::scale_channels, side.width);
-    size_t at = first - stretch.origin;
-    for (int c = 0; c < side.width; c += channels, scaled += (size_t)queries * split_positions) {
-        const ScaleAndZero *pairs = pairs_of<Format>(side, stretch, begin, end, c);
-        fold_all(scaled + at, weights + at, pairs, end - first, queries, [&](int q, float zeros) {
-            float *to = values + (size_t)q * side.width;
-            for (int i = c; Format::key_groups && i < std::min(c + channels, side.width); i++) to[i] += zeros;
-        });
-    }
-}
-
 // values (queries, width) += the weighted rows of a stretch; weights (queries, split_positions).
 inline void weigh_stretch(float *values, const float *weights, int queries, const Stretch &stretch,
                           const PassVectors &fresh) {
     const CacheRows &side = stretch.cache.values;
-    size_t width = side.width;
     auto weigh_stored = [&](auto format) {
         using Format = decltype(format);
         int recent = std::max(stretch.begin, stretch.recent<Format>());
         const float *factors = weights;
-        if constexpr (Format::scale_channels > 0) {
-            int groups = (side.width - 1) / Format::scale_channels + 1;
-            thread_local Floats scaled;  // (group, queries, split_positions)
-            scaled.resize((size_t)groups * queries * split_positions);
-            fold_values<Format>(scaled.data(), values, weights, stretch.begin, recent, queries, stretch);
-            factors = scaled.data();
+        auto weigh_rows = [&](int t, auto rows, int count) {
+            weigh(values, side.width, factors + t - stretch.origin, rows, count, queries, side.width);
+        };
+        if constexpr (Format::key_groups) {
+            if (recent > stretch.begin) weigh_groups<Format>(values, weights, queries, stretch, recent);
+        } else {
+            if constexpr (Format::scale_channels > 0) {
+                thread_local Floats scaled;  // (queries, split_positions)
+                scaled.resize((size_t)queries * split_positions);
+                scale_rows<Format>(scaled.data(), weights, queries, side, stretch, stretch.begin, recent);
+                factors = scaled.data();
+            }
+            stretch.for_each_run(side, stretch.begin, recent, [&](int t, const char *start, int count) {
+                weigh_rows(t, stretch.rows<Format>(side, t, start), count);
+            });
         }
-        stretch.for_each_run(side, stretch.begin, recent, [&](int t, const char *start, int count) {
-            weigh(values, width, factors + t - stretch.origin, stretch.rows<Format>(side, t, start), count, queries,
-                  side.width);
-        });
-        for_each_recent_run(stretch, stretch.cache.recent_values, fresh, recent, [&](int t, auto rows, int count) {
-            weigh(values, width, weights + t - stretch.origin, rows, count, queries, side.width);
-        });
+        factors = weights;
+        for_each_recent_run(stretch, stretch.cache.recent_values, fresh, recent, weigh_rows);
     };
     std::visit(weigh_stored, stretch.cache.type_v);
 }

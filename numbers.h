@@ -275,8 +275,12 @@ inline Piece piece_scale(Piece a, Piece exponent) {
 inline float piece_sum(Piece a) { return a; }
 #endif
 
-// Makes the compiler read numbers from memory again rather than keep them in registers that it needs for sums.
-inline void forget_registers() { __asm__ volatile("" ::: "memory"); }
+// The same pointer, but the compiler does not know: what it points to is read from memory again, not kept in registers.
+template <class T>
+inline T *disguise(T *p) {
+    __asm__("" : "+r"(p));
+    return p;
+}
 
 inline void pause_briefly() {  // between two looks at a variable that another core will change
 #if defined(__x86_64__)
