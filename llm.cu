@@ -38,7 +38,7 @@ struct Options {
     std::string layout = "contiguous", type_k = "f16", type_v = "f16", device = "auto";
     int page = 16, window = 0, sinks = 0;  // those of a ring stand here only if they were given, see cache_shape()
     bool json = false, ignore_end = false, help = false;
-    std::vector<int> depths = {0};
+    std::vector<int> depths = {0, 1024, 4096, 8000}, prompts = {128, 512, 2048};
     int repeats = 3;
     bool standard_set = false;
     // memory: a shape in place of a model's; bytes; GB/s
@@ -177,7 +177,7 @@ inline const std::vector<Command> &commands() {
         {"generate", "stream the text that follows a prompt; then tokens/s, cache bytes, GB/s"},
         {"diff", "naive and cached path in lockstep, a line a token, and a verdict"},
         {"eval", "quality per cache: perplexity, recall, bytes, tokens/s"},
-        {"bench", "prefill and decode beside the memory's read bandwidth"},
+        {"bench", "prefill and decode beside what the memory and the processor give, the roofline"},
         {"memory", "bytes of a cache by the formula, for every layout and precision; what fits, how fast it reads"},
         {"tokenize", "ids of a text (-p, -f), or the text of ids (--ids)"},
         {"info", "what is in a checkpoint, and will it run"},
@@ -227,8 +227,11 @@ inline const std::vector<Flag> &flags() {
         {{"--ignore-eos"}, "", "generate diff", "go on after an end id", turn_on(&O::ignore_end)},
         {{"--tolerance"}, "X", "diff", "largest difference of a logit that passes (default: by the cache's type)",
          number(&O::tolerance, 0, 1e30)},
-        {{"--depth"}, "N,...", "bench", "positions in the cache before the timed steps (default 0)",
+        {{"--depth"}, "N,...", "bench",
+         "positions in the cache before the timed steps (default: what the model's context holds of 0,1024,4096,8000)",
          whole_list(&O::depths, 0, 1 << 24)},
+        {{"--prefill"}, "N,...", "bench", "lengths of the timed prompts (default: what the context holds of 128,512,2048)",
+         whole_list(&O::prompts, 1, 1 << 24)},
         {{"--repeats"}, "N", "bench eval", "repeats of each measurement; the median counts (default 3)",
          whole(&O::repeats, 1, 1000)},
         {{"--all"}, "", "eval", "a standard set of caches, in place of --cache and --kv", turn_on(&O::standard_set)},

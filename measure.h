@@ -3,6 +3,8 @@
 // memory's bandwidth), llm eval (what a cache does to the text). Each ends in run_COMMAND(), where reading it begins.
 #pragma once
 
+#include <sys/resource.h>
+
 // ---- llm info ------------------------------------------------------------------------------------------------
 
 inline int run_info(const Options &options) {
@@ -576,14 +578,15 @@ public:
             return 0.0f;
         });
     }
+    double bytes() const { return (double)blocks * block; }
     // Over three passes.
     double measure() const {
         constexpr int passes = 3;
         double start = now(), total = 0;
         for (int pass = 0; pass < passes; pass++) total += for_each_block(read_block);
-        double bytes = (double)passes * (double)blocks * block;
-        if (total != bytes / sizeof(float)) fail("the bandwidth measurement misread its buffer");
-        return bytes / (now() - start);
+        double read = passes * bytes();
+        if (total != read / sizeof(float)) fail("the bandwidth measurement misread its buffer");
+        return read / (now() - start);
     }
 
 private:
@@ -611,6 +614,36 @@ private:
     std::shared_ptr<void> buffer;
 };
 
+// Operations a second, a multiply-add being two, of all threads on numbers in registers (float32) or, for bf16 weights
+// where the machine has matrix tiles, in the L1. linear() takes three products of bf16 for each of float32: there a
+// third of the rate is the most that it can reach.
+inline double measure_matrix_rate(bool tiles, [[maybe_unused]] int threads) {
+    constexpr int rounds = 2000000, chains = 10, steps = 2;  // chains: more than the latency of one covers
+    double total = 0, start = now();
+#pragma omp parallel num_threads(threads) reduction(+ : total)
+    if (tiles) {
+        Aligned<bf16> tokens((size_t)bf16_parts * amx_side * amx_depth * steps);
+        Aligned<uint32_t> weights((size_t)amx_side * amx_depth * steps / 2);
+        alignas(64) float out[amx_side * amx_side] = {};
+        size_t stride = (size_t)amx_depth * steps;
+        amx_begin();
+        for (int round = 0; round < rounds / 100; round++)
+            amx_products(out, tokens.data(), stride, amx_side * stride, weights.data(), steps);
+        amx_end();
+        total += 2.0 * bf16_parts * amx_side * amx_side * amx_depth * steps * (rounds / 100);
+    } else {
+        Vec sums[chains], factor = set(0.5f), more = set(1);
+        for (Vec &chain : sums) chain = set(0);
+        for (int round = 0; round < rounds; round++)
+            for (Vec &chain : sums) chain = fma(chain, factor, more);
+        float largest_sum = 0;
+        for (const Vec &chain : sums) largest_sum = std::max(largest_sum, sum(chain));
+        if (largest_sum > 2 * lanes) fail("the measurement of the matrix rate miscalculated");
+        total += 2.0 * rounds * chains * lanes;
+    }
+    return total / (now() - start);
+}
+
 inline double median(std::vector<double> values) {
     std::sort(values.begin(), values.end());
     return values[values.size() / 2];
@@ -623,19 +656,45 @@ inline std::vector<int> bench_tokens(int count, int vocabulary) {
     return tokens;
 }
 
-// One line of the table. The machine's bandwidth is measured anew before and after each run: other programs on it make
-// it change within seconds.
+// What the machine gives: bytes and operations a second.
+struct Rates {
+    double bandwidth, matrix;
+};
+
+// One line of the table. The machine is measured anew before and after each run: other programs on it make its rates
+// change within seconds.
 struct BenchResult {
     std::string name;
     CacheChoice cache;
     int tokens, depth;
-    double bytes;  // of all tokens: what must be read from memory at least
-    std::vector<double> seconds, shares;
-    void add(double taken, double bandwidth) {
+    double bytes = 0, operations = 0;  // of all tokens: what must be read from memory, and computed, at least
+    std::vector<double> seconds = {}, shares = {};
+    // The roofline (Williams et al. 2009): whichever of the two takes longer.
+    double least_seconds(const Rates &rates) const {
+        return std::max(bytes / rates.bandwidth, operations / rates.matrix);
+    }
+    void add(double taken, const Rates &rates) {
         seconds.push_back(taken);
-        shares.push_back(bytes / taken / bandwidth);
+        shares.push_back(least_seconds(rates) / taken);
     }
 };
+
+// Operations of `count` tokens after `depth` others: two for each weight of the layers, and for each number of each
+// visible key and value; and the head for `heads_of` of the tokens.
+inline double operations_of(const Model &model, const Layout &layout, int depth, int count, int heads_of) {
+    const Config &config = model.config;
+    double weights = 0, seen = 0;
+    for (const LayerWeights &layer : model.layers) {
+        for (const Linear *linear :
+             {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down})
+            weights += (double)linear->weight.rows * linear->weight.cols;
+        Visible visible = visible_of(layout, layer.window);
+        for (int t = depth; t < depth + count; t++)
+            seen += t + 1 - visible.first(t) + (visible.dropped(t) ? visible.sinks : 0);
+    }
+    return 2 * (weights * count + 2 * seen * config.heads * config.head_dim +
+                (double)model.head.rows * model.head.cols * heads_of);
+}
 
 inline void show_progress(const std::string &text) {
     if (isatty(2)) fprintf(stderr, "\r%-60s\r", text.c_str());
@@ -675,16 +734,23 @@ struct Bench {
     Engine &engine;
     const Options &options;
     ReadBandwidth memory;
-    std::vector<double> bandwidths = {};
+    bool tiles;  // prefill goes through matrix tiles
+    std::vector<double> bandwidths = {}, matrix_rates = {};
+    void measure_machine() {
+        bandwidths.push_back(memory.measure());
+        matrix_rates.push_back(measure_matrix_rate(tiles, options.threads));
+    }
     // Measures run(), of which a warm-up is not added to `result`.
     template <class Run>
     void measure(BenchResult &result, bool warm_up, Run run) {
-        if (bandwidths.empty()) bandwidths.push_back(memory.measure());
-        double before = bandwidths.back(), start = now();
+        if (bandwidths.empty()) measure_machine();
+        Rates before{bandwidths.back(), matrix_rates.back()};
+        double start = now();
         run();
         double taken = now() - start;
-        bandwidths.push_back(memory.measure());
-        if (!warm_up) result.add(taken, (before + bandwidths.back()) / 2);
+        measure_machine();
+        Rates mean{(before.bandwidth + bandwidths.back()) / 2, (before.matrix + matrix_rates.back()) / 2};
+        if (!warm_up) result.add(taken, mean);
     }
 };
 
@@ -695,7 +761,8 @@ inline std::vector<BenchResult> bench_decode(Bench &bench, std::vector<BenchCach
     double weights = weights_read(engine.model);
     for (BenchCache &entry : caches) {
         fill(entry.cache, depth, bench.options.threads);
-        BenchResult result{"decode", entry.choice, steps, depth, weights * steps, {}, {}};
+        BenchResult result{"decode", entry.choice, steps, depth, weights * steps};
+        result.operations = operations_of(engine.model, entry.cache.layout, depth, steps, steps);
         for (int step = 1; step <= steps; step++) result.bytes += cache_read(engine.model, entry.cache, depth + step);
         results.push_back(result);
     }
@@ -715,9 +782,10 @@ inline std::vector<BenchResult> bench_decode(Bench &bench, std::vector<BenchCach
 inline BenchResult bench_prefill(Bench &bench, BenchCache &entry, int prompt) {
     Engine &engine = bench.engine;
     double chunks = std::ceil((double)prompt / std::min(chunk_tokens, chunk_of(entry.cache)));
-    BenchResult result{"prefill", entry.choice, prompt, 0, weights_read(engine.model) * chunks, {}, {}};
+    BenchResult result{"prefill", entry.choice, prompt, 0, weights_read(engine.model) * chunks};
+    result.operations = operations_of(engine.model, entry.cache.layout, 0, prompt, 1);
     for (int round = 0; round <= bench.options.repeats; round++) {
-        show_progress("prefill, round " + std::to_string(round));
+        show_progress("prefill of " + std::to_string(prompt) + ", round " + std::to_string(round));
         shrink(entry.cache, 0, 0);
         bench.measure(result, round == 0,
                       [&] { prefill(engine, entry.cache, 0, bench_tokens(prompt, engine.model.config.vocabulary)); });
@@ -726,71 +794,144 @@ inline BenchResult bench_prefill(Bench &bench, BenchCache &entry, int prompt) {
     return result;
 }
 
-inline void print_bench_json(const std::vector<BenchResult> &results, double bandwidth) {
+// What is asked once: how long it takes until a prompt could begin, and the most memory that was held.
+struct BenchTotals {
+    double model_seconds = 0, tokenizer_seconds = 0;  // 0: there is no tokenizer
+    double peak_bytes = 0, weight_bytes = 0, cache_bytes = 0, buffer_bytes = 0;
+};
+
+inline double peak_memory() {
+    rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return usage.ru_maxrss * 1024.0;
+}
+
+inline cJSON *bench_item(const BenchResult &result) {
+    cJSON *item = cJSON_CreateObject();
+    double seconds = median(result.seconds);
+    auto add = [&](const char *key, double value) { cJSON_AddNumberToObject(item, key, value); };
+    cJSON_AddStringToObject(item, "name", result.name.c_str());
+    cJSON_AddStringToObject(item, "layout", result.cache.layout.c_str());
+    cJSON_AddStringToObject(item, "type_k", result.cache.type_k.c_str());
+    cJSON_AddStringToObject(item, "type_v", result.cache.type_v.c_str());
+    auto [least, most] = std::minmax_element(result.shares.begin(), result.shares.end());
+    add("tokens", result.tokens);
+    add("depth", result.depth);
+    add("seconds", seconds);
+    add("tokens_per_second", result.tokens / seconds);
+    add("bytes", result.bytes);
+    add("gb_per_second", result.bytes / seconds / 1e9);
+    add("operations", result.operations);
+    add("gflops", result.operations / seconds / 1e9);
+    add("of_roofline", median(result.shares));
+    add("of_roofline_least", *least);
+    add("of_roofline_most", *most);
+    return item;
+}
+
+inline void print_bench_json(const std::vector<BenchResult> &results, const Bench &bench, const BenchTotals &totals) {
     Json object = json_object();
     cJSON *list = cJSON_AddArrayToObject(object.get(), "results");
-    for (const BenchResult &result : results) {
-        cJSON *item = cJSON_CreateObject();
-        double seconds = median(result.seconds);
-        auto add = [&](const char *key, double value) { cJSON_AddNumberToObject(item, key, value); };
-        cJSON_AddStringToObject(item, "name", result.name.c_str());
-        cJSON_AddStringToObject(item, "layout", result.cache.layout.c_str());
-        cJSON_AddStringToObject(item, "type_k", result.cache.type_k.c_str());
-        cJSON_AddStringToObject(item, "type_v", result.cache.type_v.c_str());
-        add("tokens", result.tokens);
-        add("depth", result.depth);
-        add("seconds", seconds);
-        add("tokens_per_second", result.tokens / seconds);
-        add("bytes", result.bytes);
-        add("gb_per_second", result.bytes / seconds / 1e9);
-        add("of_roofline", median(result.shares));
-        cJSON_AddItemToArray(list, item);
-    }
-    cJSON_AddNumberToObject(cJSON_AddObjectToObject(object.get(), "roofline"), "read_gb_per_second", bandwidth / 1e9);
+    for (const BenchResult &result : results) cJSON_AddItemToArray(list, bench_item(result));
+    cJSON *roofline = cJSON_AddObjectToObject(object.get(), "roofline");
+    cJSON_AddNumberToObject(roofline, "read_gb_per_second", median(bench.bandwidths) / 1e9);
+    cJSON_AddNumberToObject(roofline, "matrix_gflops", median(bench.matrix_rates) / 1e9);
+    cJSON *start = cJSON_AddObjectToObject(object.get(), "start");
+    cJSON_AddNumberToObject(start, "model_seconds", totals.model_seconds);
+    cJSON_AddNumberToObject(start, "tokenizer_seconds", totals.tokenizer_seconds);
+    cJSON *memory = cJSON_AddObjectToObject(object.get(), "memory");
+    cJSON_AddNumberToObject(memory, "peak_bytes", totals.peak_bytes);
+    cJSON_AddNumberToObject(memory, "weight_bytes", totals.weight_bytes);
+    cJSON_AddNumberToObject(memory, "cache_bytes", totals.cache_bytes);
+    cJSON_AddNumberToObject(memory, "measuring_bytes", totals.buffer_bytes);
+    cJSON_AddNumberToObject(object.get(), "threads", bench.options.threads);
     print_json(object.get());
 }
 
-inline void print_bench(const std::vector<BenchResult> &results, const std::vector<double> &bandwidths, int threads) {
-    auto [least, most] = std::minmax_element(bandwidths.begin(), bandwidths.end());
-    printf("read bandwidth %.2f GB/s (%.2f .. %.2f, measured %zu times), %d threads\n\n", median(bandwidths) / 1e9,
-           *least / 1e9, *most / 1e9, bandwidths.size(), threads);
-    printf("%-8s %6s %6s  %-10s %-4s %-4s %10s %8s  %s\n", "", "tokens", "depth", "cache", "K", "V", "tokens/s", "GB/s",
-           "of the roofline (least .. most)");
+// "21.14 GB/s (14.57 .. 25.12)"
+inline std::string with_spread(const std::vector<double> &rates, const char *unit) {
+    auto [least, most] = std::minmax_element(rates.begin(), rates.end());
+    char line[96];
+    snprintf(line, sizeof line, "%.2f %s (%.2f .. %.2f)", median(rates) / 1e9, unit, *least / 1e9, *most / 1e9);
+    return line;
+}
+
+inline void print_bench(const std::vector<BenchResult> &results, const Bench &bench, const BenchTotals &totals) {
+    printf("read bandwidth %s, matrix rate %s in %s, measured %zu times, %d threads\n",
+           with_spread(bench.bandwidths, "GB/s").c_str(), with_spread(bench.matrix_rates, "GFLOPS").c_str(),
+           bench.tiles ? "bf16" : "f32", bench.bandwidths.size(), bench.options.threads);
+    printf("start: %.1f ms for the model, %.1f ms for the tokenizer\n", totals.model_seconds * 1e3,
+           totals.tokenizer_seconds * 1e3);
+    printf("peak memory %s: weights %s, caches %s, measuring the bandwidth %s\n\n", in_units(totals.peak_bytes).c_str(),
+           in_units(totals.weight_bytes).c_str(), in_units(totals.cache_bytes).c_str(),
+           in_units(totals.buffer_bytes).c_str());
+    printf("%-8s %6s %6s  %-10s %-4s %-4s %10s %8s %8s  %s\n", "", "tokens", "depth", "cache", "K", "V", "tokens/s",
+           "GB/s", "GFLOPS", "of the roofline (least .. most)");
     for (const BenchResult &result : results) {
         double seconds = median(result.seconds);
         auto [low, high] = std::minmax_element(result.shares.begin(), result.shares.end());
-        printf("%-8s %6d %6d  %-10s %-4s %-4s %10.1f %8.2f  %5.1f %% (%.1f .. %.1f)\n", result.name.c_str(),
+        printf("%-8s %6d %6d  %-10s %-4s %-4s %10.1f %8.2f %8.1f  %5.1f %% (%.1f .. %.1f)\n", result.name.c_str(),
                result.tokens, result.depth, result.cache.layout.c_str(), result.cache.type_k.c_str(),
                result.cache.type_v.c_str(), result.tokens / seconds, result.bytes / seconds / 1e9,
-               100 * median(result.shares), 100 * *low, 100 * *high);
+               result.operations / seconds / 1e9, 100 * median(result.shares), 100 * *low, 100 * *high);
     }
     printf(
-        "\nA roofline: bytes that must be read (weights, and the cache as it is stored) / read bandwidth just before "
-        "and after.\n");
+        "\nThe roofline: bytes that must be read (weights, and the cache as it is stored) / read bandwidth, or "
+        "operations "
+        "/ matrix rate, whichever is longer; both rates as they were just before and after.\n");
+}
+
+// The lengths of a list that leave room for `beside` positions more in a model's context: all of them, or fail, if a
+// flag gave the list.
+inline std::vector<int> that_fit(const Options &options, const char *flag, const std::vector<int> &list, int context,
+                                 int beside, const std::string &what) {
+    std::vector<int> fitting;
+    for (int length : list) {
+        bool fits = length + (int64_t)beside <= context;
+        if (!fits && options.given.count(flag))
+            fail("%s %d%s: expected together at most the model's %d positions", flag, length, what.c_str(), context);
+        if (fits) fitting.push_back(length);
+    }
+    return fitting;
 }
 
 inline int run_bench(const Options &options) {
     require_cache(options);
-    Engine engine(load_model(checkpoint_directory(options)), options.threads);
-    const Config &config = engine.model.config;
-    int steps = options.given.count("-n") ? options.count : 64, prompt = std::min(512, config.context);
-    int deepest = options.depths.back();
-    if (steps < 1 || deepest + (int64_t)steps > config.context) {
-        fail("--depth %d and -n %d: expected at least one step, and together at most the model's %d positions", deepest,
-             steps, config.context);
+    std::string directory = checkpoint_directory(options);
+    BenchTotals totals;
+    double start = now();
+    Engine engine(load_model(directory), options.threads);
+    totals.model_seconds = now() - start;
+    if (file_exists(join_path(directory, "tokenizer.json"))) {
+        start = now();
+        load_tokenizer(directory);
+        totals.tokenizer_seconds = now() - start;
     }
+    const Config &config = engine.model.config;
+    int steps = options.given.count("-n") ? options.count : 64;
+    if (steps < 1 || steps > config.context)
+        fail("-n %d: expected at least one step, and at most the model's %d positions", steps, config.context);
+    std::vector<int> depths =
+        that_fit(options, "--depth", options.depths, config.context, steps, " and -n " + std::to_string(steps));
+    std::vector<int> prompts = that_fit(options, "--prefill", options.prompts, config.context, 0, "");
+    if (prompts.empty()) prompts = {config.context};
     std::vector<BenchCache> caches;
-    for (const CacheChoice &choice : cache_choices(options, config))
-        caches.push_back({choice, open_choice(options, config, choice, std::max(prompt, deepest + steps))});
-    Bench bench{engine, options, {(size_t)engine.model.weight_bytes, options.threads}};
-    std::vector<BenchResult> results = {bench_prefill(bench, caches[0], prompt)};
-    for (int depth : options.depths)
+    int capacity = std::max(prompts.back(), depths.back() + steps);
+    for (const CacheChoice &choice : cache_choices(options, config)) {
+        caches.push_back({choice, open_choice(options, config, choice, capacity)});
+        totals.cache_bytes += bytes_of(caches.back().cache).total();
+    }
+    totals.weight_bytes = (double)engine.model.weight_bytes;
+    bool tiles = amx_allowed() && engine.model.layers[0].up.weight.type == DType::bf16;
+    Bench bench{engine, options, {(size_t)engine.model.weight_bytes, options.threads}, tiles};
+    totals.buffer_bytes = bench.memory.bytes();
+    std::vector<BenchResult> results;
+    for (int prompt : prompts) results.push_back(bench_prefill(bench, caches[0], prompt));
+    for (int depth : depths)
         for (const BenchResult &result : bench_decode(bench, caches, depth, steps)) results.push_back(result);
     show_progress("");
-    if (options.json)
-        print_bench_json(results, median(bench.bandwidths));
-    else
-        print_bench(results, bench.bandwidths, options.threads);
+    totals.peak_bytes = peak_memory();
+    options.json ? print_bench_json(results, bench, totals) : print_bench(results, bench, totals);
     return 0;
 }
 

@@ -397,12 +397,31 @@ TEST_CASE("info says what the config says") {
     }
 }
 
-TEST_CASE("bench: prefill and decode beside the read bandwidth") {
-    Words arguments{"bench", "-m", model, "-n", "3", "--depth", "20", "--repeats", "1"};
+TEST_CASE("bench: prefill and decode beside what memory and processor give") {
+    Words arguments{"bench", "-m", model, "-n", "3", "--depth", "20", "--repeats", "2"};
     Json root = run_json(arguments);
-    check_keys(root, {{"results", a_list}, {"roofline", an_object}, {"roofline.read_gb_per_second", a_number}});
+    check_keys(root, {{"results", a_list},
+                      {"roofline", an_object},
+                      {"roofline.read_gb_per_second", a_number},
+                      {"roofline.matrix_gflops", a_number},
+                      {"start.model_seconds", a_number},
+                      {"start.tokenizer_seconds", a_number},
+                      {"memory.peak_bytes", a_number},
+                      {"memory.weight_bytes", a_number},
+                      {"memory.cache_bytes", a_number},
+                      {"memory.measuring_bytes", a_number},
+                      {"threads", a_number}});
     CHECK(number(root, "roofline.read_gb_per_second") > 0);
+    CHECK(number(root, "roofline.matrix_gflops") > 0);
+    CHECK(number(root, "start.model_seconds") > 0);
+    CHECK(number(root, "start.tokenizer_seconds") == 0);  // there is none
+    Json memory = run_json({"memory", "-m", model, "-c", "128"});
+    CHECK(number(root, "memory.cache_bytes") == number(memory, "bytes"));
+    CHECK(number(root, "memory.peak_bytes") > number(root, "memory.measuring_bytes"));
     REQUIRE(cJSON_GetArraySize(at(root.get(), "results")) == 2);
+    // 2 layers 32 wide, 4 heads on 2 of 16, ffn 48, 64 ids: weights of the layers, of the head; and K and V of a
+    // position.
+    const double layers = 2 * (32 * 64 * 2 + 32 * 32 * 2 + 32 * 48 * 3), head = 64 * 32, a_position = 2 * 2 * 4 * 16;
     for (const std::string &result : Words{"results.0.", "results.1."}) {
         double seconds = number(root, result + "seconds"), tokens = number(root, result + "tokens");
         bool prefill = text(root, result + "name") == "prefill";
@@ -411,13 +430,35 @@ TEST_CASE("bench: prefill and decode beside the read bandwidth") {
         CHECK(number(root, result + "depth") == (prefill ? 0 : 20));
         CHECK(seconds > 0);
         CHECK(number(root, result + "bytes") > 0);
+        CHECK(number(root, result + "operations") == 2 * (prefill
+                                                              ? 128 * layers + head + 128 * 129 / 2 * a_position
+                                                              : 3 * layers + 3 * head + (21 + 22 + 23) * a_position));
         CHECK(number(root, result + "tokens_per_second") == doctest::Approx(tokens / seconds));
         CHECK(number(root, result + "gb_per_second") ==
               doctest::Approx(number(root, result + "bytes") / seconds / 1e9));
+        CHECK(number(root, result + "gflops") == doctest::Approx(number(root, result + "operations") / seconds / 1e9));
+        CHECK(number(root, result + "of_roofline_least") <= number(root, result + "of_roofline"));
+        CHECK(number(root, result + "of_roofline") <= number(root, result + "of_roofline_most"));
     }
     Outcome result = run_well(arguments);
-    for (const char *part : {"read bandwidth", "prefill", "decode", "tokens/s", "GB/s"})
+    for (const char *part :
+         {"read bandwidth", "matrix rate", "start:", "peak memory", "prefill", "decode", "tokens/s", "GB/s", "GFLOPS"})
         CHECK_MESSAGE(result.out.find(part) != std::string::npos, part);
+}
+
+TEST_CASE("bench takes the lengths that fit into the model's context, and those that are asked for") {
+    auto lengths = [](const Words &flags, const std::string &name, const std::string &key) {
+        Json root = run_json(Words{"bench", "-m", model, "-n", "2", "--repeats", "1"} + flags);
+        std::vector<double> found;
+        for (int i = 0; i < cJSON_GetArraySize(at(root.get(), "results")); i++) {
+            std::string result = "results." + std::to_string(i) + ".";
+            if (text(root, result + "name") == name) found.push_back(number(root, result + key));
+        }
+        return found;
+    };
+    CHECK(lengths({}, "prefill", "tokens") == std::vector<double>{128});
+    CHECK(lengths({}, "decode", "depth") == std::vector<double>{0});
+    CHECK(lengths({"--prefill", "9,1"}, "prefill", "tokens") == std::vector<double>{1, 9});
 }
 
 TEST_CASE("bench measures several caches at several depths") {
@@ -469,6 +510,7 @@ TEST_CASE("help names every command and flag, and is not an error") {
                       "--json",
                       "--tolerance",
                       "--depth",
+                      "--prefill",
                       "--repeats",
                       "--all",
                       "--layers",
@@ -987,6 +1029,10 @@ TEST_CASE("caches that make no sense are refused by every command") {
         {"bench", {"--depth", "0,200"}, {"--depth", "200", "128 positions"}},
         {"bench", {"--depth", "128", "-n", "1"}, {"--depth 128", "128 positions"}},
         {"bench", {"--depth", "0", "-n", "0"}, {"-n 0", "at least one"}},
+        {"bench", {"--prefill", "129"}, {"--prefill 129", "128 positions"}},
+        {"bench", {"--prefill", "5,129"}, {"--prefill 129", "128 positions"}},
+        {"bench", {"--prefill", "0"}, {"--prefill 0: expected whole numbers from 1"}},
+        {"generate diff eval memory", {"--prefill", "1"}, {"--prefill", "has no such flag", "bench"}},
         {"bench", {"--depth", "0", "-n", "129"}, {"-n 129", "128 positions"}},
         {"generate diff eval memory", {"--depth", "1"}, {"--depth", "has no such flag", "bench"}},
     };
