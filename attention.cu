@@ -243,6 +243,7 @@ inline void fold_scales(float *scaled, size_t stride, float *zeros, Factors fact
 template <class Format>
 inline void scale_rows(float *scaled, const float *numbers, int queries, const CacheRows &side, const Stretch &stretch,
                        int begin, int end) {
+    static_assert(Format::scale_channels >= 1 << 30, "numbers that share a scale in parts of a row are groups");
     thread_local Aligned<ScaleAndZero> pairs;
     int first = begin / lanes * lanes, at = first - stretch.origin;
     pairs.resize(split_positions + lanes);

@@ -125,7 +125,6 @@ struct GroupedRow {
     static constexpr int scale_channels = group_size;
     static constexpr bool key_groups = true;
     using G = Group<bits>;
-    static constexpr int line_numbers = cache_line / (int)sizeof(G) * group_size;
     HOST_DEVICE static int groups(int width) { return (width + group_size - 1) / group_size; }
     HOST_DEVICE static size_t row_bytes(int width) { return groups(width) * sizeof(G); }
     HOST_DEVICE static const G &group(const char *row, int channel) { return ((const G *)row)[channel / group_size]; }
