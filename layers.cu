@@ -135,8 +135,7 @@ constexpr int bytes_ahead = 8192;
 // out[v * out_stride + r] = row r . vector v for Rows x Vectors of them; each row and each vector is read
 // once, and the sum of each result is the one of dot(), whatever the tile.
 template <int Rows, int Vectors, class Format>
-__attribute__((always_inline)) inline void dot_tile(float *out, size_t out_stride, StoredRows<Format> rows,
-                                                    const float *const *vectors, int width) {
+inline void dot_tile(float *out, size_t out_stride, StoredRows<Format> rows, const float *const *vectors, int width) {
     Vec sums[Vectors][Rows];
     for (int v = 0; v < Vectors; v++)
         for (int r = 0; r < Rows; r++) sums[v][r] = set(0);
