@@ -1,6 +1,6 @@
 // What puts numbers on a cache and on the machine under it, out of the reader's way. Included by llm.cu. A part for
 // each command: llm info, llm memory (bytes by the formula), llm diff (beside the naive path), llm bench (beside the
-// memory's bandwidth), llm eval (what a cache does to the text). Each ends in run_COMMAND(), where reading it begins.
+// roofline), llm eval (what a cache does to the text). Each ends in run_COMMAND(), where reading it begins.
 #pragma once
 
 #include <sys/resource.h>
@@ -877,8 +877,7 @@ inline void print_bench(const std::vector<BenchResult> &results, const Bench &be
     }
     printf(
         "\nThe roofline: bytes that must be read (weights, and the cache as it is stored) / read bandwidth, or "
-        "operations "
-        "/ matrix rate, whichever is longer; both rates as they were just before and after.\n");
+        "operations / matrix rate, whichever is longer; both rates as they were just before and after.\n");
 }
 
 // The lengths of a list that leave room for `beside` positions more in a model's context: all of them, or fail, if a

@@ -140,7 +140,7 @@ static void append(Error *error, Bytes *bytes, const char *s, size_t n) {
     bytes->data[bytes->length] = 0;
 }
 
-// ---------------------------------------------------------------------------------------------- characters
+// ---- Characters --------------------------------------------------------------------------------------------
 
 // Length of the UTF-8 character at s (1 to 4); 0 if the text ends within it; -k if the first k bytes are none and
 // stand for one U+FFFD (the longest start of a character, Unicode 15.0, §3.9, "maximal subpart").
@@ -218,7 +218,7 @@ static int character_byte(int code) {  // -1: stands for no byte
     return code < 256 && byte_character(code) == code ? code : -1;
 }
 
-// ------------------------------------------------------------------------------------------------ patterns
+// ---- Patterns ----------------------------------------------------------------------------------------------
 
 // The library's patterns are written for Oniguruma (Ruby's dialect, Unicode). Where PCRE2 reads the same sign in
 // another way it is spelled out; where it cannot be, the pattern is refused, not read differently.
@@ -384,7 +384,7 @@ static void replace(const Matcher *matcher, const Step *step, const char *s, siz
     append(matcher->error, out, s + done, n - done);
 }
 
-// ------------------------------------------------------------------------------------------ encoding: merging
+// ---- Encoding: merging -------------------------------------------------------------------------------------
 
 typedef struct {
     int id, before, next;  // neighbours' indices, -1 at the ends; id -1 once merged into the left neighbour
@@ -521,7 +521,7 @@ static void encode_word(Encoder *e, const char *s, size_t n) {
     for (int i = count ? 0 : -1; i >= 0; i = symbols[i].next) push_id(e, symbols[i].id);
 }
 
-// --------------------------------------------------------------------------- encoding: steps before the merging
+// ---- Encoding: steps before the merging --------------------------------------------------------------------
 
 static void run(Encoder *e, int step, const char *s, size_t n, bool at_start);
 
@@ -713,7 +713,7 @@ int tokenizer_encode(const Tokenizer *t, const char *text, size_t length, bool a
     return error.failed ? -1 : (int)e.count;
 }
 
-// ------------------------------------------------------------------------------------------------- decoding
+// ---- Decoding ----------------------------------------------------------------------------------------------
 
 struct TokenizerStream {
     const Tokenizer *tokenizer;
@@ -891,7 +891,7 @@ char *tokenizer_decode(const Tokenizer *t, const int *ids, int count, bool skip_
     return NULL;
 }
 
-// -------------------------------------------------------------------------------------------------- loading
+// ---- Loading -----------------------------------------------------------------------------------------------
 
 typedef struct {
     Tokenizer *t;

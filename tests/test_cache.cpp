@@ -521,6 +521,7 @@ TEST_CASE("find_runs() holds each position once, in order, and a run's rows foll
                         next = run.position + run.count;
                     }
                     REQUIRE(next == end);
+                    if (std::holds_alternative<Contiguous>(layout)) REQUIRE(runs.size() == (begin < end));
                 }
             }
         }
