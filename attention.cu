@@ -368,7 +368,7 @@ inline void score_block(float *scores, const float *const *queries, int query_co
     with_groups(Format::groups(side.width), [&](auto per_row) {
         stretch.for_each_run(side, begin, begin + group_size, [&](int t, const char *row, int count) {
             for (int i = t - begin; i < t - begin + count; i++, row += side.stride())
-                for (int g = 0; g < per_row; g++) lists.put(0, i * per_row + g, (const typename Format::G *)row + g);
+                for (int g = 0; g < per_row; g++) lists.put(0, i * per_row + g, &Format::group(row, g));
         });
     });
     lists.cut(side.width);
@@ -392,7 +392,7 @@ inline void weigh_groups(float *values, const float *weights, int queries, const
     with_groups(n, [&](auto per_row) {
         stretch.for_each_run(side, stretch.begin, end, [&](int t, const char *row, int count) {
             for (int i = t - first; i < t - first + count; i++, row += side.stride())
-                for (int g = 0; g < per_row; g++) lists.put(g, i, (const typename Format::G *)row + g);
+                for (int g = 0; g < per_row; g++) lists.put(g, i, &Format::group(row, g));
         });
     });
     Ahead ahead = stretch.ahead_of(stretch.begin, end - stretch.begin, end - stretch.begin);

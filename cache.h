@@ -33,8 +33,9 @@ struct ScaleAndZero {
 // A row format says how many bytes a row takes, encodes one, and decodes a Vec of numbers at a time (see PlainRow in
 // numbers.h). Where numbers share a scale, decode() gives them without it: what was stored is
 //   scale * decode(row, channel) + zero      with the two of scale_and_zero(row, channel)
-// so that attention can apply the scale of a whole row to its score or weight, once. A number that is not
-// finite, or too large for its scale, makes all that share the scale NaN: better seen than wrong.
+// so that attention can apply the scale of a whole row to its score or weight, once. Rows of groups (GroupedRow) are
+// read group by group instead. A number that is not finite, or too large for its scale, makes all that share the scale
+// NaN: better seen than wrong.
 
 // Codes with one f16 scale before them. With the scale rounded up no code is cut off, and a number is off by at most
 // half the distance of two codes: for int8 scale / 2, where scale <= max|x| / 127 * (1 + 2^-10) + 2^-24.
@@ -127,16 +128,11 @@ struct GroupedRow {
     using G = Group<bits>;
     HOST_DEVICE static int groups(int width) { return (width + group_size - 1) / group_size; }
     HOST_DEVICE static size_t row_bytes(int width) { return groups(width) * sizeof(G); }
-    HOST_DEVICE static const G &group(const char *row, int channel) { return ((const G *)row)[channel / group_size]; }
+    HOST_DEVICE static const G &group(const char *row, int i) { return ((const G *)row)[i]; }
     HOST_DEVICE static void encode(char *row, const float *values, int width) {
         for (int i = 0; i < width; i += group_size)
             ((G *)row)[i / group_size] = quantize<bits>(values + i, width - i < group_size ? width - i : group_size, 1);
     }
-    HOST_DEVICE static ScaleAndZero scale_and_zero(const char *row, int channel) { return group(row, channel).both; }
-    static Vec decode(const char *row, int channel) {
-        return load(&group(row, channel).codes, channel % group_size / lanes);
-    }
-    static Vec decode_part(const char *row, int channel, int) { return decode(row, channel); }
     // Row i of a block of keys: its channels of 32 positions, position t's vector at keys + t * stride.
     HOST_DEVICE static void encode_keys(char *row, int i, const float *keys, int stride, int width) {
         for (int n = groups(width), c = i * n; c < width && c < (i + 1) * n; c++)
@@ -592,7 +588,7 @@ inline void restore_recent(Cache &cache, int sequence, int length) {
                 // Channel c of position t: in a row of the block, or in the position's own.
                 int n = Format::groups(rows.width), group = keys ? c % n : c / group_size;
                 const char *row = rows.at(layer, row_of(cache, sequence, keys ? begin + c / n : t), head);
-                float number = ((const typename Format::G *)row)[group].number(keys ? t - begin : c % group_size);
+                float number = Format::group(row, group).number(keys ? t - begin : c % group_size);
                 // The largest f16 may read as half a step more, which f16 has not.
                 numbers[c] = number > 65504 ? 65504 : number < -65504 ? -65504 : number;
             }

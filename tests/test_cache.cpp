@@ -1,5 +1,6 @@
 // cache.h: how many bytes a cache takes, where each row lies in them, and what comes back from a row. The tests go
-// through the lists of layouts and precisions, so that a new one is tested from its first day.
+// through the lists of layouts and precisions, so that a new one is tested from its first day. Its parts: bytes, where
+// rows are, what comes back, numbers at the edge, growing and shrinking, pages, the ring, names and what cannot be had.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #define POISON_FREED_PAGES
 #include "../cache.h"
@@ -67,18 +68,35 @@ bool contains(const std::string &line, const std::string &part) { return line.fi
 
 int block_begin(int position) { return position / 32 * 32; }
 
-// A row of its own, decoded 16 numbers at a time as attention does.
+// What a row has instead of numbers at the channels [c, c + count), count <= lanes, as attention loads it.
+template <class Format>
+void load_codes(float *piece, const char *row, int c, int count) {
+    if constexpr (Format::key_groups)
+        store(piece, load(&Format::group(row, c / 32).codes, c % 32 / lanes));
+    else
+        store(piece, count == lanes ? Format::decode(row, c) : Format::decode_part(row, c, count));
+}
+
+template <class Format>
+ScaleAndZero scale_and_zero(const char *row, int channel) {
+    if constexpr (Format::key_groups)
+        return Format::group(row, channel / 32).both;
+    else
+        return Format::scale_and_zero(row, channel);
+}
+
+// A row of its own, decoded a Vec at a time.
 template <class Format>
 Vector decoded_row(const char *row, int width) {
     Vector numbers(width);
     for (int c = 0; c < width; c += lanes) {
         float piece[lanes];
         int count = std::min(lanes, width - c);
-        store(piece, count == lanes ? Format::decode(row, c) : Format::decode_part(row, c, count));
+        load_codes<Format>(piece, row, c, count);
         for (int i = 0; i < count; i++) {
             numbers[c + i] = piece[i];
             if constexpr (Format::scale_channels > 0) {
-                ScaleAndZero both = Format::scale_and_zero(row, c + i);
+                ScaleAndZero both = scale_and_zero<Format>(row, c + i);
                 numbers[c + i] = to_float(both.zero) + to_float(both.scale) * piece[i];
             }
         }
@@ -110,11 +128,10 @@ Vector decoded_key(const Cache &cache, int layer, int sequence, int position, in
     Vector numbers(width);
     for (int c = 0; c < width; c++) {
         const char *row = cache.keys.at(layer, row_of(cache, sequence, block_begin(position) + c / n), head);
-        const auto &group = ((const typename Format::G *)row)[c % n];
-        ScaleAndZero both = Format::scale_and_zero((const char *)&group, 0);
+        const auto &group = Format::group(row, c % n);
         float codes[lanes];
         store(codes, load(&group.codes, t / lanes));
-        numbers[c] = to_float(both.zero) + to_float(both.scale) * codes[t % lanes];
+        numbers[c] = to_float(group.both.zero) + to_float(group.both.scale) * codes[t % lanes];
         REQUIRE(same(numbers[c], group.number(t)));
     }
     return numbers;
@@ -616,7 +633,7 @@ double error_bound(const char *row, int channel, double number, double largest) 
     if constexpr (Format::scale_channels == 0) {
         return Format::unit_roundoff * std::fabs(number);
     } else {
-        double scale = to_float(Format::scale_and_zero(row, channel).scale), half = 0.5, codes = 127;
+        double scale = to_float(scale_and_zero<Format>(row, channel).scale), half = 0.5, codes = 127;
         if constexpr (std::is_same_v<Format, FP8>) {  // codes of 4 bits, from 2^-6 on; the scale is 256 times as large
             scale /= 256, codes = 448;
             half = std::ldexp(0.5, std::max(-6, std::min(8, std::ilogb(number / scale))) - 3);
@@ -773,7 +790,7 @@ TEST_CASE("a row is written and read to its last byte and not beyond") {
             Format::encode(row, numbers.data(), width);
             CHECK(row[-1] == 77);
             float last[lanes];
-            if (width % lanes) store(last, Format::decode_part(row, width / lanes * lanes, width % lanes));
+            if (width % lanes) load_codes<Format>(last, row, width / lanes * lanes, width % lanes);
             for (int i = width % lanes; width % lanes && i < lanes; i++) CHECK(last[i] == 0);
             CHECK(differing(decoded_row<Format>(row, width), defined_vector(type, numbers)) == 0);
         }

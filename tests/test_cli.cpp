@@ -1,5 +1,6 @@
 // The program as its user meets it: a process with arguments, an exit status, standard output and standard error.
 // Run from the repository's root. The environment variable LLM says which program; without it, ./llm.
+// Its parts: what each command prints, the same tokens on every way, sampling, output that goes nowhere, bad input.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <cjson/cJSON.h>
 #include <doctest/doctest.h>

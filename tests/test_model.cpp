@@ -1,5 +1,6 @@
 // model.h: every fixture loads with the config and the weights Transformers sees in it, and every kind of broken
-// checkpoint ends in one line that says what is wrong. Run from the repository's root.
+// checkpoint ends in one line that says what is wrong. Run from the repository's root. Its parts: what is right loads,
+// the head and the embedding; then what is broken: a directory, a config, weights.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "../model.h"
 
