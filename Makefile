@@ -3,12 +3,13 @@
 # make test     builds and runs all tests; the last line is "N passed, N failed"
 # make asan     the same tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz     libFuzzer on what comes from outside, FUZZ_SECONDS each
-# CUDA=0 leaves nvcc out; CXX=clang++ takes clang; CUDA_HOME says where the toolkit is.
+# CUDA=0 leaves nvcc out; CXX=clang++ takes clang; CUDA_HOME says where the toolkit is; CUDA_ARCH="90 120" for which GPUs.
 
 CXX := $(if $(filter default,$(origin CXX)),g++,$(CXX))
 CC := $(if $(filter default,$(origin CC)),gcc,$(CC))
 CUDA_HOME ?= /usr/local/cuda
 CUDA ?= 1
+CUDA_ARCH ?= 80 90 120
 FUZZ_SECONDS ?= 60
 PROMPT ?= Once upon a time
 
@@ -31,8 +32,12 @@ SANITIZE := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-
 LIBS := -lcjson -lpcre2-8 -lutf8proc
 comma := ,
 empty :=
-NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings -Xcompiler $(subst $(empty) ,$(comma),$(HOST) -Wall -Wextra -Werror)
-SOURCES := llm.cu model.h tokenizer.h cache.h numbers.h layers.cu attention.cu measure.h
+# Machine code for each GPU asked for, and PTX of the last one for those to come.
+NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
+  -gencode arch=compute_$(lastword $(CUDA_ARCH)),code=compute_$(lastword $(CUDA_ARCH)) \
+  -Xcompiler $(subst $(empty) ,$(comma),$(HOST) -Wall -Wextra -Werror)
+CUDA_LIBS := -lcublas -Xlinker -rpath,$(CUDA_HOME)/lib64
+SOURCES := llm.cu device.h model.h tokenizer.h cache.h numbers.h layers.cu attention.cu measure.h
 TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
 FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 
@@ -109,7 +114,7 @@ found:
 
 llm: $(SOURCES) build/tokenizer.o build/flags
 ifneq ($(NVCC),)
-	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) llm.cu build/tokenizer.o $(LIBS) -o $@
+	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) llm.cu build/tokenizer.o $(LIBS) $(CUDA_LIBS) -o $@
 else
 	$(CXX) $(CXXFLAGS) -x c++ llm.cu -x none build/tokenizer.o $(LIBS) -o $@
 endif

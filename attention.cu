@@ -13,9 +13,24 @@
 
 struct Heads {
     int query = 0, kv = 0, width = 0;  // query heads, KV heads, D
-    int group() const { return query / kv; }
-    int kv_head(int query_head) const { return query_head / group(); }
+    HOST_DEVICE int group() const { return query / kv; }
+    HOST_DEVICE int kv_head(int query_head) const { return query_head / group(); }
 };
+
+#ifdef HAS_CUDA
+// What one layer's attention reads and writes, on the card. query, key and value are of this pass.
+struct DeviceAttention {
+    float *out;                // (rows, query_heads, value_width)
+    const float *query;        // (rows, query_heads, D), rotated
+    const float *key, *value;  // (rows, kv_heads, width), the keys rotated
+    CacheView cache;
+    int layer;
+    Visible visible;
+    Heads heads;
+    const float *frequencies;   // (D / 2): radians per position, by which sinks are turned
+    bool sinks_turned = false;  // the sinks' keys are those of `cache.sink_keys` already rotated to their positions
+};
+#endif
 
 // ---- Rung 1: the equation ----------------------------------------------------------------------------------
 

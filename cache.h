@@ -21,6 +21,7 @@
 #include <variant>
 #include <vector>
 
+#include "device.h"
 #include "model.h"
 #include "numbers.h"
 
@@ -713,3 +714,46 @@ inline void keep_recent(Cache &cache, int layer, const Span &span, int kv_head, 
         }
     });
 }
+
+// ---- As kernels see it -------------------------------------------------------------------------------------
+
+#ifdef HAS_CUDA
+// One of the types of a list, as std::variant holds it: kernels can visit this.
+template <class List>
+struct OnDevice;
+template <class... Types>
+struct OnDevice<std::variant<Types...>> {
+    using List = std::variant<Types...>;
+    int index = 0;
+    alignas(Types...) char bytes[std::max({sizeof(Types)...})] = {};
+    OnDevice() = default;
+    OnDevice(const List &choice) : index((int)choice.index()) {
+        std::visit([&](auto &chosen) { memcpy(bytes, &chosen, sizeof chosen); }, choice);
+    }
+    // use(chosen). All threads of a warp take the same way.
+    template <int i = 0, class Use>
+    __device__ auto visit(Use use) const {
+        if constexpr (i + 1 < (int)sizeof...(Types))
+            if (index != i) return visit<i + 1>(use);
+        return use(*(const std::variant_alternative_t<i, List> *)bytes);
+    }
+};
+
+// A cache on the card: what is passed to kernels. Page tables are there, too.
+struct CacheView {
+    OnDevice<Layout> layout;
+    OnDevice<Precision> type_k, type_v;
+    CacheRows keys, values, recent_keys, recent_values, sink_keys, sink_values;
+    int sinks = 0;  // of a ring
+    __device__ int64_t row_of(int sequence, int position) const {
+        return layout.visit([&](auto &chosen) { return chosen.row(sequence, position); });
+    }
+};
+
+inline CacheView view_of(const Cache &cache) {
+    CacheView view{cache.layout,      cache.type_k,        cache.type_v,    cache.keys,        cache.values,
+                   cache.recent_keys, cache.recent_values, cache.sink_keys, cache.sink_values, 0};
+    if (auto *ring = std::get_if<Ring>(&cache.layout)) view.sinks = ring->sinks;
+    return view;
+}
+#endif

@@ -59,7 +59,11 @@ HOST_DEVICE inline float to_float(float x) { return x; }
 HOST_DEVICE inline float to_float(bf16 x) { return bit_cast<float>((uint32_t)x.bits << 16); }
 
 HOST_DEVICE inline float to_float(f16 x) {
-#if defined(__F16C__) && !defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__)
+    float number;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(number) : "h"(x.bits));
+    return number;
+#elif defined(__F16C__)
     return _cvtsh_ss(x.bits);
 #else
     uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
