@@ -32,9 +32,9 @@ SANITIZE := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-
 LIBS := -lcjson -lpcre2-8 -lutf8proc
 comma := ,
 empty :=
-# Machine code for each GPU asked for, and PTX of the last one for those to come.
-NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
-  -gencode arch=compute_$(lastword $(CUDA_ARCH)),code=compute_$(lastword $(CUDA_ARCH)) \
+# Machine code for each GPU asked for, and PTX, which drivers compile for those between and to come.
+NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings \
+  $(foreach arch,$(CUDA_ARCH),-gencode 'arch=compute_$(arch),code=[compute_$(arch),sm_$(arch)]') \
   -Xcompiler $(subst $(empty) ,$(comma),$(HOST) -Wall -Wextra -Werror)
 CUDA_LIBS := -lcublas -Xlinker -rpath,$(CUDA_HOME)/lib64
 SOURCES := llm.cu device.h model.h tokenizer.h cache.h numbers.h layers.cu attention.cu measure.h
