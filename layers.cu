@@ -70,6 +70,28 @@ inline void embed(float *x,                 // (tokens, hidden)
     });
 }
 
+#ifdef HAS_CUDA
+constexpr int block_threads = 256;
+
+HOST_DEVICE inline int blocks_for(int64_t items, int each) { return (int)((items + each - 1) / each); }
+
+template <class Number>
+__global__ void embed_kernel(float *x, const Number *table, const int *tokens, int count, int hidden) {
+    wait_for_previous();
+    let_next_start();
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < (int64_t)count * hidden) x[i] = to_float(table[(size_t)tokens[i / hidden] * hidden + i % hidden]);
+}
+
+inline void embed(const Device &device, float *x, const Tensor &embedding, const int *tokens, int count) {
+    int hidden = (int)embedding.cols;
+    Grid grid = {dim3(blocks_for((int64_t)count * hidden, block_threads)), block_threads};
+    with_numbers(embedding, [&](auto *table) {
+        launch(device, grid, embed_kernel<std::decay_t<decltype(*table)>>, x, table, tokens, count, hidden);
+    });
+}
+#endif
+
 // out = x / sqrt(mean(x^2) + epsilon) * weight, for each of `count` vectors of weight.cols numbers; `out` may be `x`
 // (Zhang and Sennrich 2019).
 inline void rms_norm(float *out, const float *x, const Tensor &weight, int64_t count, double epsilon) {
@@ -83,6 +105,43 @@ inline void rms_norm(float *out, const float *x, const Tensor &weight, int64_t c
         }
     });
 }
+
+#ifdef HAS_CUDA
+// The sum over a block's threads, in all of them. `room`: one number for each warp.
+__device__ inline float block_sum(float x, Shared<float> room) {
+    x = warp_sum(x);
+    if (lane_id() == 0) room[warp_id()] = x;
+    __syncthreads();
+    float total = 0;
+    for (int i = 0; i < (int)blockDim.x / warp_size; i++) total += room[i];
+    return total;
+}
+
+// x as products read it: a block for each vector. Every sum of a block may differ from the CPU's by its order: each
+// number is within (width / 256 + 16) 2^-24 of it, relative to itself, before it is rounded to Number.
+template <class Number, class Gain>
+__global__ void rms_norm_kernel(Number *out, const float *x, const Gain *gain, int width, float epsilon) {
+    SharedMemory memory;
+    Shared<float> room = memory.take<float>(block_threads / warp_size);
+    wait_for_previous();
+    let_next_start();
+    x += (size_t)blockIdx.x * width;
+    out += (size_t)blockIdx.x * width;
+    float squares = 0;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) squares += x[i] * x[i];
+    float factor = 1 / sqrtf(block_sum(squares, room) / width + epsilon);
+    for (int i = threadIdx.x; i < width; i += blockDim.x) from_float(out[i], x[i] * factor * to_float(gain[i]));
+}
+
+template <class Number>
+void rms_norm(const Device &device, Number *out, const float *x, const Tensor &weight, int64_t count, double epsilon) {
+    Grid grid = {dim3((unsigned)count), block_threads, shared_size(block_threads / warp_size * sizeof(float))};
+    with_numbers(weight, [&](auto *gain) {
+        launch(device, grid, rms_norm_kernel<Number, std::decay_t<decltype(*gain)>>, out, x, gain, (int)weight.cols,
+               (float)epsilon);
+    });
+}
+#endif
 
 // ---- Matrix products ---------------------------------------------------------------------------------------
 
@@ -360,15 +419,20 @@ inline std::vector<float> rope_frequencies(const Config &config) {
     return frequencies;
 }
 
+// The angle by which a pair is turned at a position. Beyond 2^20 positions, where a ring may go, float32 cannot tell
+// neighbours apart.
+HOST_DEVICE inline float rope_angle(int position, float frequency) {
+    if (position < 1 << 20) return (float)position * frequency;
+    return (float)remainder((double)position * frequency, 2 * M_PI);
+}
+
 // cos and sin of each pair's angle at each row's position: turn (rows, head_dim), cosines first.
 inline void rope_angles(float *turn, const std::vector<float> &frequencies, const int *positions, int count) {
     int half = (int)frequencies.size();
 #pragma omp for schedule(static) nowait
     for (int t = 0; t < count; t++) {
         for (int i = 0; i < half; i++) {
-            float angle = (float)positions[t] * frequencies[i];
-            // Beyond 2^20 positions, where a ring may go, float32 cannot tell neighbours apart.
-            if (positions[t] >= 1 << 20) angle = (float)std::remainder((double)positions[t] * frequencies[i], 2 * M_PI);
+            float angle = rope_angle(positions[t], frequencies[i]);
             turn[(size_t)t * 2 * half + i] = std::cos(angle);
             turn[(size_t)t * 2 * half + half + i] = std::sin(angle);
         }
