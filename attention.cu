@@ -72,6 +72,64 @@ inline void attend_plain(float *out,           // (tokens, query_heads, D)
     }
 }
 
+// What one query head knows after some splits. Unnormalised: the attention output is values / sum.
+struct Partial {
+    float most = -std::numeric_limits<float>::infinity();  // largest score
+    float sum = 0;                                         // of e^(score - most)
+};
+
+#ifdef HAS_CUDA
+// ---- One number of the cache, on the GPU -------------------------------------------------------------------
+
+template <class Number>
+__device__ inline float number_of(const PlainRow<Number> &, const char *row, int channel) {
+    return to_float(((const Number *)row)[channel]);
+}
+
+template <class Code, int largest, int divisor>
+__device__ inline float number_of(const ScaledRow<Code, largest, divisor> &format, const char *row, int channel) {
+    return to_float(format.scale_and_zero(row, 0).scale) / divisor * to_float(format.codes(row)[channel]);
+}
+
+// Keys and values of one sequence, layer and KV head, one number at a time, as the query at position `reader` sees
+// them. Where a format has blocks of 32 positions, the reader's own block is read at f16; all of it that is visible
+// must have been stored there.
+struct CachedHead {
+    const CacheView &cache;
+    int layer, sequence, kv_head, reader;
+
+    __device__ bool recent(int t) const { return t / group_size == reader / group_size; }
+    __device__ const char *row(const CacheRows &side, int t) const {
+        return side.at(layer, cache.row_of(sequence, t), kv_head);
+    }
+    __device__ float recent_number(const CacheRows &side, int t, int channel) const {
+        return number_of(F16(), side.at(layer, (int64_t)sequence * group_size + t % group_size, kv_head), channel);
+    }
+    // Number `channel` of the key at position t; `format` is the one of type_k.
+    template <class Format>
+    __device__ float key(const Format &format, int t, int channel) const {
+        if constexpr (Format::key_groups) {
+            if (recent(t)) return recent_number(cache.recent_keys, t, channel);
+            int n = Format::groups(cache.keys.width), begin = t / group_size * group_size;
+            return Format::group(row(cache.keys, begin + channel / n), channel % n).number(t - begin);
+        } else {
+            return number_of(format, row(cache.keys, t), channel);
+        }
+    }
+    // The same of the value; `format` is the one of type_v.
+    template <class Format>
+    __device__ float value(const Format &format, int t, int channel) const {
+        if constexpr (Format::key_groups) {
+            if (recent(t)) return recent_number(cache.recent_values, t, channel);
+            return Format::group(row(cache.values, t), channel / group_size).number(channel % group_size);
+        } else {
+            return number_of(format, row(cache.values, t), channel);
+        }
+    }
+};
+
+#endif
+
 // ---- Rung 2: over cached rows, in splits -------------------------------------------------------------------
 //
 // Three changes. A cached row is read once for all query heads of its group, and for several tokens of a chunk, in
@@ -103,12 +161,6 @@ inline std::vector<Span> spans_of(const int *sequences, const int *positions, in
 }
 
 inline int splits_of(const Span &tile) { return (tile.position + tile.count - 1) / split_positions + 1; }
-
-// What one query head knows after some splits. Unnormalised: the attention output is values / sum.
-struct Partial {
-    float most = -std::numeric_limits<float>::infinity();  // largest score
-    float sum = 0;                                         // of e^(score - most)
-};
 
 // (a, a_values) becomes the partial result of both stretches of positions.
 inline void merge(Partial &a, float *a_values, const Partial &b, const float *b_values, int width) {
