@@ -30,6 +30,172 @@ struct DeviceAttention {
     const float *frequencies;   // (D / 2): radians per position, by which sinks are turned
     bool sinks_turned = false;  // the sinks' keys are those of `cache.sink_keys` already rotated to their positions
 };
+// ---- Storing on the GPU ------------------------------------------------------------------------------------
+
+// What a pass turns and stores in one layer, on the card.
+struct DeviceStore {
+    float *query;                 // (rows, query_heads, D): normed and rotated in place
+    float *key, *value;           // (rows, kv_heads, width): keys too; what a block keeps at f16 is rounded in place
+    Tensor query_norm, key_norm;  // (1, D), or absent
+    float epsilon;
+    CacheView cache;  // without memory on the naive path, which stores nothing
+    int layer;
+    Heads heads;
+    int value_width;
+    const float *frequencies;  // (D / 2): radians per position
+    bool keep;                 // decoding: the newest block takes its vectors now, not after attention
+};
+
+// x (width) = RMSNorm(x) where there is one, rotated to `position`; by a warp, a pair of numbers in each lane.
+__device__ inline void norm_and_rope(float *x, const Tensor &norm, float epsilon, const float *frequencies,
+                                     int position, int width) {
+    float squares = 0, factor = 1;
+    for (int i = lane_id(); i < width; i += warp_size) squares += x[i] * x[i];
+    if (norm.data) factor = 1 / sqrtf(warp_sum(squares) / width + epsilon);
+    __syncwarp();
+    for (int i = lane_id(), half = width / 2; i < half; i += warp_size) {
+        float a = x[i], b = x[i + half], sine, cosine;
+        if (norm.data) a *= factor * number_of(norm, i), b *= factor * number_of(norm, i + half);
+        sincosf(rope_angle(position, frequencies[i]), &sine, &cosine);
+        x[i] = a * cosine - b * sine;
+        x[i + half] = b * cosine + a * sine;
+    }
+    __syncwarp();
+}
+
+// numbers[i] = x[i], rounded to f16 in both places if `round`; by a warp.
+__device__ inline void take_vector(const Shared<float> &numbers, float *x, int width, bool round) {
+    for (int i = lane_id(); i < width; i += warp_size) {
+        if (round) {
+            f16 rounded;
+            from_float(rounded, x[i]);
+            x[i] = to_float(rounded);
+        }
+        numbers[i] = x[i];
+    }
+}
+
+// Encodes the vectors of a span, `numbers` (positions of its block or span, width), into their rows: store_span().
+template <bool keys>
+__device__ void store_vectors(const DeviceStore &task, const Span &span, const Shared<float> &numbers) {
+    const CacheView &cache = task.cache;
+    const CacheRows &rows = keys ? cache.keys : cache.values, &recent = keys ? cache.recent_keys : cache.recent_values;
+    int head = blockIdx.y, warps = blockDim.x / warp_size;
+    auto row_at = [&](int t) { return rows.at(task.layer, cache.row_of(span.sequence, t), head); };
+    auto store = [&](auto format) {
+        using Format = decltype(format);
+        if constexpr (Format::key_groups) {
+            int begin = span.position / group_size * group_size;
+            if (span.position + span.count < begin + group_size) return;
+            for (int i = threadIdx.x; i < (span.position - begin) * rows.width; i += blockDim.x) {
+                const char *row = recent.at(task.layer, span.sequence * group_size + i / rows.width, head);
+                numbers[i] = to_float(((const f16 *)row)[i % rows.width]);
+            }
+            __syncthreads();
+            for (int i = warp_id(); i < group_size; i += warps) {
+                if constexpr (keys)
+                    Format::encode_keys(row_at(begin + i), i, numbers, rows.width, Warp{});
+                else
+                    Format::encode(row_at(begin + i), numbers.from(i * rows.width), rows.width, Warp{});
+            }
+        } else {
+            for (int t = warp_id(); t < span.count; t += warps)
+                Format::encode(row_at(span.position + t), numbers.from(t * rows.width), rows.width, Warp{});
+        }
+    };
+    (keys ? cache.type_k : cache.type_v).visit(store);
+}
+
+// Keeps the sinks that a span holds: store_sink().
+__device__ inline void store_sinks(const DeviceStore &task, const Span &span, const float *key, const float *value) {
+    const CacheView &cache = task.cache;
+    int head = blockIdx.y, width = task.heads.width, half = width / 2;
+    for (int t = span.position; t < min(span.position + span.count, cache.sinks); t++) {
+        int64_t sink = (int64_t)span.sequence * cache.sinks + t;
+        size_t at = (size_t)(span.row + t - span.position) * task.heads.kv + head;
+        float *sink_key = (float *)cache.sink_keys.at(task.layer, sink, head);
+        float *sink_value = (float *)cache.sink_values.at(task.layer, sink, head);
+        for (int i = threadIdx.x; i < half; i += blockDim.x) {
+            float a = key[at * width + i], b = key[at * width + i + half], sine, cosine;
+            sincosf(-rope_angle(t, task.frequencies[i]), &sine, &cosine);
+            sink_key[i] = a * cosine - b * sine;
+            sink_key[i + half] = b * cosine + a * sine;
+        }
+        for (int i = threadIdx.x; i < task.value_width; i += blockDim.x)
+            sink_value[i] = value[at * task.value_width + i];
+    }
+}
+
+// The vectors of a span into the rows of the newest block, at f16: keep_recent().
+__device__ inline void keep_vectors(const DeviceStore &task, const Span &span) {
+    auto keep = [&](const CacheRows &recent, const float *vectors, int width) {
+        for (int i = threadIdx.x; recent.data && i < span.count * width; i += blockDim.x) {
+            int t = i / width, c = i % width, row = span.sequence * group_size + (span.position + t) % group_size;
+            const float *vector = vectors + ((size_t)(span.row + t) * task.heads.kv + blockIdx.y) * width;
+            from_float(((f16 *)recent.at(task.layer, row, blockIdx.y))[c], vector[c]);
+        }
+    };
+    keep(task.cache.recent_keys, task.key, task.heads.width);
+    keep(task.cache.recent_values, task.value, task.value_width);
+}
+
+// A block for each span of at most 32 positions (in one block of 32, where a format has blocks) and KV head, with the
+// query heads of its group: q/k norm, rotation, and the cache's new rows, in one launch.
+__global__ void rope_and_store_kernel(DeviceStore task, const Span *spans, int room) {
+    SharedMemory memory;
+    Shared<float> keys = memory.take<float>(room * task.heads.width);
+    Shared<float> values = memory.take<float>(room * task.value_width);
+    wait_for_previous();
+    let_next_start();
+    Span span = spans[blockIdx.x];
+    const Heads &heads = task.heads;
+    int head = blockIdx.y, group = heads.group(), width = heads.width, vectors = group + 2;
+    bool round_keys = task.cache.recent_keys.data, round_values = task.cache.recent_values.data;
+    for (int item = warp_id(); item < span.count * vectors; item += blockDim.x / warp_size) {
+        int t = item / vectors, which = item % vectors, position = span.position + t;
+        size_t row = span.row + t;
+        float *query = task.query + (row * heads.query + head * group + which) * width;
+        float *key = task.key + (row * heads.kv + head) * width;
+        float *value = task.value + (row * heads.kv + head) * task.value_width;
+        if (which < group) norm_and_rope(query, task.query_norm, task.epsilon, task.frequencies, position, width);
+        if (which == group) {
+            norm_and_rope(key, task.key_norm, task.epsilon, task.frequencies, position, width);
+            take_vector(keys.from((round_keys ? position % group_size : t) * width), key, width, round_keys);
+        }
+        if (which > group) {
+            int at = round_values ? position % group_size : t;
+            take_vector(values.from(at * task.value_width), value, task.value_width, round_values);
+        }
+    }
+    __syncthreads();
+    if (!task.cache.keys.data) return;
+    store_vectors<true>(task, span, keys);
+    store_vectors<false>(task, span, values);
+    store_sinks(task, span, task.key, task.value);
+    if (!task.keep) return;
+    __syncthreads();  // the full block has been read
+    keep_vectors(task, span);
+}
+
+__global__ void keep_recent_kernel(DeviceStore task, const Span *spans) {
+    wait_for_previous();
+    let_next_start();
+    Span span = spans[blockIdx.x];
+    if (span.position / group_size == (span.end - 1) / group_size) keep_vectors(task, span);
+}
+
+// `spans` are on the card, `count` of them, each of at most `most` positions.
+inline void rope_and_store(const Device &device, const DeviceStore &task, const Span *spans, int count, int most) {
+    int room = task.cache.recent_keys.data || task.cache.recent_values.data ? group_size : most;
+    size_t bytes = shared_size(room * task.heads.width * sizeof(float));
+    bytes += shared_size(room * task.value_width * sizeof(float));
+    launch(device, {dim3(count, task.heads.kv), 128, bytes}, rope_and_store_kernel, task, spans, room);
+}
+
+// After all queries of a pass of many tokens have read.
+inline void keep_recent(const Device &device, const DeviceStore &task, const Span *spans, int count) {
+    launch(device, {dim3(count, task.heads.kv), 128}, keep_recent_kernel, task, spans);
+}
 #endif
 
 // ---- Rung 1: the equation ----------------------------------------------------------------------------------

@@ -48,21 +48,21 @@ struct ScaledRow {
     static constexpr bool key_groups = false;
     HOST_DEVICE static size_t row_bytes(int width) { return sizeof(f16) + (size_t)width * sizeof(Code); }
     HOST_DEVICE static const Code *codes(const char *row) { return (const Code *)(row + sizeof(f16)); }
-    HOST_DEVICE static void encode(char *row, const float *values, int width) {
+    template <class Values, class Team = Alone>
+    HOST_DEVICE static void encode(char *row, const Values &values, int width, Team team = {}) {
         float most = 0;
-        bool finite = true;
-        for (int i = 0; i < width; i++) {
+        for (int i = team.first(); i < width; i += team.step) {
             float magnitude = std::fabs(values[i]);
-            finite &= magnitude <= FLT_MAX;
+            if (!(magnitude <= FLT_MAX)) magnitude = INFINITY;
             most = magnitude > most ? magnitude : most;
         }
-        f16 scale = f16_above(finite ? most / largest * divisor : NAN);
+        f16 scale = f16_above(team.largest(most) / largest * divisor);
         float step = to_float(scale) / divisor;
         if (!(step <= FLT_MAX)) from_float(scale, NAN);
         bool usable = step > 0 && step <= FLT_MAX;
-        memcpy(row, &scale, sizeof scale);
+        if (team.first() == 0) memcpy(row, &scale, sizeof scale);
         Code *code = (Code *)(row + sizeof(f16));
-        for (int i = 0; i < width; i++) from_float(code[i], usable ? values[i] / step : 0);
+        for (int i = team.first(); i < width; i += team.step) from_float(code[i], usable ? values[i] / step : 0);
     }
     HOST_DEVICE static ScaleAndZero scale_and_zero(const char *row, int) {
         ScaleAndZero result = {};
@@ -85,13 +85,13 @@ struct Group {
 
 constexpr int group_size = 32;
 
-// Of `count` <= 32 numbers; x[0], x[step], x[2 step], ...
-template <int bits>
-HOST_DEVICE inline Group<bits> quantize(const float *x, int count, int step) {
+// Of `count` <= 32 numbers x(0), x(1), ...
+template <int bits, class Numbers>
+HOST_DEVICE inline Group<bits> quantize(Numbers x, int count) {
     float low = FLT_MAX, high = -FLT_MAX;
     bool finite = true;
     for (int i = 0; i < count; i++) {
-        float number = x[(size_t)i * step];
+        float number = x(i);
         finite &= std::fabs(number) <= FLT_MAX;
         low = number < low ? number : low;
         high = number > high ? number : high;
@@ -108,7 +108,7 @@ HOST_DEVICE inline Group<bits> quantize(const float *x, int count, int step) {
     }
     for (int i = 0; i < count && scale > 0; i++) {
         int8_t code;
-        from_float(code, (x[(size_t)i * step] - zero) / scale);
+        from_float(code, (x(i) - zero) / scale);
         group.codes.set(i, code > Packed<bits>::largest ? Packed<bits>::largest : code);
     }
     return group;
@@ -130,14 +130,19 @@ struct GroupedRow {
     HOST_DEVICE static int groups(int width) { return (width + group_size - 1) / group_size; }
     HOST_DEVICE static size_t row_bytes(int width) { return groups(width) * sizeof(G); }
     HOST_DEVICE static const G &group(const char *row, int i) { return ((const G *)row)[i]; }
-    HOST_DEVICE static void encode(char *row, const float *values, int width) {
-        for (int i = 0; i < width; i += group_size)
-            ((G *)row)[i / group_size] = quantize<bits>(values + i, width - i < group_size ? width - i : group_size, 1);
+    template <class Values, class Team = Alone>
+    HOST_DEVICE static void encode(char *row, const Values &values, int width, Team team = {}) {
+        for (int g = team.first(); g < groups(width); g += team.step) {
+            int first = g * group_size, count = width - first < group_size ? width - first : group_size;
+            ((G *)row)[g] = quantize<bits>([&](int i) -> float { return values[first + i]; }, count);
+        }
     }
-    // Row i of a block of keys: its channels of 32 positions, position t's vector at keys + t * stride.
-    HOST_DEVICE static void encode_keys(char *row, int i, const float *keys, int stride, int width) {
-        for (int n = groups(width), c = i * n; c < width && c < (i + 1) * n; c++)
-            ((G *)row)[c - i * n] = quantize<bits>(keys + c, group_size, stride);
+    // Row i of a block of keys: its channels of 32 positions, (32, width).
+    template <class Keys, class Team = Alone>
+    HOST_DEVICE static void encode_keys(char *row, int i, const Keys &keys, int width, Team team = {}) {
+        int n = groups(width);
+        for (int g = team.first(); g < n && i * n + g < width; g += team.step)
+            ((G *)row)[g] = quantize<bits>([&](int t) -> float { return keys[t * width + i * n + g]; }, group_size);
     }
 };
 
@@ -678,7 +683,7 @@ inline void store_span(Cache &cache, int layer, const Span &span, int kv_head, f
                 int position = span.position / group_size * group_size + i;
                 char *row = rows.at(layer, row_of(cache, span.sequence, position), kv_head);
                 if constexpr (keys)
-                    Format::encode_keys(row, i, block, rows.width, rows.width);
+                    Format::encode_keys(row, i, block, rows.width);
                 else
                     Format::encode(row, block + (size_t)i * rows.width, rows.width);
             }

@@ -187,6 +187,13 @@ struct SharedMemory {
 
 // ---- Instructions ------------------------------------------------------------------------------------------
 
+// Before a loop over registers: they are no array, so each must be named.
+#ifdef CUDA_ON_CPU
+#define UNROLL
+#else
+#define UNROLL _Pragma("unroll")
+#endif
+
 constexpr int warp_size = 32;
 constexpr unsigned all_lanes = 0xffffffff;
 
@@ -218,6 +225,24 @@ __device__ inline float warp_max(float x) {
     for (int step = warp_size / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(all_lanes, x, step));
     return x;
 }
+
+// A warp that encodes a row together (cache.h). Only called on the card.
+struct Warp {
+    static constexpr int step = warp_size;
+    HOST_DEVICE int first() const {
+#if defined(__CUDA_ARCH__) || defined(CUDA_ON_CPU)
+        return lane_id();
+#else
+        return 0;
+#endif
+    }
+    HOST_DEVICE float largest(float x) const {
+#if defined(__CUDA_ARCH__) || defined(CUDA_ON_CPU)
+        x = warp_max(x);
+#endif
+        return x;
+    }
+};
 
 // 16 bytes that are read once: they do not push out of the L1 what is read often. `from` is aligned to 16 bytes.
 __device__ inline uint4 load_once(const void *from) {

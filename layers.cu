@@ -10,9 +10,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfloat>
 #include <thread>
 #include <vector>
 
+#include "device.h"
 #include "model.h"
 #include "numbers.h"
 
@@ -397,6 +399,270 @@ inline void linear(float *y, const Inputs &in, const Linear &linear, Store store
     tiles ? linear_tiles(y, in, linear, store) : linear_vectors(y, in, linear, store);
 }
 
+#ifdef HAS_CUDA
+// ---- Matrix products on the GPU: one vector ----
+//
+// Decoding reads every weight for one vector: bytes are all that counts. One launch computes up to three matrices that
+// read the same vector, with what stands before and behind them: RMSNorm of the vector, bias, SwiGLU, the residual sum.
+struct Products {
+    struct Matrix {
+        Linear linear;
+        float *y;  // (count, outputs)
+    };
+    Matrix matrix[3];
+    int matrices = 0;
+    const float *x = nullptr;  // (count, inputs)
+    int count = 0, inputs = 0;
+    Tensor norm;  // (1, inputs): the products read RMSNorm(x); absent: x
+    float epsilon = 0;
+    Store store = Store::set;
+    bool swiglu = false;  // matrix 0 is the gate, 1 is up; matrix[0].y = silu(gate) * up
+    void add(const Linear &linear, float *y) {
+        matrix[matrices++] = {linear, y};
+        inputs = (int)linear.weight.cols;
+    }
+    // Rows of all matrices; with SwiGLU a row of the gate and one of up take turns.
+    HOST_DEVICE int rows() const {
+        int total = 0;
+        for (int m = 0; m < matrices; m++) total += (int)matrix[m].linear.weight.rows;
+        return total;
+    }
+    // Row v of all is row `row` of the matrix that is returned.
+    HOST_DEVICE const Matrix &find(int v, int &row) const {
+        row = swiglu ? v / 2 : v;
+        int m = swiglu ? v % 2 : 0;
+        for (; !swiglu && row >= matrix[m].linear.weight.rows; m++) row -= (int)matrix[m].linear.weight.rows;
+        return matrix[m];
+    }
+};
+
+__device__ inline float silu(float x) { return x / (1 + expf(-x)); }
+
+__device__ inline float number_of(const Tensor &vector, int i) {
+    if (vector.type == DType::f32) return ((const float *)vector.data)[i];
+    if (vector.type == DType::f16) return to_float(((const f16 *)vector.data)[i]);
+    return to_float(((const bf16 *)vector.data)[i]);
+}
+
+// sum is that of row v of all, without bias; with SwiGLU v is a row of the gate, and up_sum that of up's.
+__device__ inline void store_product(const Products &task, int vector, int v, float sum, float up_sum) {
+    int row;
+    const Products::Matrix &matrix = task.find(v, row);
+    float &y = matrix.y[(size_t)vector * matrix.linear.weight.rows + row];
+    if (matrix.linear.bias.data) sum += number_of(matrix.linear.bias, row);
+    if (task.swiglu) {
+        if (task.matrix[1].linear.bias.data) up_sum += number_of(task.matrix[1].linear.bias, row);
+        sum = silu(sum) * up_sum;
+    }
+    y = task.store == Store::add ? y + sum : sum;
+}
+
+// 1 / sqrt(mean(x^2) + epsilon), or 1 where there is no norm. Called by the whole block.
+__device__ inline float norm_factor(const Products &task, const float *x, Shared<float> room) {
+    if (!task.norm.data) return 1;
+    float squares = 0;
+    for (int i = threadIdx.x; i < task.inputs; i += blockDim.x) squares += x[i] * x[i];
+    return 1 / sqrtf(block_sum(squares, room) / task.inputs + task.epsilon);
+}
+
+// The plain rung: a warp for each row, its lanes taking every 32nd number. Any type, any width.
+//
+// A result is within (inputs / 32 + 24) 2^-24 of the exact one, relative to the sum of its magnitudes, and so in the
+// next rung with its longer lanes: inputs / 256 * 8 additions in a row at most.
+template <class Number>
+__global__ void linear_plain_kernel(Products task) {
+    SharedMemory memory;
+    Shared<float> room = memory.take<float>(block_threads / warp_size);
+    wait_for_previous();
+    let_next_start();
+    const float *x = task.x + (size_t)blockIdx.y * task.inputs;
+    float factor = norm_factor(task, x, room);
+    int per_result = task.swiglu ? 2 : 1, warps = blockDim.x / warp_size;
+    int v = ((int)blockIdx.x * warps + warp_id()) * per_result;
+    if (v >= task.rows()) return;
+    float sums[2] = {};
+    for (int i = lane_id(); i < task.inputs; i += warp_size) {
+        float number = x[i] * factor * (task.norm.data ? number_of(task.norm, i) : 1);
+        for (int part = 0; part < per_result; part++) {
+            int row;
+            const Tensor &weight = task.find(v + part, row).linear.weight;
+            sums[part] += number * to_float(((const Number *)weight.data)[(size_t)row * task.inputs + i]);
+        }
+    }
+    float sum = warp_sum(sums[0]), up_sum = warp_sum(sums[1]);
+    if (lane_id() == 0) store_product(task, blockIdx.y, v, sum, up_sum);
+}
+
+// The next rung: weights stream through shared memory without a stop. A row is cut into chunks of 512 bytes, 16 for
+// each lane; warp w of a block takes the chunks w, w + 8, ... of all rows of the block, so that its part of the vector
+// stays in registers. Each lane asks for its own 16 bytes well ahead (cp.async) and reads nobody else's: no barrier
+// stands between memory and the multiply-adds. The first bytes are asked for before the kernel before has ended.
+//
+// Predicted: a warp has 16 x 512 bytes on their way, a multiprocessor 64 KiB; at 4.8 TB/s and a microsecond of latency
+// 36 are needed. 4 rows x 512 bytes take about 200 of the 440 instructions that there is time for. So 90 % of the
+// bandwidth, less what starting and ending a launch takes. Not measured yet.
+constexpr int stream_warps = block_threads / warp_size;
+constexpr int rows_together = 4, stages = 4;  // copies in flight: 4 stages of a chunk of 4 rows
+constexpr int tile_of_rows = 64;              // rows at most whose partial sums wait to be added up
+constexpr int most_columns = 8;               // chunks of a row for one warp
+
+// 16 bytes as float32.
+template <class Number>
+__device__ inline void unpack(float (&numbers)[16 / sizeof(Number)], uint4 bytes) {
+    const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+    for (int i = 0; i < (int)(16 / sizeof(Number)); i++) {
+        if constexpr (sizeof(Number) == 4)
+            numbers[i] = bit_cast<float>(words[i]);
+        else
+            numbers[i] = to_float(Number{(uint16_t)(words[i / 2] >> 16 * (i % 2))});
+    }
+}
+
+// Where the chunks of a block's rows are, as one warp meets them: rows [first, last) of all, 4 rows together, and of
+// these chunk after chunk.
+template <class Number, int columns>
+struct WeightStream {
+    static constexpr int numbers = 16 / sizeof(Number);  // of a lane in a chunk
+    const Products &task;
+    Shared<uint4> ring;  // (stages, rows_together, warp_size) for each warp
+    int first, last, group, groups, slot;
+    __device__ int place(int stage, int r) const {
+        return ((warp_id() * stages + stage) * rows_together + r) * warp_size + lane_id();
+    }
+    __device__ int row(int step, int r) const { return first + (step / columns * rows_together + r) * groups + group; }
+    __device__ int channel(int column) const {
+        return ((slot + column * stream_warps) * warp_size + lane_id()) * numbers;
+    }
+    __device__ void ask(int step) const {
+        int i = channel(step % columns);
+        for (int r = 0; r < rows_together; r++) {
+            int v = row(step, r), row_of_matrix = 0;
+            bool there = v < last && group < groups && i < task.inputs;
+            const Tensor &weight = task.find(there ? v : first, row_of_matrix).linear.weight;
+            const Number *from = (const Number *)weight.data + (there ? (size_t)row_of_matrix * task.inputs + i : 0);
+            copy_async16(ring, place(step % stages, r), from, there);
+        }
+        commit_copies();
+    }
+};
+
+template <class Number, int columns>
+__global__ void __launch_bounds__(block_threads) linear_kernel(Products task) {
+    using Stream = WeightStream<Number, columns>;
+    constexpr int numbers = Stream::numbers;
+    SharedMemory memory;
+    Shared<float> room = memory.take<float>(stream_warps);
+    Shared<float> partial = memory.take<float>(tile_of_rows * stream_warps);
+    Shared<uint4> ring = memory.take<uint4>(stream_warps * stages * rows_together * warp_size);
+    // Narrow rows have fewer chunks than there are warps: then the warps form groups, each with rows of its own.
+    int chunks = blocks_for(task.inputs, numbers * warp_size), slots = min(chunks, stream_warps);
+    int groups = stream_warps / slots, pairs = task.swiglu ? 2 : 1, units = task.rows() / pairs;
+    int first = (int)((int64_t)units * blockIdx.x / gridDim.x) * pairs;
+    int last = (int)((int64_t)units * (blockIdx.x + 1) / gridDim.x) * pairs;
+    Stream stream = {task, ring, first, last, warp_id() / slots, groups, warp_id() % slots};
+    for (int step = 0; step < stages; step++) stream.ask(step);
+    let_next_start();
+    wait_for_previous();
+    const float *x = task.x + (size_t)blockIdx.y * task.inputs;
+    float factor = norm_factor(task, x, room), vector[columns][numbers];
+    UNROLL for (int c = 0; c < columns; c++) for (int i = 0, at = stream.channel(c); i < numbers; i++) vector[c][i] =
+        at + i >= task.inputs ? 0 : x[at + i] * factor * (task.norm.data ? number_of(task.norm, at + i) : 1);
+    int per_step = rows_together * groups, per_tile = tile_of_rows / per_step * per_step, step = 0;
+    for (int tile = first; tile < last; tile += per_tile) {
+        int end = min(tile + per_tile, last);
+        for (int base = tile; base < end; base += per_step) {
+            float sums[rows_together] = {};
+            UNROLL for (int c = 0; c < columns; c++, step++) {
+                wait_copies<stages - 1>();
+                for (int r = 0; r < rows_together; r++) {
+                    float weights[numbers];
+                    unpack<Number>(weights, ring[stream.place(step % stages, r)]);
+                    for (int i = 0; i < numbers; i++) sums[r] += weights[i] * vector[c][i];
+                }
+                stream.ask(step + stages);
+            }
+            for (int r = 0; r < rows_together; r++) {
+                float sum = warp_sum(sums[r]);
+                int at = base - tile + r * groups + stream.group;
+                if (lane_id() == 0 && stream.group < groups) partial[at * slots + stream.slot] = sum;
+            }
+        }
+        __syncthreads();
+        for (int v = tile + threadIdx.x * pairs; v < end; v += blockDim.x * pairs) {
+            float sums[2] = {};
+            for (int part = 0; part < pairs; part++)
+                for (int i = 0; i < slots; i++) sums[part] += partial[(v - tile + part) * slots + i];
+            store_product(task, blockIdx.y, v, sums[0], sums[1]);
+        }
+        __syncthreads();
+    }
+    wait_copies<0>();
+}
+
+// All products of a task by the fastest rung that its types and widths allow.
+inline void linear(const Device &device, const Products &task) {
+    int rows = task.rows() / (task.swiglu ? 2 : 1);
+    with_numbers(task.matrix[0].linear.weight, [&](auto *weight) {
+        using Number = std::decay_t<decltype(*weight)>;
+        constexpr int numbers = 16 / sizeof(Number);
+        int columns = blocks_for(task.inputs, numbers * warp_size * stream_warps);
+        size_t room = shared_size(stream_warps * sizeof(float));
+        if (task.inputs % numbers || columns > most_columns) {
+            dim3 blocks(blocks_for(rows, stream_warps), task.count);
+            return launch(device, {blocks, block_threads, room}, linear_plain_kernel<Number>, task);
+        }
+        room += shared_size(tile_of_rows * stream_warps * sizeof(float));
+        room += shared_size(stream_warps * stages * rows_together * warp_size * sizeof(uint4));
+        Grid grid = {dim3(std::min(rows, device.multiprocessors()), task.count), block_threads, room};
+        if (columns == 1) return launch(device, grid, linear_kernel<Number, 1>, task);
+        if (columns == 2) return launch(device, grid, linear_kernel<Number, 2>, task);
+        if (columns <= 4) return launch(device, grid, linear_kernel<Number, 4>, task);
+        launch(device, grid, linear_kernel<Number, most_columns>, task);
+    });
+}
+
+// ---- Matrix products on the GPU: many vectors ----
+
+__global__ void add_bias_kernel(float *y, Tensor bias, int count, int outputs) {
+    wait_for_previous();
+    let_next_start();
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < (int64_t)count * outputs) y[i] += number_of(bias, (int)(i % outputs));
+}
+
+// y (count, outputs) = or += weight x + bias on the tensor cores, where x has the weight's type; sums in float32. The
+// library's matrices are column by column: it computes y^T = weight^T^T x^T.
+template <class Number>
+void linear(const Device &device, float *y, const Number *x, const Linear &linear, int count,
+            Store store = Store::set) {
+    int outputs = (int)linear.weight.rows, inputs = (int)linear.weight.cols;
+    const float one = 1, keep = store == Store::add ? 1 : 0;
+    cudaDataType_t type = std::is_same_v<Number, float> ? CUDA_R_32F
+                          : std::is_same_v<Number, f16> ? CUDA_R_16F
+                                                        : CUDA_R_16BF;
+    check(cublasGemmEx(device.blas, CUBLAS_OP_T, CUBLAS_OP_N, outputs, count, inputs, &one, linear.weight.data, type,
+                       inputs, x, type, inputs, &keep, y, CUDA_R_32F, outputs, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+          "cublasGemmEx");
+    if (!linear.bias.data) return;
+    Grid grid = {dim3(blocks_for((int64_t)count * outputs, block_threads)), block_threads};
+    launch(device, grid, add_bias_kernel, y, linear.bias, count, outputs);
+}
+
+// Numbers as the next product reads them.
+template <class Number>
+__global__ void convert_kernel(Number *out, const float *x, int64_t count) {
+    wait_for_previous();
+    let_next_start();
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) from_float(out[i], x[i]);
+}
+
+template <class Number>
+void convert(const Device &device, Number *out, const float *x, int64_t count) {
+    launch(device, {dim3(blocks_for(count, block_threads)), block_threads}, convert_kernel<Number>, out, x, count);
+}
+#endif
+
 // ---- Rotary positions (Su et al. 2021, RoFormer) -----------------------------------------------------------
 
 // Angle per position of each of head_dim / 2 pairs: theta^(-2i / head_dim), rescaled as the checkpoint asks.
@@ -463,3 +729,50 @@ inline void swiglu(float *gate, const float *up, int64_t count) {
         }
     }
 }
+
+#ifdef HAS_CUDA
+// out = silu(gate) * up, as the next product reads it.
+template <class Number>
+__global__ void swiglu_kernel(Number *out, const float *gate, const float *up, int64_t count) {
+    wait_for_previous();
+    let_next_start();
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) from_float(out[i], silu(gate[i]) * up[i]);
+}
+
+template <class Number>
+void swiglu(const Device &device, Number *out, const float *gate, const float *up, int64_t count) {
+    launch(device, {dim3(blocks_for(count, block_threads)), block_threads}, swiglu_kernel<Number>, out, gate, up,
+           count);
+}
+
+// ---- The likeliest token, on the GPU -----------------------------------------------------------------------
+
+// A number that is as a whole larger where the logit is larger, and, between equals, where the token comes first. A
+// logit that is not finite is larger than all.
+__device__ inline unsigned long long rank_of(float logit, int token) {
+    uint32_t bits = bit_cast<uint32_t>(logit), order = bits & 0x80000000 ? ~bits : bits | 0x80000000;
+    if (!(fabsf(logit) <= FLT_MAX)) order = 0xffffffff;
+    return (unsigned long long)order << 32 | (uint32_t)~token;
+}
+
+__global__ void argmax_kernel(unsigned long long *best, const float *logits, int vocabulary) {
+    wait_for_previous();
+    let_next_start();
+    unsigned long long mine = 0;
+    const float *row = logits + (size_t)blockIdx.y * vocabulary;
+    for (int token = blockIdx.x * blockDim.x + threadIdx.x; token < vocabulary; token += gridDim.x * blockDim.x)
+        mine = max(mine, rank_of(row[token], token));
+    for (int step = warp_size / 2; step > 0; step /= 2) mine = max(mine, __shfl_xor_sync(all_lanes, mine, step));
+    if (lane_id() == 0) atomicMax(&best[blockIdx.y], mine);
+}
+
+// best[r] becomes the rank of the likeliest token of row r of logits (count, vocabulary); it must have been zero.
+inline void argmax(const Device &device, unsigned long long *best, const float *logits, int count, int vocabulary) {
+    dim3 blocks(std::min(blocks_for(vocabulary, 4 * block_threads), device.multiprocessors()), count);
+    launch(device, {blocks, block_threads}, argmax_kernel, best, logits, vocabulary);
+}
+
+// The token of a rank, or -1 where a logit is not finite.
+inline int token_of(unsigned long long rank) { return rank >> 32 == 0xffffffff ? -1 : (int)~(uint32_t)rank; }
+#endif

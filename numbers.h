@@ -539,6 +539,13 @@ using Floats = Aligned<float>;
 
 // ---- Rows --------------------------------------------------------------------------------------------------
 
+// Who encodes a row: one thread, or a warp (device.h) whose lanes share the work.
+struct Alone {
+    static constexpr int step = 1;
+    HOST_DEVICE int first() const { return 0; }
+    HOST_DEVICE float largest(float x) const { return x; }
+};
+
 // Numbers one after another, in a format that the machine converts itself. With u, the unit roundoff (half the
 // distance from 1 to the next number), a stored number is off by at most u times itself.
 template <class Number>
@@ -547,8 +554,9 @@ struct PlainRow {
     static constexpr int line_numbers = cache_line / (int)sizeof(Number);
     static constexpr bool key_groups = false;
     HOST_DEVICE static size_t row_bytes(int width) { return (size_t)width * sizeof(Number); }
-    HOST_DEVICE static void encode(char *row, const float *values, int width) {
-        for (int i = 0; i < width; i++) from_float(((Number *)row)[i], values[i]);
+    template <class Values, class Team = Alone>
+    HOST_DEVICE static void encode(char *row, const Values &values, int width, Team team = {}) {
+        for (int i = team.first(); i < width; i += team.step) from_float(((Number *)row)[i], values[i]);
     }
     // Numbers [channel, channel + lanes) of a row.
     static Vec decode(const char *row, int channel) { return load((const Number *)row + channel); }
