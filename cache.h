@@ -363,6 +363,8 @@ struct Cache {
     std::vector<int> reached;                  // (sequence): the most there were since it was empty
     std::vector<std::shared_ptr<void>> owned;  // the memory of all of them
     std::shared_ptr<PagePool> pool;
+    const Device *device = nullptr;  // whose memory it is; nullptr: the CPU's
+    int *device_table = nullptr;     // a copy of the page tables there
 };
 
 // Bytes of a cache. Payload: the numbers at their precision, the formula on top of this file. Metadata: all that
@@ -440,7 +442,29 @@ inline void open_pages(Cache &cache, Paged &paged) {
     paged.table = cache.pool->table.data();
 }
 
-inline Cache open_cache(const CacheShape &shape, Layout layout, Precision type_k, Precision type_v) {
+// What a cache must fit into, in bytes, and what that is.
+struct Room {
+    double bytes;
+    std::string name;
+};
+
+inline Room room_for_cache([[maybe_unused]] const Device *device) {
+#ifdef HAS_CUDA
+    if (device) return {(double)free_memory(), std::string("the free memory of ") + device->properties.name};
+#endif
+    return {(double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE), "this machine"};
+}
+
+inline std::shared_ptr<void> reserve_on([[maybe_unused]] const Device *device, size_t bytes) {
+#ifdef HAS_CUDA
+    if (device) return device_memory(*device, bytes, "the KV cache", "lower -c or --window");
+#endif
+    return reserve(bytes, "the KV cache");
+}
+
+// With a `device`, its memory is there.
+inline Cache open_cache(const CacheShape &shape, Layout layout, Precision type_k, Precision type_v,
+                        const Device *device = nullptr) {
     Cache cache{shape,
                 open_layout(shape, layout),
                 type_k,
@@ -454,22 +478,24 @@ inline Cache open_cache(const CacheShape &shape, Layout layout, Precision type_k
                 std::vector<int>(shape.sequences, 0),
                 std::vector<int>(shape.sequences, 0),
                 {},
-                {}};
+                {},
+                device,
+                nullptr};
     int64_t rows = rows_of(shape, cache.layout);
     double bytes = bytes_of(shape, cache.layout, type_k, type_v, (double)rows).total();
-    double machine = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE);
-    if (bytes > machine) {
+    Room room = room_for_cache(device);
+    if (bytes > room.bytes) {
         fail(
-            "the KV cache needs %.1f GiB for %lld positions, this machine has %.1f GiB: lower -c or --window, or "
-            "choose a "
-            "smaller --kv type",
-            bytes / 0x1p30, (long long)rows, machine / 0x1p30);
+            "the KV cache needs %.1f GiB for %lld positions, %s has %.1f GiB, enough for %.0f: lower -c or --window, "
+            "or choose a smaller --kv type",
+            bytes / 0x1p30, (long long)rows, room.name.c_str(), room.bytes / 0x1p30,
+            std::floor((double)rows * room.bytes / bytes));
     }
     auto take = [&](CacheRows &side, const Precision &type, int width, int64_t count) {
         size_t row_bytes = std::visit([&](auto format) { return format.row_bytes(width); }, type);
         side = {nullptr, row_bytes, width, shape.kv_heads, count};
         if (count == 0) return;
-        cache.owned.push_back(reserve(side.bytes(shape.layers), "the KV cache"));
+        cache.owned.push_back(reserve_on(device, side.bytes(shape.layers)));
         side.data = (char *)cache.owned.back().get();
     };
     take(cache.keys, type_k, shape.key_width, rows);
@@ -481,6 +507,10 @@ inline Cache open_cache(const CacheShape &shape, Layout layout, Precision type_k
         take(cache.sink_values, F32{}, shape.value_width, (int64_t)shape.sequences * ring->sinks);
     }
     if (auto *paged = std::get_if<Paged>(&cache.layout)) open_pages(cache, *paged);
+    if (device && cache.pool) {
+        cache.owned.push_back(reserve_on(device, cache.pool->table.size() * sizeof(int)));
+        cache.device_table = (int *)cache.owned.back().get();
+    }
     return cache;
 }
 
@@ -525,6 +555,54 @@ inline void find_runs(std::vector<Run> &runs, const Cache &cache, int sequence, 
         cache.layout);
 }
 
+// ---- As kernels see it -------------------------------------------------------------------------------------
+
+#ifdef HAS_CUDA
+// One of the types of a list, as std::variant holds it: kernels can visit this.
+template <class List>
+struct OnDevice;
+template <class... Types>
+struct OnDevice<std::variant<Types...>> {
+    using List = std::variant<Types...>;
+    int index = 0;
+    alignas(Types...) char bytes[std::max({sizeof(Types)...})] = {};
+    OnDevice() = default;
+    OnDevice(const List &choice) : index((int)choice.index()) {
+        std::visit([&](auto &chosen) { memcpy(bytes, &chosen, sizeof chosen); }, choice);
+    }
+    // use(chosen). All threads of a warp take the same way.
+    template <int i = 0, class Use>
+    __device__ auto visit(Use use) const {
+        if constexpr (i + 1 < (int)sizeof...(Types))
+            if (index != i) return visit<i + 1>(use);
+        return use(*(const std::variant_alternative_t<i, List> *)bytes);
+    }
+};
+
+// A cache on the card: what is passed to kernels. Page tables are there, too.
+struct CacheView {
+    OnDevice<Layout> layout;
+    OnDevice<Precision> type_k, type_v;
+    CacheRows keys, values, recent_keys, recent_values, sink_keys, sink_values;
+    int sinks = 0;  // of a ring
+    __device__ int64_t row_of(int sequence, int position) const {
+        return layout.visit([&](auto &chosen) { return chosen.row(sequence, position); });
+    }
+};
+
+inline CacheView view_of(const Cache &cache) {
+    CacheView view{cache.layout,      cache.type_k,        cache.type_v,    cache.keys,        cache.values,
+                   cache.recent_keys, cache.recent_values, cache.sink_keys, cache.sink_values, 0};
+    if (auto *ring = std::get_if<Ring>(&cache.layout)) view.sinks = ring->sinks;
+    if (auto *paged = std::get_if<Paged>(&cache.layout)) {
+        Paged there = *paged;
+        there.table = cache.device_table;
+        view.layout = Layout(there);
+    }
+    return view;
+}
+#endif
+
 // ---- Growing and shrinking ---------------------------------------------------------------------------------
 
 inline int pages_for(const Paged &paged, int positions) {
@@ -545,6 +623,11 @@ inline void take_pages(Cache &cache, const Paged &paged, int sequence, int from,
         pool.references[page] = 1;
         pool.table[(size_t)sequence * paged.pages_per_sequence + logical] = page;
     }
+#ifdef HAS_CUDA
+    size_t changed = (size_t)sequence * paged.pages_per_sequence + first;
+    if (cache.device && last > first)
+        copy(*cache.device, cache.device_table + changed, &pool.table[changed], (last - first) * sizeof(int));
+#endif
 }
 
 // Takes a sequence's pages behind `length` positions from its table; a page that no table holds any more is free.
@@ -583,31 +666,76 @@ void for_each_side(Cache &cache, Use use) {
     use(std::false_type{}, cache.type_v, cache.values, cache.recent_values);
 }
 
-// The block in which a cut sequence ends may be quantized already: its positions become recent again, as they read.
-inline void restore_recent(Cache &cache, int sequence, int length) {
-    int begin = (length - 1) / group_size * group_size;
-    auto restore = [&](auto format, auto keys, const CacheRows &rows, const CacheRows &recent, int layer, int head) {
+// Channel c of position t in a full block is in the row of which position, and what it reads as.
+template <class Format, bool keys>
+HOST_DEVICE int holder_of(int t, int c, int width) {
+    return keys ? t / group_size * group_size + c / Format::groups(width) : t;
+}
+template <class Format, bool keys>
+HOST_DEVICE f16 restored(const char *row, int t, int c, int width) {
+    const auto &group = Format::group(row, keys ? c % Format::groups(width) : c / group_size);
+    float number = group.number(keys ? t % group_size : c % group_size);
+    f16 result;  // the largest f16 may read as half a step more, which f16 has not
+    from_float(result, number > 65504 ? 65504 : number < -65504 ? -65504 : number);
+    return result;
+}
+
+#ifdef HAS_CUDA
+// restore_recent() on the card: a block of threads for each layer and KV head.
+template <bool keys>
+__device__ void restore_side(const CacheView &cache, int sequence, int length) {
+    const CacheRows &rows = keys ? cache.keys : cache.values, &recent = keys ? cache.recent_keys : cache.recent_values;
+    int begin = (length - 1) / group_size * group_size, layer = blockIdx.x, head = blockIdx.y, width = rows.width;
+    auto restore = [&](auto format) {
         using Format = decltype(format);
-        std::vector<float> numbers(rows.width);
-        for (int t = begin; t < length; t++) {
-            for (int c = 0; c < rows.width; c++) {
-                // Channel c of position t: in a row of the block, or in the position's own.
-                int n = Format::groups(rows.width), group = keys ? c % n : c / group_size;
-                const char *row = rows.at(layer, row_of(cache, sequence, keys ? begin + c / n : t), head);
-                float number = Format::group(row, group).number(keys ? t - begin : c % group_size);
-                // The largest f16 may read as half a step more, which f16 has not.
-                numbers[c] = number > 65504 ? 65504 : number < -65504 ? -65504 : number;
+        if constexpr (Format::key_groups) {
+            for (int i = threadIdx.x; i < (length - begin) * width; i += blockDim.x) {
+                int t = begin + i / width, c = i % width;
+                int64_t row = cache.row_of(sequence, holder_of<Format, keys>(t, c, width));
+                f16 *to = (f16 *)recent.at(layer, sequence * group_size + t - begin, head);
+                to[c] = restored<Format, keys>(rows.at(layer, row, head), t, c, width);
             }
-            F16::encode(recent.at(layer, sequence * group_size + t - begin, head), numbers.data(), recent.width);
         }
     };
+    (keys ? cache.type_k : cache.type_v).visit(restore);
+}
+
+__global__ void restore_recent_kernel(CacheView cache, int sequence, int length) {
+    wait_for_previous();
+    let_next_start();
+    restore_side<true>(cache, sequence, length);
+    restore_side<false>(cache, sequence, length);
+}
+
+inline void restore_recent(const Device &device, const Cache &cache, int sequence, int length) {
+    dim3 blocks(cache.shape.layers, cache.shape.kv_heads);
+    launch(device, {blocks, 128}, restore_recent_kernel, view_of(cache), sequence, length);
+}
+#endif
+
+// The block in which a cut sequence ends may be quantized already: its positions become recent again, as they read.
+inline void restore_recent(Cache &cache, int sequence, int length) {
+#ifdef HAS_CUDA
+    if (cache.device) return restore_recent(*cache.device, cache, sequence, length);
+#endif
+    int begin = (length - 1) / group_size * group_size;
     for_each_side(cache, [&](auto keys, const Precision &type, const CacheRows &rows, const CacheRows &recent) {
+        auto restore = [&](auto format, int layer, int head) {
+            using Format = decltype(format);
+            for (int t = begin; t < length; t++) {
+                f16 *to = (f16 *)recent.at(layer, sequence * group_size + t - begin, head);
+                for (int c = 0; c < rows.width; c++) {
+                    int position = holder_of<Format, keys>(t, c, rows.width);
+                    to[c] = restored<Format, keys>(rows.at(layer, row_of(cache, sequence, position), head), t, c,
+                                                   rows.width);
+                }
+            }
+        };
         std::visit(
             [&](auto format) {
                 if constexpr (decltype(format)::key_groups)
                     for (int layer = 0; layer < cache.shape.layers; layer++)
-                        for (int head = 0; head < cache.shape.kv_heads; head++)
-                            restore(format, keys, rows, recent, layer, head);
+                        for (int head = 0; head < cache.shape.kv_heads; head++) restore(format, layer, head);
             },
             type);
     });
@@ -719,46 +847,3 @@ inline void keep_recent(Cache &cache, int layer, const Span &span, int kv_head, 
         }
     });
 }
-
-// ---- As kernels see it -------------------------------------------------------------------------------------
-
-#ifdef HAS_CUDA
-// One of the types of a list, as std::variant holds it: kernels can visit this.
-template <class List>
-struct OnDevice;
-template <class... Types>
-struct OnDevice<std::variant<Types...>> {
-    using List = std::variant<Types...>;
-    int index = 0;
-    alignas(Types...) char bytes[std::max({sizeof(Types)...})] = {};
-    OnDevice() = default;
-    OnDevice(const List &choice) : index((int)choice.index()) {
-        std::visit([&](auto &chosen) { memcpy(bytes, &chosen, sizeof chosen); }, choice);
-    }
-    // use(chosen). All threads of a warp take the same way.
-    template <int i = 0, class Use>
-    __device__ auto visit(Use use) const {
-        if constexpr (i + 1 < (int)sizeof...(Types))
-            if (index != i) return visit<i + 1>(use);
-        return use(*(const std::variant_alternative_t<i, List> *)bytes);
-    }
-};
-
-// A cache on the card: what is passed to kernels. Page tables are there, too.
-struct CacheView {
-    OnDevice<Layout> layout;
-    OnDevice<Precision> type_k, type_v;
-    CacheRows keys, values, recent_keys, recent_values, sink_keys, sink_values;
-    int sinks = 0;  // of a ring
-    __device__ int64_t row_of(int sequence, int position) const {
-        return layout.visit([&](auto &chosen) { return chosen.row(sequence, position); });
-    }
-};
-
-inline CacheView view_of(const Cache &cache) {
-    CacheView view{cache.layout,      cache.type_k,        cache.type_v,    cache.keys,        cache.values,
-                   cache.recent_keys, cache.recent_values, cache.sink_keys, cache.sink_values, 0};
-    if (auto *ring = std::get_if<Ring>(&cache.layout)) view.sinks = ring->sinks;
-    return view;
-}
-#endif

@@ -8,6 +8,8 @@
 //   the last part        asynchronous copies, matrix fragments and products, each with its plain twin
 #pragma once
 
+struct Device;
+
 #if defined(__CUDACC__) || defined(CUDA_ON_CPU)
 #define HAS_CUDA
 
