@@ -100,7 +100,7 @@ need:
 	  $(if $(findstring clang,$(CXX)),/usr/lib/llvm-*/lib/libomp.so:libomp-dev))
 
 need-tests: need
-	$(call need_packages,$(INCLUDE)/doctest/doctest.h:doctest-dev)
+	$(call need_packages,$(INCLUDE)/doctest/doctest.h:doctest-dev $(INCLUDE)/boost/context/fiber.hpp:libboost-context-dev)
 
 need-fuzz: need
 	$(call need_packages,clang++:clang /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a:libclang-rt-14-dev)
@@ -124,6 +124,10 @@ build/tokenizer.o: tokenizer.c tokenizer.h build/flags
 
 build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) build/tokenizer.o build/flags
 	$(CXX) $(CXXFLAGS) $< build/tokenizer.o $(LIBS) -o $@
+
+# Tests that run the kernels on the CPU (tests/cuda_on_cpu.h) do so under the sanitizers in every build.
+build/test_cuda%: CXXFLAGS += $(SANITIZE)
+build/test_cuda% build/asan/test_cuda%: LIBS += -lboost_context
 
 build/asan/llm: $(SOURCES) build/asan/tokenizer.o
 	$(CXX) $(CXXFLAGS) $(SANITIZE) -x c++ llm.cu -x none build/asan/tokenizer.o $(LIBS) -o $@
