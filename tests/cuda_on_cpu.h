@@ -100,16 +100,17 @@ inline uint3 threadIdx, blockIdx;
 inline dim3 blockDim, gridDim;
 constexpr int warpSize = 32;
 
-// As in CUDA the smaller or larger of a number and NaN is the number.
-inline int min(int a, int b) { return b < a ? b : a; }
-inline int max(int a, int b) { return a < b ? b : a; }
-inline unsigned min(unsigned a, unsigned b) { return b < a ? b : a; }
-inline unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
-inline long min(long a, long b) { return b < a ? b : a; }
-inline long max(long a, long b) { return a < b ? b : a; }
-inline unsigned long min(unsigned long a, unsigned long b) { return b < a ? b : a; }
-inline unsigned long max(unsigned long a, unsigned long b) { return a < b ? b : a; }
-inline float min(float a, float b) { return fminf(a, b); }
+#define MIN_AND_MAX(Number)                                         \
+    inline Number min(Number a, Number b) { return b < a ? b : a; } \
+    inline Number max(Number a, Number b) { return a < b ? b : a; }
+MIN_AND_MAX(int)
+MIN_AND_MAX(unsigned)
+MIN_AND_MAX(long)
+MIN_AND_MAX(unsigned long)
+MIN_AND_MAX(long long)
+MIN_AND_MAX(unsigned long long)
+#undef MIN_AND_MAX
+inline float min(float a, float b) { return fminf(a, b); }  // the number, if the other one is NaN
 inline float max(float a, float b) { return fmaxf(a, b); }
 
 inline float __expf(float x) { return expf(x); }
