@@ -812,7 +812,7 @@ struct AttentionTask {
 };
 
 // The vector of a tile's query q, which is query head kv_head * group + q % group of its token q / group.
-inline size_t query_head(const Span &tile, int kv_head, int q, const Heads &heads) {
+HOST_DEVICE inline size_t query_head(const Span &tile, int kv_head, int q, const Heads &heads) {
     int group = heads.group();
     return (size_t)(tile.row + q / group) * heads.query + kv_head * group + q % group;
 }

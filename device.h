@@ -246,6 +246,17 @@ struct Warp {
     }
 };
 
+// 2^x within 2 units in the last place, in one instruction; 0 below 2^-126.
+__device__ inline float exp2_fast(float x) {
+#ifdef CUDA_ON_CPU
+    return x < -126 ? 0 : exp2f(x);
+#else
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+#endif
+}
+
 // 16 bytes that are read once: they do not push out of the L1 what is read often. `from` is aligned to 16 bytes.
 __device__ inline uint4 load_once(const void *from) {
 #ifdef CUDA_ON_CPU
