@@ -276,8 +276,8 @@ struct CachedHead {
     __device__ float key(const Format &format, int t, int channel) const {
         if constexpr (Format::key_groups) {
             if (recent(t)) return recent_number(cache.recent_keys, t, channel);
-            int n = Format::groups(cache.keys.width), begin = t / group_size * group_size;
-            return Format::group(row(cache.keys, begin + channel / n), channel % n).number(t - begin);
+            int width = cache.keys.width, holder = holder_of<Format, true>(t, channel, width);
+            return Format::group(row(cache.keys, holder), channel % Format::groups(width)).number(t % group_size);
         } else {
             return number_of(format, row(cache.keys, t), channel);
         }
@@ -294,6 +294,267 @@ struct CachedHead {
     }
 };
 
+// ---- Decoding on the GPU, number by number -----------------------------------------------------------------
+//
+// The queries of single rows over their cached positions. These are cut into splits, one for a block of threads
+// (Dao et al. 2023, Flash-Decoding), whose partial results a second kernel merges from the first to the last. The
+// number of splits is fixed, so a row has the same bits alone and in company; how long they are is computed from the
+// row's position, so that a captured graph can be replayed at the next one.
+//
+// Scores are counted in powers of two: score = log2(e) q . k / sqrt(D), and a weight is 2^(score - most).
+
+constexpr int batch_heads = 8;   // query heads of a group that share one read of the cache
+constexpr int least_split = 64;  // positions: shorter ones cost more to merge than they save
+constexpr int attend_threads = 128;
+
+// Partial results of a pass. Part 0 is that of the sinks, part 1 the first split.
+struct Parts {
+    Partial *partials;  // (row, query head, part)
+    float *values;      // (row, query head, part, value_width)
+    int splits, value_width;
+    HOST_DEVICE int count() const { return splits + 1; }
+    HOST_DEVICE size_t index(size_t query_head, int part) const { return query_head * count() + part; }
+};
+
+// The memory of parts, enough for any pass of a cache.
+struct DeviceScratch {
+    int splits = 0, value_width = 0;
+    DeviceArray<Partial> partials;
+    DeviceArray<float> values;
+    Parts parts() const { return {partials.data(), values.data(), splits, value_width}; }
+};
+
+HOST_DEVICE inline int batches_of(const Heads &heads) { return (heads.group() + batch_heads - 1) / batch_heads; }
+
+// For passes of up to `count` rows, of sequences of up to `capacity` visible positions. There are as many splits as let
+// a single sequence fill the card, `resident` blocks on a multiprocessor. Allocates: not while a graph is captured.
+inline void prepare_scratch(const Device &device, DeviceScratch &scratch, const Heads &heads, int value_width,
+                            int count, int64_t capacity) {
+    constexpr int resident = 3;
+    int64_t fill = device.multiprocessors() * resident / (heads.kv * batches_of(heads));
+    int64_t most = (capacity + group_size - 1 + least_split - 1) / least_split;
+    scratch.splits = (int)std::max<int64_t>(1, std::min(fill, most));
+    scratch.value_width = value_width;
+    size_t parts = (size_t)count * heads.query * scratch.parts().count();
+    scratch.partials.resize(device, parts);
+    scratch.values.resize(device, parts * value_width);
+}
+
+// The positions that a row's query sees, cut into at most so many splits; cuts are at multiples of 32.
+struct Splits {
+    int first, end, origin, length, used;
+    __device__ Splits(const Visible &visible, int position, int splits)
+        : first(visible.first(position)), end(position + 1), origin(first / group_size * group_size) {
+        int even = (end - origin + splits - 1) / splits;
+        length = max(least_split, (even + group_size - 1) / group_size * group_size);
+        used = (end - origin + length - 1) / length;
+    }
+    __device__ int begin_of(int split) const { return max(first, origin + split * length); }
+    __device__ int end_of(int split) const { return min(end, origin + (split + 1) * length); }
+};
+
+// The query heads of a block: batch `i` of those of all groups, up to 8 that read one KV head.
+struct HeadBatch {
+    int kv_head, first, count;
+    __device__ HeadBatch(const Heads &heads, int i) {
+        int begin = i % batches_of(heads) * batch_heads;
+        kv_head = i / batches_of(heads);
+        first = kv_head * heads.group() + begin;
+        count = min(batch_heads, heads.group() - begin);
+    }
+};
+
+// Number `channel` of sink i's key, turned to where the query of `head` sees it.
+__device__ inline float sink_key(const DeviceAttention &task, const CachedHead &head, int i, int channel) {
+    int half = task.heads.width / 2, shift = task.visible.shift(head.reader);
+    int64_t row = task.sinks_turned ? i : (int64_t)head.sequence * task.cache.sinks + i;
+    const float *key = (const float *)task.cache.sink_keys.at(task.layer, row, head.kv_head);
+    float sine, cosine, other = channel < half ? -key[channel + half] : key[channel - half];
+    sincosf(rope_angle(task.sinks_turned ? shift : shift + i, task.frequencies[channel % half]), &sine, &cosine);
+    return key[channel] * cosine + other * sine;
+}
+
+__device__ inline float sink_value(const DeviceAttention &task, const CachedHead &head, int i, int channel) {
+    int64_t row = task.sinks_turned ? i : (int64_t)head.sequence * task.cache.sinks + i;
+    return ((const float *)task.cache.sink_values.at(task.layer, row, head.kv_head))[channel];
+}
+
+// What a block of threads knows of its query heads.
+struct HeadsInShared {
+    int key_width, value_width;
+    Shared<float> query;            // (batch_heads, key_width)
+    Shared<float> weights;          // (batch_heads, 32): first the scores of a tile of positions
+    Shared<float> most, sum, fade;  // (batch_heads); fade: what becomes of earlier weights as `most` grows
+    Shared<float> values;           // (batch_heads, value_width)
+    __device__ HeadsInShared(int key_width, int value_width) : key_width(key_width), value_width(value_width) {
+        SharedMemory memory;
+        query = memory.take<float>(batch_heads * key_width);
+        weights = memory.take<float>(batch_heads * warp_size);
+        most = memory.take<float>(batch_heads);
+        sum = memory.take<float>(batch_heads);
+        fade = memory.take<float>(batch_heads);
+        values = memory.take<float>(batch_heads * value_width);
+    }
+    static size_t bytes(int key_width, int value_width) {
+        size_t all = 0;
+        for (int numbers : {key_width, warp_size, 1, 1, 1, value_width})
+            all += shared_size(batch_heads * numbers * sizeof(float));
+        return all;
+    }
+};
+
+// weights = the scores of positions [begin, begin + count), a position for each warp in turn.
+template <class Key>
+__device__ void score_tile(const HeadsInShared &heads, int begin, int count, Key key) {
+    float factor = 1.44269504f / sqrtf((float)heads.key_width);
+    for (int i = warp_id(); i < count; i += blockDim.x / warp_size) {
+        float scores[batch_heads] = {};
+        for (int c = lane_id(); c < heads.key_width; c += warp_size) {
+            float number = key(begin + i, c);
+            UNROLL for (int h = 0; h < batch_heads; h++) scores[h] += heads.query[h * heads.key_width + c] * number;
+        }
+        UNROLL for (int h = 0; h < batch_heads; h++) {
+            float score = factor * warp_sum(scores[h]);
+            if (lane_id() == h) heads.weights[h * warp_size + i] = score;
+        }
+    }
+}
+
+// Scores become weights: online softmax (Milakov and Gimelshein 2018), a warp for each head, a lane for each position.
+__device__ inline void softmax_tile(const HeadsInShared &heads, int count) {
+    for (int h = warp_id(); h < batch_heads; h += blockDim.x / warp_size) {
+        bool there = lane_id() < count;
+        float score = there ? heads.weights[h * warp_size + lane_id()] : -INFINITY, before = heads.most[h];
+        float most = fmaxf(before, warp_max(score)), weight = there ? exp2_fast(score - most) : 0;
+        float fade = exp2_fast(before - most), sum = heads.sum[h] * fade + warp_sum(weight);
+        heads.weights[h * warp_size + lane_id()] = weight;
+        __syncwarp();
+        if (lane_id() == 0) heads.most[h] = most, heads.sum[h] = sum, heads.fade[h] = fade;
+    }
+}
+
+// values += the weighted values of positions [begin, begin + count), a channel for each thread in turn.
+template <class Value>
+__device__ void add_tile(const HeadsInShared &heads, int begin, int count, Value value) {
+    for (int c = threadIdx.x; c < heads.value_width; c += blockDim.x) {
+        float sums[batch_heads];
+        UNROLL for (int h = 0; h < batch_heads; h++) sums[h] = heads.values[h * heads.value_width + c] * heads.fade[h];
+        for (int i = 0; i < count; i++) {
+            float number = value(begin + i, c);
+            UNROLL for (int h = 0; h < batch_heads; h++) sums[h] += heads.weights[h * warp_size + i] * number;
+        }
+        UNROLL for (int h = 0; h < batch_heads; h++) heads.values[h * heads.value_width + c] = sums[h];
+    }
+}
+
+// score(begin, count) and add(begin, count) for the positions [begin, end), 32 at a time.
+template <class Score, class Add>
+__device__ void attend_tiles(const HeadsInShared &heads, int begin, int end, Score score, Add add) {
+    for (int tile = begin; tile < end; tile += warp_size) {
+        int count = min(warp_size, end - tile);
+        score(tile, count);
+        __syncthreads();
+        softmax_tile(heads, count);
+        __syncthreads();
+        add(tile, count);
+        __syncthreads();
+    }
+}
+
+__device__ inline void begin_heads(const HeadsInShared &heads, const DeviceAttention &task, const HeadBatch &batch,
+                                   int row) {
+    const float *query = task.query + ((size_t)row * task.heads.query + batch.first) * heads.key_width;
+    for (int i = threadIdx.x; i < batch_heads * heads.key_width; i += blockDim.x)
+        heads.query[i] = i < batch.count * heads.key_width ? query[i] : 0;
+    for (int i = threadIdx.x; i < batch_heads * heads.value_width; i += blockDim.x) heads.values[i] = 0;
+    if (threadIdx.x < batch_heads) heads.most[threadIdx.x] = -INFINITY, heads.sum[threadIdx.x] = 0;
+    __syncthreads();
+}
+
+__device__ inline void store_part(const Parts &to, const HeadsInShared &heads, size_t query_head, int count, int part) {
+    int width = heads.value_width;
+    for (int i = threadIdx.x; i < count * width; i += blockDim.x)
+        to.values[to.index(query_head + i / width, part) * width + i % width] = heads.values[i];
+    if ((int)threadIdx.x < count) {
+        Partial &partial = to.partials[to.index(query_head + threadIdx.x, part)];
+        partial.most = heads.most[threadIdx.x];
+        partial.sum = heads.sum[threadIdx.x];
+    }
+}
+
+// A block for each part from `first_part` on, for each batch of query heads and each row.
+__global__ void attend_plain_kernel(DeviceAttention task, Parts to, const Span *rows, int first_part) {
+    HeadsInShared heads(task.heads.width, to.value_width);
+    wait_for_previous();
+    let_next_start();
+    Span row = rows[blockIdx.z];
+    HeadBatch batch(task.heads, blockIdx.y);
+    Splits splits(task.visible, row.position, to.splits);
+    int part = first_part + blockIdx.x, sinks = task.visible.dropped(row.position) ? task.visible.sinks : 0;
+    int begin = part == 0 ? 0 : splits.begin_of(part - 1), end = part == 0 ? sinks : splits.end_of(part - 1);
+    if (begin >= end) return;
+    begin_heads(heads, task, batch, row.row);
+    CachedHead head = {task.cache, task.layer, row.sequence, batch.kv_head, row.position};
+    if (part == 0) {
+        auto key = [&](int i, int c) { return sink_key(task, head, i, c); };
+        auto value = [&](int i, int c) { return sink_value(task, head, i, c); };
+        auto score = [&](int begin, int count) { score_tile(heads, begin, count, key); };
+        auto add = [&](int begin, int count) { add_tile(heads, begin, count, value); };
+        attend_tiles(heads, begin, end, score, add);
+    } else {
+        auto score = [&](int begin, int count) {
+            task.cache.type_k.visit([&](auto format) {
+                score_tile(heads, begin, count, [&](int t, int c) { return head.key(format, t, c); });
+            });
+        };
+        auto add = [&](int begin, int count) {
+            task.cache.type_v.visit([&](auto format) {
+                add_tile(heads, begin, count, [&](int t, int c) { return head.value(format, t, c); });
+            });
+        };
+        attend_tiles(heads, begin, end, score, add);
+    }
+    store_part(to, heads, (size_t)blockIdx.z * task.heads.query + batch.first, batch.count, part);
+}
+
+// out = the parts of a query head together, always added up from the first to the last. A block for each query head
+// and row.
+__global__ void merge_parts_kernel(DeviceAttention task, Parts from, const Span *rows) {
+    wait_for_previous();
+    let_next_start();
+    Span row = rows[blockIdx.y];
+    int width = from.value_width, head = blockIdx.x, end = 1 + Splits(task.visible, row.position, from.splits).used;
+    int begin = task.visible.sinks > 0 && task.visible.dropped(row.position) ? 0 : 1;
+    size_t at = from.index((size_t)blockIdx.y * task.heads.query + head, 0);
+    float most = -INFINITY;
+    for (int part = begin + lane_id(); part < end; part += warp_size) most = fmaxf(most, from.partials[at + part].most);
+    most = warp_max(most);
+    for (int c = threadIdx.x; c < width; c += blockDim.x) {
+        float sum = 0, value = 0;
+        for (int part = begin; part < end; part++) {
+            const Partial &partial = from.partials[at + part];
+            float factor = exp2_fast(partial.most - most);
+            sum += partial.sum * factor;
+            value += from.values[(at + part) * width + c] * factor;
+        }
+        task.out[((size_t)row.row * task.heads.query + head) * width + c] = value / sum;
+    }
+}
+
+// attend() for single rows: rows[0, count) on the card, each with the row of the pass, sequence and position of a query
+// whose key and value have been stored.
+//
+// Where the CPU's result is within a bound of the equation (tests/reference.h), so is this one, within the same: its
+// sums are shorter chains.
+inline void attend_rows_plain(const Device &device, DeviceScratch &scratch, const DeviceAttention &task,
+                              const Span *rows, int count) {
+    Parts parts = scratch.parts();
+    int first = task.visible.sinks > 0 ? 0 : 1;
+    dim3 blocks(parts.count() - first, task.heads.kv * batches_of(task.heads), count);
+    size_t shared_bytes = HeadsInShared::bytes(task.heads.width, parts.value_width);
+    launch(device, {blocks, attend_threads, shared_bytes}, attend_plain_kernel, task, parts, rows, first);
+    launch(device, {dim3(task.heads.query, count), attend_threads}, merge_parts_kernel, task, parts, rows);
+}
 #endif
 
 // ---- Rung 2: over cached rows, in splits -------------------------------------------------------------------
