@@ -14,6 +14,7 @@
 
 #include "attention.cu"
 #include "cache.h"
+#include "device.h"
 #include "layers.cu"
 #include "model.h"
 #include "tokenizer.h"
@@ -162,8 +163,8 @@ inline ReadValue layout_or_none() {
 
 inline ReadValue device() {
     return [](Options &options, const std::string &flag, const std::string &value) {
-        if (value != "auto" && value != "cpu")
-            fail("%s %s: unknown device; this build computes on the CPU: auto or cpu", flag.c_str(), value.c_str());
+        if (value != "auto" && value != "cpu" && value != "cuda")
+            fail("%s %s: unknown device; known are auto cpu cuda", flag.c_str(), value.c_str());
         options.device = value;
     };
 }
@@ -247,7 +248,7 @@ inline const std::vector<Flag> &flags() {
         {{"--dump-logits"}, "FILE.npy", "generate",
          "float32 [positions, vocabulary]: a row for each prompt position, then one for each generated token",
          text(&O::dump_logits)},
-        {{"--device"}, "NAME", run, "auto or cpu (default auto)", device()},
+        {{"--device"}, "NAME", run, "cpu, cuda, or auto: the GPU if there is one (default auto)", device()},
         {{"--json"}, "", "*", "one JSON object on stdout", turn_on(&O::json)},
         {{"-h", "--help"}, "", "*", "this text", turn_on(&O::help)},
     };
@@ -397,10 +398,55 @@ struct Rows {
     }
 };
 
+#ifdef HAS_CUDA
+// The work of a decoding step, recorded once and replayed: else the host, some microseconds a launch, would be slower
+// than the card. Positions and tokens are data.
+struct StepGraph {
+    cudaGraphExec_t step = nullptr;
+    CacheView cache;  // what it was recorded for
+    int rows = 0;
+    bool is_for(const CacheView &other, int count) const {
+        return step && rows == count && cache.keys.data == other.keys.data && cache.values.data == other.values.data &&
+               cache.type_k.index == other.type_k.index && cache.type_v.index == other.type_v.index &&
+               cache.layout.index == other.layout.index &&
+               memcmp(cache.layout.bytes, other.layout.bytes, sizeof other.layout.bytes) == 0;
+    }
+    void drop() {
+        if (step) cudaGraphExecDestroy(step);
+        step = nullptr;
+    }
+    ~StepGraph() { drop(); }
+};
+
+// The model on the card, and what its passes need there.
+struct Gpu {
+    Device device;  // first: it goes last
+    Model model;    // its tensors are on the card
+    std::shared_ptr<void> weights;
+    DeviceArray<float> frequencies;
+    DeviceArray<float> x, query, key, value, attended, gate, up;  // as in Engine
+    DeviceArray<float> inputs;                                    // what products of many rows read, of any type
+    DeviceArray<float> normed, logits;                            // (rows, vocabulary)
+    DeviceArray<unsigned long long> best;                         // (rows): rank of the likeliest token
+    DeviceArray<int> tokens;
+    DeviceArray<Span> spans;
+    DeviceScratch scratch;
+    StepGraph graph;
+    bool has_logits = false;  // of the last pass, for all its rows
+};
+#endif
+
 struct Engine {
     Model model;
     Heads heads;
     int threads;
+    std::string device_name;  // what computes, for notes
+#ifdef HAS_CUDA
+    std::unique_ptr<Gpu> gpu;  // where the model computes, if it is not the CPU
+    const Device *device() const { return gpu ? &gpu->device : nullptr; }
+#else
+    const Device *device() const { return nullptr; }
+#endif
     std::vector<float> frequencies;  // (head_dim / 2): radians per position
     // Activations of a pass, in float32:
     Floats x;                   // (rows, hidden): the residual stream
@@ -431,6 +477,137 @@ inline void make_room(Engine &engine, int rows) {
     size_t widest = std::max({(size_t)config.hidden, (size_t)config.ffn, query_width});
     engine.bf16_inputs.resize(amx_allowed() ? bf16_parts * (size_t)padded_count(rows) * widest : 0);
 }
+
+#ifdef HAS_CUDA
+template <class AnyModel, class Use>
+void for_each_tensor(AnyModel &model, Use use) {
+    for (auto *tensor : {&model.embedding, &model.final_norm, &model.head}) use(*tensor);
+    for (auto &layer : model.layers) {
+        for (auto *linear :
+             {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down})
+            use(linear->weight), use(linear->bias);
+        for (auto *tensor : {&layer.attention_norm, &layer.query_norm, &layer.key_norm, &layer.mlp_norm}) use(*tensor);
+    }
+}
+
+// Products that are computed in one launch read weights of one type.
+inline void check_types(const Model &model) {
+    for (const LayerWeights &layer : model.layers) {
+        DType qkv = layer.query.weight.type, mlp = layer.gate.weight.type;
+        if (layer.key.weight.type != qkv || layer.value.weight.type != qkv || layer.up.weight.type != mlp)
+            fail("this checkpoint's q, k and v, or its gate and up, differ in type: --device cpu computes such models");
+    }
+}
+
+// Copies the weights, once, from the file's mapping to the card, with a progress line.
+inline void upload_weights(Gpu &gpu, const Model &model) {
+    constexpr size_t alignment = 256, piece = 64 << 20;
+    check_types(model);
+    std::map<const void *, std::pair<size_t, size_t>> places;  // a tensor in memory -> where on the card, its bytes
+    size_t total = 0, done = 0;
+    for_each_tensor(model, [&](const Tensor &tensor) {
+        size_t bytes = (size_t)(tensor.rows * tensor.cols) * dtype_bytes(tensor.type);
+        if (!tensor.data || !places.insert({tensor.data, {total, bytes}}).second) return;  // a tied head
+        total += (bytes + alignment - 1) / alignment * alignment;
+    });
+    if (total > free_memory()) {
+        fail(
+            "the weights need %.3f GiB, %s has %.3f GiB free, enough for %.2f G parameters of this type: choose a "
+            "smaller model, or --device cpu",
+            (double)total / 0x1p30, gpu.device.properties.name, (double)free_memory() / 0x1p30,
+            (double)model.parameters * free_memory() / total / 1e9);
+    }
+    gpu.weights = device_memory(gpu.device, total, "the weights", "choose a smaller model, or --device cpu");
+    char *start = (char *)gpu.weights.get();
+    for (auto &[data, place] : places) {
+        for (size_t at = 0; at < place.second; at += piece, done += piece) {
+            copy(gpu.device, start + place.first + at, (const char *)data + at, std::min(piece, place.second - at));
+            if (isatty(2)) fprintf(stderr, "\rweights to the GPU: %3.0f %%", std::min(100.0, 100.0 * done / total));
+        }
+    }
+    if (isatty(2)) fprintf(stderr, "\r%24s\r", "");
+    gpu.model.config = model.config;
+    gpu.model.embedding = model.embedding;
+    gpu.model.final_norm = model.final_norm;
+    gpu.model.head = model.head;
+    gpu.model.layers = model.layers;
+    for_each_tensor(gpu.model, [&](Tensor &tensor) {
+        if (tensor.data) tensor.data = start + places.at(tensor.data).first;
+    });
+}
+
+inline void make_room(Gpu &gpu, int rows) {
+    const Config &config = gpu.model.config;
+    size_t count = (size_t)rows, query_width = (size_t)config.heads * config.head_dim;
+    size_t kv_width = (size_t)config.kv_heads * config.head_dim, before = gpu.x.room;
+    gpu.x.resize(gpu.device, count * config.hidden);
+    for (auto *buffer : {&gpu.query, &gpu.attended}) buffer->resize(gpu.device, count * query_width);
+    for (auto *buffer : {&gpu.key, &gpu.value}) buffer->resize(gpu.device, count * kv_width);
+    for (auto *buffer : {&gpu.gate, &gpu.up}) buffer->resize(gpu.device, count * config.ffn);
+    gpu.inputs.resize(gpu.device, count * std::max({(size_t)config.hidden, (size_t)config.ffn, query_width}));
+    gpu.tokens.resize(gpu.device, count);
+    gpu.spans.resize(gpu.device, count);
+    if (gpu.x.room != before) gpu.graph.drop();  // it holds the old addresses
+}
+
+// y = or += weight x for many rows and each of some products that read the same. prepare(inputs) writes it in the type
+// of a weight: on tensor cores activations are rounded to the 16 bits of the weights, within 2^-9 (bf16) or 2^-12 (f16)
+// of themselves; sums stay float32. Weights in f32 are multiplied in float32.
+template <class Prepare>
+void multiply(Gpu &gpu, int count, Prepare prepare, std::initializer_list<std::pair<const Linear *, float *>> products,
+              Store store = Store::set) {
+    const Linear *before = nullptr;
+    for (auto &[product, y] : products) {
+        with_numbers(product->weight, [&, &product = product, &y = y](auto *weight) {
+            auto *inputs = (std::decay_t<decltype(*weight)> *)gpu.inputs.data();
+            if (!before || before->weight.type != product->weight.type) prepare(inputs);
+            linear(gpu.device, y, inputs, *product, count, store);
+        });
+        before = product;
+    }
+}
+
+// What a layer's step between its products stores and turns.
+inline DeviceStore store_of(Gpu &gpu, const CacheView &cache, int layer, bool keep) {
+    const Config &config = gpu.model.config;
+    const LayerWeights &weights = gpu.model.layers[layer];
+    return {gpu.query.data(),
+            gpu.key.data(),
+            gpu.value.data(),
+            weights.query_norm,
+            weights.key_norm,
+            (float)config.norm_epsilon,
+            cache,
+            layer,
+            {config.heads, config.kv_heads, config.head_dim},
+            config.head_dim,
+            gpu.frequencies.data(),
+            keep};
+}
+
+inline DeviceAttention attention_of(Gpu &gpu, const CacheView &cache, int layer, const Visible &visible) {
+    const Config &config = gpu.model.config;
+    return {gpu.attended.data(),
+            gpu.query.data(),
+            gpu.key.data(),
+            gpu.value.data(),
+            cache,
+            layer,
+            visible,
+            {config.heads, config.kv_heads, config.head_dim},
+            gpu.frequencies.data()};
+}
+
+inline Products products_of(const float *x, int count, const Tensor &norm, double epsilon, Store store = Store::set) {
+    Products products;
+    products.x = x;
+    products.count = count;
+    products.norm = norm;
+    products.epsilon = (float)epsilon;
+    products.store = store;
+    return products;
+}
+#endif
 
 // One pass through all layers; what comes out is in engine.x. attention(layer) is called by all threads when query,
 // key and value are there, and leaves its result in `attended`: the one step in which the two paths differ.
@@ -490,8 +667,107 @@ void forward(Engine &engine, const Rows &rows, Attention attention) {
     }
 }
 
+#ifdef HAS_CUDA
+// The same for many rows on the card. `cache` is where their keys and values go, if anywhere.
+template <class Attention>
+void forward(Gpu &gpu, const Rows &rows, const CacheView &cache, Attention attention) {
+    const Device &device = gpu.device;
+    const Config &config = gpu.model.config;
+    int count = rows.count();
+    make_room(gpu, count);
+    float *x = gpu.x.data(), *gate = gpu.gate.data(), *up = gpu.up.data(), *attended = gpu.attended.data();
+    double epsilon = config.norm_epsilon;
+    std::vector<Span> spans = spans_of(rows.sequences.data(), rows.positions.data(), count, group_size, true);
+    copy(device, gpu.tokens.data(), rows.tokens.data(), count * sizeof(int));
+    copy(device, gpu.spans.data(), spans.data(), spans.size() * sizeof(Span));
+    gpu.has_logits = false;
+    embed(device, x, gpu.model.embedding, gpu.tokens.data(), count);
+    for (int layer = 0; layer < config.layers; layer++) {
+        const LayerWeights &weights = gpu.model.layers[layer];
+        DeviceStore store = store_of(gpu, cache, layer, false);
+        multiply(gpu, count, [&](auto *to) { rms_norm(device, to, x, weights.attention_norm, count, epsilon); },
+                 {{&weights.query, store.query}, {&weights.key, store.key}, {&weights.value, store.value}});
+        rope_and_store(device, store, gpu.spans.data(), (int)spans.size(), group_size);
+        attention(layer);
+        if (cache.recent_keys.data || cache.recent_values.data)
+            keep_recent(device, store, gpu.spans.data(), (int)spans.size());
+        multiply(
+            gpu, count, [&](auto *to) { convert(device, to, attended, (int64_t)count * weights.output.weight.cols); },
+            {{&weights.output, x}}, Store::add);
+        multiply(gpu, count, [&](auto *to) { rms_norm(device, to, x, weights.mlp_norm, count, epsilon); },
+                 {{&weights.gate, gate}, {&weights.up, up}});
+        multiply(
+            gpu, count, [&](auto *to) { swiglu(device, to, gate, up, (int64_t)count * config.ffn); },
+            {{&weights.down, x}}, Store::add);
+    }
+}
+
+// And for one row of each sequence, whose token and span are in gpu.tokens and gpu.spans: 7 launches a layer, and after
+// them the logits and the likeliest tokens.
+inline void forward_step(Gpu &gpu, const Layout &layout, const CacheView &cache, int count) {
+    const Device &device = gpu.device;
+    const Config &config = gpu.model.config;
+    double epsilon = config.norm_epsilon;
+    float *x = gpu.x.data();
+    embed(device, x, gpu.model.embedding, gpu.tokens.data(), count);
+    for (int layer = 0; layer < config.layers; layer++) {
+        const LayerWeights &weights = gpu.model.layers[layer];
+        Products qkv = products_of(x, count, weights.attention_norm, epsilon);
+        qkv.add(weights.query, gpu.query.data());
+        qkv.add(weights.key, gpu.key.data());
+        qkv.add(weights.value, gpu.value.data());
+        linear(device, qkv);
+        rope_and_store(device, store_of(gpu, cache, layer, true), gpu.spans.data(), count, 1);
+        attend_rows(device, gpu.scratch, attention_of(gpu, cache, layer, visible_of(layout, weights.window)),
+                    gpu.spans.data(), count);
+        Products output = products_of(gpu.attended.data(), count, {}, 0, Store::add);
+        output.add(weights.output, x);
+        linear(device, output);
+        Products gate_up = products_of(x, count, weights.mlp_norm, epsilon);
+        gate_up.swiglu = true;
+        gate_up.add(weights.gate, gpu.gate.data());
+        gate_up.add(weights.up, gpu.gate.data());
+        linear(device, gate_up);
+        Products down = products_of(gpu.gate.data(), count, {}, 0, Store::add);
+        down.add(weights.down, x);
+        linear(device, down);
+    }
+    Products head = products_of(x, count, gpu.model.final_norm, epsilon);
+    head.add({gpu.model.head, {}}, gpu.logits.data());
+    linear(device, head);
+    check(cudaMemsetAsync(gpu.best.data(), 0, count * sizeof(unsigned long long), device.stream), "cudaMemsetAsync");
+    argmax(device, gpu.best.data(), gpu.logits.data(), count, config.vocabulary);
+}
+
+inline std::vector<float> logits(Gpu &gpu, int first, int count) {
+    const Config &config = gpu.model.config;
+    constexpr int few = 4;  // so many read the head's weights one after another
+    const float *x = gpu.x.data() + (size_t)first * config.hidden;
+    if (!gpu.has_logits) {
+        gpu.logits.resize(gpu.device, (size_t)count * config.vocabulary);
+        gpu.graph.drop();
+        Linear head = {gpu.model.head, {}};
+        if (count <= few) {
+            Products products = products_of(x, count, gpu.model.final_norm, config.norm_epsilon);
+            products.add(head, gpu.logits.data());
+            linear(gpu.device, products);
+        } else {
+            multiply(gpu, count,
+                     [&](auto *to) { rms_norm(gpu.device, to, x, gpu.model.final_norm, count, config.norm_epsilon); },
+                     {{&head, gpu.logits.data()}});
+        }
+        first = 0;
+    }
+    const float *from = gpu.logits.data() + (size_t)first * config.vocabulary;
+    return download(gpu.device, from, (size_t)count * config.vocabulary);
+}
+#endif
+
 // Logits of `count` rows of the last pass, from row `first` on: (count, vocabulary).
 inline std::vector<float> logits(Engine &engine, int first, int count) {
+#ifdef HAS_CUDA
+    if (engine.gpu) return logits(*engine.gpu, first, count);
+#endif
     const Model &model = engine.model;
     std::vector<float> result((size_t)count * model.config.vocabulary);
     float *normed = engine.normed.data();
@@ -505,10 +781,34 @@ inline std::vector<float> logits(Engine &engine, int first, int count) {
     return result;
 }
 
+#ifdef HAS_CUDA
+// On tensor cores queries, keys and values are rounded like all that is multiplied there.
+inline bool exact(const Gpu &gpu) { return gpu.model.layers[0].query.weight.type == DType::f32; }
+
+// The pass's own keys and values are read as a contiguous f32 cache is.
+inline void forward_naive(Gpu &gpu, const Rows &rows, const Layout &layout) {
+    const Config &config = gpu.model.config;
+    int count = rows.count();
+    make_room(gpu, count);
+    CacheView own;
+    own.layout = Layout(Contiguous{count});
+    size_t row_bytes = config.head_dim * sizeof(float);
+    own.keys = {(char *)gpu.key.data(), row_bytes, config.head_dim, config.kv_heads, count};
+    own.values = {(char *)gpu.value.data(), row_bytes, config.head_dim, config.kv_heads, count};
+    own.sink_keys = own.keys;
+    own.sink_values = own.values;
+    own.sinks = visible_of(layout, 0).sinks;
+    forward(gpu, rows, CacheView(), [&](int layer) {
+        DeviceAttention attention = attention_of(gpu, own, 0, visible_of(layout, gpu.model.layers[layer].window));
+        attention.sinks_turned = true;
+        attend_chunk(gpu.device, attention, {0, count, 0, 0, 0, count}, exact(gpu));
+    });
+}
+#endif
+
 // The naive path: a pass over all tokens so far. Nothing is kept, so the next token costs all of this again, and more.
 // `layout` says what each token sees: with a ring, what the ring would still hold.
-inline std::vector<float> forward_naive(Engine &engine, const std::vector<int> &tokens,
-                                        const Layout &layout = Contiguous{}) {
+inline void naive_pass(Engine &engine, const std::vector<int> &tokens, const Layout &layout = Contiguous{}) {
     Rows rows;
     rows.many = true;
     std::vector<int> shifts;
@@ -517,13 +817,22 @@ inline std::vector<float> forward_naive(Engine &engine, const std::vector<int> &
         rows.add(tokens[t], 0, (int)t);
         shifts.push_back(widest.shift((int)t));
     }
+#ifdef HAS_CUDA
+    if (engine.gpu) return forward_naive(*engine.gpu, rows, layout);
+#endif
     Floats shift_turn(widest.sinks ? tokens.size() * engine.heads.width : 0);  // (tokens, head_dim)
     if (widest.sinks) rope_angles(shift_turn.data(), engine.frequencies, shifts.data(), rows.count());
     forward(engine, rows, [&](int layer) {
         attend_plain(engine.attended.data(), engine.query.data(), engine.key.data(), engine.value.data(), engine.heads,
                      rows.count(), visible_of(layout, engine.model.layers[layer].window), shift_turn.data());
     });
-    return logits(engine, rows.count() - 1, 1);
+}
+
+// And the logits of its last token.
+inline std::vector<float> forward_naive(Engine &engine, const std::vector<int> &tokens,
+                                        const Layout &layout = Contiguous{}) {
+    naive_pass(engine, tokens, layout);
+    return logits(engine, (int)tokens.size() - 1, 1);
 }
 
 // Stores the pass's keys and values of one layer: an item is a span of positions and a KV head.
@@ -541,8 +850,55 @@ inline void store_pass(Engine &engine, Cache &cache, const AttentionPlan &plan, 
     }
 }
 
+#ifdef HAS_CUDA
+// One row of each sequence. The first step with a cache is launched as it is, and then recorded for the next ones.
+inline void forward_rows(Gpu &gpu, const Cache &cache, const Rows &rows) {
+    int count = rows.count();
+    const Device &device = gpu.device;
+    make_room(gpu, count);
+    size_t logits_before = gpu.logits.room;
+    gpu.logits.resize(device, (size_t)count * gpu.model.config.vocabulary);
+    gpu.best.resize(device, count);
+    if (gpu.logits.room != logits_before) gpu.graph.drop();
+    CacheView view = view_of(cache);
+    std::vector<Span> spans = spans_of(rows.sequences.data(), rows.positions.data(), count, 1, false);
+    copy(device, gpu.tokens.data(), rows.tokens.data(), count * sizeof(int));
+    copy(device, gpu.spans.data(), spans.data(), count * sizeof(Span));
+    gpu.has_logits = true;
+    if (gpu.graph.is_for(view, count)) return check(cudaGraphLaunch(gpu.graph.step, device.stream), "cudaGraphLaunch");
+    gpu.graph.drop();
+    const Config &config = gpu.model.config;
+    int capacity = visible_of(cache.layout, 0).window ? visible_of(cache.layout, 0).window : limit_of(cache);
+    prepare_scratch(device, gpu.scratch, {config.heads, config.kv_heads, config.head_dim}, config.head_dim, count,
+                    capacity);
+    forward_step(gpu, cache.layout, view, count);
+    cudaGraph_t graph = nullptr;
+    check(cudaStreamBeginCapture(device.stream, cudaStreamCaptureModeRelaxed), "cudaStreamBeginCapture");
+    forward_step(gpu, cache.layout, view, count);
+    check(cudaStreamEndCapture(device.stream, &graph), "cudaStreamEndCapture");
+    check(cudaGraphInstantiate(&gpu.graph.step, graph, 0), "cudaGraphInstantiate");
+    cudaGraphDestroy(graph);
+    gpu.graph.cache = view;
+    gpu.graph.rows = count;
+}
+
+inline void forward_cached(Gpu &gpu, const Cache &cache, const Rows &rows) {
+    if (!rows.many) return forward_rows(gpu, cache, rows);
+    CacheView view = view_of(cache);
+    forward(gpu, rows, view, [&](int layer) {
+        DeviceAttention attention =
+            attention_of(gpu, view, layer, visible_of(cache.layout, gpu.model.layers[layer].window));
+        for (const Span &chunk : spans_of(rows.sequences.data(), rows.positions.data(), rows.count(), INT_MAX, false))
+            attend_chunk(gpu.device, attention, chunk, exact(gpu));
+    });
+}
+#endif
+
 // The cached path: a pass over new tokens; the rows' positions must have been made room for with grow().
 inline void forward_cached(Engine &engine, Cache &cache, const Rows &rows) {
+#ifdef HAS_CUDA
+    if (engine.gpu) return forward_cached(*engine.gpu, cache, rows);
+#endif
     const Heads &heads = engine.heads;
     int count = rows.count();
     AttentionPlan plan = plan_attention(rows.sequences.data(), rows.positions.data(), count, heads, cache,
@@ -563,14 +919,15 @@ inline void forward_cached(Engine &engine, Cache &cache, const Rows &rows) {
     });
 }
 
-constexpr int chunk_tokens = 512;  // rows of a prefill pass: enough to use each weight often, few enough to stay small
+// Rows of a prefill pass: enough to use each weight often, few enough to stay small.
+inline int chunk_tokens(const Engine &engine) { return engine.device() ? 2048 : 512; }
 
-// Reads a prompt into the cache, in chunks of many tokens, and returns the logits of its last position.
-// after_chunk(rows), if there is one, may ask for the logits of all rows of the chunk.
-inline std::vector<float> prefill(Engine &engine, Cache &cache, int sequence, const std::vector<int> &tokens,
-                                  const std::function<void(int rows)> &after_chunk = nullptr) {
+// Reads a prompt into the cache, in chunks of many tokens, and returns in which row of the last pass its last position
+// is. after_chunk(rows), if there is one, may ask for the logits of all rows of the chunk.
+inline int prefill_pass(Engine &engine, Cache &cache, int sequence, const std::vector<int> &tokens,
+                        const std::function<void(int rows)> &after_chunk = nullptr) {
     int first = grow(cache, sequence, (int)tokens.size()), rows_of_last = 0;
-    size_t chunk = std::min(chunk_tokens, chunk_of(cache));
+    size_t chunk = std::min(chunk_tokens(engine), chunk_of(cache));
     for (size_t begin = 0; begin < tokens.size(); begin += chunk) {
         Rows rows;
         rows.many = true;
@@ -580,16 +937,28 @@ inline std::vector<float> prefill(Engine &engine, Cache &cache, int sequence, co
         rows_of_last = rows.count();
         if (after_chunk) after_chunk(rows_of_last);
     }
-    return logits(engine, rows_of_last - 1, 1);
+    return rows_of_last - 1;
 }
 
-// One new token for each of some sequences; returns their logits (sequences, vocabulary).
-inline std::vector<float> decode(Engine &engine, Cache &cache, const std::vector<int> &sequences,
-                                 const std::vector<int> &tokens) {
+// And the logits of its last position.
+inline std::vector<float> prefill(Engine &engine, Cache &cache, int sequence, const std::vector<int> &tokens,
+                                  const std::function<void(int rows)> &after_chunk = nullptr) {
+    return logits(engine, prefill_pass(engine, cache, sequence, tokens, after_chunk), 1);
+}
+
+// One new token for each of some sequences.
+inline void decode_pass(Engine &engine, Cache &cache, const std::vector<int> &sequences,
+                        const std::vector<int> &tokens) {
     Rows rows;
     for (size_t i = 0; i < sequences.size(); i++) rows.add(tokens[i], sequences[i], grow(cache, sequences[i], 1));
     forward_cached(engine, cache, rows);
-    return logits(engine, 0, rows.count());
+}
+
+// And their logits (sequences, vocabulary).
+inline std::vector<float> decode(Engine &engine, Cache &cache, const std::vector<int> &sequences,
+                                 const std::vector<int> &tokens) {
+    decode_pass(engine, cache, sequences, tokens);
+    return logits(engine, 0, (int)sequences.size());
 }
 
 // ---- Sampling ----------------------------------------------------------------------------------------------
@@ -634,6 +1003,20 @@ inline void require_finite(const std::vector<float> &logits, int position) {
     for (float logit : logits)
         if (!std::isfinite(logit))
             fail("position %d: a logit is %g, expected a finite number: are the weights damaged?", position, logit);
+}
+
+// The token after row `row` of the last pass, which is that of `position`. The likeliest one of a decoding step is
+// found on the card, and the vocabulary's logits stay there.
+inline int next_token(Engine &engine, Sampler &sampler, int row, int position) {
+#ifdef HAS_CUDA
+    if (engine.gpu && engine.gpu->has_logits && sampler.temperature == 0) {
+        int token = token_of(download(engine.gpu->device, engine.gpu->best.data() + row, 1)[0]);
+        if (token >= 0) return token;
+    }
+#endif
+    std::vector<float> found = logits(engine, row, 1);
+    require_finite(found, position);
+    return sample(sampler, found);
 }
 
 // ---- Text in, text out -------------------------------------------------------------------------------------
@@ -831,6 +1214,70 @@ inline void require_cache(const Options &options) {
         }
 }
 
+#ifdef HAS_CUDA
+// Bytes a second of a copy from card to card memory, read and written ones both counted; the median of some copies.
+inline double copy_bandwidth(const Device &device) {
+    constexpr int copies = 9;
+    size_t bytes = std::min<size_t>(256 << 20, free_memory() / 8);
+    auto from = device_memory(device, bytes, "measuring the bandwidth", "free some"), to = from;
+    to = device_memory(device, bytes, "measuring the bandwidth", "free some");
+    std::vector<float> seconds;
+    cudaEvent_t begin, end;
+    check(cudaEventCreate(&begin), "cudaEventCreate");
+    check(cudaEventCreate(&end), "cudaEventCreate");
+    for (int i = 0; i < copies; i++) {
+        float milliseconds = 0;
+        check(cudaEventRecord(begin, device.stream), "cudaEventRecord");
+        copy(device, to.get(), from.get(), bytes);
+        check(cudaEventRecord(end, device.stream), "cudaEventRecord");
+        check(cudaEventSynchronize(end), "cudaEventSynchronize");
+        check(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime");
+        seconds.push_back(milliseconds / 1e3f);
+    }
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    std::sort(seconds.begin(), seconds.end());
+    return 2.0 * (double)bytes / seconds[copies / 2];
+}
+
+// Why no card computes, or "".
+inline std::string no_gpu() {
+    int count = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+    return count == 0 ? "no CUDA device" : "";
+}
+
+inline void move_to_gpu(Engine &engine) {
+    engine.gpu = std::make_unique<Gpu>();
+    Gpu &gpu = *engine.gpu;
+    upload_weights(gpu, engine.model);
+    gpu.frequencies = upload(gpu.device, engine.frequencies);
+    const cudaDeviceProp &card = gpu.device.properties;
+    char about[400];
+    snprintf(about, sizeof about, "%s, %.1f GiB, %.1f of them free; copies at %.0f GB/s, bytes read and written",
+             card.name, (double)card.totalGlobalMem / 0x1p30, (double)free_memory() / 0x1p30,
+             copy_bandwidth(gpu.device) / 1e9);
+    engine.device_name = about;
+}
+#else
+inline std::string no_gpu() { return "built without CUDA"; }
+#endif
+
+// Loads a checkpoint and puts it where --device says.
+inline Engine open_engine(const Options &options, const std::string &directory) {
+    Engine engine(load_model(directory), options.threads);
+    std::string reason = options.device == "cpu" ? "--device cpu" : no_gpu();
+    if (options.device == "cuda" && !reason.empty())
+        fail("--device cuda: %s: --device auto computes on the CPU then", reason.c_str());
+    std::string plural = options.threads == 1 ? "" : "s";
+    engine.device_name = "CPU, " + std::to_string(options.threads) + " thread" + plural + " (" + reason + ")";
+#ifdef HAS_CUDA
+    if (reason.empty()) move_to_gpu(engine);
+#endif
+    return engine;
+}
+
 // What a cache for this model is made for. A ring sees as far as the model was trained to, unless --window says less.
 inline CacheShape cache_shape(const Options &options, const Config &config, int capacity) {
     CacheShape shape{config.layers, config.kv_heads, config.head_dim, config.head_dim, 1, capacity};
@@ -870,12 +1317,12 @@ inline std::vector<CacheChoice> cache_choices(const Options &options, const Conf
     return list;
 }
 
-inline Cache open_choice(const Options &options, const Config &config, const CacheChoice &choice, int capacity) {
-    CacheShape shape = cache_shape(options, config, capacity);
+inline Cache open_choice(const Options &options, const Engine &engine, const CacheChoice &choice, int capacity) {
+    CacheShape shape = cache_shape(options, engine.model.config, capacity);
     shape.window = choice.window;
     shape.sinks = choice.sinks;
     return open_cache(shape, parse_layout("--cache", choice.layout), parse_precision("--kv", choice.type_k),
-                      parse_precision("--kv", choice.type_v));
+                      parse_precision("--kv", choice.type_v), engine.device());
 }
 
 // All that one sequence needs to go on, on either path.
@@ -892,14 +1339,14 @@ struct Session {
 // Checks the prompt against the context and opens a cache just large enough, unless -c says how large.
 inline Session open_session(const Options &options) {
     std::string directory = checkpoint_directory(options);
-    Model model = load_model(directory);
+    Engine engine = open_engine(options, directory);
     TokenizerPointer tokenizer(nullptr, tokenizer_free);
     std::string tokenizer_file = join_path(directory, "tokenizer.json");
     if (file_exists(tokenizer_file))
         tokenizer = load_tokenizer(directory);
     else if (!options.given.count("--ids"))
         fail("%s: no such file; fetch it, or give the prompt as --ids 1,2,3", tokenizer_file.c_str());
-    Session session{Engine(std::move(model), options.threads), std::move(tokenizer), {}, {}, 0, 0, false};
+    Session session{std::move(engine), std::move(tokenizer), {}, {}, 0, 0, false};
     const Config &config = session.engine.model.config;
     session.tokens = prompt_tokens(options, session.tokenizer.get(), config);
     session.prompt = (int)session.tokens.size();
@@ -925,7 +1372,8 @@ inline Session open_session(const Options &options) {
     if (options.command == "diff" || !session.naive) {
         session.cache = open_cache(cache_shape(options, config, session.limit),
                                    parse_layout("--cache", session.naive ? "contiguous" : options.layout),
-                                   parse_precision("--kv", options.type_k), parse_precision("--kv", options.type_v));
+                                   parse_precision("--kv", options.type_k), parse_precision("--kv", options.type_v),
+                                   session.engine.device());
     }
     return session;
 }
@@ -987,35 +1435,36 @@ inline Generation generate(Session &session, const Options &options, RowFile *du
     auto dump_chunk = [&](int rows) {
         if (dump) dump_rows(*dump, engine, rows);
     };
-    auto next_logits = [&]() {
-        if (!session.naive) return decode(engine, session.cache, {0}, {session.tokens.back()});
-        return forward_naive(engine, session.tokens);
+    auto pass_last = [&]() {  // returns its row
+        if (!session.naive) return decode_pass(engine, session.cache, {0}, {session.tokens.back()}), 0;
+        return naive_pass(engine, session.tokens), (int)session.tokens.size() - 1;
     };
     Generation result;
     double start = now();
-    std::vector<float> logits;
+    int row = session.prompt - 1;
     if (session.naive) {
-        logits = forward_naive(engine, session.tokens);
+        naive_pass(engine, session.tokens);
         dump_chunk(session.prompt);
     } else {
-        logits = prefill(engine, session.cache, 0, session.tokens, dump_chunk);
+        row = prefill_pass(engine, session.cache, 0, session.tokens, dump_chunk);
     }
+    int next = next_token(engine, sampler, row, session.prompt - 1);
     result.prefill_seconds = now() - start;
     const char *stop;
     while (!(stop = reason_to_stop(session, options))) {
-        require_finite(logits, (int)session.tokens.size() - 1);
-        session.tokens.push_back(sample(sampler, logits));
-        std::string piece = text.next(session.tokens.back());
+        session.tokens.push_back(next);
+        std::string piece = text.next(next);
         result.text += piece;
         show(piece);
         if (reason_to_stop(session, options) && !dump) continue;  // nobody asks what follows the last token
         start = now();
-        logits = next_logits();
+        row = pass_last();
+        next = next_token(engine, sampler, row, (int)session.tokens.size() - 1);
         result.decode_seconds += now() - start;
         result.decoded++;
         result.bytes_read += weights_read(engine.model);
         if (!session.naive) result.bytes_read += cache_read(engine.model, session.cache, (int)session.tokens.size());
-        if (dump) dump->add(logits);
+        if (dump) dump->add(logits(engine, row, 1));
     }
     std::string rest = text.flush();
     result.text += rest;
@@ -1027,6 +1476,7 @@ inline Generation generate(Session &session, const Options &options, RowFile *du
 inline void print_generation(const Generation &result, const Session &session, const Options &options) {
     double decode_rate = result.decode_seconds > 0 ? result.decoded / result.decode_seconds : 0;
     fprintf(stderr, "\n\nstopped: %s\n", result.stop.c_str());
+    fprintf(stderr, "device   %s\n", session.engine.device_name.c_str());
     fprintf(stderr, "prefill  %6d tokens  %9.1f tokens/s\n", session.prompt, session.prompt / result.prefill_seconds);
     fprintf(stderr, "decode   %6d tokens  %9.1f tokens/s  %6.2f GB/s read\n", result.decoded, decode_rate,
             result.decoded ? result.bytes_read / result.decode_seconds / 1e9 : 0);
@@ -1064,6 +1514,7 @@ inline int run_generate(const Options &options) {
     add_ids(object.get(), "tokens", {session.tokens.begin() + session.prompt, session.tokens.end()});
     add_text(object.get(), "text", result.text);
     cJSON_AddStringToObject(object.get(), "stop", result.stop.c_str());
+    cJSON_AddStringToObject(object.get(), "device", session.engine.device_name.c_str());
     cJSON *prefill = cJSON_AddObjectToObject(object.get(), "prefill");
     cJSON_AddNumberToObject(prefill, "tokens", session.prompt);
     cJSON_AddNumberToObject(prefill, "seconds", result.prefill_seconds);

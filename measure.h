@@ -421,9 +421,15 @@ inline double divergence(const std::vector<float> &a, const std::vector<float> &
 // a stored key or value is off by at most u of itself (PlainRow), and a logit by a multiple of u. Over the whole
 // context of the built-in model (llm diff -n 2000 -p "Once upon a time") it is off by 57 u at most, 0.028, in f16 and
 // by 56 u, 0.22, in bf16; 128 u passes.
-inline double default_tolerance(const Cache &cache) {
+//
+// On a card with 16-bit weights activations are rounded to these 16 bits before each product of many rows, in both
+// paths, but not to the same numbers: there u is at least that of the weights.
+inline double default_tolerance(const Cache &cache, const Engine &engine) {
     auto roundoff = [](auto type) { return decltype(type)::unit_roundoff; };
     double u = std::max(std::visit(roundoff, cache.type_k), std::visit(roundoff, cache.type_v));
+    DType weights = engine.model.layers[0].query.weight.type;
+    if (engine.device() && weights == DType::f16) u = std::max(u, F16::unit_roundoff);
+    if (engine.device() && weights == DType::bf16) u = std::max(u, BF16::unit_roundoff);
     return u <= F32::unit_roundoff ? 1e-4 : 128 * u;
 }
 
@@ -495,6 +501,7 @@ inline DiffTotals sum_up(const std::vector<DiffStep> &steps) {
 inline void print_totals(const DiffTotals &totals, const Session &session, size_t steps, double tolerance, bool good) {
     printf("\ntokens      %s\n",
            totals.divergence < 0 ? "identical" : ("differ first at step " + std::to_string(totals.divergence)).c_str());
+    printf("device      %s\n", session.engine.device_name.c_str());
     printf("logits      largest difference %.3g, tolerance %.3g\n", totals.difference, tolerance);
     printf("time        naive %.3f s, cached %.3f s (cache: K %s, V %s): %.1f x\n", totals.naive, totals.cached,
            name_of(session.cache.type_k), name_of(session.cache.type_v), totals.naive / totals.cached);
@@ -520,6 +527,7 @@ inline void print_diff_json(const std::vector<DiffStep> &steps, const DiffTotals
         cJSON_AddNumberToObject(item, "cached_seconds", step.cached_seconds);
         cJSON_AddItemToArray(list, item);
     }
+    cJSON_AddStringToObject(object.get(), "device", session.engine.device_name.c_str());
     cJSON_AddNumberToObject(object.get(), "max_abs_logit_diff", totals.difference);
     cJSON_AddNumberToObject(object.get(), "tolerance", tolerance);
     if (totals.divergence < 0)
@@ -542,7 +550,8 @@ inline int run_diff(const Options &options) {
         fail("the prompt has %d tokens and fills the context: shorten it, so that a step can be compared",
              session.prompt);
     }
-    double tolerance = options.given.count("--tolerance") ? options.tolerance : default_tolerance(session.cache);
+    double tolerance =
+        options.given.count("--tolerance") ? options.tolerance : default_tolerance(session.cache, session.engine);
     TextStream text(session.tokenizer.get());
     for (int token : session.tokens) text.next(token);
     if (!options.json)
@@ -707,11 +716,15 @@ struct BenchCache {
 };
 
 // Fills a cache up to `depth` positions with random numbers: what they are does not change the time that reading takes.
-inline void fill(Cache &cache, int depth, [[maybe_unused]] int threads) {
+// One on a card is filled by a prompt.
+inline void fill(Engine &engine, Cache &cache, int depth) {
     const CacheShape &shape = cache.shape;
     int first = cache.lengths[0];
+    if (cache.device && depth > first)
+        prefill_pass(engine, cache, 0, bench_tokens(depth - first, engine.model.config.vocabulary));
+    if (cache.device) return;
     grow(cache, 0, std::max(0, depth - first));
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(engine.threads)
     for (int layer = 0; layer < shape.layers; layer++) {
         std::mt19937 random(layer);
         Floats keys((size_t)group_size * shape.kv_heads * shape.key_width);
@@ -729,16 +742,69 @@ inline void fill(Cache &cache, int depth, [[maybe_unused]] int threads) {
     }
 }
 
+// What the roofline is made of, measured: for the CPU, or for a card.
+struct Machine {
+    std::string about;        // what computes
+    std::string matrix_type;  // of the numbers that are multiplied
+    double buffer_bytes;      // that measuring takes
+    std::function<double()> bandwidth, matrix_rate;
+};
+
+inline Machine cpu_of(const Engine &engine) {
+    bool tiles = amx_allowed() && engine.model.layers[0].up.weight.type == DType::bf16;
+    auto memory = std::make_shared<ReadBandwidth>((size_t)engine.model.weight_bytes, engine.threads);
+    int threads = engine.threads;
+    return {engine.device_name, tiles ? "bf16" : "f32", memory->bytes(), [memory] { return memory->measure(); },
+            [=] { return measure_matrix_rate(tiles, threads); }};
+}
+
+#ifdef HAS_CUDA
+// Operations a second of a large matrix product on the card, in the type of the weights, on random numbers.
+template <class Number>
+double gpu_matrix_rate(const Device &device) {
+    constexpr int side = 4096, products = 3;
+    std::vector<Number> numbers((size_t)side * side);
+    std::mt19937 random(0);
+    for (Number &number : numbers) from_float(number, (float)random() * 0x1p-31f - 1);
+    DeviceArray<Number> weight = upload(device, numbers), x = upload(device, numbers);
+    DeviceArray<float> y;
+    y.resize(device, numbers.size());
+    Linear square = {{weight.data(), DType::f32, side, side}, {}};
+    linear(device, y.data(), x.data(), square, side);
+    device.wait();
+    double start = now();
+    for (int i = 0; i < products; i++) linear(device, y.data(), x.data(), square, side);
+    device.wait();
+    return products * 2.0 * side * side * side / (now() - start);
+}
+
+inline Machine gpu_of(const Engine &engine) {
+    const Device &device = engine.gpu->device;
+    DType type = engine.model.layers[0].up.weight.type;
+    auto rate = [&device, type] {
+        if (type == DType::f32) return gpu_matrix_rate<float>(device);
+        return type == DType::f16 ? gpu_matrix_rate<f16>(device) : gpu_matrix_rate<bf16>(device);
+    };
+    return {engine.device_name, dtype_name(type), 0, [&device] { return copy_bandwidth(device); }, rate};
+}
+#endif
+
+inline Machine machine_of(const Engine &engine) {
+#ifdef HAS_CUDA
+    if (engine.gpu) return gpu_of(engine);
+#endif
+    return cpu_of(engine);
+}
+
 // Runs that take turns with measurements of the bandwidth.
 struct Bench {
     Engine &engine;
     const Options &options;
-    ReadBandwidth memory;
-    bool tiles;  // prefill goes through matrix tiles
+    Machine &machine;
     std::vector<double> bandwidths = {}, matrix_rates = {};
     void measure_machine() {
-        bandwidths.push_back(memory.measure());
-        matrix_rates.push_back(measure_matrix_rate(tiles, options.threads));
+        bandwidths.push_back(machine.bandwidth());
+        matrix_rates.push_back(machine.matrix_rate());
     }
     // Measures run(), of which a warm-up is not added to `result`.
     template <class Run>
@@ -760,7 +826,7 @@ inline std::vector<BenchResult> bench_decode(Bench &bench, std::vector<BenchCach
     std::vector<BenchResult> results;
     double weights = weights_read(engine.model);
     for (BenchCache &entry : caches) {
-        fill(entry.cache, depth, bench.options.threads);
+        fill(engine, entry.cache, depth);
         BenchResult result{"decode", entry.choice, steps, depth, weights * steps};
         result.operations = operations_of(engine.model, entry.cache.layout, depth, steps, steps);
         for (int step = 1; step <= steps; step++) result.bytes += cache_read(engine.model, entry.cache, depth + step);
@@ -770,8 +836,11 @@ inline std::vector<BenchResult> bench_decode(Bench &bench, std::vector<BenchCach
         show_progress("depth " + std::to_string(depth) + ", round " + std::to_string(round));
         for (size_t i = 0; i < caches.size(); i++) {
             bench.measure(results[i], round == 0, [&] {
-                for (int token : bench_tokens(steps, engine.model.config.vocabulary))
-                    decode(engine, caches[i].cache, {0}, {token});
+                Sampler greedy{};
+                for (int token : bench_tokens(steps, engine.model.config.vocabulary)) {
+                    decode_pass(engine, caches[i].cache, {0}, {token});
+                    next_token(engine, greedy, 0, depth);
+                }
             });
             if (limit_of(caches[i].cache) < INT_MAX) shrink(caches[i].cache, 0, depth);  // a ring goes on
         }
@@ -781,7 +850,7 @@ inline std::vector<BenchResult> bench_decode(Bench &bench, std::vector<BenchCach
 
 inline BenchResult bench_prefill(Bench &bench, BenchCache &entry, int prompt) {
     Engine &engine = bench.engine;
-    double chunks = std::ceil((double)prompt / std::min(chunk_tokens, chunk_of(entry.cache)));
+    double chunks = std::ceil((double)prompt / std::min(chunk_tokens(engine), chunk_of(entry.cache)));
     BenchResult result{"prefill", entry.choice, prompt, 0, weights_read(engine.model) * chunks};
     result.operations = operations_of(engine.model, entry.cache.layout, 0, prompt, 1);
     for (int round = 0; round <= bench.options.repeats; round++) {
@@ -845,6 +914,7 @@ inline void print_bench_json(const std::vector<BenchResult> &results, const Benc
     cJSON_AddNumberToObject(memory, "cache_bytes", totals.cache_bytes);
     cJSON_AddNumberToObject(memory, "measuring_bytes", totals.buffer_bytes);
     cJSON_AddNumberToObject(object.get(), "threads", bench.options.threads);
+    cJSON_AddStringToObject(object.get(), "device", bench.machine.about.c_str());
     print_json(object.get());
 }
 
@@ -857,9 +927,9 @@ inline std::string with_spread(const std::vector<double> &rates, const char *uni
 }
 
 inline void print_bench(const std::vector<BenchResult> &results, const Bench &bench, const BenchTotals &totals) {
-    printf("read bandwidth %s, matrix rate %s in %s, measured %zu times, %d threads\n",
+    printf("read bandwidth %s, matrix rate %s in %s, measured %zu times, %s\n",
            with_spread(bench.bandwidths, "GB/s").c_str(), with_spread(bench.matrix_rates, "GFLOPS").c_str(),
-           bench.tiles ? "bf16" : "f32", bench.bandwidths.size(), bench.options.threads);
+           bench.machine.matrix_type.c_str(), bench.bandwidths.size(), bench.machine.about.c_str());
     printf("start: %.1f ms for the model, %.1f ms for the tokenizer\n", totals.model_seconds * 1e3,
            totals.tokenizer_seconds * 1e3);
     printf("peak memory %s: weights %s, caches %s, measuring the bandwidth %s\n\n", in_units(totals.peak_bytes).c_str(),
@@ -899,7 +969,7 @@ inline int run_bench(const Options &options) {
     std::string directory = checkpoint_directory(options);
     BenchTotals totals;
     double start = now();
-    Engine engine(load_model(directory), options.threads);
+    Engine engine = open_engine(options, directory);
     totals.model_seconds = now() - start;
     if (file_exists(join_path(directory, "tokenizer.json"))) {
         start = now();
@@ -917,13 +987,13 @@ inline int run_bench(const Options &options) {
     std::vector<BenchCache> caches;
     int capacity = std::max(prompts.back(), depths.back() + steps);
     for (const CacheChoice &choice : cache_choices(options, config)) {
-        caches.push_back({choice, open_choice(options, config, choice, capacity)});
+        caches.push_back({choice, open_choice(options, engine, choice, capacity)});
         totals.cache_bytes += bytes_of(caches.back().cache).total();
     }
     totals.weight_bytes = (double)engine.model.weight_bytes;
-    bool tiles = amx_allowed() && engine.model.layers[0].up.weight.type == DType::bf16;
-    Bench bench{engine, options, {(size_t)engine.model.weight_bytes, options.threads}, tiles};
-    totals.buffer_bytes = bench.memory.bytes();
+    Machine machine = machine_of(engine);
+    Bench bench{engine, options, machine};
+    totals.buffer_bytes = machine.buffer_bytes;
     std::vector<BenchResult> results;
     for (int prompt : prompts) results.push_back(bench_prefill(bench, caches[0], prompt));
     for (int depth : depths)
@@ -1125,8 +1195,11 @@ inline void eval_decode(Engine &engine, std::vector<EvalResult> &results, int re
             int length = result.cache.lengths[0], room = limit_of(result.cache) - eval_steps;
             if (length > room) shrink(result.cache, 0, room);
             double start = now();
-            for (int token : bench_tokens(eval_steps, engine.model.config.vocabulary))
-                decode(engine, result.cache, {0}, {token});
+            Sampler greedy{};
+            for (int token : bench_tokens(eval_steps, engine.model.config.vocabulary)) {
+                decode_pass(engine, result.cache, {0}, {token});
+                next_token(engine, greedy, 0, result.cache.lengths[0] - 1);
+            }
             if (round > 0) result.rates.push_back(eval_steps / (now() - start));
         }
     }
@@ -1145,7 +1218,7 @@ inline std::vector<CacheChoice> standard_set(const Config &config) {
     return list;
 }
 
-inline void print_eval(const std::vector<EvalResult> &results) {
+inline void print_eval(const std::vector<EvalResult> &results, const Engine &engine) {
     int asked = 0;
     for (int count : results[0].asked) asked += count;
     printf("%-18s %-4s %-4s %8s %6s %9s %7s %9s ", "cache", "K", "V", "B/token", "x", "perplex.", "+-", "KL to f32");
@@ -1167,11 +1240,12 @@ inline void print_eval(const std::vector<EvalResult> &results) {
     printf("\n%d tokens predicted; B/token: of the longest text, metadata included; x: times smaller than f32",
            results[0].predicted);
     if (asked) printf(";\nrecall: %d questions by the distance, in tokens, of the fact they ask for", asked);
-    printf("\n");
+    printf("\ndevice: %s\n", engine.device_name.c_str());
 }
 
-inline void print_eval_json(const std::vector<EvalResult> &results, size_t texts) {
+inline void print_eval_json(const std::vector<EvalResult> &results, size_t texts, const Engine &engine) {
     Json object = json_object();
+    cJSON_AddStringToObject(object.get(), "device", engine.device_name.c_str());
     cJSON_AddNumberToObject(object.get(), "texts", (double)texts);
     cJSON_AddNumberToObject(object.get(), "predicted_tokens", results[0].predicted);
     cJSON *list = cJSON_AddArrayToObject(object.get(), "results");
@@ -1208,7 +1282,7 @@ inline void print_eval_json(const std::vector<EvalResult> &results, size_t texts
 inline int run_eval(const Options &options) {
     require_cache(options);
     std::string directory = checkpoint_directory(options);
-    Engine engine(load_model(directory), options.threads);
+    Engine engine = open_engine(options, directory);
     const Config &config = engine.model.config;
     TokenizerPointer tokenizer(nullptr, tokenizer_free);
     if (!options.given.count("--ids") && !file_exists(join_path(directory, "tokenizer.json")))
@@ -1227,7 +1301,7 @@ inline int run_eval(const Options &options) {
     for (const CacheChoice &choice : choices) {
         results.emplace_back();
         results.back().choice = choice;
-        results.back().cache = open_choice(options, config, choice, std::max(longest, eval_steps));
+        results.back().cache = open_choice(options, engine, choice, std::max(longest, eval_steps));
     }
     for (size_t i = 0; i < texts.size(); i++) {
         show_progress("text " + std::to_string(i + 1) + " of " + std::to_string(texts.size()));
@@ -1235,6 +1309,6 @@ inline int run_eval(const Options &options) {
     }
     eval_decode(engine, results, options.repeats);
     show_progress("");
-    options.json ? print_eval_json(results, texts.size()) : print_eval(results);
+    options.json ? print_eval_json(results, texts.size(), engine) : print_eval(results, engine);
     return 0;
 }
