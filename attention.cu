@@ -1273,3 +1273,629 @@ inline void attend(const AttentionTask &task, AttentionPlan &plan) {
                         plan.heads, width);
     }
 }
+
+// ---- Rung 4: tiles on tensor cores, for many tokens --------------------------------------------------------
+//
+// In prefill many queries read the same keys and values: what counts is no longer how fast those come out of memory,
+// but how many multiply-adds are done with each one that has come. A row is one query head at one token; the rows of
+// all query heads of a KV head are computed together, tile by tile of 32 positions.
+
+#ifdef HAS_CUDA
+struct Positions {  // [begin, end)
+    int begin, end;
+};
+
+__device__ inline bool has_blocks(const OnDevice<Precision> &type) {
+    return type.visit([](auto &format) { return std::decay_t<decltype(format)>::key_groups; });
+}
+
+// The queries of a pass that read one KV head: row token * group + i is the group's query head i at that token.
+struct ChunkHead {
+    const DeviceAttention &task;
+    const Span &chunk;
+    int kv_head;
+    bool blocks;  // keys or values are quantized in blocks of 32 positions
+
+    __device__ ChunkHead(const DeviceAttention &task, const Span &chunk, int kv_head)
+        : task(task), chunk(chunk), kv_head(kv_head) {
+        blocks = has_blocks(task.cache.type_k) || has_blocks(task.cache.type_v);
+    }
+    __device__ int rows() const { return chunk.count * task.heads.group(); }
+    __device__ int position(int row) const { return chunk.position + row / task.heads.group(); }
+    __device__ const float *query(int row) const {
+        return task.query + query_head(chunk, kv_head, row, task.heads) * task.heads.width;
+    }
+    __device__ float *out(int row) const {
+        return task.out + query_head(chunk, kv_head, row, task.heads) * task.cache.values.width;
+    }
+    __device__ CachedHead cached(int reader) const { return {task.cache, task.layer, chunk.sequence, kv_head, reader}; }
+    // The positions that the query at `position` reads as they are stored or, `own`, those of its own block at f16.
+    __device__ Positions seen(int position, bool own) const {
+        int first = task.visible.first(position), block = blocks ? position / group_size * group_size : position + 1;
+        return own ? Positions{max(first, block), position + 1} : Positions{first, block};
+    }
+};
+
+constexpr int tile_positions = group_size;
+
+struct Tile {
+    int start;        // positions [start, start + 32), 32 divides start;
+    Positions there;  // those before and behind are not read
+    bool own;         // f16 is read where a format has blocks
+    __device__ bool holds(int i) const { return start + i >= there.begin && start + i < there.end; }
+};
+
+// All tiles that the rows from `first` to `last` read: as stored, then their own blocks. A row
+// always goes through its positions in the same order, so that its bits do not depend on the rows beside it.
+struct TileWalk {
+    Positions stored, own;
+    int stored_tiles, own_tiles;
+    __device__ TileWalk(const ChunkHead &head, int first, int last) {
+        int low = head.position(first), high = head.position(last);
+        stored = {head.seen(low, false).begin, head.seen(high, false).end};
+        own = {head.seen(low, true).begin, head.seen(high, true).end};
+        stored_tiles = tiles_of(stored);
+        own_tiles = head.blocks ? tiles_of(own) : 0;
+    }
+    __device__ static int tiles_of(const Positions &some) {
+        return some.begin < some.end ? (some.end - 1) / tile_positions - some.begin / tile_positions + 1 : 0;
+    }
+    __device__ int count() const { return stored_tiles + own_tiles; }
+    __device__ Tile operator[](int i) const {
+        bool is_own = i >= stored_tiles;
+        const Positions &there = is_own ? own : stored;
+        return {(there.begin / tile_positions + i - (is_own ? stored_tiles : 0)) * tile_positions, there, is_own};
+    }
+};
+
+// K or V, and the pass's own vectors (rows, kv_heads, width).
+struct ChunkSide {
+    const CacheRows &rows, &recent;
+    const OnDevice<Precision> &type;
+    const float *pass;
+    __device__ ChunkSide(const DeviceAttention &task, bool keys)
+        : rows(keys ? task.cache.keys : task.cache.values),
+          recent(keys ? task.cache.recent_keys : task.cache.recent_values),
+          type(keys ? task.cache.type_k : task.cache.type_v),
+          pass(keys ? task.key : task.value) {}
+    __device__ const float *pass_vector(const ChunkHead &head, int t) const {
+        size_t row = (size_t)(head.chunk.row + t - head.chunk.position);
+        return pass + (row * rows.kv_heads + head.kv_head) * rows.width;
+    }
+};
+
+// to (D) = the key of sink i, turned to where a query at `position` sees it. By one warp, as is what follows.
+__device__ inline void turn_sink(Shared<float> to, const ChunkHead &head, int i, int position) {
+    __syncwarp();
+    for (int c = lane_id(); c < head.task.heads.width; c += warp_size)
+        to[c] = sink_key(head.task, head.cached(position), i, c);
+    __syncwarp();
+}
+
+// Query . key; `key` is a sink's that was turned.
+__device__ inline float sink_score(const ChunkHead &head, int row, Shared<float> key) {
+    const float *query = head.query(row);
+    float sum = 0;
+    for (int c = lane_id(); c < head.task.heads.width; c += warp_size) sum += query[c] * key[c];
+    return warp_sum(sum);
+}
+
+// ---- The plain twin ----
+//
+// A warp for each row, 8 rows of a KV head together, float32 throughout. A tile is decoded once for all of them; a lane
+// computes the score of one position, then weighs channels. Any format, head dim and group size. Models with float32
+// weights take this twin, and the tensor cores must agree with it.
+//
+// A result is off as on the CPU: a score by (D + 8) 2^-24 of what it is summed up from, the weighted values by
+// (positions + 40) 2^-24 and what their weights are off.
+
+constexpr int plain_rows = 8, plain_threads = plain_rows * warp_size;
+
+// One number of a key or value, as a tile reads it.
+template <bool keys, class Format>
+__device__ inline float number_of_tile(const Format &format, const ChunkHead &head, const Tile &tile, int t, int c) {
+    const Span &chunk = head.chunk;
+    if (Format::key_groups && tile.own && t >= chunk.first) return ChunkSide(head.task, keys).pass_vector(head, t)[c];
+    // Who reads: a position of the same block, or of the next one.
+    CachedHead cached = head.cached(tile.own ? t : t + group_size);
+    return keys ? cached.key(format, t, c) : cached.value(format, t, c);
+}
+
+// to (32, stride) = a tile's keys or values as float32, zeros where none are read. By the whole block.
+template <bool keys>
+__device__ inline void read_tile(Shared<float> to, int stride, const ChunkHead &head, const Tile &tile) {
+    ChunkSide side(head.task, keys);
+    int width = side.rows.width;
+    auto read = [&](auto &format) {
+        for (int item = threadIdx.x; item < tile_positions * width; item += plain_threads) {
+            int i = item / width, c = item % width;
+            to[i * stride + c] = tile.holds(i) ? number_of_tile<keys>(format, head, tile, tile.start + i, c) : 0;
+        }
+    };
+    side.type.visit(read);
+}
+
+// Lane i has the score of position i, whose value is value(i, channel): sums (width) grow by the weighted values
+// (online softmax).
+template <class Value>
+__device__ inline void add_scores(Partial &total, Shared<float> sums, int width, float score, Shared<float> weights,
+                                  int count, Value value) {
+    float most = fmaxf(total.most, warp_max(score));
+    if (most == -INFINITY) return;
+    float factor = exp2_fast(total.most - most), weight = exp2_fast(score - most);
+    total = {most, total.sum * factor + warp_sum(weight)};
+    weights[lane_id()] = weight;
+    __syncwarp();
+    for (int c = lane_id(); c < width; c += warp_size) {
+        float sum = sums[c] * factor;
+        for (int i = 0; i < count; i++) sum += weights[i] * value(i, c);
+        sums[c] = sum;
+    }
+    __syncwarp();
+}
+
+__global__ void __launch_bounds__(plain_threads) attend_chunk_plain_kernel(DeviceAttention task, Span chunk) {
+    wait_for_previous();
+    let_next_start();
+    ChunkHead head(task, chunk, blockIdx.x);
+    const int key_width = task.heads.width, value_width = task.cache.values.width, warp = warp_id();
+    const int first = (int)(gridDim.y - 1 - blockIdx.y) * plain_rows, last = min(first + plain_rows, head.rows()) - 1;
+    const int row = min(first + warp, last), position = head.position(row);
+    SharedMemory memory;
+    Shared<float> keys = memory.take<float>(tile_positions * (key_width + 1));  // lanes are in different banks
+    Shared<float> values = memory.take<float>(tile_positions * value_width);
+    Shared<float> query = memory.take<float>(plain_rows * key_width).from(warp * key_width);
+    Shared<float> key = memory.take<float>(plain_rows * key_width).from(warp * key_width);
+    Shared<float> sums = memory.take<float>(plain_rows * value_width).from(warp * value_width);
+    Shared<float> weights = memory.take<float>(plain_threads).from(warp * warp_size);
+    float factor = 1.44269504f / sqrtf((float)key_width);
+    for (int c = lane_id(); c < key_width; c += warp_size) query[c] = head.query(row)[c] * factor;
+    for (int c = lane_id(); c < value_width; c += warp_size) sums[c] = 0;
+    __syncwarp();
+
+    Partial total;
+    for (int i = 0; i < task.visible.sinks && task.visible.dropped(position); i++) {
+        turn_sink(key, head, i, position);
+        float score = factor * sink_score(head, row, key);
+        add_scores(total, sums, value_width, lane_id() == 0 ? score : -INFINITY, weights, 1,
+                   [&](int, int c) { return sink_value(task, head.cached(position), i, c); });
+    }
+    TileWalk tiles(head, first, last);
+    for (int i = 0; i < tiles.count(); i++) {
+        Tile tile = tiles[i];
+        __syncthreads();
+        read_tile<true>(keys, key_width + 1, head, tile);
+        read_tile<false>(values, value_width, head, tile);
+        __syncthreads();
+        Positions seen = head.seen(position, tile.own);
+        int t = tile.start + lane_id();
+        float score = 0;
+        for (int c = 0; c < key_width; c++) score += query[c] * keys[lane_id() * (key_width + 1) + c];
+        if (t < seen.begin || t >= seen.end) score = -INFINITY;
+        add_scores(total, sums, value_width, score, weights, tile_positions,
+                   [&](int j, int c) -> float { return values[j * value_width + c]; });
+    }
+    for (int c = lane_id(); c < value_width && first + warp <= last; c += warp_size)
+        head.out(row)[c] = sums[c] / total.sum;
+}
+
+inline void attend_chunk_plain(const Device &device, const DeviceAttention &task, const Span &chunk) {
+    int key_width = task.heads.width, value_width = task.cache.values.width;
+    dim3 blocks(task.heads.kv, blocks_for((int64_t)chunk.count * task.heads.group(), plain_rows));
+    size_t numbers[] = {(size_t)tile_positions * (key_width + 1), (size_t)tile_positions * value_width,
+                        (size_t)plain_rows * key_width,           (size_t)plain_rows * key_width,
+                        (size_t)plain_rows * value_width,         (size_t)plain_threads};
+    size_t shared = 0;
+    for (size_t count : numbers) shared += shared_size(count * sizeof(float));
+    launch(device, {blocks, plain_threads, shared}, attend_chunk_plain_kernel, task, chunk);
+}
+
+// ---- The tile's numbers, two at a time ----
+
+// Of a row: the numbers `channel` (even) and the next one.
+template <class Number>
+__device__ inline float2 two_numbers(const PlainRow<Number> &, const char *row, int channel) {
+    if constexpr (sizeof(Number) == 4) {
+        return *(const float2 *)(row + channel * sizeof(float));
+    } else {
+        uint32_t two = *(const uint32_t *)(row + channel * sizeof(Number));
+        return {to_float(Number{(uint16_t)two}), to_float(Number{(uint16_t)(two >> 16)})};
+    }
+}
+
+template <class Code, int largest, int divisor>
+__device__ inline float2 two_numbers(const ScaledRow<Code, largest, divisor> &, const char *row, int channel) {
+    float scale = to_float(*(const f16 *)row) / divisor;
+    uint16_t two = *(const uint16_t *)(row + sizeof(f16) + channel);
+    return {scale * to_float(bit_cast<Code>((uint8_t)two)), scale * to_float(bit_cast<Code>((uint8_t)(two >> 8)))};
+}
+
+// A group's scale and zero point, and its codes, as words. Rows of groups are aligned to 4 bytes.
+template <int bits>
+__device__ inline float2 two_numbers(const GroupedRow<bits> &format, const char *row, int channel) {
+    const Group<bits> &group = format.group(row, channel / group_size);
+    float scale = to_float(group.both.scale), zero = to_float(group.both.zero);
+    int i = channel % group_size, size = Packed<bits>::size, largest = Packed<bits>::largest;
+    int codes = *(const uint16_t *)(group.codes.bytes + i % size) >> bits * (i / size);
+    return {zero + scale * (float)(codes & largest), zero + scale * (float)(codes >> 8 & largest)};
+}
+
+// ---- A tile in shared memory ----
+
+constexpr int chunk_warps = 4, chunk_threads = chunk_warps * warp_size;
+constexpr int warp_positions = tile_positions / (chunk_warps / 2);  // half of the warps bring K, half of them V
+
+// Rows of 16-bit numbers; 16 bytes behind each row let the 8 rows of a matrix begin in different banks.
+template <int D>
+constexpr int padded = D + 8;
+
+// What one warp brings of a tile: the vectors of positions [tile.start + first, + 16) of K or of V. `own`: they are
+// read at f16, while others of the cache are codes.
+struct TilePart {
+    const ChunkHead &head;
+    const ChunkSide &side;
+    const Tile &tile;
+    int first;
+    bool own;
+
+    // Whether vector i is one of this pass.
+    __device__ bool passed(int i) const { return tile.start + first + i >= head.chunk.first; }
+    // Where vector i begins: in the cache, in its recent rows, or in the pass; 0 for those that are not read. Each lane
+    // finds one, and gets the others by from_lane().
+    __device__ int64_t find(int i) const {
+        const Span &chunk = head.chunk;
+        int t = tile.start + first + i, layer = head.task.layer;
+        if (!tile.holds(first + i)) return 0;
+        if (own && passed(i)) return (int64_t)side.pass_vector(head, t);
+        if (own)
+            return (int64_t)side.recent.at(layer, (int64_t)chunk.sequence * group_size + t % group_size, head.kv_head);
+        return (int64_t)side.rows.at(layer, head.task.cache.row_of(chunk.sequence, t), head.kv_head);
+    }
+    __device__ static const char *from_lane(int64_t found, int lane) {
+        return (const char *)__shfl_sync(all_lanes, found, lane);
+    }
+};
+
+// Vectors that are stored as the products want them.
+template <class Number, int D>
+__device__ inline void copy_vectors(Shared<Number> to, const TilePart &part) {
+    constexpr int together = 8;  // lanes that copy a vector, 16 bytes at a time
+    int64_t found = part.find(lane_id() % warp_positions);
+    for (int i = lane_id() / together; i < warp_positions; i += warp_size / together) {
+        const char *vector = part.from_lane(found, i);
+        for (int channel = lane_id() % together * 8; channel < D; channel += together * 8) {
+            const char *from = vector ? vector + channel * sizeof(Number) : part.side.rows.data;
+            copy_async16(to, i * padded<D> + channel, from, vector != nullptr);
+        }
+    }
+}
+
+// Others are decoded, rounded and stored one after another: read(i, vector, channel) gives two numbers of vector i.
+template <class Number, int D, class Read>
+__device__ inline void decode_vectors(Shared<Number> to, const TilePart &part, Read read) {
+    int64_t found = part.find(lane_id() % warp_positions);
+    for (int i = 0; i < warp_positions; i++) {
+        const char *vector = part.from_lane(found, i);
+        for (int channel = 2 * lane_id(); channel < D; channel += 2 * warp_size) {
+            float2 two = vector ? read(i, vector, channel) : float2{0, 0};
+            to.template write<uint32_t>(i * padded<D> + channel, pack<Number>(two.x, two.y));
+        }
+    }
+}
+
+// Keys in groups of 32 positions: a lane decodes the part's 16 for two channels.
+template <class Number, int D, int bits>
+__device__ inline void decode_block(Shared<Number> to, const TilePart &part, const GroupedRow<bits> &format) {
+    const ChunkHead &head = part.head;
+    int n = format.groups(D);
+    for (int channel = 2 * lane_id(); channel < D; channel += 2 * warp_size) {
+        uint32_t words[2][bits + 1];  // of a group: scale and zero point, then the codes
+        for (int c = 0; c < 2; c++) {
+            int64_t row = head.task.cache.row_of(head.chunk.sequence, part.tile.start + (channel + c) / n);
+            const char *start = part.side.rows.at(head.task.layer, row, head.kv_head);
+            const uint32_t *from = (const uint32_t *)&format.group(start, (channel + c) % n);
+            for (int i = 0; i < bits + 1; i++) words[c][i] = from[i];
+        }
+        for (int i = 0; i < warp_positions; i++) {
+            auto number = [&](const uint32_t(&group)[bits + 1]) {
+                constexpr int size = Packed<bits>::size;
+                uint32_t shifted = group[1 + i % size / 4] >> part.first / size * bits;
+                uint32_t code = shifted >> (8 * (i % 4) + bits * (i / size)) & Packed<bits>::largest;
+                return to_float(f16{(uint16_t)(group[0] >> 16)}) + to_float(f16{(uint16_t)group[0]}) * (float)code;
+            };
+            to.template write<uint32_t>(i * padded<D> + channel, pack<Number>(number(words[0]), number(words[1])));
+        }
+    }
+}
+
+// All warps of the block bring a tile of K and V; it is there after wait_copies() and a barrier.
+template <class Number, int D>
+__device__ inline void bring_tile(Shared<Number> keys, Shared<Number> values, const ChunkHead &head, const Tile &tile) {
+    bool is_key = warp_id() < chunk_warps / 2;
+    ChunkSide side(head.task, is_key);
+    int first = warp_id() % (chunk_warps / 2) * warp_positions;
+    TilePart part = {head, side, tile, first, tile.own && has_blocks(side.type)};
+    Shared<Number> to = (is_key ? keys : values).from(first * padded<D>);
+    if (part.own) {
+        return decode_vectors<Number, D>(to, part, [&](int i, const char *vector, int channel) {
+            return part.passed(i) ? two_numbers(F32(), vector, channel) : two_numbers(F16(), vector, channel);
+        });
+    }
+    side.type.visit([&](auto &format) {
+        using Format = std::decay_t<decltype(format)>;
+        if constexpr (std::is_base_of_v<PlainRow<Number>, Format>) return copy_vectors<Number, D>(to, part);
+        if constexpr (Format::key_groups)
+            if (is_key) return decode_block<Number, D>(to, part, format);
+        decode_vectors<Number, D>(
+            to, part, [&](int, const char *vector, int channel) { return two_numbers(format, vector, channel); });
+    });
+}
+
+// ---- On tensor cores ----
+
+// 16 or 32 rows of one warp (parts of 16), their scores against a tile, and what they have seen so far; as fragments.
+// Of part m a lane holds the rows 16 m + lane / 4 (h = 0) and 8 below (h = 1), and of each 8 columns 2 (lane % 4) and
+// the next one. Scores are exponents of 2: the queries have been multiplied by log2(e) / sqrt(D).
+template <class Number, int D>
+struct WarpRows {
+    static constexpr int parts = D <= 128 ? 2 : 1, rows = 16 * parts;
+    const ChunkHead &head;
+    int first;  // row
+    float out[parts][D / 8][4] = {}, most[parts][2], sum[parts][2] = {};
+
+    __device__ WarpRows(const ChunkHead &head, int first) : head(head), first(first) {
+        UNROLL for (int m = 0; m < parts; m++) { most[m][0] = most[m][1] = -INFINITY; }
+    }
+    // Behind the last row there are copies of it, which are not stored.
+    __device__ int row(int r) const { return min(first + r, head.rows() - 1); }
+    __device__ int position(int r) const { return head.position(row(r)); }
+    __device__ static float factor() { return 1.44269504f / sqrtf((float)D); }
+
+    // The warp's rows of `queries`, rounded.
+    __device__ void read_queries(Shared<Number> queries) const {
+        for (int r = 0; r < rows; r++) {
+            const float *query = head.query(row(r));
+            for (int c = 2 * lane_id(); c < D; c += 2 * warp_size)
+                queries.template write<uint32_t>(r * padded<D> + c,
+                                                 pack<Number>(query[c] * factor(), query[c + 1] * factor()));
+        }
+    }
+
+    // From now on weights are 2^(score - latest): what is summed up so far shrinks.
+    __device__ void raise(const float (&latest)[parts][2]) {
+        bool higher = false;
+        UNROLL for (int m = 0; m < parts; m++) { higher |= latest[m][0] > most[m][0] || latest[m][1] > most[m][1]; }
+        if (!__any_sync(all_lanes, higher)) return;
+        UNROLL for (int m = 0; m < parts; m++) {
+            UNROLL for (int h = 0; h < 2; h++) {
+                float shrink = most[m][h] == -INFINITY ? 0 : exp2_fast(most[m][h] - latest[m][h]);
+                UNROLL for (int n = 0; n < D / 8; n++) {
+                    out[m][n][2 * h] *= shrink;
+                    out[m][n][2 * h + 1] *= shrink;
+                }
+                sum[m][h] *= shrink;
+                most[m][h] = latest[m][h];
+            }
+        }
+    }
+
+    // score = Q K^T
+    __device__ void multiply_keys(float (&score)[parts][4][4], Shared<Number> queries, Shared<Number> keys) const {
+        int lane = lane_id(), row = lane % 8, side = lane / 8 % 2, below = lane / 16;
+        UNROLL for (int k = 0; k < D; k += 16) {
+            uint32_t query[parts][4];
+            UNROLL for (int m = 0; m < parts; m++) {
+                load_matrices(query[m], queries, (16 * m + 8 * side + row) * padded<D> + k + 8 * below);
+            }
+            UNROLL for (int n = 0; n < 4; n += 2) {
+                uint32_t key[4];
+                load_matrices(key, keys, (8 * (n + below) + row) * padded<D> + k + 8 * side);
+                const uint32_t left[2] = {key[0], key[1]}, right[2] = {key[2], key[3]};
+                UNROLL for (int m = 0; m < parts; m++) {
+                    multiply_matrices<Number>(score[m][n], query[m], left);
+                    multiply_matrices<Number>(score[m][n + 1], query[m], right);
+                }
+            }
+        }
+    }
+
+    // What a row does not see weighs nothing.
+    __device__ void mask(float (&score)[parts][4][4], const Tile &tile) const {
+        UNROLL for (int m = 0; m < parts; m++) {
+            UNROLL for (int h = 0; h < 2; h++) {
+                Positions seen = head.seen(position(16 * m + 8 * h + lane_id() / 4), tile.own);
+                UNROLL for (int n = 0; n < 4; n++) {
+                    UNROLL for (int i = 0; i < 2; i++) {
+                        int t = tile.start + 8 * n + 2 * (lane_id() % 4) + i;
+                        if (t < seen.begin || t >= seen.end) score[m][n][2 * h + i] = -INFINITY;
+                    }
+                }
+            }
+        }
+    }
+
+    // Scores become weights.
+    __device__ void weigh_scores(float (&score)[parts][4][4]) {
+        float latest[parts][2];
+        UNROLL for (int m = 0; m < parts; m++) {
+            UNROLL for (int h = 0; h < 2; h++) {
+                float largest = most[m][h];
+                UNROLL for (int n = 0; n < 4; n++) {
+                    largest = fmaxf(largest, fmaxf(score[m][n][2 * h], score[m][n][2 * h + 1]));
+                }
+                largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, 1));
+                latest[m][h] = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, 2));
+            }
+        }
+        raise(latest);
+        UNROLL for (int m = 0; m < parts; m++) {
+            UNROLL for (int h = 0; h < 2; h++) {
+                float origin = most[m][h] == -INFINITY ? 0 : most[m][h];
+                UNROLL for (int n = 0; n < 4; n++) {
+                    UNROLL for (int i = 0; i < 2; i++) {
+                        float &weight = score[m][n][2 * h + i];
+                        weight = exp2_fast(weight - origin);
+                        sum[m][h] += weight;
+                    }
+                }
+            }
+        }
+    }
+
+    // out += P V. The fragments of the scores are, rounded, those of P.
+    __device__ void multiply_values(const float (&weight)[parts][4][4], Shared<Number> values) {
+        int lane = lane_id(), row = lane % 8, side = lane / 8 % 2, right = lane / 16;
+        UNROLL for (int k = 0; k < 2; k++) {  // 16 positions
+            uint32_t weights[parts][4];
+            UNROLL for (int m = 0; m < parts; m++) {
+                UNROLL for (int i = 0; i < 4; i++) {
+                    const float(&four)[4] = weight[m][2 * k + i / 2];
+                    weights[m][i] = pack<Number>(four[i % 2 * 2], four[i % 2 * 2 + 1]);
+                }
+            }
+            UNROLL for (int n = 0; n < D / 8; n += 2) {
+                uint32_t value[4];
+                load_matrices_transposed(value, values, (16 * k + 8 * side + row) * padded<D> + 8 * (n + right));
+                const uint32_t left[2] = {value[0], value[1]}, next[2] = {value[2], value[3]};
+                UNROLL for (int m = 0; m < parts; m++) {
+                    multiply_matrices<Number>(out[m][n], weights[m], left);
+                    multiply_matrices<Number>(out[m][n + 1], weights[m], next);
+                }
+            }
+        }
+    }
+
+    __device__ void add_tile(const Tile &tile, Shared<Number> queries, Shared<Number> keys, Shared<Number> values) {
+        Positions lowest = head.seen(position(0), tile.own), highest = head.seen(position(rows - 1), tile.own);
+        int end = tile.start + tile_positions;
+        if (tile.start >= highest.end || end <= lowest.begin) return;
+        float score[parts][4][4] = {};
+        multiply_keys(score, queries, keys);
+        if (tile.start < highest.begin || end > lowest.end) mask(score, tile);
+        weigh_scores(score);
+        multiply_values(score, values);
+    }
+
+    // One sink in float32: few rows see one, and none sees many. `key` and `scores` have room for D and `rows` numbers.
+    __device__ void add_sink(int i, Shared<float> key, Shared<float> scores) {
+        int turned = -1;
+        for (int r = 0; r < rows; r++) {
+            int at = position(r);
+            bool dropped = head.task.visible.dropped(at);
+            if (dropped && turned != at) turn_sink(key, head, i, turned = at);
+            float score = dropped ? factor() * sink_score(head, row(r), key) : -INFINITY;
+            if (lane_id() == 0) scores[r] = score;
+        }
+        __syncwarp();
+        float score[parts][2], latest[parts][2];
+        UNROLL for (int m = 0; m < parts; m++) {
+            UNROLL for (int h = 0; h < 2; h++) {
+                score[m][h] = scores[16 * m + 8 * h + lane_id() / 4];
+                latest[m][h] = fmaxf(most[m][h], score[m][h]);
+            }
+        }
+        raise(latest);
+        UNROLL for (int m = 0; m < parts; m++) {
+            UNROLL for (int h = 0; h < 2; h++) {
+                float weight = score[m][h] == -INFINITY ? 0 : exp2_fast(score[m][h] - most[m][h]);
+                sum[m][h] += lane_id() % 4 == 0 ? weight : 0;  // the four lanes of a row are added up in the end
+                UNROLL for (int n = 0; n < D / 8; n++) {
+                    for (int j = 0; j < 2; j++) {
+                        float value = sink_value(head.task, head.cached(0), i, 8 * n + 2 * (lane_id() % 4) + j);
+                        out[m][n][2 * h + j] += weight * value;
+                    }
+                }
+            }
+        }
+        __syncwarp();
+    }
+
+    __device__ void store() const {
+        UNROLL for (int m = 0; m < parts; m++) {
+            UNROLL for (int h = 0; h < 2; h++) {
+                float total = sum[m][h];
+                total += __shfl_xor_sync(all_lanes, total, 1);
+                total += __shfl_xor_sync(all_lanes, total, 2);
+                int r = 16 * m + 8 * h + lane_id() / 4;
+                float *to = head.out(row(r)) + 2 * (lane_id() % 4);
+                UNROLL for (int n = 0; n < D / 8; n++) {
+                    float2 two = {out[m][n][2 * h] / total, out[m][n][2 * h + 1] / total};
+                    if (first + r < head.rows()) *(float2 *)(to + 8 * n) = two;
+                }
+            }
+        }
+    }
+};
+
+template <class Number, int D>
+__global__ void __launch_bounds__(chunk_threads) attend_chunk_kernel(DeviceAttention task, Span chunk) {
+    wait_for_previous();
+    let_next_start();
+    using Rows = WarpRows<Number, D>;
+    constexpr int tile_numbers = tile_positions * padded<D>;
+    ChunkHead head(task, chunk, blockIdx.x);
+    // Late tokens read most: they go first.
+    int first = (int)(gridDim.y - 1 - blockIdx.y) * chunk_warps * Rows::rows;
+    TileWalk tiles(head, first, min(first + chunk_warps * Rows::rows, head.rows()) - 1);
+    SharedMemory memory;
+    Shared<Number> queries = memory.take<Number>(chunk_warps * Rows::rows * padded<D>);
+    Shared<Number> keys = memory.take<Number>(2 * tile_numbers), values = memory.take<Number>(2 * tile_numbers);
+    Shared<float> sink = memory.take<float>(chunk_warps * D).from(warp_id() * D);
+    Shared<float> sink_scores = memory.take<float>(chunk_warps * Rows::rows).from(warp_id() * Rows::rows);
+    auto bring = [&](int i) {
+        bring_tile<Number, D>(keys.from(i % 2 * tile_numbers), values.from(i % 2 * tile_numbers), head, tiles[i]);
+        commit_copies();
+    };
+    bring(0);
+    Rows rows(head, first + warp_id() * Rows::rows);
+    queries = queries.from(warp_id() * Rows::rows * padded<D>);
+    rows.read_queries(queries);
+    bool sinks = task.visible.dropped(rows.position(Rows::rows - 1));
+    for (int i = 0; i < task.visible.sinks && sinks; i++) rows.add_sink(i, sink, sink_scores);
+    for (int i = 0; i < tiles.count(); i++) {
+        wait_copies<0>();
+        __syncthreads();
+        if (i + 1 < tiles.count()) bring(i + 1);
+        int at = i % 2 * tile_numbers;
+        rows.add_tile(tiles[i], queries, keys.from(at), values.from(at));
+    }
+    rows.store();
+}
+
+template <class Number, int D>
+void attend_chunk_tiles(const Device &device, const DeviceAttention &task, const Span &chunk) {
+    constexpr int rows = chunk_warps * WarpRows<Number, D>::rows;
+    size_t shared = shared_size(rows * padded<D> * sizeof(Number)) +
+                    2 * shared_size(2 * tile_positions * padded<D> * sizeof(Number)) +
+                    shared_size(chunk_warps * D * sizeof(float)) + shared_size(rows * sizeof(float));
+    if (shared > device.properties.sharedMemPerBlockOptin) return attend_chunk_plain(device, task, chunk);
+    dim3 blocks(task.heads.kv, blocks_for((int64_t)chunk.count * task.heads.group(), rows));
+    launch(device, {blocks, chunk_threads, shared}, attend_chunk_kernel<Number, D>, task, chunk);
+}
+
+// out = attention of the rows of a chunk, which are one sequence's share of a pass. Its keys and values have been
+// stored; of formats with blocks only those of full blocks. `products`: what the numbers are rounded to, f16 or bf16;
+// exact: they stay float32.
+inline void attend_chunk(const Device &device, const DeviceAttention &task, const Span &chunk, bool exact,
+                         DType products = DType::f16) {
+    auto is_bf16 = [](const OnDevice<Precision> &type) { return type.index == (int)Precision(BF16{}).index(); };
+    bool wide = products == DType::bf16 || is_bf16(task.cache.type_k) || is_bf16(task.cache.type_v);
+    int width = exact || task.cache.values.width != task.heads.width ? 0 : task.heads.width;
+    auto with = [&](auto D) {
+        wide ? attend_chunk_tiles<bf16, D>(device, task, chunk) : attend_chunk_tiles<f16, D>(device, task, chunk);
+    };
+    switch (width) {
+        case 64:
+            return with(std::integral_constant<int, 64>());
+        case 80:
+            return with(std::integral_constant<int, 80>());
+        case 96:
+            return with(std::integral_constant<int, 96>());
+        case 128:
+            return with(std::integral_constant<int, 128>());
+        case 256:
+            return with(std::integral_constant<int, 256>());
+    }
+    attend_chunk_plain(device, task, chunk);
+}
+#endif
