@@ -407,7 +407,7 @@ inline void linear(float *y, const Inputs &in, const Linear &linear, Store store
 struct Products {
     struct Matrix {
         Linear linear;
-        float *y;  // (count, outputs)
+        float *y = nullptr;  // (count, outputs)
     };
     Matrix matrix[3];
     int matrices = 0;

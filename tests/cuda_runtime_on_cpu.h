@@ -1,0 +1,490 @@
+// The host's side of cuda_on_cpu.h: the card and its memory, streams and graphs, launches, cuBLAS.
+//
+// The card's memory comes from malloc, reads as NaN until it is written, and is poisoned for AddressSanitizer while no
+// kernel runs: beyond its ends nobody may reach, and the host only by copies. What is copied to the host is there when
+// the host has waited. All else happens before the call returns, or, of a stream that is captured, when the graph is
+// launched.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <map>
+#include <tuple>
+
+#include "cuda_on_cpu.h"
+
+namespace cuda_on_cpu {
+
+// ---- The card and its memory -------------------------------------------------------------------------------
+
+inline namespace words {
+
+enum cudaError_t {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorInvalidConfiguration = 9,
+    cudaErrorNoDevice = 100,
+    cudaErrorInvalidDevice = 101,
+    cudaErrorIllegalState = 401,
+    cudaErrorLaunchFailure = 719,
+    cudaErrorStreamCaptureUnsupported = 900,
+    cudaErrorStreamCaptureInvalidated = 901
+};
+
+struct cudaDeviceProp {
+    char name[256] = "a CPU that plays a GPU";
+    size_t totalGlobalMem = 1 << 30, sharedMemPerBlockOptin = most_shared_bytes;
+    int multiProcessorCount = 4, major = 9, minor = 0, l2CacheSize = 1 << 20;
+};
+
+}  // namespace words
+
+// For tests to change. cudaMalloc() keeps to totalGlobalMem.
+inline int devices = 1;
+inline cudaDeviceProp properties;
+
+struct Memory {
+    size_t bytes;
+    bool card;  // the card's; else the host's, which the card can reach
+};
+inline std::map<const char *, Memory> memories;  // by where they begin
+inline cudaError_t last_error = cudaSuccess;
+
+inline cudaError_t result(cudaError_t error) {
+    if (error != cudaSuccess) last_error = error;
+    return error;
+}
+
+inline size_t free_bytes() {
+    size_t used = 0;
+    for (auto &[start, memory] : memories) used += memory.card ? memory.bytes : 0;
+    return properties.totalGlobalMem - std::min(properties.totalGlobalMem, used);
+}
+
+// What an address lies in, or ends; nullptr: nothing that the card can reach.
+inline const Memory *memory_at(const void *address) {
+    auto next = memories.upper_bound((const char *)address);
+    if (next == memories.begin()) return nullptr;
+    --next;
+    return (const char *)address <= next->first + next->second.bytes ? &next->second : nullptr;
+}
+
+inline bool on_card(const void *address) {
+    const Memory *memory = memory_at(address);
+    return memory && memory->card;
+}
+
+// While one exists the card's memory can be touched.
+struct CardAtWork {
+    CardAtWork() {
+        for (auto &[start, memory] : memories) ASAN_UNPOISON_MEMORY_REGION(start, memory.bytes);
+    }
+    ~CardAtWork() {
+        for (auto &[start, memory] : memories)
+            if (memory.card) ASAN_POISON_MEMORY_REGION(start, memory.bytes);
+    }
+};
+
+inline cudaError_t take_memory(void **data, size_t bytes, bool card) {
+    if (card && bytes > free_bytes()) return result(cudaErrorMemoryAllocation);
+    if (posix_memalign(data, 256, std::max<size_t>(bytes, 1))) return result(cudaErrorMemoryAllocation);
+    memset(*data, 0xff, bytes);
+    memories[(char *)*data] = {bytes, card};
+    if (card) ASAN_POISON_MEMORY_REGION(*data, bytes);
+    return cudaSuccess;
+}
+
+inline cudaError_t give_memory(void *data, bool card) {
+    auto found = memories.find((char *)data);
+    if (!data) return cudaSuccess;
+    if (found == memories.end() || found->second.card != card) return result(cudaErrorInvalidValue);
+    ASAN_UNPOISON_MEMORY_REGION(data, found->second.bytes);
+    memories.erase(found);
+    free(data);
+    return cudaSuccess;
+}
+
+inline namespace words {
+
+inline const char *cudaGetErrorString(cudaError_t error) {
+    static const std::map<cudaError_t, const char *> texts = {
+        {cudaSuccess, "no error"},
+        {cudaErrorInvalidValue, "invalid argument"},
+        {cudaErrorMemoryAllocation, "out of memory"},
+        {cudaErrorInvalidConfiguration, "invalid configuration argument"},
+        {cudaErrorNoDevice, "no CUDA-capable device is detected"},
+        {cudaErrorInvalidDevice, "invalid device ordinal"},
+        {cudaErrorIllegalState, "the operation cannot be performed in the present state"},
+        {cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing"},
+        {cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture"}};
+    return error == cudaErrorLaunchFailure ? failures.back().c_str() : texts.at(error);
+}
+inline cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+inline cudaError_t cudaGetDeviceCount(int *count) {
+    *count = devices;
+    return result(devices ? cudaSuccess : cudaErrorNoDevice);
+}
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *to, int device) {
+    if (device < 0 || device >= devices) return result(cudaErrorInvalidDevice);
+    *to = properties;
+    return cudaSuccess;
+}
+inline cudaError_t cudaDriverGetVersion(int *version) { return *version = 13000, cudaSuccess; }
+inline cudaError_t cudaRuntimeGetVersion(int *version) { return *version = 13000, cudaSuccess; }
+inline cudaError_t cudaMemGetInfo(size_t *available, size_t *all) {
+    *available = free_bytes();
+    *all = properties.totalGlobalMem;
+    return cudaSuccess;
+}
+template <class T>
+cudaError_t cudaMalloc(T **data, size_t bytes) {
+    return take_memory((void **)data, bytes, true);
+}
+template <class T>
+cudaError_t cudaMallocHost(T **data, size_t bytes) {
+    return take_memory((void **)data, bytes, false);
+}
+inline cudaError_t cudaFree(void *data) { return give_memory(data, true); }
+inline cudaError_t cudaFreeHost(void *data) { return give_memory(data, false); }
+
+}  // namespace words
+
+// ---- Streams, copies, graphs, events -----------------------------------------------------------------------
+
+struct Stream;
+using Work = std::function<cudaError_t(Stream &)>;
+using Graph = std::vector<Work>;
+
+// What was copied to the host, but cannot be seen before it waits.
+struct Arrival {
+    void *to;
+    std::vector<char> bytes;
+};
+
+struct Stream {
+    bool capturing = false, spoilt = false;
+    Graph captured;
+    std::vector<Arrival> arrivals;
+    size_t arrived = 0;  // of all that there ever were
+};
+
+struct Event {
+    Stream *stream = nullptr;
+    size_t arrivals = 0;  // of the stream, before the event
+    std::chrono::steady_clock::time_point time;
+};
+
+inline Stream default_stream;
+
+// Now, or, while the stream is captured, whenever the graph is launched.
+inline cudaError_t submit(Stream *at, Work work) {
+    Stream &stream = at ? *at : default_stream;
+    if (!stream.capturing) return result(work(stream));
+    stream.captured.push_back(std::move(work));
+    return cudaSuccess;
+}
+
+inline void let_arrive(Stream &stream, size_t count) {
+    for (; stream.arrived < count; stream.arrived++) {
+        const Arrival &next = stream.arrivals.front();
+        std::copy(next.bytes.begin(), next.bytes.end(), (char *)next.to);
+        stream.arrivals.erase(stream.arrivals.begin());
+    }
+}
+
+inline cudaError_t wait_for(Stream &stream) {
+    stream.spoilt = stream.capturing;
+    if (stream.capturing) return result(cudaErrorStreamCaptureUnsupported);
+    let_arrive(stream, stream.arrived + stream.arrivals.size());
+    return cudaSuccess;
+}
+
+inline cudaError_t copy_now(Stream &stream, char *to, const char *from, size_t bytes, int kind) {
+    int kind_here = 2 * on_card(from) + on_card(to);
+    if (bytes && kind != 4 && kind != kind_here) return cudaErrorInvalidValue;
+    CardAtWork work;
+    std::vector<char> copy(from, from + bytes);
+    if (on_card(to))
+        std::copy(copy.begin(), copy.end(), to);
+    else
+        stream.arrivals.push_back({to, copy});
+    return cudaSuccess;
+}
+
+inline namespace words {
+
+using cudaStream_t = Stream *;
+using cudaGraph_t = Graph *;
+using cudaGraphExec_t = const Graph *;
+using cudaEvent_t = Event *;
+enum cudaStreamCaptureMode {
+    cudaStreamCaptureModeGlobal,
+    cudaStreamCaptureModeThreadLocal,
+    cudaStreamCaptureModeRelaxed
+};
+enum cudaMemcpyKind {
+    cudaMemcpyHostToHost,
+    cudaMemcpyHostToDevice,
+    cudaMemcpyDeviceToHost,
+    cudaMemcpyDeviceToDevice,
+    cudaMemcpyDefault
+};
+constexpr unsigned cudaStreamNonBlocking = 1;
+
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
+    return *stream = new Stream, cudaSuccess;
+}
+inline cudaError_t cudaStreamDestroy(cudaStream_t stream) { return delete stream, cudaSuccess; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return wait_for(stream ? *stream : default_stream); }
+
+inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                                   cudaStream_t stream = nullptr) {
+    return submit(stream, [=](Stream &at) { return copy_now(at, (char *)to, (const char *)from, bytes, kind); });
+}
+inline cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
+    cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind);
+    return error == cudaSuccess ? wait_for(default_stream) : error;
+}
+inline cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream = nullptr) {
+    return submit(stream, [=](Stream &) {
+        if (!on_card(to)) return cudaErrorInvalidValue;
+        CardAtWork work;
+        memset(to, value, bytes);
+        return cudaSuccess;
+    });
+}
+
+inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+    if (!stream || stream->capturing) return result(cudaErrorIllegalState);
+    stream->capturing = true;
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+    if (!stream || !stream->capturing) return result(cudaErrorIllegalState);
+    stream->capturing = false;
+    Graph captured = std::exchange(stream->captured, {});
+    bool spoilt = std::exchange(stream->spoilt, false);
+    *graph = spoilt ? nullptr : new Graph(captured);
+    return result(spoilt ? cudaErrorStreamCaptureInvalidated : cudaSuccess);
+}
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long = 0) {
+    return *exec = new Graph(*graph), cudaSuccess;
+}
+inline cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+    for (const Work &work : *exec)
+        if (submit(stream, work) != cudaSuccess) return last_error;
+    return cudaSuccess;
+}
+inline cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return delete graph, cudaSuccess; }
+inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { return delete exec, cudaSuccess; }
+
+inline cudaError_t cudaEventCreate(cudaEvent_t *event) { return *event = new Event, cudaSuccess; }
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete event, cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
+    return submit(stream, [=](Stream &at) {
+        *event = {&at, at.arrived + at.arrivals.size(), std::chrono::steady_clock::now()};
+        return cudaSuccess;
+    });
+}
+inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    if (event->stream) let_arrive(*event->stream, event->arrivals);
+    return cudaSuccess;
+}
+inline cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) {
+    if (!from->stream || !to->stream) return result(cudaErrorInvalidValue);
+    *milliseconds = std::chrono::duration<float, std::milli>(to->time - from->time).count();
+    return cudaSuccess;
+}
+
+// ---- Launching ---------------------------------------------------------------------------------------------
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+struct cudaLaunchAttribute {
+    cudaLaunchAttributeID id;
+    union {
+        char pad[64];
+        int programmaticStreamSerializationAllowed;
+    } val;
+};
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes = 0;
+    cudaStream_t stream = nullptr;
+    cudaLaunchAttribute *attrs = nullptr;
+    unsigned numAttrs = 0;
+};
+
+}  // namespace words
+
+inline std::map<void *, size_t> asked_shared_bytes;  // by kernel, where more than 48 KiB may be needed
+
+inline bool fits_card(const cudaLaunchConfig_t &config, void *kernel) {
+    const dim3 &grid = config.gridDim, &threads = config.blockDim;
+    auto between_1_and = [](size_t most, size_t number) { return number >= 1 && number <= most; };
+    return between_1_and(0x7fffffff, grid.x) && between_1_and(65535, grid.y) && between_1_and(65535, grid.z) &&
+           between_1_and(64, threads.z) && between_1_and(1024, (size_t)threads.x * threads.y * threads.z) &&
+           config.dynamicSmemBytes <= std::max<size_t>(48 << 10, asked_shared_bytes[kernel]);
+}
+
+// In memory that holds something, but not in what the card can reach. What an argument's unused bytes were left with
+// is mostly of the stack, or in AddressSanitizer's shadow, which is mapped everywhere.
+inline bool on_host(void *address) {
+    unsigned char resident;
+    if (memory_at(address) || mincore((void *)((uintptr_t)address & ~(uintptr_t)4095), 1, &resident)) return false;
+#ifdef __SANITIZE_ADDRESS__
+    char name[64];
+    void *region;
+    size_t bytes;
+    std::string kind = __asan_locate_address(address, name, sizeof name, &region, &bytes);
+    if (kind == "stack" || kind.find("shadow") != std::string::npos || __asan_address_is_poisoned(address))
+        return false;
+#endif
+    return true;
+}
+
+// A kernel's arguments may hold addresses; those of memory must be of the card's.
+template <class T>
+void check_argument(int number, const T &argument) {
+    void *word;
+    for (size_t i = 0; i + sizeof word <= sizeof argument; i += sizeof word) {
+        memcpy(&word, (const char *)&argument + i, sizeof word);
+        if (on_host(word))
+            block.failure = "argument " + std::to_string(number) + " holds at byte " + std::to_string(i) +
+                            " an address of the host's memory, or nothing was written there";
+    }
+}
+
+template <class... Parameters>
+cudaError_t run_kernel(const cudaLaunchConfig_t &config, void (*kernel)(Parameters...),
+                       const std::tuple<Parameters...> &arguments) {
+    CardAtWork work;
+    gridDim = config.gridDim;
+    blockDim = config.blockDim;
+    body = [&] { std::apply(kernel, arguments); };
+    block.failure.clear();
+    block.trace_length = 0;
+    int number = 0;
+    std::apply([&](auto &...argument) { (check_argument(++number, argument), ...); }, arguments);
+    if (block.failure.empty() && run_blocks(config.dynamicSmemBytes)) return cudaSuccess;
+    keep_failure((void *)kernel);
+    return cudaErrorLaunchFailure;
+}
+
+inline namespace words {
+
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel *kernel, cudaFuncAttribute, int bytes) {
+    if (bytes < 0 || bytes > most_shared_bytes) return result(cudaErrorInvalidValue);
+    asked_shared_bytes[(void *)kernel] = (size_t)bytes;
+    return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel *, int, size_t) {
+    return *blocks = 2, cudaSuccess;
+}
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Parameters...),
+                               Arguments &&...arguments) {
+    static_assert((std::is_trivially_copyable_v<Parameters> && ...), "a kernel's arguments are copied as bytes");
+    if (!fits_card(*config, (void *)kernel)) return result(cudaErrorInvalidConfiguration);
+    std::tuple<Parameters...> copies(std::forward<Arguments>(arguments)...);
+    return submit(config->stream, [=, config = *config](Stream &) { return run_kernel(config, kernel, copies); });
+}
+
+// ---- cuBLAS ------------------------------------------------------------------------------------------------
+
+enum cublasStatus_t {
+    CUBLAS_STATUS_SUCCESS = 0,
+    CUBLAS_STATUS_NOT_INITIALIZED = 1,
+    CUBLAS_STATUS_INVALID_VALUE = 7,
+    CUBLAS_STATUS_EXECUTION_FAILED = 13,
+    CUBLAS_STATUS_NOT_SUPPORTED = 15
+};
+enum cublasOperation_t { CUBLAS_OP_N, CUBLAS_OP_T };
+enum cudaDataType { CUDA_R_32F = 0, CUDA_R_16F = 2, CUDA_R_16BF = 14 };
+enum cublasComputeType_t { CUBLAS_COMPUTE_32F = 68 };
+enum cublasGemmAlgo_t { CUBLAS_GEMM_DEFAULT = -1 };
+using cudaDataType_t = cudaDataType;
+
+}  // namespace words
+
+struct Blas {
+    cudaStream_t stream = nullptr;
+};
+
+// A matrix as cuBLAS has it: one column after another, `stride` numbers apart; or, turned, one row after another.
+struct Matrix {
+    const void *data;
+    cudaDataType type;
+    bool turned;
+    int stride;
+    float at(int row, int column) const {
+        size_t i = turned ? column + (size_t)row * stride : row + (size_t)column * stride;
+        if (type == CUDA_R_32F) return ((const float *)data)[i];
+        return type == CUDA_R_16F ? to_float(((const f16 *)data)[i]) : to_float(((const bf16 *)data)[i]);
+    }
+    // (rows, columns), one row after another.
+    Floats rows(int rows, int columns) const {
+        Floats numbers;
+        for (int row = 0; row < rows; row++)
+            for (int column = 0; column < columns; column++) numbers.push_back(at(row, column));
+        return numbers;
+    }
+};
+
+// c (m, n) = alpha a (m, k) b (k, n) + beta c. `b_turned` is b as (n, k). If beta is 0, c is not read.
+inline void multiply(const Matrix &a, const Matrix &b_turned, float *c, int m, int n, int k, int stride, float alpha,
+                     float beta) {
+    CardAtWork work;
+    Floats rows = a.rows(m, k), columns = b_turned.rows(n, k);
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < n; j++) {
+            float &to = c[i + (size_t)j * stride], product = dot(&rows[(size_t)i * k], &columns[(size_t)j * k], k);
+            to = alpha * product + (beta != 0 ? beta * to : 0);
+        }
+}
+
+inline namespace words {
+
+using cublasHandle_t = Blas *;
+
+inline const char *cublasGetStatusString(cublasStatus_t status) {
+    static const std::map<cublasStatus_t, const char *> texts = {
+        {CUBLAS_STATUS_SUCCESS, "success"},
+        {CUBLAS_STATUS_NOT_INITIALIZED, "the library was not initialized"},
+        {CUBLAS_STATUS_INVALID_VALUE, "an unsupported value or parameter was passed to the function"},
+        {CUBLAS_STATUS_EXECUTION_FAILED, "the GPU program failed to execute"},
+        {CUBLAS_STATUS_NOT_SUPPORTED, "the functionality requested is not supported"}};
+    return texts.at(status);
+}
+inline cublasStatus_t cublasCreate(cublasHandle_t *handle) { return *handle = new Blas, CUBLAS_STATUS_SUCCESS; }
+inline cublasStatus_t cublasDestroy(cublasHandle_t handle) { return delete handle, CUBLAS_STATUS_SUCCESS; }
+inline cublasStatus_t cublasSetStream(cublasHandle_t handle, cudaStream_t stream) {
+    return handle->stream = stream, CUBLAS_STATUS_SUCCESS;
+}
+
+// C (m, n) = alpha op(A) op(B) + beta C with op(A) (m, k) and op(B) (k, n); lda, ldb and ldc are the strides.
+inline cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t turn_a, cublasOperation_t turn_b, int m,
+                                   int n, int k, const void *alpha, const void *a, cudaDataType type_a, int lda,
+                                   const void *b, cudaDataType type_b, int ldb, const void *beta, void *c,
+                                   cudaDataType type_c, int ldc, cublasComputeType_t, cublasGemmAlgo_t) {
+    if (!handle) return CUBLAS_STATUS_NOT_INITIALIZED;
+    if (type_a != type_b || type_c != CUDA_R_32F) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (m < 0 || n < 0 || k < 0 || lda < std::max(1, turn_a == CUBLAS_OP_N ? m : k) ||
+        ldb < std::max(1, turn_b == CUBLAS_OP_N ? k : n) || ldc < std::max(1, m))
+        return CUBLAS_STATUS_INVALID_VALUE;
+    Matrix left = {a, type_a, turn_a == CUBLAS_OP_T, lda}, right = {b, type_b, turn_b == CUBLAS_OP_N, ldb};
+    float by = *(const float *)alpha, keep = *(const float *)beta;
+    cudaError_t error = submit(handle->stream, [=](Stream &) {
+        multiply(left, right, (float *)c, m, n, k, ldc, by, keep);
+        return cudaSuccess;
+    });
+    return error == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
+}
+
+}  // namespace words
+}  // namespace cuda_on_cpu
