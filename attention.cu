@@ -1274,6 +1274,544 @@ inline void attend(const AttentionTask &task, AttentionPlan &plan) {
     }
 }
 
+#ifdef HAS_CUDA
+// ---- Rung 3: decoding on the GPU, on tensor cores ----------------------------------------------------------
+//
+// Decoding reads each number of the cache once for a few queries: what counts is that memory is never idle, and that
+// decoding a number costs next to nothing. So a warp holds its queries and results in registers, and multiplies 16
+// positions at a time by all query heads of a batch on the tensor cores, as registers come from memory:
+//   scores (16 positions, 8 heads) = K (16, D) q, and values (D, 8 heads) += V^T (D, 16) weights (16, 8).
+// While it computes with the keys of 16 positions, their values are on their way, and the next keys while it does with
+// those (Dao 2023, FlashAttention-2, whose running maximum each warp has).
+//
+// A product takes 16-bit numbers. What rounding leaves of a query or a weight is multiplied as well: two numbers of f16
+// hold one within 2^-22, of bf16 within 2^-16. Codes are exact in f16; a row's scale goes into its score or its weight.
+// Numbers of groups are rounded to f16 once more, by at most 2^-11 of themselves: that is the error of this rung beside
+// the plain one's.
+//
+// Which position and which channel stands where in a matrix is free, as long as both factors agree. It is so that a
+// lane reads 16 bytes side by side, and the same for all formats. Of 16 positions, row r of a matrix is number 2 (r %
+// 8) + r / 8, the order in which codes of keys come out of their bytes. With g = lane / 4 and c = lane % 4,
+//   keys      of each 32 channels a lane has 8 c to 8 c + 7, for rows g and g + 8: positions 2 g and 2 g + 1;
+//   values    of each 64 channels a lane has 8 g to 8 g + 7, for the positions 4 c to 4 c + 3.
+//
+// Predicted, not yet measured: 32 query heads on 8 KV heads of 128, 8 sequences of 32,768 positions. A card of 4.8 TB/s
+// that answers after 0.8 us wants 29 KB on their way to each of its 132 multiprocessors. 12 warps are there, each with
+// 8 KB for bf16, 4 for int8, 2.5 to 5 for int4. 16 positions cost a warp about 250 instructions in bf16, 400 in int8
+// and 500 in int4, of the 1,600, 800 and 480 that there is time for at the full bandwidth. So 88, 80 and 65 % of it.
+
+constexpr int widest_fast = 128;    // channels
+constexpr int step_positions = 16;  // rows of a product
+constexpr int asked_registers = 32;
+constexpr int fast_warps = attend_threads / warp_size;
+constexpr int f32_index = (int)Precision(F32{}).index(), f16_index = (int)Precision(F16{}).index(),
+              bf16_index = (int)Precision(BF16{}).index();
+using Asked = uint32_t[asked_registers];  // a lane's bytes of 16 keys or values, as they come from memory
+
+__device__ inline uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
+__device__ inline uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
+
+__device__ inline uint32_t word_at(const char *at) { return *(const uint32_t *)at; }
+
+// ---- Codes ----
+
+// Two codes, in the lower bytes of the halves of `codes`, as f16. With a code in its lowest bits 0x6400 is 1024 + code.
+constexpr uint32_t two_ones = 0x3c003c00;
+template <int largest, int divisor>
+__device__ inline uint32_t f16_of_codes(const ScaledRow<int8_t, largest, divisor> &, uint32_t codes) {
+    return fma_f16(codes ^ 0x64806480, two_ones, 0xe480e480);  // - 1152: the sign bit, turned round, counts 128
+}
+template <int largest, int divisor>
+__device__ inline uint32_t f16_of_codes(const ScaledRow<fp8, largest, divisor> &, uint32_t codes) {
+    return (codes << 8 & 0x80008000) | (codes << 7 & 0x3f803f80);  // divided by 256: see to_float(fp8)
+}
+template <int bits>
+__device__ inline uint32_t f16_of_codes(const GroupedRow<bits> &, uint32_t codes) {
+    return fma_f16(codes | 0x64006400, two_ones, 0xe400e400);  // - 1024
+}
+
+// 8 codes of a row begin at `from`, which is a multiple of 2: the words that hold them, and the rest of the last.
+__device__ inline void ask_codes(uint32_t *to, const char *from, bool there) {
+    int behind = (uintptr_t)from & 2;
+    const char *words = from - behind;
+    to[0] = there ? word_at(words) : 0;
+    to[1] = there ? word_at(words + 4) : 0;
+    to[2] = there && behind ? *(const uint16_t *)(words + 8) : 0;
+}
+
+// Word i of the codes that were asked for.
+__device__ inline uint32_t codes_of(const uint32_t *asked, int i, uint32_t behind) {
+    return __funnelshift_r(asked[i], asked[i + 1], 8 * behind);
+}
+
+// ---- Keys ----
+//
+// ask_keys() starts the loads, key_fragment() gives the matrix of product `i`, 16 channels, which are for lane c
+//   channel_of_key(i, c) + 0, 1   and, for the matrix's right half,   + 2, 3.
+
+__device__ inline int channel_of_key(int i, int c) { return i / 2 * 32 + 8 * c + i % 2 * 4; }
+
+constexpr int key_products = widest_fast / 16;
+
+template <class Number>
+__device__ inline void ask_keys(Asked &asked, const PlainRow<Number> &, const char *const (&rows)[2], int width) {
+    UNROLL for (int i = 0; i < asked_registers; i += 4) {
+        int channel = channel_of_key(i / 4 % 4 * 2, lane_id() % 4);
+        uint4 bytes = {0, 0, 0, 0};
+        if (channel < width) bytes = load_once(rows[i / 16] + channel * sizeof(Number));
+        asked[i] = bytes.x, asked[i + 1] = bytes.y, asked[i + 2] = bytes.z, asked[i + 3] = bytes.w;
+    }
+}
+template <class Number>
+__device__ inline void key_fragment(uint32_t (&a)[4], const PlainRow<Number> &, const Asked &asked, int i) {
+    UNROLL for (int quarter = 0; quarter < 4; quarter++) a[quarter] = asked[quarter % 2 * 16 + 2 * i + quarter / 2];
+}
+
+template <class Code, int largest, int divisor>
+__device__ inline void ask_keys(Asked &asked, const ScaledRow<Code, largest, divisor> &format,
+                                const char *const (&rows)[2], int width) {
+    UNROLL for (int i = 0; i < 8; i++) {
+        int channel = channel_of_key(i % 4 * 2, lane_id() % 4);
+        ask_codes(&asked[3 * i], (const char *)format.codes(rows[i / 4]) + channel, channel < width);
+    }
+    UNROLL for (int row = 0; row < 2; row++) asked[24 + row] = (uintptr_t)format.codes(rows[row]) & 2;
+}
+template <class Code, int largest, int divisor>
+__device__ inline void key_fragment(uint32_t (&a)[4], const ScaledRow<Code, largest, divisor> &format,
+                                    const Asked &asked, int i) {
+    UNROLL for (int row = 0; row < 2; row++) {
+        uint32_t codes = codes_of(&asked[3 * (4 * row + i / 2)], i % 2, asked[24 + row]);
+        a[row] = f16_of_codes(format, __byte_perm(codes, 0, 0x4140));
+        a[row + 2] = f16_of_codes(format, __byte_perm(codes, 0, 0x4342));
+    }
+}
+
+// What lane `lane` holds of `row`.
+__device__ inline const char *row_from(const char *row, int lane) {
+    return (const char *)__shfl_sync(all_lanes, (unsigned long long)row, lane);
+}
+
+// A block of keys: 32 positions, so for two steps. `row` is the row of the block's position `lane`. A lane asks for
+// bytes 4 c to 4 c + 3 of the codes of channel number g of each 8 channels, and for their scale and zero point. Where a
+// code has 2 bits, those that 4 bits would have there: positions i and i + 16 in byte i.
+template <int bits>
+__device__ inline void ask_block(Asked &asked, const GroupedRow<bits> &format, const char *row, int width) {
+    constexpr int size = Packed<bits>::size;
+    int g = lane_id() / 4, c = lane_id() % 4, n = format.groups(width), inverse = 65536 / n + 1;
+    UNROLL for (int i = 0; i < 16; i++) {
+        int channel = channel_of_key(i / 2, g / 2) + i % 2 * 2 + g % 2;
+        int holder = channel * inverse >> 16;  // channel / n, as holder_of() has it
+        const char *from = row_from(row, holder);
+        const char *group = (const char *)&format.group(from, channel - holder * n);
+        bool there = channel < width;
+        asked[i] = there ? word_at(group + sizeof(ScaleAndZero) + 4 * c % size) : 0;
+        asked[16 + i] = there ? word_at(group) : 0;
+    }
+}
+
+// The matrices of product `i` for the first and the last 16 positions of a block. Transposed, each lane has bytes 2 g
+// and 2 g + 1 of two channels, and in them the positions 2 g, 2 g + 16, 2 g + 1 and 2 g + 17.
+template <int bits>
+__device__ inline void block_fragments(uint32_t (&first)[4], uint32_t (&last)[4], const GroupedRow<bits> &format,
+                                       const Asked &asked, int i) {
+    constexpr uint32_t mask = Packed<bits>::largest;
+    int c = lane_id() % 4, shift = bits * (4 * c / Packed<bits>::size);
+    UNROLL for (int half = 0; half < 2; half++) {
+        uint32_t codes = transpose_matrix(asked[2 * i + half] >> shift & mask * 0x11111111),
+                 both = asked[16 + 2 * i + half];
+        uint32_t even = __shfl_sync(all_lanes, both, 8 * c), odd = __shfl_sync(all_lanes, both, 8 * c + 4);
+        uint32_t scales = low_halves(even, odd), zeros = high_halves(even, odd);
+        auto keys = [&](int shift) {
+            return fma_f16(f16_of_codes(format, codes >> shift & mask * 0x00010001), scales, zeros);
+        };
+        first[2 * half] = keys(0), first[2 * half + 1] = keys(8);
+        last[2 * half] = keys(4), last[2 * half + 1] = keys(12);
+    }
+}
+
+// ---- Values ----
+//
+// ask_values() starts the loads for four positions; value_pair() gives, of those at `k` and k + 2, channel
+// channel_of_value(i, g) and the next one.
+
+__device__ inline int channel_of_value(int i, int g) { return i / 4 * 64 + 8 * g + i % 4 * 2; }
+
+constexpr int value_products = widest_fast / 16;
+
+template <class Number>
+__device__ inline void ask_values(Asked &asked, const PlainRow<Number> &, const char *const (&rows)[4], int width) {
+    UNROLL for (int i = 0; i < asked_registers; i += 4) {
+        int channel = channel_of_value(i % 8, lane_id() / 4);
+        uint4 bytes = {0, 0, 0, 0};
+        if (channel < width) bytes = load_once(rows[i / 8] + channel * sizeof(Number));
+        asked[i] = bytes.x, asked[i + 1] = bytes.y, asked[i + 2] = bytes.z, asked[i + 3] = bytes.w;
+    }
+}
+template <class Number>
+__device__ inline void value_pair(uint32_t (&pair)[2], const PlainRow<Number> &, const Asked &asked, int i, int k) {
+    uint32_t a = asked[8 * k + i], b = asked[8 * k + 16 + i];
+    pair[0] = low_halves(a, b), pair[1] = high_halves(a, b);
+}
+
+template <class Code, int largest, int divisor>
+__device__ inline void ask_values(Asked &asked, const ScaledRow<Code, largest, divisor> &format,
+                                  const char *const (&rows)[4], int width) {
+    UNROLL for (int i = 0; i < 8; i++) {
+        int channel = channel_of_value(i % 2 * 4, lane_id() / 4);
+        ask_codes(&asked[3 * i], (const char *)format.codes(rows[i / 2]) + channel, channel < width);
+    }
+    UNROLL for (int k = 0; k < 4; k++) asked[24 + k] = (uintptr_t)format.codes(rows[k]) & 2;
+}
+template <class Code, int largest, int divisor>
+__device__ inline void value_pair(uint32_t (&pair)[2], const ScaledRow<Code, largest, divisor> &format,
+                                  const Asked &asked, int i, int k) {
+    auto word = [&](int k) { return codes_of(&asked[3 * (2 * k + i / 4)], i % 4 / 2, asked[24 + k]); };
+    uint32_t codes = i % 2 ? high_halves(word(k), word(k + 2)) : low_halves(word(k), word(k + 2));
+    UNROLL for (int odd = 0; odd < 2; odd++) pair[odd] = f16_of_codes(format, codes >> 8 * odd & 0x00ff00ff);
+}
+
+template <int bits>
+__device__ inline void ask_values(Asked &asked, const GroupedRow<bits> &format, const char *const (&rows)[4],
+                                  int width) {
+    UNROLL for (int i = 0; i < 8; i++) {
+        int channel = channel_of_value(i % 2 * 4, lane_id() / 4);
+        const char *group = (const char *)&format.group(rows[i / 2], channel / group_size);
+        const char *codes = group + sizeof(ScaleAndZero) + channel % group_size % Packed<bits>::size;
+        bool there = channel < width;
+        asked[3 * i] = there ? word_at(codes) : 0;
+        asked[3 * i + 1] = there ? word_at(codes + 4) : 0;
+        asked[3 * i + 2] = there ? word_at(group) : 0;
+    }
+}
+template <int bits>
+__device__ inline void value_pair(uint32_t (&pair)[2], const GroupedRow<bits> &format, const Asked &asked, int i,
+                                  int k) {
+    const uint32_t *a = &asked[3 * (2 * k + i / 4)], *b = a + 12;
+    uint32_t codes = i % 2 ? high_halves(a[i % 4 / 2], b[i % 4 / 2]) : low_halves(a[i % 4 / 2], b[i % 4 / 2]);
+    int shift = bits * (8 * (lane_id() / 4 % 4) / Packed<bits>::size);
+    UNROLL for (int odd = 0; odd < 2; odd++) {
+        uint32_t two = f16_of_codes(format, codes >> (shift + 8 * odd) & Packed<bits>::largest * 0x00010001u);
+        pair[odd] = fma_f16(two, low_halves(a[2], b[2]), high_halves(a[2], b[2]));
+    }
+}
+
+// ---- A warp's share of a split ----
+
+// The type of 16-bit numbers in which stored ones are multiplied.
+template <class Format>
+using Factor = std::conditional_t<std::is_same_v<Format, BF16>, bf16, f16>;
+
+template <class Number>
+__device__ inline float half_of(uint32_t two, int i) {
+    return to_float(Number{(uint16_t)(two >> 16 * i)});
+}
+
+// Two numbers, and what rounding left of them.
+template <class Number>
+__device__ inline void pack_both(uint32_t &rounded, uint32_t &rest, float first, float second) {
+    rounded = pack<Number>(first, second);
+    rest = pack<Number>(first - half_of<Number>(rounded, 0), second - half_of<Number>(rounded, 1));
+}
+
+// The queries of a batch as the products' right factors: lane (g, c) has query head g.
+struct FastQueries {
+    uint32_t rounded[key_products][2], rest[key_products][2];
+    float factor[2];  // of the scores of query heads 2 c and 2 c + 1
+
+    // A query is multiplied by a power of two, so that its largest number is 2^13 or somewhat more: f16 has no smaller
+    // ones than 2^-24.
+    template <class Number>
+    __device__ void take(Number, const float *queries, int count, int width) {
+        int g = lane_id() / 4, c = lane_id() % 4;
+        float4 numbers[key_products];
+        float largest = 0;
+        UNROLL for (int i = 0; i < key_products; i++) {
+            int channel = channel_of_key(i, c);
+            numbers[i] = {0, 0, 0, 0};
+            if (g < count && channel < width) numbers[i] = *(const float4 *)(queries + g * width + channel);
+            const float4 &four = numbers[i];
+            largest = fmaxf(largest, fmaxf(fmaxf(fabsf(four.x), fabsf(four.y)), fmaxf(fabsf(four.z), fabsf(four.w))));
+        }
+        for (int lane = 1; lane < 4; lane *= 2) largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, lane));
+        unsigned exponent = max(bit_cast<unsigned>(largest) >> 23, 14u);  // with float32's bias of 127
+        float up = bit_cast<float>((127 + 13 + 127 - exponent) << 23), down = bit_cast<float>((exponent - 13) << 23);
+        UNROLL for (int i = 0; i < key_products; i++) {
+            const float4 &four = numbers[i];
+            pack_both<Number>(rounded[i][0], rest[i][0], four.x * up, four.y * up);
+            pack_both<Number>(rounded[i][1], rest[i][1], four.z * up, four.w * up);
+        }
+        down *= 1.44269504f / sqrtf((float)width);
+        UNROLL for (int e = 0; e < 2; e++) factor[e] = __shfl_sync(all_lanes, down, 8 * c + 4 * e);
+    }
+
+    // scores += a q, for product `i`.
+    template <class Number>
+    __device__ void add_products(float (&scores)[4], const uint32_t (&a)[4], int i, Number) const {
+        multiply_matrices<Number>(scores, a, rounded[i]);
+        multiply_matrices<Number>(scores, a, rest[i]);
+    }
+};
+
+// 32 positions of a row's sequence, of which [low, high) are visible: a lane has the rows of one of them.
+struct FastTile {
+    int begin = 0;
+    OnDevice<Precision> type_k, type_v;  // f16 where a block is not full yet
+    const char *key_row = nullptr, *value_row = nullptr;
+    float key_scale = 1, value_scale = 1;  // of the whole row
+
+    __device__ static float scale_of(const OnDevice<Precision> &type, const char *row) {
+        return type.visit([&](auto format) {
+            using Format = decltype(format);
+            return Format::scale_channels > group_size ? to_float(*(const f16 *)row) : 1;
+        });
+    }
+
+    // What is not visible is not read: a visible position stands in for it, and has no weight there. But a block of
+    // keys is in all its rows.
+    __device__ void find(const DeviceAttention &task, const Span &row, int kv_head, int first, int low, int high) {
+        const CacheView &cache = task.cache;
+        int t = first + lane_id(), there = min(max(t, low), high - 1);
+        int64_t kept = (int64_t)row.sequence * group_size + there % group_size;
+        bool own = row.position / group_size == first / group_size;
+        begin = first;
+        type_k = cache.type_k, type_v = cache.type_v;
+        bool key_blocks = cache.recent_keys.data, value_blocks = cache.recent_values.data;
+        if (key_blocks && own) type_k.index = f16_index;
+        if (value_blocks && own) type_v.index = f16_index;
+        int64_t at = cache.row_of(row.sequence, key_blocks && !own ? t : there);
+        key_row = key_blocks && own ? cache.recent_keys.at(task.layer, kept, kv_head)
+                                    : cache.keys.at(task.layer, at, kv_head);
+        if (key_blocks && !own) at = cache.row_of(row.sequence, there);
+        value_row = value_blocks && own ? cache.recent_values.at(task.layer, kept, kv_head)
+                                        : cache.values.at(task.layer, at, kv_head);
+        key_scale = scale_of(type_k, key_row);
+        value_scale = scale_of(type_v, value_row);
+    }
+};
+
+// What a warp knows of its query heads; lane (g, c) has heads 2 c and 2 c + 1.
+struct FastHeads {
+    float most[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // sum: of the lane's own positions
+    float values[value_products][4] = {};  // sums[..] of multiply_matrices: rows are channels, columns are heads
+    float unit = 0x1p-24f;  // values are counted in: the largest scale of a row, or f16's smallest number
+
+    // scores (rows g and g + 8, heads 2 c and 2 c + 1) of the positions from `begin` on become weights. These are times
+    // 2^15: f16 has no smaller numbers than 2^-24, and none larger than 65,504.
+    __device__ void softmax(float (&scores)[4], const FastQueries &queries, const FastTile &tile, int begin, int low,
+                            int high) {
+        int first = begin - tile.begin + 2 * (lane_id() / 4);
+        float before = unit;
+        unit = fmaxf(unit, warp_max(tile.value_scale));
+        float share = tile.value_scale / unit * 0x1p15f, fade[2], shares[2];
+        bool visible[2];
+        UNROLL for (int r = 0; r < 2; r++) {
+            int t = tile.begin + first + r;
+            visible[r] = low <= t && t < high;
+            shares[r] = __shfl_sync(all_lanes, share, first + r);
+            float scale = __shfl_sync(all_lanes, tile.key_scale, first + r);
+            UNROLL for (int e = 0; e < 2; e++) scores[2 * r + e] *= queries.factor[e] * scale;
+        }
+        UNROLL for (int e = 0; e < 2; e++) {
+            float largest = fmaxf(visible[0] ? scores[e] : -INFINITY, visible[1] ? scores[2 + e] : -INFINITY);
+            for (int lane = 4; lane < warp_size; lane *= 2)
+                largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, lane));
+            largest = fmaxf(largest, most[e]);
+            fade[e] = largest == most[e] ? 1 : exp2_fast(most[e] - largest);
+            most[e] = largest;
+            sum[e] *= fade[e];
+            UNROLL for (int r = 0; r < 2; r++) {
+                float weight = visible[r] ? exp2_fast(scores[2 * r + e] - largest) : 0;
+                sum[e] += weight;
+                scores[2 * r + e] = weight * shares[r];
+            }
+        }
+        UNROLL for (int i = 0; i < value_products; i++) UNROLL for (int j = 0; j < 4; j++) values[i][j] *=
+            fade[j % 2] * (before / unit);
+    }
+
+    // values += V^T weights, both of the 16 positions that were asked for.
+    template <class Format>
+    __device__ void add(const Format &format, const Asked &asked, const float (&weights)[4], int width) {
+        using Number = Factor<Format>;
+        uint32_t rounded[2], rest[2];
+        UNROLL for (int r = 0; r < 2; r++) {
+            pack_both<Number>(rounded[r], rest[r], weights[2 * r], weights[2 * r + 1]);
+            rounded[r] = transpose_matrix(rounded[r]), rest[r] = transpose_matrix(rest[r]);
+        }
+        UNROLL for (int i = 0; i < value_products; i++) {
+            if (channel_of_value(i, 0) >= width) continue;
+            uint32_t a[2][2];
+            UNROLL for (int k = 0; k < 2; k++) value_pair(a[k], format, asked, i, k);
+            const uint32_t matrix[4] = {a[0][0], a[0][1], a[1][0], a[1][1]};
+            multiply_matrices<Number>(values[i], matrix, rounded);
+            multiply_matrices<Number>(values[i], matrix, rest);
+        }
+    }
+};
+
+// Calls use(format) unless the format is f32, which has no place in a product.
+template <class Use>
+__device__ inline void visit_fast(const OnDevice<Precision> &type, Use use) {
+    type.visit([&](auto format) {
+        if constexpr (!std::is_same_v<decltype(format), F32>) use(format);
+    });
+}
+
+// scores = K q for the 16 positions of a step. A block of keys gives those of the next step at once: `later`.
+template <class Format>
+__device__ inline void score_step(float (&scores)[4], float (&later)[4], const Format &format, const Asked &keys,
+                                  const FastQueries &queries, int width, bool second) {
+    Factor<Format> number = {};
+    UNROLL for (int i = 0; i < 4; i++) scores[i] = Format::key_groups && second ? later[i] : 0;
+    if constexpr (Format::key_groups) {
+        if (second) return;
+        UNROLL for (int i = 0; i < 4; i++) later[i] = 0;
+    }
+    UNROLL for (int i = 0; i < key_products; i++) {
+        if (channel_of_key(i, 0) >= width) continue;
+        uint32_t a[4];
+        if constexpr (Format::key_groups) {
+            uint32_t last[4];
+            block_fragments(a, last, format, keys, i);
+            queries.add_products(later, last, i, number);
+        } else {
+            key_fragment(a, format, keys, i);
+        }
+        queries.add_products(scores, a, i, number);
+    }
+}
+
+// The positions [low, high) of a split that are in a warp's tiles: the one that begins at `first`, and every fourth
+// after.
+__device__ inline void attend_tiles(FastHeads &heads, const FastQueries &queries, const DeviceAttention &task,
+                                    const Span &row, int kv_head, int first, int low, int high) {
+    int g = lane_id() / 4, c = lane_id() % 4, key_width = task.heads.width, value_width = task.cache.values.width;
+    FastTile tile;
+    OnDevice<Precision> asked_type;
+    Asked keys, values;
+    float scores[4], later[4];
+    for (int step = 0;; step++) {
+        int begin = first + step / 2 * fast_warps * warp_size, second = step % 2, place = second * step_positions;
+        bool more = begin < high;
+        if (more && !second) tile.find(task, row, kv_head, begin, low, high);
+        if (more) {
+            const char *rows[2] = {row_from(tile.key_row, place + 2 * g), row_from(tile.key_row, place + 2 * g + 1)};
+            visit_fast(tile.type_k, [&](auto format) {
+                if constexpr (!decltype(format)::key_groups)
+                    ask_keys(keys, format, rows, key_width);
+                else if (!second)
+                    ask_block(keys, format, tile.key_row, key_width);
+            });
+        }
+        if (step > 0) visit_fast(asked_type, [&](auto format) { heads.add(format, values, scores, value_width); });
+        if (!more) return;
+        const char *rows[4];
+        UNROLL for (int k = 0; k < 4; k++) rows[k] = row_from(tile.value_row, place + 4 * c + k);
+        visit_fast(tile.type_v, [&](auto format) { ask_values(values, format, rows, value_width); });
+        visit_fast(tile.type_k,
+                   [&](auto format) { score_step(scores, later, format, keys, queries, key_width, second); });
+        heads.softmax(scores, queries, tile, begin + place, low, high);
+        asked_type = tile.type_v;
+    }
+}
+
+// What the warps of a block know of their query heads, one after another.
+struct WarpResults {
+    int width;
+    Shared<float> most, sum, values;  // (warp, batch_heads) and (warp, batch_heads, width)
+    __device__ explicit WarpResults(int width) : width(width) {
+        SharedMemory memory;
+        most = memory.take<float>(fast_warps * batch_heads);
+        sum = memory.take<float>(fast_warps * batch_heads);
+        values = memory.take<float>(fast_warps * batch_heads * width);
+    }
+    static size_t bytes(int width) {
+        size_t heads = fast_warps * batch_heads * sizeof(float);
+        return 2 * shared_size(heads) + shared_size(heads * width);
+    }
+    __device__ void put(const FastHeads &heads) const {
+        int g = lane_id() / 4, c = lane_id() % 4, first = warp_id() * batch_heads + 2 * c;
+        UNROLL for (int e = 0; e < 2; e++) {
+            float total = heads.sum[e];
+            for (int lane = 4; lane < warp_size; lane *= 2) total += __shfl_xor_sync(all_lanes, total, lane);
+            if (g == 0) most[first + e] = heads.most[e], sum[first + e] = total;
+        }
+        UNROLL for (int i = 0; i < value_products; i++) {
+            UNROLL for (int j = 0; j < 4; j++) {
+                int channel = channel_of_value(i, g) + j / 2;
+                float value = heads.values[i][j] * 0x1p-15f * heads.unit;
+                if (channel < width) values[(first + j % 2) * width + channel] = value;
+            }
+        }
+    }
+    // The partial result of head h, of which `value` is channel c. Warps without positions have the weight 0.
+    __device__ Partial merge(int h, int c, float &value) const {
+        Partial all;
+        for (int w = 0; w < fast_warps; w++) all.most = fmaxf(all.most, most[w * batch_heads + h]);
+        value = 0;
+        for (int w = 0; w < fast_warps; w++) {
+            float factor = exp2_fast(most[w * batch_heads + h] - all.most);
+            all.sum += sum[w * batch_heads + h] * factor;
+            value += values[(w * batch_heads + h) * width + c] * factor;
+        }
+        return all;
+    }
+};
+
+// A block for each split, batch of query heads, and row. 168 registers let three blocks share a multiprocessor.
+__global__ void __launch_bounds__(attend_threads, 3)
+    attend_fast_kernel(DeviceAttention task, Parts to, const Span *rows) {
+    WarpResults results(to.value_width);
+    wait_for_previous();
+    let_next_start();
+    Span row = rows[blockIdx.z];
+    HeadBatch batch(task.heads, blockIdx.y);
+    Splits splits(task.visible, row.position, to.splits);
+    int split = blockIdx.x, first = splits.origin + split * splits.length + warp_id() * warp_size;
+    if (split >= splits.used) return;
+    FastQueries queries;
+    const float *query = task.query + ((size_t)row.row * task.heads.query + batch.first) * task.heads.width;
+    if (task.cache.type_k.index == bf16_index)
+        queries.take(bf16{}, query, batch.count, task.heads.width);
+    else
+        queries.take(f16{}, query, batch.count, task.heads.width);
+    FastHeads heads;
+    attend_tiles(heads, queries, task, row, batch.kv_head, first, splits.begin_of(split), splits.end_of(split));
+    results.put(heads);
+    __syncthreads();
+    for (int i = threadIdx.x; i < batch.count * to.value_width; i += blockDim.x) {
+        int h = i / to.value_width, c = i % to.value_width;
+        size_t at = to.index((size_t)blockIdx.z * task.heads.query + batch.first + h, 1 + split);
+        float value;
+        Partial partial = results.merge(h, c, value);
+        to.values[at * to.value_width + c] = value;
+        if (c == 0) to.partials[at] = partial;
+    }
+}
+
+inline bool fits_tensor_cores(const CacheView &cache) {
+    auto fits = [](const OnDevice<Precision> &type, int width) {
+        return type.index != f32_index && width % 8 == 0 && width <= widest_fast;
+    };
+    return fits(cache.type_k, cache.keys.width) && fits(cache.type_v, cache.values.width);
+}
+
+// attend_rows_plain(), on tensor cores where the cache fits them.
+inline void attend_rows(const Device &device, DeviceScratch &scratch, const DeviceAttention &task, const Span *rows,
+                        int count) {
+    if (!fits_tensor_cores(task.cache)) return attend_rows_plain(device, scratch, task, rows, count);
+    Parts parts = scratch.parts();
+    unsigned batches = task.heads.kv * batches_of(task.heads);
+    size_t plain_bytes = HeadsInShared::bytes(task.heads.width, parts.value_width);
+    if (task.visible.sinks > 0)
+        launch(device, {dim3(1, batches, count), attend_threads, plain_bytes}, attend_plain_kernel, task, parts, rows,
+               0);
+    Grid grid = {dim3(parts.splits, batches, count), attend_threads, WarpResults::bytes(parts.value_width)};
+    launch(device, grid, attend_fast_kernel, task, parts, rows);
+    launch(device, {dim3(task.heads.query, count), attend_threads}, merge_parts_kernel, task, parts, rows);
+}
+#endif
+
 // ---- Rung 4: tiles on tensor cores, for many tokens --------------------------------------------------------
 //
 // In prefill many queries read the same keys and values: what counts is no longer how fast those come out of memory,
@@ -1768,7 +2306,7 @@ struct WarpRows {
     __device__ void add_tile(const Tile &tile, Shared<Number> queries, Shared<Number> keys, Shared<Number> values) {
         Positions lowest = head.seen(position(0), tile.own), highest = head.seen(position(rows - 1), tile.own);
         int end = tile.start + tile_positions;
-        if (tile.start >= highest.end || end <= lowest.begin) return;
+        if (first >= head.rows() || tile.start >= highest.end || end <= lowest.begin) return;
         float score[parts][4][4] = {};
         multiply_keys(score, queries, keys);
         if (tile.start < highest.begin || end > lowest.end) mask(score, tile);
