@@ -51,6 +51,7 @@
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
+#define __expf expf  // glibc declares another __expf
 
 namespace cuda_on_cpu {
 template <class T>
@@ -100,7 +101,6 @@ MIN_AND_MAX(unsigned long long)
 inline float min(float a, float b) { return fminf(a, b); }  // the number, if the other one is NaN
 inline float max(float a, float b) { return fmaxf(a, b); }
 
-inline float __expf(float x) { return expf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
@@ -613,15 +613,22 @@ struct SharedMemory {
 
 inline void note_wait() { running->waited = true; }
 
+inline bool reachable(const void *address);  // by the card: cuda_runtime_on_cpu.h
+
+inline void check_address(const void *from, size_t bytes) {
+    if ((uintptr_t)from % bytes) broken("%zu bytes not aligned at %p", bytes, from);
+    if (!reachable(from)) broken("%p is not in the card's memory", from);
+}
+
 template <class T>
 T load(const void *from) {
-    if ((uintptr_t)from % sizeof(T)) broken("loads %zu bytes from %p, which is not aligned", sizeof(T), from);
+    check_address(from, sizeof(T));
     return *(const T *)from;
 }
 
 template <class T>
 void copy_async(Shared<T> to, int i, const void *from, bool there) {
-    if ((uintptr_t)from % 16) broken("copies 16 bytes from %p, which is not aligned", from);
+    if (there) check_address(from, 16);
     Spot spot = to.template wide<uint4>(i).spot;
     use_shared(Use::copy, spot, 16);
     running->copies.push_back({spot, running->batches, there ? *(const uint4 *)from : uint4{}});

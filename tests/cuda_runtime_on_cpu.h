@@ -6,8 +6,6 @@
 // launched.
 #pragma once
 
-#include <sys/mman.h>
-
 #include <chrono>
 #include <cstdlib>
 #include <map>
@@ -71,6 +69,8 @@ inline const Memory *memory_at(const void *address) {
     --next;
     return (const char *)address <= next->first + next->second.bytes ? &next->second : nullptr;
 }
+
+inline bool reachable(const void *address) { return memory_at(address) != nullptr; }
 
 inline bool on_card(const void *address) {
     const Memory *memory = memory_at(address);
@@ -330,29 +330,12 @@ inline bool fits_card(const cudaLaunchConfig_t &config, void *kernel) {
            config.dynamicSmemBytes <= std::max<size_t>(48 << 10, asked_shared_bytes[kernel]);
 }
 
-// In memory that holds something, but not in what the card can reach. What an argument's unused bytes were left with
-// is mostly of the stack, or in AddressSanitizer's shadow, which is mapped everywhere.
-inline bool on_host(void *address) {
-    unsigned char resident;
-    if (memory_at(address) || mincore((void *)((uintptr_t)address & ~(uintptr_t)4095), 1, &resident)) return false;
-#ifdef __SANITIZE_ADDRESS__
-    char name[64];
-    void *region;
-    size_t bytes;
-    std::string kind = __asan_locate_address(address, name, sizeof name, &region, &bytes);
-    if (kind == "stack" || kind.find("shadow") != std::string::npos || __asan_address_is_poisoned(address))
-        return false;
-#endif
-    return true;
-}
-
-// An argument that is an address must be one of the card's memory. (Those in structs are not looked at: between them may
-// be bytes that nobody wrote.)
+// An address that is given must be one that the card can reach. (Those within structs are not looked for.)
 template <class T>
 void check_argument([[maybe_unused]] int number, [[maybe_unused]] const T &argument) {
     if constexpr (std::is_pointer_v<T>)
-        if (argument && on_host((void *)argument))
-            block.failure = "argument " + std::to_string(number) + " is an address of the host's memory";
+        if (argument && !reachable(argument))
+            block.failure = "argument " + std::to_string(number) + " points to what is not the card's memory";
 }
 
 template <class... Parameters>
