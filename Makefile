@@ -33,10 +33,10 @@ LIBS := -lcjson -lpcre2-8 -lutf8proc
 comma := ,
 empty :=
 # Machine code for each GPU asked for, and PTX, which drivers compile for those between and to come.
-NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings \
+NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings --threads 0 \
   $(foreach arch,$(CUDA_ARCH),-gencode 'arch=compute_$(arch),code=[compute_$(arch),sm_$(arch)]') \
   -Xcompiler $(subst $(empty) ,$(comma),$(HOST) -Wall -Wextra -Werror)
-CUDA_LIBS := -lcublas -Xlinker -rpath,$(CUDA_HOME)/lib64
+CUDA_LIBS := -Xlinker -rpath,$(CUDA_HOME)/lib64
 SOURCES := llm.cu device.h model.h tokenizer.h cache.h numbers.h layers.cu attention.cu measure.h
 TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
 FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))

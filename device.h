@@ -16,6 +16,7 @@ struct Device;
 #ifndef CUDA_ON_CPU
 #include <cublas_v2.h>
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 #endif
 
 #include <memory>
@@ -33,10 +34,25 @@ inline void check(cudaError_t error, const char *what) {
     fail("CUDA: %s: %s: another driver or card may help, --device cpu needs neither", what, cudaGetErrorString(error));
 }
 
+#ifdef CUDA_ON_CPU
+#define CUBLAS(function) function
+#else
+// cuBLAS is loaded when a card is to compute, and not at each start of the program, which would take 0.1 s longer.
+inline void *cublas_symbol(const char *name) {
+    static const std::string file = "libcublas.so." + std::to_string(CUBLAS_VER_MAJOR);
+    static void *library = dlopen(file.c_str(), RTLD_LAZY);
+    void *symbol = library ? dlsym(library, name) : nullptr;
+    if (!symbol) fail("%s: %s: install the CUDA toolkit's libraries, or use --device cpu", file.c_str(), dlerror());
+    return symbol;
+}
+#define CUBLAS_NAME(function) #function
+#define CUBLAS(function) ((decltype(&function))cublas_symbol(CUBLAS_NAME(function)))
+#endif
+
 inline void check(cublasStatus_t status, const char *what) {
     if (status == CUBLAS_STATUS_SUCCESS) return;
     fail("cuBLAS: %s: %s: another driver or card may help, --device cpu needs neither", what,
-         cublasGetStatusString(status));
+         CUBLAS(cublasGetStatusString)(status));
 }
 
 // The card that computes: a stream on which all its work goes, in order. Lives longer than all memory taken from it.
@@ -47,12 +63,12 @@ struct Device {
     Device() {
         check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
         check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-        check(cublasCreate(&blas), "cublasCreate");
-        check(cublasSetStream(blas, stream), "cublasSetStream");
+        check(CUBLAS(cublasCreate)(&blas), "cublasCreate");
+        check(CUBLAS(cublasSetStream)(blas, stream), "cublasSetStream");
     }
     Device(const Device &) = delete;
     ~Device() {
-        cublasDestroy(blas);
+        CUBLAS(cublasDestroy)(blas);
         cudaStreamDestroy(stream);
     }
     int multiprocessors() const { return properties.multiProcessorCount; }

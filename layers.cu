@@ -640,9 +640,10 @@ void linear(const Device &device, float *y, const Number *x, const Linear &linea
     cudaDataType_t type = std::is_same_v<Number, float> ? CUDA_R_32F
                           : std::is_same_v<Number, f16> ? CUDA_R_16F
                                                         : CUDA_R_16BF;
-    check(cublasGemmEx(device.blas, CUBLAS_OP_T, CUBLAS_OP_N, outputs, count, inputs, &one, linear.weight.data, type,
-                       inputs, x, type, inputs, &keep, y, CUDA_R_32F, outputs, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
-          "cublasGemmEx");
+    check(CUBLAS(cublasGemmEx_64)(device.blas, CUBLAS_OP_T, CUBLAS_OP_N, outputs, count, inputs, &one,
+                                  linear.weight.data, type, inputs, x, type, inputs, &keep, y, CUDA_R_32F, outputs,
+                                  CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+          "cublasGemmEx_64");
     if (!linear.bias.data) return;
     Grid grid = {dim3(blocks_for((int64_t)count * outputs, block_threads)), block_threads};
     launch(device, grid, add_bias_kernel, y, linear.bias, count, outputs);

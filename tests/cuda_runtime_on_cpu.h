@@ -401,7 +401,7 @@ struct Matrix {
     const void *data;
     cudaDataType type;
     bool turned;
-    int stride;
+    int64_t stride;
     float at(int row, int column) const {
         size_t i = turned ? column + (size_t)row * stride : row + (size_t)column * stride;
         if (type == CUDA_R_32F) return ((const float *)data)[i];
@@ -448,14 +448,15 @@ inline cublasStatus_t cublasSetStream(cublasHandle_t handle, cudaStream_t stream
 }
 
 // C (m, n) = alpha op(A) op(B) + beta C with op(A) (m, k) and op(B) (k, n); lda, ldb and ldc are the strides.
-inline cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t turn_a, cublasOperation_t turn_b, int m,
-                                   int n, int k, const void *alpha, const void *a, cudaDataType type_a, int lda,
-                                   const void *b, cudaDataType type_b, int ldb, const void *beta, void *c,
-                                   cudaDataType type_c, int ldc, cublasComputeType_t, cublasGemmAlgo_t) {
+inline cublasStatus_t cublasGemmEx_64(cublasHandle_t handle, cublasOperation_t turn_a, cublasOperation_t turn_b,
+                                      int64_t m, int64_t n, int64_t k, const void *alpha, const void *a,
+                                      cudaDataType type_a, int64_t lda, const void *b, cudaDataType type_b, int64_t ldb,
+                                      const void *beta, void *c, cudaDataType type_c, int64_t ldc, cublasComputeType_t,
+                                      cublasGemmAlgo_t) {
     if (!handle) return CUBLAS_STATUS_NOT_INITIALIZED;
     if (type_a != type_b || type_c != CUDA_R_32F) return CUBLAS_STATUS_NOT_SUPPORTED;
-    if (m < 0 || n < 0 || k < 0 || lda < std::max(1, turn_a == CUBLAS_OP_N ? m : k) ||
-        ldb < std::max(1, turn_b == CUBLAS_OP_N ? k : n) || ldc < std::max(1, m))
+    if (m < 0 || n < 0 || k < 0 || lda < std::max<int64_t>(1, turn_a == CUBLAS_OP_N ? m : k) ||
+        ldb < std::max<int64_t>(1, turn_b == CUBLAS_OP_N ? k : n) || ldc < std::max<int64_t>(1, m))
         return CUBLAS_STATUS_INVALID_VALUE;
     Matrix left = {a, type_a, turn_a == CUBLAS_OP_T, lda}, right = {b, type_b, turn_b == CUBLAS_OP_N, ldb};
     float by = *(const float *)alpha, keep = *(const float *)beta;
