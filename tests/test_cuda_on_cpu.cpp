@@ -540,9 +540,9 @@ TEST_CASE("a graph does again what was captured, with the data of its time and t
     check(cudaMemsetAsync(to.data(), 0, 32 * sizeof(float), card().stream), "cudaMemsetAsync");
     launch(card(), {dim3(1), 32}, add, to.data(), from.data(), factor);
     check(
-        cublasGemmEx(card().blas, CUBLAS_OP_N, CUBLAS_OP_N, 32, 1, 1, &factor, from.data(), CUDA_R_32F, 32, from.data(),
+        cublasGemmEx_64(card().blas, CUBLAS_OP_N, CUBLAS_OP_N, 32, 1, 1, &factor, from.data(), CUDA_R_32F, 32, from.data(),
                      CUDA_R_32F, 1, &one, to.data(), CUDA_R_32F, 32, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
-        "cublasGemmEx");
+        "cublasGemmEx_64");
     copy(card(), output, to.data(), 32 * sizeof(float));
     check(cudaStreamEndCapture(card().stream, &graph), "cudaStreamEndCapture");
     check(cudaGraphInstantiate(&exec, graph), "cudaGraphInstantiate");
@@ -611,10 +611,10 @@ void check_gemm(cudaDataType type, bool turn_a, bool turn_b, float alpha, float 
     Numbers<Number> on_card_a(a.numbers), on_card_b(b.numbers);
     Numbers<float> result(c);
     auto turned = [](bool turn) { return turn ? CUBLAS_OP_T : CUBLAS_OP_N; };
-    check(cublasGemmEx(card().blas, turned(turn_a), turned(turn_b), m, n, k, &alpha, on_card_a.data(), type, lda,
+    check(cublasGemmEx_64(card().blas, turned(turn_a), turned(turn_b), m, n, k, &alpha, on_card_a.data(), type, lda,
                        on_card_b.data(), type, ldb, &beta, result.data(), CUDA_R_32F, ldc, CUBLAS_COMPUTE_32F,
                        CUBLAS_GEMM_DEFAULT),
-          "cublasGemmEx");
+          "cublasGemmEx_64");
     std::vector<float> got = result.get();
     for (int column = 0; column < n; column++) {
         for (int row = 0; row < ldc; row++) {
@@ -631,7 +631,7 @@ void check_gemm(cudaDataType type, bool turn_a, bool turn_b, float alpha, float 
     }
 }
 
-TEST_CASE("cublasGemmEx: all transposes, types and factors; what it cannot do") {
+TEST_CASE("cublasGemmEx_64: all transposes, types and factors; what it cannot do") {
     for (bool turn_a : {false, true}) {
         for (bool turn_b : {false, true}) {
             for (float beta : {0.0f, 1.0f, -0.5f}) {
@@ -644,7 +644,7 @@ TEST_CASE("cublasGemmEx: all transposes, types and factors; what it cannot do") 
     float one = 1, zero = 0;
     Numbers<float> a(64);
     auto answer = [&](int lda, int ldc, cudaDataType type_b, cudaDataType type_c) {
-        return cublasGemmEx(card().blas, CUBLAS_OP_T, CUBLAS_OP_N, 4, 4, 8, &one, a.data(), CUDA_R_32F, lda, a.data(),
+        return cublasGemmEx_64(card().blas, CUBLAS_OP_T, CUBLAS_OP_N, 4, 4, 8, &one, a.data(), CUDA_R_32F, lda, a.data(),
                             type_b, 8, &zero, a.data(), type_c, ldc, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
     };
     CHECK(answer(7, 4, CUDA_R_32F, CUDA_R_32F) == CUBLAS_STATUS_INVALID_VALUE);
