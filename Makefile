@@ -3,6 +3,8 @@
 # make test     builds and runs all tests; the last line is "N passed, N failed"
 # make asan     the same tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz     libFuzzer on what comes from outside, FUZZ_SECONDS each
+# make test-gpu      the tests of the kernels on a real card; make sanitize-gpu: under compute-sanitizer
+# make bench-gpu     the table of docs/gpu.md, on this card
 # CUDA=0 leaves nvcc out; CXX=clang++ takes clang; CUDA_HOME says where the toolkit is; CUDA_ARCH="90 120" for which GPUs.
 
 CXX := $(if $(filter default,$(origin CXX)),g++,$(CXX))
@@ -39,13 +41,15 @@ NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings --threads 0 \
 CUDA_LIBS := -Xlinker -rpath,$(CUDA_HOME)/lib64
 SOURCES := llm.cu device.h model.h tokenizer.h cache.h numbers.h layers.cu attention.cu measure.h
 TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
+ASAN_TESTS := $(filter-out test_cuda%,$(TESTS))
+GPU_TESTS := $(filter-out test_cuda_on_cpu,$(filter test_cuda%,$(TESTS)))
 FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 
 FLAGS := $(NVCC) $(CC) $(CXX) $(CXXFLAGS) $(CFLAGS)
 # Changes when the compilers or flags do, so that nothing is linked from two worlds.
-$(shell mkdir -p build/asan; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
+$(shell mkdir -p build/asan build/gpu; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
 
-.PHONY: all run test asan fuzz need need-tests need-fuzz found clean
+.PHONY: all run test asan fuzz test-gpu sanitize-gpu bench-gpu need need-tests need-fuzz need-nvcc found clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -66,8 +70,8 @@ test: need-tests
 	@sh tests/run.sh $(TESTS:%=build/%)
 
 asan: need-tests
-	$(AGAIN) found build/asan/llm $(TESTS:%=build/asan/%)
-	@LLM=build/asan/llm sh tests/run.sh $(TESTS:%=build/asan/%)
+	$(AGAIN) found build/asan/llm $(ASAN_TESTS:%=build/asan/%)
+	@LLM=build/asan/llm sh tests/run.sh $(ASAN_TESTS:%=build/asan/%)
 
 fuzz: need-fuzz
 	$(AGAIN) $(FUZZERS:%=build/%)
@@ -75,6 +79,18 @@ fuzz: need-fuzz
 	  build/$$fuzzer -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -verbosity=0 -print_funcs=0 \
 	    -artifact_prefix=build/ build/corpus/$$fuzzer && \
 	  echo "$$fuzzer: $(FUZZ_SECONDS) s, nothing found" || exit 1; done
+
+test-gpu: need-tests need-nvcc
+	$(AGAIN) found $(GPU_TESTS:%=build/gpu/%)
+	@sh tests/run.sh $(GPU_TESTS:%=build/gpu/%)
+
+sanitize-gpu: need-tests need-nvcc
+	$(AGAIN) found $(GPU_TESTS:%=build/gpu/%)
+	@sh tests/sanitize_gpu.sh $(GPU_TESTS:%=build/gpu/%)
+
+bench-gpu: need need-nvcc
+	$(AGAIN) found build/gpu/bench_gpu
+	@build/gpu/bench_gpu
 
 clean:
 	rm -rf build llm
@@ -105,6 +121,9 @@ need-tests: need
 need-fuzz: need
 	$(call need_packages,clang++:clang /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a:libclang-rt-14-dev)
 
+need-nvcc:
+	@[ -n "$(NVCC)" ] || { echo "nvcc: not found: install the CUDA toolkit, or set CUDA_HOME to where it is"; exit 1; }
+
 found:
 	@echo "✓ $$($(CXX) --version | head -n 1),$(if $(NATIVE), -march=native:)$(SIMD)"
 	@echo "$(if $(OPENMP),✓ OpenMP: $$(nproc) cores,✗ OpenMP: $(CXX) has none$(comma) one thread)"
@@ -125,9 +144,17 @@ build/tokenizer.o: tokenizer.c tokenizer.h build/flags
 build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) build/tokenizer.o build/flags
 	$(CXX) $(CXXFLAGS) $< build/tokenizer.o $(LIBS) -o $@
 
-# Tests that run the kernels on the CPU (tests/cuda_on_cpu.h) do so under the sanitizers in every build.
-build/test_cuda%: CXXFLAGS += $(SANITIZE)
-build/test_cuda% build/asan/test_cuda%: LIBS += -lboost_context
+# Tests that run the kernels on the CPU (tests/cuda_on_cpu.h) are always checked for accesses out of bounds.
+build/test_cuda%: CXXFLAGS += -O1 -g1 -fsanitize=address -fno-omit-frame-pointer \
+  $(if $(findstring clang,$(CXX)),,-Wno-maybe-uninitialized)
+build/test_cuda%: LIBS += -lboost_context
+
+# The same tests for a real card.
+build/gpu/%.o: tests/%.cpp $(SOURCES) $(wildcard tests/*.h) build/flags
+	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) -x cu -c $< -o $@
+
+build/gpu/%: build/gpu/%.o build/tokenizer.o
+	$(NVCC) -ccbin $(CXX) $< build/tokenizer.o -Xcompiler "$(OPENMP)" $(LIBS) $(CUDA_LIBS) -o $@
 
 build/asan/llm: $(SOURCES) build/asan/tokenizer.o
 	$(CXX) $(CXXFLAGS) $(SANITIZE) -x c++ llm.cu -x none build/asan/tokenizer.o $(LIBS) -o $@
