@@ -32,7 +32,7 @@ struct ScaleAndZero {
 };
 
 // A row format says how many bytes a row takes, encodes one, and decodes a Vec of numbers at a time (see PlainRow in
-// numbers.h). Where numbers share a scale, decode() gives them without it: what was stored is
+// numbers.h). Where numbers share a scale, decode() gives them without it: what was stored, number(row, channel), is
 //   scale * decode(row, channel) + zero      with the two of scale_and_zero(row, channel)
 // so that attention can apply the scale of a whole row to its score or weight, once. Rows of groups (GroupedRow) are
 // read group by group instead. A number that is not finite, or too large for its scale, makes all that share the scale
@@ -68,6 +68,9 @@ struct ScaledRow {
         ScaleAndZero result = {};
         memcpy(&result.scale, row, sizeof(f16));  // rows of an odd width are not aligned
         return result;
+    }
+    HOST_DEVICE static float number(const char *row, int channel) {
+        return to_float(scale_and_zero(row, channel).scale) / divisor * to_float(codes(row)[channel]);
     }
     static Vec decode(const char *row, int channel) { return load(codes(row) + channel); }
     static Vec decode_part(const char *row, int channel, int count) { return load_part(codes(row) + channel, count); }
@@ -130,6 +133,9 @@ struct GroupedRow {
     HOST_DEVICE static int groups(int width) { return (width + group_size - 1) / group_size; }
     HOST_DEVICE static size_t row_bytes(int width) { return groups(width) * sizeof(G); }
     HOST_DEVICE static const G &group(const char *row, int i) { return ((const G *)row)[i]; }
+    HOST_DEVICE static float number(const char *row, int channel) {  // of values
+        return group(row, channel / group_size).number(channel % group_size);
+    }
     template <class Values, class Team = Alone>
     HOST_DEVICE static void encode(char *row, const Values &values, int width, Team team = {}) {
         for (int g = team.first(); g < groups(width); g += team.step) {

@@ -558,6 +558,8 @@ struct PlainRow {
     HOST_DEVICE static void encode(char *row, const Values &values, int width, Team team = {}) {
         for (int i = team.first(); i < width; i += team.step) from_float(((Number *)row)[i], values[i]);
     }
+    // One number of a row, as it reads.
+    HOST_DEVICE static float number(const char *row, int channel) { return to_float(((const Number *)row)[channel]); }
     // Numbers [channel, channel + lanes) of a row.
     static Vec decode(const char *row, int channel) { return load((const Number *)row + channel); }
     // Numbers [channel, channel + count), zeros behind them.

@@ -127,6 +127,8 @@ std::vector<float> decoded(const char *row, int width) {
         for (int i = 0; i < count; i++) {
             ScaleAndZero both = Format::scale_and_zero(row, c + i);
             numbers.push_back(to_float(both.scale) * lane[i] + to_float(both.zero));
+            float number = Format::number(row, c + i), off = std::fabs(number - numbers.back());
+            check(!(off > 1e-6f * std::fabs(number)), "number() is not what was decoded", width);
         }
     }
     return numbers;
