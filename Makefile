@@ -144,8 +144,9 @@ build/tokenizer.o: tokenizer.c tokenizer.h build/flags
 build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) build/tokenizer.o build/flags
 	$(CXX) $(CXXFLAGS) $< build/tokenizer.o $(LIBS) -o $@
 
-# Tests that run the kernels on the CPU (tests/cuda_on_cpu.h) are always checked for accesses out of bounds.
-build/test_cuda%: CXXFLAGS += -O1 -g1 -fsanitize=address -fno-omit-frame-pointer \
+# Tests that run the kernels on the CPU (tests/cuda_on_cpu.h) are always checked for accesses out of bounds, and for those
+# not aligned, which a GPU refuses.
+build/test_cuda%: CXXFLAGS += -O1 -g1 -fsanitize=address,alignment -fno-sanitize-recover=all -fno-omit-frame-pointer \
   $(if $(findstring clang,$(CXX)),,-Wno-maybe-uninitialized)
 build/test_cuda%: LIBS += -lboost_context
 

@@ -5,15 +5,15 @@
 // and votes. Blocks run one after another, and so do launches, each before its call returns. What CUDA leaves undefined
 // is a failure here: the launch returns an error, whose text says who did what; cuda_on_cpu::failures keeps them all.
 //   barriers  some threads of the block, or lanes of the mask, never come, have ended, or come to another barrier
-//   shared    bytes read that nobody wrote, or whose copy has not arrived; an index beyond its piece; races: two
-//   threads
+//   shared    bytes read that nobody wrote, or whose copy has not arrived; an index beyond its piece; a race: threads
 //             at the same bytes, one of them writing, with no barrier between, in whatever order they ran
-//   access    an address not aligned to what is read or written; an argument that points to the host's memory
+//   access    an address not aligned to what is read or written, or not in the card's memory
 //   order     a thread that ends without wait_for_previous(), or with copies that it never committed
+// The sanitizers see the rest: the memory of cuda_runtime_on_cpu.h ends where it ends.
 //
 // Limits. Races in the card's memory are not seen. Shared memory is ordered by __syncthreads() and by __syncwarp() of
-// all 32 lanes, not by shuffles and votes; CUDA does not promise that either. Two calls on one line are one barrier. An
-// element of Shared<T> is a number to be read or assigned, not a reference to be kept: float x = s[i], not auto.
+// all 32 lanes, but not by shuffles and votes: CUDA does not promise that either. Two calls on one line are taken for
+// one barrier. An element of Shared<T> is a number to be read or assigned, not a reference: float x = s[i], not auto.
 #pragma once
 
 #define CUDA_ON_CPU
@@ -54,6 +54,7 @@
 #define __expf expf  // glibc declares another __expf
 
 namespace cuda_on_cpu {
+
 template <class T>
 struct alignas(2 * sizeof(T)) Two {
     T x, y;
@@ -465,33 +466,38 @@ constexpr int most_shared_bytes = 227 << 10;  // of a block
 
 // Who used a byte, after how many barriers of the block and of the warp.
 struct Touch {
-    uint32_t barrier = 0, warp_barrier = 0;
-    int thread = 0;
-    enum Several : int8_t { no, lanes, warps } several = no;  // threads did, since the last barrier
-    bool atomic = false, copying = false;
+    uint64_t barrier : 32, warp_barrier : 18, thread : 10, several : 2, atomic : 1, copying : 1;
+    enum { one, lanes, warps };  // `several`: threads that did since the last barrier
 };
 
 alignas(16) inline char shared_bytes[most_shared_bytes];
-inline Touch last_writes[most_shared_bytes], last_reads[most_shared_bytes];
+inline Touch last_writes[most_shared_bytes], last_reads[most_shared_bytes];  // (byte)
 
 enum class Use { read, write, change, copy };
 
 #define UNCHECKED __attribute__((no_sanitize("address", "undefined")))  // what runs for every byte
 
+UNCHECKED inline bool operator==(const Touch &a, const Touch &b) {
+    uint64_t all_of_a, all_of_b;
+    memcpy(&all_of_a, &a, sizeof a);
+    memcpy(&all_of_b, &b, sizeof b);
+    return all_of_a == all_of_b;
+}
+
 // A barrier stands between the two, or they are one thread's.
 UNCHECKED inline bool ordered(const Touch &was, const Touch &now) {
     if (was.barrier != now.barrier) return true;
     if (was.several == Touch::warps || was.thread / 32 != now.thread / 32) return false;
-    return was.warp_barrier != now.warp_barrier || (was.several == Touch::no && was.thread == now.thread);
+    return was.warp_barrier != now.warp_barrier || (was.several == Touch::one && was.thread == now.thread);
 }
 
 // What must be remembered of both.
-UNCHECKED inline void add_touch(Touch &was, Touch now) {
+UNCHECKED inline Touch both(const Touch &was, Touch now) {
     if (was.barrier == now.barrier && (was.several == Touch::warps || was.thread / 32 != now.thread / 32))
         now.several = Touch::warps;
     else if (!ordered(was, now))
         now.several = Touch::lanes;
-    was = now;
+    return now;
 }
 
 [[noreturn]] __attribute__((noinline)) inline void broken_use(Use use, const Spot &spot, const Touch &was,
@@ -500,29 +506,28 @@ UNCHECKED inline void add_touch(Touch &was, Touch now) {
     std::string what = std::string(does[(int)use]) + " element " + std::to_string((spot.at - spot.piece) / spot.size) +
                        " of the shared memory from byte " + std::to_string(spot.piece) + " on";
     if (was.barrier < block.first_barrier) broken("%s, which nobody wrote", what.c_str());
-    if (was.copying) broken("%s before the copy that thread %d started has arrived", what.c_str(), was.thread);
-    broken("race: %s, which thread %d %s, with no barrier between", what.c_str(), was.thread, did);
+    if (was.copying) broken("%s before the copy that thread %d started has arrived", what.c_str(), (int)was.thread);
+    broken("race: %s, which thread %d %s, with no barrier between", what.c_str(), (int)was.thread, did);
 }
 
 // Checks and notes that the running thread uses `count` bytes.
 UNCHECKED inline void use_shared(Use use, const Spot &spot, int count) {
-    const Touch now = {barriers,           block.warps[running->number / 32].barriers,
-                       running->number,    Touch::no,
-                       use == Use::change, use == Use::copy};
-    for (int i = spot.at; i < spot.at + count; i++) {
-        Touch &write = last_writes[i], &read = last_reads[i];
-        bool written = write.barrier >= block.first_barrier;
+    uint64_t thread = (uint64_t)running->number, warp_barrier = block.warps[thread / 32].barriers;
+    const Touch now = {barriers, warp_barrier, thread, Touch::one, use == Use::change, use == Use::copy};
+    for (int i = spot.at, end = i + count; i < end;) {
+        const Touch write = last_writes[i], read = last_reads[i];
+        bool written = write.barrier >= block.first_barrier, unordered = !ordered(write, now);
         if (written ? write.copying : use == Use::read || use == Use::change) broken_use(use, spot, write, "");
-        if (!ordered(write, now) && !(now.atomic && write.atomic)) broken_use(use, spot, write, "wrote");
+        if (unordered && !(now.atomic && write.atomic)) broken_use(use, spot, write, "wrote");
         if (use != Use::read && !ordered(read, now)) broken_use(use, spot, read, "read");
         // A thread's own write stays noted when it goes on with atomics: those of others would race with it.
         bool own = write.barrier == now.barrier && write.thread == now.thread && !write.atomic;
-        if (use == Use::read)
-            add_touch(read, now);
-        else if (use != Use::change)
-            write = now;
-        else if (!own)
-            add_touch(write, now);
+        Touch new_read = use == Use::read ? both(read, now) : read;
+        Touch new_write = use == Use::read || (now.atomic && own) ? write : now.atomic ? both(write, now) : now;
+        do {  // all bytes that were used alike
+            last_reads[i] = new_read;
+            last_writes[i] = new_write;
+        } while (++i < end && last_writes[i] == write && last_reads[i] == read);
     }
 }
 
@@ -615,20 +620,20 @@ inline void note_wait() { running->waited = true; }
 
 inline bool reachable(const void *address);  // by the card: cuda_runtime_on_cpu.h
 
-inline void check_address(const void *from, size_t bytes) {
+inline void check_address(const void *from, size_t bytes, bool used) {
     if ((uintptr_t)from % bytes) broken("%zu bytes not aligned at %p", bytes, from);
-    if (!reachable(from)) broken("%p is not in the card's memory", from);
+    if (used && !reachable(from)) broken("%p is not in the card's memory", from);
 }
 
 template <class T>
 T load(const void *from) {
-    check_address(from, sizeof(T));
+    check_address(from, sizeof(T), true);
     return *(const T *)from;
 }
 
 template <class T>
 void copy_async(Shared<T> to, int i, const void *from, bool there) {
-    if (there) check_address(from, 16);
+    check_address(from, 16, there);
     Spot spot = to.template wide<uint4>(i).spot;
     use_shared(Use::copy, spot, 16);
     running->copies.push_back({spot, running->batches, there ? *(const uint4 *)from : uint4{}});
@@ -640,7 +645,7 @@ inline void wait_copies(int most) {
     std::vector<Copy> &copies = running->copies;
     auto next = copies.begin();
     for (; next != copies.end() && next->batch < running->batches - most; ++next) {
-        std::fill_n(last_writes + next->to.at, 16, Touch());
+        std::fill_n(last_writes + next->to.at, 16, Touch{});
         Element<uint4>{next->to} = next->bytes;
     }
     copies.erase(copies.begin(), next);

@@ -34,7 +34,8 @@ enum cudaError_t {
 
 struct cudaDeviceProp {
     char name[256] = "a CPU that plays a GPU";
-    size_t totalGlobalMem = 1 << 30, sharedMemPerBlockOptin = most_shared_bytes;
+    size_t totalGlobalMem = 1 << 30;
+    size_t sharedMemPerBlockOptin = most_shared_bytes, sharedMemPerMultiprocessor = most_shared_bytes + 1024;
     int multiProcessorCount = 4, major = 9, minor = 0, l2CacheSize = 1 << 20;
 };
 
@@ -102,8 +103,8 @@ inline cudaError_t give_memory(void *data, bool card) {
     if (!data) return cudaSuccess;
     if (found == memories.end() || found->second.card != card) return result(cudaErrorInvalidValue);
     ASAN_UNPOISON_MEMORY_REGION(data, found->second.bytes);
+    free((void *)found->first);
     memories.erase(found);
-    free(data);
     return cudaSuccess;
 }
 
@@ -205,6 +206,10 @@ inline cudaError_t wait_for(Stream &stream) {
 inline cudaError_t copy_now(Stream &stream, char *to, const char *from, size_t bytes, int kind) {
     int kind_here = 2 * on_card(from) + on_card(to);
     if (bytes && kind != 4 && kind != kind_here) return cudaErrorInvalidValue;
+    size_t count = stream.arrivals.size();
+    for (size_t i = 0; i < count; i++)  // in the order of the stream they have arrived for the card
+        if (stream.arrivals[i].to >= from && stream.arrivals[i].to < from + bytes)
+            return let_arrive(stream, stream.arrived + count), copy_now(stream, to, from, bytes, kind);
     CardAtWork work;
     std::vector<char> copy(from, from + bytes);
     if (on_card(to))

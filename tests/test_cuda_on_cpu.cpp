@@ -459,6 +459,11 @@ TEST_CASE("copies to the host are there when it has waited; those from it may be
     card().wait();
     CHECK(back == std::vector<int>{1, 2, 3});
 
+    copy(card(), back.data(), there.data(), 12);  // for the card what is copied is there: its copies keep their order
+    back = {7, 8, 9};
+    copy(card(), there.data(), back.data(), 12);
+    CHECK(download(card(), there.data(), 3) == std::vector<int>{1, 2, 3});
+
     cudaEvent_t early, late;
     check(cudaEventCreate(&early), "cudaEventCreate");
     check(cudaEventCreate(&late), "cudaEventCreate");
@@ -539,10 +544,10 @@ TEST_CASE("a graph does again what was captured, with the data of its time and t
     copy(card(), from.data(), input, 32 * sizeof(float));
     check(cudaMemsetAsync(to.data(), 0, 32 * sizeof(float), card().stream), "cudaMemsetAsync");
     launch(card(), {dim3(1), 32}, add, to.data(), from.data(), factor);
-    check(
-        cublasGemmEx_64(card().blas, CUBLAS_OP_N, CUBLAS_OP_N, 32, 1, 1, &factor, from.data(), CUDA_R_32F, 32, from.data(),
-                     CUDA_R_32F, 1, &one, to.data(), CUDA_R_32F, 32, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
-        "cublasGemmEx_64");
+    check(cublasGemmEx_64(card().blas, CUBLAS_OP_N, CUBLAS_OP_N, 32, 1, 1, &factor, from.data(), CUDA_R_32F, 32,
+                          from.data(), CUDA_R_32F, 1, &one, to.data(), CUDA_R_32F, 32, CUBLAS_COMPUTE_32F,
+                          CUBLAS_GEMM_DEFAULT),
+          "cublasGemmEx_64");
     copy(card(), output, to.data(), 32 * sizeof(float));
     check(cudaStreamEndCapture(card().stream, &graph), "cudaStreamEndCapture");
     check(cudaGraphInstantiate(&exec, graph), "cudaGraphInstantiate");
@@ -612,8 +617,8 @@ void check_gemm(cudaDataType type, bool turn_a, bool turn_b, float alpha, float 
     Numbers<float> result(c);
     auto turned = [](bool turn) { return turn ? CUBLAS_OP_T : CUBLAS_OP_N; };
     check(cublasGemmEx_64(card().blas, turned(turn_a), turned(turn_b), m, n, k, &alpha, on_card_a.data(), type, lda,
-                       on_card_b.data(), type, ldb, &beta, result.data(), CUDA_R_32F, ldc, CUBLAS_COMPUTE_32F,
-                       CUBLAS_GEMM_DEFAULT),
+                          on_card_b.data(), type, ldb, &beta, result.data(), CUDA_R_32F, ldc, CUBLAS_COMPUTE_32F,
+                          CUBLAS_GEMM_DEFAULT),
           "cublasGemmEx_64");
     std::vector<float> got = result.get();
     for (int column = 0; column < n; column++) {
@@ -644,8 +649,9 @@ TEST_CASE("cublasGemmEx_64: all transposes, types and factors; what it cannot do
     float one = 1, zero = 0;
     Numbers<float> a(64);
     auto answer = [&](int lda, int ldc, cudaDataType type_b, cudaDataType type_c) {
-        return cublasGemmEx_64(card().blas, CUBLAS_OP_T, CUBLAS_OP_N, 4, 4, 8, &one, a.data(), CUDA_R_32F, lda, a.data(),
-                            type_b, 8, &zero, a.data(), type_c, ldc, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+        return cublasGemmEx_64(card().blas, CUBLAS_OP_T, CUBLAS_OP_N, 4, 4, 8, &one, a.data(), CUDA_R_32F, lda,
+                               a.data(), type_b, 8, &zero, a.data(), type_c, ldc, CUBLAS_COMPUTE_32F,
+                               CUBLAS_GEMM_DEFAULT);
     };
     CHECK(answer(7, 4, CUDA_R_32F, CUDA_R_32F) == CUBLAS_STATUS_INVALID_VALUE);
     CHECK(answer(8, 3, CUDA_R_32F, CUDA_R_32F) == CUBLAS_STATUS_INVALID_VALUE);
@@ -1008,6 +1014,16 @@ TEST_CASE("wide accesses are aligned") {
             commit_copies();
         },
         "16 bytes not aligned at element 2");
+}
+
+TEST_CASE("so are accesses through pointers, or the sanitizer says so") {
+    auto kernel = +[](float *out, int at) {
+        wait_for_previous();
+        out[0] = (float)*(const int64_t *)(out + at);
+    };
+    Numbers<float> out(16);
+    CHECK(dying_words([&] { launch(card(), {dim3(1), 1}, kernel, out.data(), 4); }) == "");
+    check_says(dying_words([&] { launch(card(), {dim3(1), 1}, kernel, out.data(), 5); }), "misaligned address");
 }
 
 TEST_CASE("a copy's bytes are nobody's until it has arrived, and its thread's until a barrier") {
