@@ -1277,45 +1277,60 @@ inline void attend(const AttentionTask &task, AttentionPlan &plan) {
 #ifdef HAS_CUDA
 // ---- Rung 3: decoding on the GPU, on tensor cores ----------------------------------------------------------
 //
-// Decoding reads each number of the cache once for a few queries: what counts is that memory is never idle, and that
-// decoding a number costs next to nothing. So a warp holds its queries and results in registers, and multiplies 16
-// positions at a time by all query heads of a batch on the tensor cores, as registers come from memory:
-//   scores (16 positions, 8 heads) = K (16, D) q, and values (D, 8 heads) += V^T (D, 16) weights (16, 8).
-// While it computes with the keys of 16 positions, their values are on their way, and the next keys while it does with
-// those (Dao 2023, FlashAttention-2, whose running maximum each warp has).
+// Decoding reads each number of the cache once, for a few queries: what counts is that memory is never idle, and that
+// it costs next to nothing to decode a number. So a warp multiplies 16 positions at a time by all query heads of a
+// batch on the tensor cores, straight from the registers into which they came, in two products:
+//   scores (16 positions, 8 heads) = K (16, D) q      and      values (D, 8 heads) += V^T (D, 16) weights (16, 8).
+// While it computes with one of K and V, the other is on its way (Dao 2023, FlashAttention-2, whose running maximum
+// each warp has). Queries are in shared memory: registers are for what comes from the cache.
 //
 // A product takes 16-bit numbers. What rounding leaves of a query or a weight is multiplied as well: two numbers of f16
-// hold one within 2^-22, of bf16 within 2^-16. Codes are exact in f16; a row's scale goes into its score or its weight.
-// Numbers of groups are rounded to f16 once more, by at most 2^-11 of themselves: that is the error of this rung beside
-// the plain one's.
+// hold one within 2^-22 of itself, of bf16 within 2^-16. Codes are exact in f16; a row's scale goes into its score or
+// its weight. Numbers of groups are rounded to f16 once more, by at most 2^-11 of themselves. These are the errors of
+// this rung beside those of the plain one.
 //
-// Which position and which channel stands where in a matrix is free, as long as both factors agree. It is so that a
-// lane reads 16 bytes side by side, and the same for all formats. Of 16 positions, row r of a matrix is number 2 (r %
-// 8) + r / 8, the order in which codes of keys come out of their bytes. With g = lane / 4 and c = lane % 4,
-//   keys      of each 32 channels a lane has 8 c to 8 c + 7, for rows g and g + 8: positions 2 g and 2 g + 1;
-//   values    of each 64 channels a lane has 8 g to 8 g + 7, for the positions 4 c to 4 c + 3.
+// Which position and which channel stands where in a matrix is free, as long as both factors agree. So a lane reads
+// bytes that lie side by side. Row r of 16 is position 2 (r % 8) + r / 8: so codes of keys come out of their bytes.
+// With g = lane / 4 and c = lane % 4,
+//   of keys     a lane has channels 8 c to 8 c + 7 of each 32, for the positions 2 g and 2 g + 1;
+//   of values   it has channels 8 g to 8 g + 7 of each 64, for the positions 4 c to 4 c + 3.
 //
-// Predicted, not yet measured: 32 query heads on 8 KV heads of 128, 8 sequences of 32,768 positions. A card of 4.8 TB/s
-// that answers after 0.8 us wants 29 KB on their way to each of its 132 multiprocessors. 12 warps are there, each with
-// 8 KB for bf16, 4 for int8, 2.5 to 5 for int4. 16 positions cost a warp about 250 instructions in bf16, 400 in int8
-// and 500 in int4, of the 1,600, 800 and 480 that there is time for at the full bandwidth. So 88, 80 and 65 % of it.
-
-constexpr int widest_fast = 128;    // channels
-constexpr int step_positions = 16;  // rows of a product
-constexpr int asked_registers = 32;
+constexpr int half_tile = 16;  // positions of a product; a tile has 32, one for each lane
 constexpr int fast_warps = attend_threads / warp_size;
 constexpr int f32_index = (int)Precision(F32{}).index(), f16_index = (int)Precision(F16{}).index(),
               bf16_index = (int)Precision(BF16{}).index();
-using Asked = uint32_t[asked_registers];  // a lane's bytes of 16 keys or values, as they come from memory
+
+// A lane's bytes of 16 keys or values as they come from memory, of heads up to `widest` channels, which is 64 or 128.
+template <int widest>
+struct Asked {
+    uint32_t words[widest / 4];
+};
+
+__device__ inline uint32_t word_at(const char *from) { return *(const uint32_t *)from; }
+
+__device__ inline void put(uint32_t *to, uint4 bytes) {
+    to[0] = bytes.x, to[1] = bytes.y, to[2] = bytes.z, to[3] = bytes.w;
+}
 
 __device__ inline uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 __device__ inline uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 
-__device__ inline uint32_t word_at(const char *at) { return *(const uint32_t *)at; }
+// g and c: a lane's place in the matrices of products.
+__device__ inline int lane_row() { return (int)(threadIdx.x / 4 % 8); }
+__device__ inline int lane_column() { return (int)(threadIdx.x % 4); }
+
+// Rows of a tile: each lane knows where the one of its position begins.
+struct LaneRows {
+    const CacheRows &side;
+    int width;
+    int64_t offset;
+    __device__ const char *of(int lane) const { return side.data + __shfl_sync(all_lanes, (long long)offset, lane); }
+};
 
 // ---- Codes ----
 
-// Two codes, in the lower bytes of the halves of `codes`, as f16. With a code in its lowest bits 0x6400 is 1024 + code.
+// Two codes as f16; they are in the lower bytes of the halves of a register. With a code in its lowest bits, 0x6400 is
+// 1024 + code.
 constexpr uint32_t two_ones = 0x3c003c00;
 template <int largest, int divisor>
 __device__ inline uint32_t f16_of_codes(const ScaledRow<int8_t, largest, divisor> &, uint32_t codes) {
@@ -1329,173 +1344,201 @@ template <int bits>
 __device__ inline uint32_t f16_of_codes(const GroupedRow<bits> &, uint32_t codes) {
     return fma_f16(codes | 0x64006400, two_ones, 0xe400e400);  // - 1024
 }
-
-// 8 codes of a row begin at `from`, which is a multiple of 2: the words that hold them, and the rest of the last.
-__device__ inline void ask_codes(uint32_t *to, const char *from, bool there) {
-    int behind = (uintptr_t)from & 2;
-    const char *words = from - behind;
-    to[0] = there ? word_at(words) : 0;
-    to[1] = there ? word_at(words + 4) : 0;
-    to[2] = there && behind ? *(const uint16_t *)(words + 8) : 0;
+// Of codes in bits 4 to 7: (1024 + 16 code) / 16 - 64.
+__device__ inline uint32_t f16_of_high_codes(uint32_t codes) {
+    return fma_f16(codes | 0x64006400, 0x2c002c00, 0xd400d400);
 }
 
-// Word i of the codes that were asked for.
+// 8 codes of a row begin at `from`, a multiple of 2: the words that hold them, up to the last code.
+__device__ inline void ask_codes(uint32_t *to, const char *from) {
+    const char *words = from - ((uintptr_t)from & 2);
+    to[0] = word_at(words);
+    to[1] = word_at(words + 4);
+    to[2] = *(const uint16_t *)(from + 6);
+}
+
+// Word i of the codes that were asked for; they begin `behind` bytes after the first word does.
 __device__ inline uint32_t codes_of(const uint32_t *asked, int i, uint32_t behind) {
     return __funnelshift_r(asked[i], asked[i + 1], 8 * behind);
 }
 
 // ---- Keys ----
 //
-// ask_keys() starts the loads, key_fragment() gives the matrix of product `i`, 16 channels, which are for lane c
-//   channel_of_key(i, c) + 0, 1   and, for the matrix's right half,   + 2, 3.
+// ask_keys() starts the loads for the half of a tile that begins at `place`. key_fragment() gives the matrix of product
+// i, which is 16 channels in two halves of 8 columns.
 
-__device__ inline int channel_of_key(int i, int c) { return i / 2 * 32 + 8 * c + i % 2 * 4; }
+// Which channel column r of half h in product i is.
+template <int widest>
+struct KeyOrder {
+    static constexpr int products = widest / 16, abreast = widest / 64;
+    int width, groups;  // groups: of a row, where keys are quantized in blocks; else 0
+    __device__ int channel(int i, int h, int r) const {
+        if (groups == 0) return i / 2 * 32 + r / 2 * 8 + i % 2 * 4 + h * 2 + r % 2;
+        return (i / abreast * 8 + r) * groups + i % abreast * 2 + h;
+    }
+    __device__ bool has(int i, int h, int r) const {
+        return channel(i, h, r) < width && (groups == 0 || i % abreast * 2 + h < groups);
+    }
+};
 
-constexpr int key_products = widest_fast / 16;
+// The first of a lane's 8 channels of each 32. Those behind the last one are read as the last: their queries are 0.
+__device__ inline int key_channel(int stretch, int width) { return min(32 * stretch + lane_column() * 8, width - 8); }
 
-template <class Number>
-__device__ inline void ask_keys(Asked &asked, const PlainRow<Number> &, const char *const (&rows)[2], int width) {
-    UNROLL for (int i = 0; i < asked_registers; i += 4) {
-        int channel = channel_of_key(i / 4 % 4 * 2, lane_id() % 4);
-        uint4 bytes = {0, 0, 0, 0};
-        if (channel < width) bytes = load_once(rows[i / 16] + channel * sizeof(Number));
-        asked[i] = bytes.x, asked[i + 1] = bytes.y, asked[i + 2] = bytes.z, asked[i + 3] = bytes.w;
+template <int widest, class Number>
+__device__ inline void ask_keys(Asked<widest> &asked, const PlainRow<Number> &, const LaneRows &rows, int place) {
+    UNROLL for (int r = 0; r < 2; r++) {
+        const char *from = rows.of(place + lane_row() * 2 + r);
+        UNROLL for (int s = 0; s < widest / 32; s++) {
+            uint4 bytes = load_once(from + key_channel(s, rows.width) * sizeof(Number));
+            put(&asked.words[widest / 8 * r + 4 * s], bytes);
+        }
     }
 }
-template <class Number>
-__device__ inline void key_fragment(uint32_t (&a)[4], const PlainRow<Number> &, const Asked &asked, int i) {
-    UNROLL for (int quarter = 0; quarter < 4; quarter++) a[quarter] = asked[quarter % 2 * 16 + 2 * i + quarter / 2];
+template <int widest, class Number>
+__device__ inline void key_fragment(uint32_t (&b)[2], const PlainRow<Number> &, const Asked<widest> &asked, int i,
+                                    int r) {
+    UNROLL for (int h = 0; h < 2; h++) b[h] = asked.words[widest / 8 * r + 2 * i + h];
 }
 
-template <class Code, int largest, int divisor>
-__device__ inline void ask_keys(Asked &asked, const ScaledRow<Code, largest, divisor> &format,
-                                const char *const (&rows)[2], int width) {
-    UNROLL for (int i = 0; i < 8; i++) {
-        int channel = channel_of_key(i % 4 * 2, lane_id() % 4);
-        ask_codes(&asked[3 * i], (const char *)format.codes(rows[i / 4]) + channel, channel < width);
-    }
-    UNROLL for (int row = 0; row < 2; row++) asked[24 + row] = (uintptr_t)format.codes(rows[row]) & 2;
-}
-template <class Code, int largest, int divisor>
-__device__ inline void key_fragment(uint32_t (&a)[4], const ScaledRow<Code, largest, divisor> &format,
-                                    const Asked &asked, int i) {
-    UNROLL for (int row = 0; row < 2; row++) {
-        uint32_t codes = codes_of(&asked[3 * (4 * row + i / 2)], i % 2, asked[24 + row]);
-        a[row] = f16_of_codes(format, __byte_perm(codes, 0, 0x4140));
-        a[row + 2] = f16_of_codes(format, __byte_perm(codes, 0, 0x4342));
+template <int widest, class Code, int largest, int divisor>
+__device__ inline void ask_keys(Asked<widest> &asked, const ScaledRow<Code, largest, divisor> &format,
+                                const LaneRows &rows, int place) {
+    UNROLL for (int r = 0; r < 2; r++) {
+        const char *from = (const char *)format.codes(rows.of(place + lane_row() * 2 + r));
+        UNROLL for (int s = 0; s < widest / 32; s++)
+            ask_codes(&asked.words[3 * (widest / 32 * r + s)], from + key_channel(s, rows.width));
+        asked.words[3 * (widest / 16) + r] = (uintptr_t)from & 2;
     }
 }
-
-// What lane `lane` holds of `row`.
-__device__ inline const char *row_from(const char *row, int lane) {
-    return (const char *)__shfl_sync(all_lanes, (unsigned long long)row, lane);
+template <int widest, class Code, int largest, int divisor>
+__device__ inline void key_fragment(uint32_t (&b)[2], const ScaledRow<Code, largest, divisor> &format,
+                                    const Asked<widest> &asked, int i, int r) {
+    const uint32_t *eight = &asked.words[3 * (widest / 32 * r + i / 2)];
+    uint32_t codes = codes_of(eight, i % 2, asked.words[3 * (widest / 16) + r]);
+    b[0] = f16_of_codes(format, __byte_perm(codes, 0, 0x4140));
+    b[1] = f16_of_codes(format, __byte_perm(codes, 0, 0x4342));
 }
 
-// A block of keys: 32 positions, so for two steps. `row` is the row of the block's position `lane`. A lane asks for
-// bytes 4 c to 4 c + 3 of the codes of channel number g of each 8 channels, and for their scale and zero point. Where a
-// code has 2 bits, those that 4 bits would have there: positions i and i + 16 in byte i.
-template <int bits>
-__device__ inline void ask_block(Asked &asked, const GroupedRow<bits> &format, const char *row, int width) {
-    constexpr int size = Packed<bits>::size;
-    int g = lane_id() / 4, c = lane_id() % 4, n = format.groups(width), inverse = 65536 / n + 1;
-    UNROLL for (int i = 0; i < 16; i++) {
-        int channel = channel_of_key(i / 2, g / 2) + i % 2 * 2 + g % 2;
-        int holder = channel * inverse >> 16;  // channel / n, as holder_of() has it
-        const char *from = row_from(row, holder);
-        const char *group = (const char *)&format.group(from, channel - holder * n);
-        bool there = channel < width;
-        asked[i] = there ? word_at(group + sizeof(ScaleAndZero) + 4 * c % size) : 0;
-        asked[16 + i] = there ? word_at(group) : 0;
+// A whole block, whatever `place` is. Column g of a matrix is a group of row g, g + 8, ..., of which a lane asks for
+// bytes 4 c to 4 c + 3 of the codes, and for scale and zero point. Where a code has 2 bits, those that 4 bits would
+// have there: positions t and t + 16 in byte t.
+template <int widest, int bits>
+__device__ inline void ask_keys(Asked<widest> &asked, const GroupedRow<bits> &format, const LaneRows &rows, int) {
+    constexpr int columns = widest / 8, abreast = widest / 32;
+    int first = lane_column() * 4 % Packed<bits>::size, groups = format.groups(rows.width);
+    UNROLL for (int i = 0; i < columns; i += abreast) {
+        int row = i / abreast * 8 + lane_row();
+        int there = rows.width == widest ? abreast : min(rows.width - row * groups, groups);  // groups that hold keys
+        const char *from = rows.of(row);
+        UNROLL for (int j = 0; j < abreast; j++) {
+            const auto &group = format.group(from, j);
+            asked.words[i + j] = j < there ? word_at((const char *)group.codes.bytes + first) : 0;
+            asked.words[columns + i + j] = j < there ? word_at((const char *)&group.both) : 0;
+        }
     }
 }
 
-// The matrices of product `i` for the first and the last 16 positions of a block. Transposed, each lane has bytes 2 g
-// and 2 g + 1 of two channels, and in them the positions 2 g, 2 g + 16, 2 g + 1 and 2 g + 17.
-template <int bits>
-__device__ inline void block_fragments(uint32_t (&first)[4], uint32_t (&last)[4], const GroupedRow<bits> &format,
-                                       const Asked &asked, int i) {
+// The matrices of product i for all four eighths of a block. Transposed, a lane has bytes 2 g and 2 g + 1 of two
+// channels, and in them the positions 2 g, 2 g + 16, 2 g + 1 and 2 g + 17.
+template <int widest, int bits>
+__device__ inline void block_fragments(uint32_t (&b)[4][2], const GroupedRow<bits> &format, const Asked<widest> &asked,
+                                       int i) {
     constexpr uint32_t mask = Packed<bits>::largest;
-    int c = lane_id() % 4, shift = bits * (4 * c / Packed<bits>::size);
-    UNROLL for (int half = 0; half < 2; half++) {
-        uint32_t codes = transpose_matrix(asked[2 * i + half] >> shift & mask * 0x11111111),
-                 both = asked[16 + 2 * i + half];
+    int c = lane_column(), shift = bits * (4 * c / Packed<bits>::size);
+    UNROLL for (int h = 0; h < 2; h++) {
+        uint32_t codes = transpose_matrix(asked.words[2 * i + h] >> shift & mask * 0x11111111);
+        uint32_t both = asked.words[widest / 8 + 2 * i + h];
         uint32_t even = __shfl_sync(all_lanes, both, 8 * c), odd = __shfl_sync(all_lanes, both, 8 * c + 4);
         uint32_t scales = low_halves(even, odd), zeros = high_halves(even, odd);
-        auto keys = [&](int shift) {
-            return fma_f16(f16_of_codes(format, codes >> shift & mask * 0x00010001), scales, zeros);
-        };
-        first[2 * half] = keys(0), first[2 * half + 1] = keys(8);
-        last[2 * half] = keys(4), last[2 * half + 1] = keys(12);
+        UNROLL for (int r = 0; r < 2; r++) {
+            uint32_t low = f16_of_codes(format, codes >> 8 * r & mask * 0x00010001);
+            uint32_t high = f16_of_high_codes(codes >> 8 * r & mask * 0x00100010);
+            b[r][h] = fma_f16(low, scales, zeros);
+            b[2 + r][h] = fma_f16(high, scales, zeros);
+        }
     }
 }
 
 // ---- Values ----
 //
-// ask_values() starts the loads for four positions; value_pair() gives, of those at `k` and k + 2, channel
-// channel_of_value(i, g) and the next one.
+// ask_values() starts the loads for half a tile, four positions in a lane; value_pair() gives, of those at `k` and
+// k + 2, channel value_channel(i, g) and the next one.
 
-__device__ inline int channel_of_value(int i, int g) { return i / 4 * 64 + 8 * g + i % 4 * 2; }
+__device__ inline int value_channel(int i, int g) { return i / 4 * 64 + 8 * g + i % 4 * 2; }
 
-constexpr int value_products = widest_fast / 16;
+// The first of a lane's 8 channels of each 64. Behind the last one the last ones are read, for nobody.
+__device__ inline int first_channel(int stretch, int width) {
+    return min(value_channel(4 * stretch, lane_row()), width - 8);
+}
 
-template <class Number>
-__device__ inline void ask_values(Asked &asked, const PlainRow<Number> &, const char *const (&rows)[4], int width) {
-    UNROLL for (int i = 0; i < asked_registers; i += 4) {
-        int channel = channel_of_value(i % 8, lane_id() / 4);
-        uint4 bytes = {0, 0, 0, 0};
-        if (channel < width) bytes = load_once(rows[i / 8] + channel * sizeof(Number));
-        asked[i] = bytes.x, asked[i + 1] = bytes.y, asked[i + 2] = bytes.z, asked[i + 3] = bytes.w;
+template <int widest, class Number>
+__device__ inline void ask_values(Asked<widest> &asked, const PlainRow<Number> &, const LaneRows &rows, int place) {
+    UNROLL for (int k = 0; k < 4; k++) {
+        const char *from = rows.of(place + lane_column() * 4 + k);
+        UNROLL for (int s = 0; s < widest / 64; s++) {
+            uint4 bytes = load_once(from + first_channel(s, rows.width) * sizeof(Number));
+            put(&asked.words[4 * (widest / 64 * k + s)], bytes);
+        }
     }
 }
-template <class Number>
-__device__ inline void value_pair(uint32_t (&pair)[2], const PlainRow<Number> &, const Asked &asked, int i, int k) {
-    uint32_t a = asked[8 * k + i], b = asked[8 * k + 16 + i];
+template <int widest, class Number>
+__device__ inline void value_pair(uint32_t (&pair)[2], const PlainRow<Number> &, const Asked<widest> &asked, int i,
+                                  int k) {
+    uint32_t a = asked.words[widest / 16 * k + i], b = asked.words[widest / 16 * (k + 2) + i];
     pair[0] = low_halves(a, b), pair[1] = high_halves(a, b);
 }
 
-template <class Code, int largest, int divisor>
-__device__ inline void ask_values(Asked &asked, const ScaledRow<Code, largest, divisor> &format,
-                                  const char *const (&rows)[4], int width) {
-    UNROLL for (int i = 0; i < 8; i++) {
-        int channel = channel_of_value(i % 2 * 4, lane_id() / 4);
-        ask_codes(&asked[3 * i], (const char *)format.codes(rows[i / 2]) + channel, channel < width);
+template <int widest, class Code, int largest, int divisor>
+__device__ inline void ask_values(Asked<widest> &asked, const ScaledRow<Code, largest, divisor> &format,
+                                  const LaneRows &rows, int place) {
+    UNROLL for (int k = 0; k < 4; k++) {
+        const char *from = (const char *)format.codes(rows.of(place + lane_column() * 4 + k));
+        UNROLL for (int s = 0; s < widest / 64; s++)
+            ask_codes(&asked.words[3 * (widest / 64 * k + s)], from + first_channel(s, rows.width));
+        asked.words[3 * (widest / 16) + k] = (uintptr_t)from & 2;
     }
-    UNROLL for (int k = 0; k < 4; k++) asked[24 + k] = (uintptr_t)format.codes(rows[k]) & 2;
 }
-template <class Code, int largest, int divisor>
+template <int widest, class Code, int largest, int divisor>
 __device__ inline void value_pair(uint32_t (&pair)[2], const ScaledRow<Code, largest, divisor> &format,
-                                  const Asked &asked, int i, int k) {
-    auto word = [&](int k) { return codes_of(&asked[3 * (2 * k + i / 4)], i % 4 / 2, asked[24 + k]); };
+                                  const Asked<widest> &asked, int i, int k) {
+    auto word = [&](int k) {
+        const uint32_t *eight = &asked.words[3 * (widest / 64 * k + i / 4)];
+        return codes_of(eight, i % 4 / 2, asked.words[3 * (widest / 16) + k]);
+    };
     uint32_t codes = i % 2 ? high_halves(word(k), word(k + 2)) : low_halves(word(k), word(k + 2));
     UNROLL for (int odd = 0; odd < 2; odd++) pair[odd] = f16_of_codes(format, codes >> 8 * odd & 0x00ff00ff);
 }
 
-template <int bits>
-__device__ inline void ask_values(Asked &asked, const GroupedRow<bits> &format, const char *const (&rows)[4],
-                                  int width) {
-    UNROLL for (int i = 0; i < 8; i++) {
-        int channel = channel_of_value(i % 2 * 4, lane_id() / 4);
-        const char *group = (const char *)&format.group(rows[i / 2], channel / group_size);
-        const char *codes = group + sizeof(ScaleAndZero) + channel % group_size % Packed<bits>::size;
-        bool there = channel < width;
-        asked[3 * i] = there ? word_at(codes) : 0;
-        asked[3 * i + 1] = there ? word_at(codes + 4) : 0;
-        asked[3 * i + 2] = there ? word_at(group) : 0;
+template <int widest, int bits>
+__device__ inline void ask_values(Asked<widest> &asked, const GroupedRow<bits> &format, const LaneRows &rows,
+                                  int place) {
+    UNROLL for (int k = 0; k < 4; k++) {
+        const char *from = rows.of(place + lane_column() * 4 + k);
+        UNROLL for (int s = 0; s < widest / 64; s++) {
+            int channel = first_channel(s, rows.width);
+            const auto &group = format.group(from, channel / group_size);
+            const char *codes = (const char *)group.codes.bytes + channel % group_size % Packed<bits>::size;
+            uint32_t *to = &asked.words[3 * (widest / 64 * k + s)];
+            to[0] = word_at(codes);
+            to[1] = word_at(codes + 4);
+            to[2] = word_at((const char *)&group.both);
+        }
     }
 }
-template <int bits>
-__device__ inline void value_pair(uint32_t (&pair)[2], const GroupedRow<bits> &format, const Asked &asked, int i,
-                                  int k) {
-    const uint32_t *a = &asked[3 * (2 * k + i / 4)], *b = a + 12;
+template <int widest, int bits>
+__device__ inline void value_pair(uint32_t (&pair)[2], const GroupedRow<bits> &format, const Asked<widest> &asked,
+                                  int i, int k) {
+    const uint32_t *a = &asked.words[3 * (widest / 64 * k + i / 4)];
+    const uint32_t *b = &asked.words[3 * (widest / 64 * (k + 2) + i / 4)];
     uint32_t codes = i % 2 ? high_halves(a[i % 4 / 2], b[i % 4 / 2]) : low_halves(a[i % 4 / 2], b[i % 4 / 2]);
-    int shift = bits * (8 * (lane_id() / 4 % 4) / Packed<bits>::size);
+    int shift = bits * (value_channel(0, lane_row()) % group_size / Packed<bits>::size);
     UNROLL for (int odd = 0; odd < 2; odd++) {
         uint32_t two = f16_of_codes(format, codes >> (shift + 8 * odd) & Packed<bits>::largest * 0x00010001u);
         pair[odd] = fma_f16(two, low_halves(a[2], b[2]), high_halves(a[2], b[2]));
     }
 }
 
-// ---- A warp's share of a split ----
+// ---- Queries and results of a warp ----
 
 // The type of 16-bit numbers in which stored ones are multiplied.
 template <class Format>
@@ -1513,205 +1556,222 @@ __device__ inline void pack_both(uint32_t &rounded, uint32_t &rest, float first,
     rest = pack<Number>(first - half_of<Number>(rounded, 0), second - half_of<Number>(rounded, 1));
 }
 
-// The queries of a batch as the products' right factors: lane (g, c) has query head g.
-struct FastQueries {
-    uint32_t rounded[key_products][2], rest[key_products][2];
-    float factor[2];  // of the scores of query heads 2 c and 2 c + 1
+// The largest power of two that is not above x > 0, and one over a power of two.
+__device__ inline float power_below(float x) { return bit_cast<float>(bit_cast<uint32_t>(x) & 0x7f800000); }
+__device__ inline float inverse(float power) { return bit_cast<float>(0x7f000000 - bit_cast<uint32_t>(power)); }
 
+// The queries of a batch as the products' left factors: row g is query head g, and row g + 8 what rounding left of it.
+// All warps share them.
+template <int widest>
+struct FastQueries {
+    using Order = KeyOrder<widest>;
+    Shared<uint4> numbers;  // (rows or blocks of keys, product, lane)
+    Shared<float> factors;  // (batch_heads): of scores
+    __device__ explicit FastQueries(SharedMemory &memory)
+        : numbers(memory.take<uint4>(2 * Order::products * warp_size)), factors(memory.take<float>(batch_heads)) {}
+    static size_t bytes() {
+        return shared_size(2 * Order::products * warp_size * sizeof(uint4)) + shared_size(batch_heads * sizeof(float));
+    }
     // A query is multiplied by a power of two, so that its largest number is 2^13 or somewhat more: f16 has no smaller
     // ones than 2^-24.
     template <class Number>
-    __device__ void take(Number, const float *queries, int count, int width) {
-        int g = lane_id() / 4, c = lane_id() % 4;
-        float4 numbers[key_products];
-        float largest = 0;
-        UNROLL for (int i = 0; i < key_products; i++) {
-            int channel = channel_of_key(i, c);
-            numbers[i] = {0, 0, 0, 0};
-            if (g < count && channel < width) numbers[i] = *(const float4 *)(queries + g * width + channel);
-            const float4 &four = numbers[i];
-            largest = fmaxf(largest, fmaxf(fmaxf(fabsf(four.x), fabsf(four.y)), fmaxf(fabsf(four.z), fabsf(four.w))));
-        }
+    __device__ void take(Number, const float *queries, int count, const Order &order) const {
+        int g = lane_row(), c = lane_column();
+        const float *query = queries + g * order.width;
+        float largest = 0x1p-112f;
+        for (int i = c; g < count && i < order.width; i += 4) largest = fmaxf(largest, fabsf(query[i]));
         for (int lane = 1; lane < 4; lane *= 2) largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, lane));
-        unsigned exponent = max(bit_cast<unsigned>(largest) >> 23, 14u);  // with float32's bias of 127
-        float up = bit_cast<float>((127 + 13 + 127 - exponent) << 23), down = bit_cast<float>((exponent - 13) << 23);
-        UNROLL for (int i = 0; i < key_products; i++) {
-            const float4 &four = numbers[i];
-            pack_both<Number>(rounded[i][0], rest[i][0], four.x * up, four.y * up);
-            pack_both<Number>(rounded[i][1], rest[i][1], four.z * up, four.w * up);
+        float power = power_below(largest), up = inverse(power) * 0x1p13f;
+        for (int i = warp_id(); i < Order::products; i += fast_warps) {
+            auto number = [&](int h, int r) {
+                return g < count && order.has(i, h, r) ? query[order.channel(i, h, r)] * up : 0;
+            };
+            uint4 four;
+            pack_both<Number>(four.x, four.y, number(0, 2 * c), number(0, 2 * c + 1));
+            pack_both<Number>(four.z, four.w, number(1, 2 * c), number(1, 2 * c + 1));
+            numbers[((order.groups > 0) * Order::products + i) * warp_size + lane_id()] = four;
         }
-        down *= 1.44269504f / sqrtf((float)width);
-        UNROLL for (int e = 0; e < 2; e++) factor[e] = __shfl_sync(all_lanes, down, 8 * c + 4 * e);
+        if (warp_id() == 0 && c == 0) factors[g] = power * 0x1p-13f * 1.44269504f / sqrtf((float)order.width);
     }
-
-    // scores += a q, for product `i`.
-    template <class Number>
-    __device__ void add_products(float (&scores)[4], const uint32_t (&a)[4], int i, Number) const {
-        multiply_matrices<Number>(scores, a, rounded[i]);
-        multiply_matrices<Number>(scores, a, rest[i]);
-    }
-};
-
-// 32 positions of a row's sequence, of which [low, high) are visible: a lane has the rows of one of them.
-struct FastTile {
-    int begin = 0;
-    OnDevice<Precision> type_k, type_v;  // f16 where a block is not full yet
-    const char *key_row = nullptr, *value_row = nullptr;
-    float key_scale = 1, value_scale = 1;  // of the whole row
-
-    __device__ static float scale_of(const OnDevice<Precision> &type, const char *row) {
-        return type.visit([&](auto format) {
-            using Format = decltype(format);
-            return Format::scale_channels > group_size ? to_float(*(const f16 *)row) : 1;
-        });
-    }
-
-    // What is not visible is not read: a visible position stands in for it, and has no weight there. But a block of
-    // keys is in all its rows.
-    __device__ void find(const DeviceAttention &task, const Span &row, int kv_head, int first, int low, int high) {
-        const CacheView &cache = task.cache;
-        int t = first + lane_id(), there = min(max(t, low), high - 1);
-        int64_t kept = (int64_t)row.sequence * group_size + there % group_size;
-        bool own = row.position / group_size == first / group_size;
-        begin = first;
-        type_k = cache.type_k, type_v = cache.type_v;
-        bool key_blocks = cache.recent_keys.data, value_blocks = cache.recent_values.data;
-        if (key_blocks && own) type_k.index = f16_index;
-        if (value_blocks && own) type_v.index = f16_index;
-        int64_t at = cache.row_of(row.sequence, key_blocks && !own ? t : there);
-        key_row = key_blocks && own ? cache.recent_keys.at(task.layer, kept, kv_head)
-                                    : cache.keys.at(task.layer, at, kv_head);
-        if (key_blocks && !own) at = cache.row_of(row.sequence, there);
-        value_row = value_blocks && own ? cache.recent_values.at(task.layer, kept, kv_head)
-                                        : cache.values.at(task.layer, at, kv_head);
-        key_scale = scale_of(type_k, key_row);
-        value_scale = scale_of(type_v, value_row);
-    }
-};
-
-// What a warp knows of its query heads; lane (g, c) has heads 2 c and 2 c + 1.
-struct FastHeads {
-    float most[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // sum: of the lane's own positions
-    float values[value_products][4] = {};  // sums[..] of multiply_matrices: rows are channels, columns are heads
-    float unit = 0x1p-24f;  // values are counted in: the largest scale of a row, or f16's smallest number
-
-    // scores (rows g and g + 8, heads 2 c and 2 c + 1) of the positions from `begin` on become weights. These are times
-    // 2^15: f16 has no smaller numbers than 2^-24, and none larger than 65,504.
-    __device__ void softmax(float (&scores)[4], const FastQueries &queries, const FastTile &tile, int begin, int low,
-                            int high) {
-        int first = begin - tile.begin + 2 * (lane_id() / 4);
-        float before = unit;
-        unit = fmaxf(unit, warp_max(tile.value_scale));
-        float share = tile.value_scale / unit * 0x1p15f, fade[2], shares[2];
-        bool visible[2];
-        UNROLL for (int r = 0; r < 2; r++) {
-            int t = tile.begin + first + r;
-            visible[r] = low <= t && t < high;
-            shares[r] = __shfl_sync(all_lanes, share, first + r);
-            float scale = __shfl_sync(all_lanes, tile.key_scale, first + r);
-            UNROLL for (int e = 0; e < 2; e++) scores[2 * r + e] *= queries.factor[e] * scale;
-        }
-        UNROLL for (int e = 0; e < 2; e++) {
-            float largest = fmaxf(visible[0] ? scores[e] : -INFINITY, visible[1] ? scores[2 + e] : -INFINITY);
-            for (int lane = 4; lane < warp_size; lane *= 2)
-                largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, lane));
-            largest = fmaxf(largest, most[e]);
-            fade[e] = largest == most[e] ? 1 : exp2_fast(most[e] - largest);
-            most[e] = largest;
-            sum[e] *= fade[e];
-            UNROLL for (int r = 0; r < 2; r++) {
-                float weight = visible[r] ? exp2_fast(scores[2 * r + e] - largest) : 0;
-                sum[e] += weight;
-                scores[2 * r + e] = weight * shares[r];
-            }
-        }
-        UNROLL for (int i = 0; i < value_products; i++) UNROLL for (int j = 0; j < 4; j++) values[i][j] *=
-            fade[j % 2] * (before / unit);
-    }
-
-    // values += V^T weights, both of the 16 positions that were asked for.
+    // Those of product i.
     template <class Format>
-    __device__ void add(const Format &format, const Asked &asked, const float (&weights)[4], int width) {
-        using Number = Factor<Format>;
-        uint32_t rounded[2], rest[2];
-        UNROLL for (int r = 0; r < 2; r++) {
-            pack_both<Number>(rounded[r], rest[r], weights[2 * r], weights[2 * r + 1]);
-            rounded[r] = transpose_matrix(rounded[r]), rest[r] = transpose_matrix(rest[r]);
-        }
-        UNROLL for (int i = 0; i < value_products; i++) {
-            if (channel_of_value(i, 0) >= width) continue;
-            uint32_t a[2][2];
-            UNROLL for (int k = 0; k < 2; k++) value_pair(a[k], format, asked, i, k);
-            const uint32_t matrix[4] = {a[0][0], a[0][1], a[1][0], a[1][1]};
-            multiply_matrices<Number>(values[i], matrix, rounded);
-            multiply_matrices<Number>(values[i], matrix, rest);
-        }
+    __device__ void fragment(uint32_t (&a)[4], const Format &, int i) const {
+        put(a, numbers[(Format::key_groups * Order::products + i) * warp_size + lane_id()]);
     }
 };
 
-// Calls use(format) unless the format is f32, which has no place in a product.
+// Calls use(format), of f16 where a block is not full yet; not of f32, which has no place in a product.
 template <class Use>
-__device__ inline void visit_fast(const OnDevice<Precision> &type, Use use) {
+__device__ inline void visit_fast(const OnDevice<Precision> &stored, bool recent, Use use) {
+    OnDevice<Precision> type = stored;
+    if (recent) type.index = f16_index;
     type.visit([&](auto format) {
         if constexpr (!std::is_same_v<decltype(format), F32>) use(format);
     });
 }
 
-// scores = K q for the 16 positions of a step. A block of keys gives those of the next step at once: `later`.
-template <class Format>
-__device__ inline void score_step(float (&scores)[4], float (&later)[4], const Format &format, const Asked &keys,
-                                  const FastQueries &queries, int width, bool second) {
-    Factor<Format> number = {};
-    UNROLL for (int i = 0; i < 4; i++) scores[i] = Format::key_groups && second ? later[i] : 0;
-    if constexpr (Format::key_groups) {
-        if (second) return;
-        UNROLL for (int i = 0; i < 4; i++) later[i] = 0;
+// 32 positions of a row's sequence, of which [low, high) are visible.
+struct FastTile {
+    int begin, low, high;
+    int64_t key_offset, value_offset;  // of the position `begin` + lane
+    f16 key_scale, value_scale;        // of its whole rows; 1 where they have none
+    bool recent_keys, recent_values;   // read at f16: their block is not full yet
+
+    __device__ LaneRows keys(const CacheView &cache, int width) const {
+        return {recent_keys ? cache.recent_keys : cache.keys, width, key_offset};
     }
-    UNROLL for (int i = 0; i < key_products; i++) {
-        if (channel_of_key(i, 0) >= width) continue;
-        uint32_t a[4];
-        if constexpr (Format::key_groups) {
-            uint32_t last[4];
-            block_fragments(a, last, format, keys, i);
-            queries.add_products(later, last, i, number);
-        } else {
-            key_fragment(a, format, keys, i);
+    __device__ LaneRows values(const CacheView &cache, int width) const {
+        return {recent_values ? cache.recent_values : cache.values, width, value_offset};
+    }
+    // What is not visible is not read: a visible position stands in for it, and has no weight there. But a block of
+    // keys is in all its rows.
+    __device__ void find(const DeviceAttention &task, const Span &row, int kv_head) {
+        const CacheView &cache = task.cache;
+        int t = begin + lane_id(), there = min(max(t, low), high - 1);
+        int64_t kept = (int64_t)row.sequence * group_size + there % group_size;
+        int64_t at = cache.row_of(row.sequence, there);
+        bool own = row.position / group_size == begin / group_size;
+        recent_keys = own && cache.recent_keys.data, recent_values = own && cache.recent_values.data;
+        auto offset = [&](const CacheRows &side, int64_t row) { return side.at(task.layer, row, kv_head) - side.data; };
+        value_offset = recent_values ? offset(cache.recent_values, kept) : offset(cache.values, at);
+        if (cache.recent_keys.data && !own) at = cache.row_of(row.sequence, t);
+        key_offset = recent_keys ? offset(cache.recent_keys, kept) : offset(cache.keys, at);
+        visit_fast(cache.type_k, recent_keys, [&](auto format) { take_scale(key_scale, format, keys(cache, 0)); });
+        visit_fast(cache.type_v, recent_values,
+                   [&](auto format) { take_scale(value_scale, format, values(cache, 0)); });
+    }
+    template <class Format>
+    __device__ static void take_scale(f16 &scale, const Format &, const LaneRows &rows) {
+        if constexpr (Format::scale_channels > group_size) scale = *(const f16 *)(rows.side.data + rows.offset);
+    }
+    // The position of column 2 c + e in eighth j, counted from `begin`.
+    __device__ static int place_of(int j, int e) { return j / 2 * half_tile + lane_column() * 4 + 2 * e + j % 2; }
+    __device__ bool visible(int i) const { return low <= begin + i && begin + i < high; }
+};
+
+// What a warp knows of its query heads: lane (g, c) the maximum of head g, and the values of heads 2 c and 2 c + 1.
+template <int widest>
+struct FastHeads {
+    static constexpr int products = widest / 16;
+    float most = -INFINITY, sum = 0;  // sum: of the lane's own positions
+    float values[products][4] = {};   // sums[..] of multiply_matrices: rows are channels, columns are heads
+    float unit = 0x1p-24f;            // in which values are counted: the power of two below the largest scale of a row
+
+    // scores[j][e], of head g and position place_of(j, e) of a tile, become weights. These are times 2^14: f16 has no
+    // smaller numbers than 2^-24, and none larger than 65,504.
+    __device__ void softmax(float (&scores)[4][2], float factor, const FastTile &tile) {
+        float before = most, shrink = unit, share[4][2];
+        unit = fmaxf(unit, power_below(warp_max(to_float(tile.value_scale))));
+        shrink *= inverse(unit);
+        uint32_t scales = tile.key_scale.bits | (uint32_t)tile.value_scale.bits << 16;
+        UNROLL for (int j = 0; j < 4; j++) {
+            UNROLL for (int e = 0; e < 2; e++) {
+                uint32_t both = __shfl_sync(all_lanes, scales, tile.place_of(j, e));
+                scores[j][e] *= factor * half_of<f16>(both, 0);
+                share[j][e] = half_of<f16>(both, 1) * inverse(unit) * 0x1p14f;
+                if (tile.visible(tile.place_of(j, e))) most = fmaxf(most, scores[j][e]);
+            }
         }
-        queries.add_products(scores, a, i, number);
+        for (int lane = 1; lane < 4; lane *= 2) most = fmaxf(most, __shfl_xor_sync(all_lanes, most, lane));
+        float fade = before == most ? 1 : exp2_fast(before - most);
+        sum *= fade;
+        UNROLL for (int j = 0; j < 4; j++) {
+            UNROLL for (int e = 0; e < 2; e++) {
+                float weight = tile.visible(tile.place_of(j, e)) ? exp2_fast(scores[j][e] - most) : 0;
+                sum += weight;
+                scores[j][e] = weight * share[j][e];
+            }
+        }
+        fade *= shrink;
+        if (!__any_sync(all_lanes, fade != 1)) return;
+        UNROLL for (int e = 0; e < 2; e++) {
+            float of_head = __shfl_sync(all_lanes, fade, lane_column() * 8 + 4 * e);
+            UNROLL for (int i = 0; i < products; i++) values[i][e] *= of_head, values[i][2 + e] *= of_head;
+        }
+    }
+
+    // values += V^T weights, both of the half tile that was asked for.
+    template <class Format>
+    __device__ void add(const Format &format, const Asked<widest> &asked, const float (&weights)[4][2]) {
+        using Number = Factor<Format>;
+        uint32_t rounded[2], rest[2];
+        UNROLL for (int r = 0; r < 2; r++) pack_both<Number>(rounded[r], rest[r], weights[r][0], weights[r][1]);
+        UNROLL for (int i = 0; i < products; i++) {
+            uint32_t even[2], odd[2];
+            value_pair(even, format, asked, i, 0), value_pair(odd, format, asked, i, 1);
+            const uint32_t a[4] = {even[0], even[1], odd[0], odd[1]};
+            multiply_matrices<Number>(values[i], a, rounded);
+            multiply_matrices<Number>(values[i], a, rest);
+        }
+    }
+};
+
+// What the queries and their rests have as scores, together.
+__device__ inline void take_scores(float (&scores)[2], const float (&sums)[4]) {
+    UNROLL for (int e = 0; e < 2; e++) scores[e] = sums[e] + sums[2 + e];
+}
+
+// scores = q K^T for a tile, of which the keys of the first half, or of the whole block, were asked for.
+template <int widest, class Format>
+__device__ inline void score_keys(float (&scores)[4][2], const Format &format, Asked<widest> &keys,
+                                  const LaneRows &rows, const FastQueries<widest> &queries) {
+    uint32_t a[4], b[4][2];
+    if constexpr (Format::key_groups) {
+        float sums[4][4] = {};
+        UNROLL for (int i = 0; i < widest / 16; i++) {
+            queries.fragment(a, format, i);
+            block_fragments(b, format, keys, i);
+            UNROLL for (int j = 0; j < 4; j++) multiply_matrices<f16>(sums[j], a, b[j]);
+        }
+        UNROLL for (int j = 0; j < 4; j++) take_scores(scores[j], sums[j]);
+    } else {
+        UNROLL for (int half = 0; half < 2; half++) {
+            float sums[2][4] = {};
+            if (half == 1) ask_keys(keys, format, rows, half_tile);
+            UNROLL for (int i = 0; i < widest / 16; i++) {
+                queries.fragment(a, format, i);
+                UNROLL for (int r = 0; r < 2; r++) {
+                    key_fragment(b[r], format, keys, i, r);
+                    multiply_matrices<Factor<Format>>(sums[r], a, b[r]);
+                }
+            }
+            UNROLL for (int r = 0; r < 2; r++) take_scores(scores[2 * half + r], sums[r]);
+        }
     }
 }
 
-// The positions [low, high) of a split that are in a warp's tiles: the one that begins at `first`, and every fourth
-// after.
-__device__ inline void attend_tiles(FastHeads &heads, const FastQueries &queries, const DeviceAttention &task,
-                                    const Span &row, int kv_head, int first, int low, int high) {
-    int g = lane_id() / 4, c = lane_id() % 4, key_width = task.heads.width, value_width = task.cache.values.width;
-    FastTile tile;
-    OnDevice<Precision> asked_type;
-    Asked keys, values;
-    float scores[4], later[4];
-    for (int step = 0;; step++) {
-        int begin = first + step / 2 * fast_warps * warp_size, second = step % 2, place = second * step_positions;
-        bool more = begin < high;
-        if (more && !second) tile.find(task, row, kv_head, begin, low, high);
+// The tiles of a warp in the positions [low, high) of a split: the one that begins at `first`, and every fourth after.
+template <int widest, bool exact>
+__device__ void attend_tiles(FastHeads<widest> &heads, const FastQueries<widest> &queries, const DeviceAttention &task,
+                             const Span &row, int kv_head, int first, int low, int high) {
+    const CacheView &cache = task.cache;
+    int key_width = exact ? widest : cache.keys.width, value_width = exact ? widest : cache.values.width;
+    constexpr f16 one = {0x3c00};
+    FastTile tile = {first, low, high, 0, 0, one, one, false, false};
+    Asked<widest> keys, values;
+    float weights[4][2];  // the first two of the half that values were asked for
+    auto ask_keys_of = [&](auto format) { ask_keys(keys, format, tile.keys(cache, key_width), 0); };
+    auto score = [&](auto format) { score_keys(weights, format, keys, tile.keys(cache, key_width), queries); };
+    auto add = [&](auto format) { heads.add(format, values, weights); };
+    for (bool asked = false;; tile.begin += fast_warps * warp_size) {
+        bool more = tile.begin < high, were_recent = tile.recent_values;
         if (more) {
-            const char *rows[2] = {row_from(tile.key_row, place + 2 * g), row_from(tile.key_row, place + 2 * g + 1)};
-            visit_fast(tile.type_k, [&](auto format) {
-                if constexpr (!decltype(format)::key_groups)
-                    ask_keys(keys, format, rows, key_width);
-                else if (!second)
-                    ask_block(keys, format, tile.key_row, key_width);
-            });
+            tile.find(task, row, kv_head);
+            visit_fast(cache.type_k, tile.recent_keys, ask_keys_of);
         }
-        if (step > 0) visit_fast(asked_type, [&](auto format) { heads.add(format, values, scores, value_width); });
-        if (!more) return;
-        const char *rows[4];
-        UNROLL for (int k = 0; k < 4; k++) rows[k] = row_from(tile.value_row, place + 4 * c + k);
-        visit_fast(tile.type_v, [&](auto format) { ask_values(values, format, rows, value_width); });
-        visit_fast(tile.type_k,
-                   [&](auto format) { score_step(scores, later, format, keys, queries, key_width, second); });
-        heads.softmax(scores, queries, tile, begin + place, low, high);
-        asked_type = tile.type_v;
+        for (int place = 0; place < warp_size; place += half_tile) {
+            if (asked) visit_fast(cache.type_v, were_recent, add);
+            if (!more) return;
+            asked = true;
+            were_recent = tile.recent_values;
+            visit_fast(cache.type_v, tile.recent_values,
+                       [&](auto format) { ask_values(values, format, tile.values(cache, value_width), place); });
+            if (place == 0) {
+                visit_fast(cache.type_k, tile.recent_keys, score);
+                heads.softmax(weights, queries.factors[lane_row()], tile);
+            }
+            UNROLL for (int i = 0; place > 0 && i < 4; i++) weights[i / 2][i % 2] = weights[2 + i / 2][i % 2];
+        }
     }
 }
 
@@ -1719,27 +1779,25 @@ __device__ inline void attend_tiles(FastHeads &heads, const FastQueries &queries
 struct WarpResults {
     int width;
     Shared<float> most, sum, values;  // (warp, batch_heads) and (warp, batch_heads, width)
-    __device__ explicit WarpResults(int width) : width(width) {
-        SharedMemory memory;
-        most = memory.take<float>(fast_warps * batch_heads);
-        sum = memory.take<float>(fast_warps * batch_heads);
-        values = memory.take<float>(fast_warps * batch_heads * width);
-    }
+    __device__ WarpResults(SharedMemory &memory, int width)
+        : width(width),
+          most(memory.take<float>(fast_warps * batch_heads)),
+          sum(memory.take<float>(fast_warps * batch_heads)),
+          values(memory.take<float>(fast_warps * batch_heads * width)) {}
     static size_t bytes(int width) {
         size_t heads = fast_warps * batch_heads * sizeof(float);
         return 2 * shared_size(heads) + shared_size(heads * width);
     }
-    __device__ void put(const FastHeads &heads) const {
-        int g = lane_id() / 4, c = lane_id() % 4, first = warp_id() * batch_heads + 2 * c;
-        UNROLL for (int e = 0; e < 2; e++) {
-            float total = heads.sum[e];
-            for (int lane = 4; lane < warp_size; lane *= 2) total += __shfl_xor_sync(all_lanes, total, lane);
-            if (g == 0) most[first + e] = heads.most[e], sum[first + e] = total;
-        }
-        UNROLL for (int i = 0; i < value_products; i++) {
+    template <int widest>
+    __device__ void put(const FastHeads<widest> &heads) const {
+        int g = lane_row(), c = lane_column(), first = warp_id() * batch_heads + 2 * c;
+        float total = heads.sum;
+        for (int lane = 1; lane < 4; lane *= 2) total += __shfl_xor_sync(all_lanes, total, lane);
+        if (c == 0) most[warp_id() * batch_heads + g] = heads.most, sum[warp_id() * batch_heads + g] = total;
+        UNROLL for (int i = 0; i < heads.products; i++) {
             UNROLL for (int j = 0; j < 4; j++) {
-                int channel = channel_of_value(i, g) + j / 2;
-                float value = heads.values[i][j] * 0x1p-15f * heads.unit;
+                int channel = value_channel(i, g) + j / 2;
+                float value = heads.values[i][j] * 0x1p-14f * heads.unit;
                 if (channel < width) values[(first + j % 2) * width + channel] = value;
             }
         }
@@ -1758,10 +1816,13 @@ struct WarpResults {
     }
 };
 
-// A block for each split, batch of query heads, and row. 168 registers let three blocks share a multiprocessor.
-__global__ void __launch_bounds__(attend_threads, 3)
+// A block for each split, batch of query heads, and row. With 168 registers three blocks share a multiprocessor.
+template <int widest, bool exact>
+__global__ void __launch_bounds__(attend_threads, exact ? 3 : 2)
     attend_fast_kernel(DeviceAttention task, Parts to, const Span *rows) {
-    WarpResults results(to.value_width);
+    SharedMemory memory;
+    FastQueries<widest> queries(memory);
+    WarpResults results(memory, to.value_width);
     wait_for_previous();
     let_next_start();
     Span row = rows[blockIdx.z];
@@ -1769,14 +1830,17 @@ __global__ void __launch_bounds__(attend_threads, 3)
     Splits splits(task.visible, row.position, to.splits);
     int split = blockIdx.x, first = splits.origin + split * splits.length + warp_id() * warp_size;
     if (split >= splits.used) return;
-    FastQueries queries;
-    const float *query = task.query + ((size_t)row.row * task.heads.query + batch.first) * task.heads.width;
+    int width = task.heads.width, groups = task.cache.recent_keys.data ? (width + group_size - 1) / group_size : 0;
+    const float *query = task.query + ((size_t)row.row * task.heads.query + batch.first) * width;
     if (task.cache.type_k.index == bf16_index)
-        queries.take(bf16{}, query, batch.count, task.heads.width);
+        queries.take(bf16{}, query, batch.count, {width, 0});
     else
-        queries.take(f16{}, query, batch.count, task.heads.width);
-    FastHeads heads;
-    attend_tiles(heads, queries, task, row, batch.kv_head, first, splits.begin_of(split), splits.end_of(split));
+        queries.take(f16{}, query, batch.count, {width, 0});
+    if (groups > 0) queries.take(f16{}, query, batch.count, {width, groups});
+    __syncthreads();
+    FastHeads<widest> heads;
+    attend_tiles<widest, exact>(heads, queries, task, row, batch.kv_head, first, splits.begin_of(split),
+                                splits.end_of(split));
     results.put(heads);
     __syncthreads();
     for (int i = threadIdx.x; i < batch.count * to.value_width; i += blockDim.x) {
@@ -1789,26 +1853,40 @@ __global__ void __launch_bounds__(attend_threads, 3)
     }
 }
 
-inline bool fits_tensor_cores(const CacheView &cache) {
+// Calls use() with the widest heads that a kernel has registers for, 64 or 128, and whether all are as wide. False
+// where tensor cores do not take the cache.
+template <class Use>
+bool on_tensor_cores(const CacheView &cache, Use use) {
+    int keys = cache.keys.width, values = cache.values.width;
     auto fits = [](const OnDevice<Precision> &type, int width) {
-        return type.index != f32_index && width % 8 == 0 && width <= widest_fast;
+        return type.index != f32_index && width % 8 == 0 && width <= 128;
     };
-    return fits(cache.type_k, cache.keys.width) && fits(cache.type_v, cache.values.width);
+    if (!fits(cache.type_k, keys) || !fits(cache.type_v, values)) return false;
+    if (keys == 64 && values == 64)
+        use(std::integral_constant<int, 64>(), std::true_type());
+    else if (keys == 128 && values == 128)
+        use(std::integral_constant<int, 128>(), std::true_type());
+    else
+        use(std::integral_constant<int, 128>(), std::false_type());
+    return true;
 }
 
-// attend_rows_plain(), on tensor cores where the cache fits them.
+// attend_rows_plain(), on tensor cores where they take the cache.
 inline void attend_rows(const Device &device, DeviceScratch &scratch, const DeviceAttention &task, const Span *rows,
                         int count) {
-    if (!fits_tensor_cores(task.cache)) return attend_rows_plain(device, scratch, task, rows, count);
     Parts parts = scratch.parts();
     unsigned batches = task.heads.kv * batches_of(task.heads);
-    size_t plain_bytes = HeadsInShared::bytes(task.heads.width, parts.value_width);
-    if (task.visible.sinks > 0)
-        launch(device, {dim3(1, batches, count), attend_threads, plain_bytes}, attend_plain_kernel, task, parts, rows,
-               0);
-    Grid grid = {dim3(parts.splits, batches, count), attend_threads, WarpResults::bytes(parts.value_width)};
-    launch(device, grid, attend_fast_kernel, task, parts, rows);
-    launch(device, {dim3(task.heads.query, count), attend_threads}, merge_parts_kernel, task, parts, rows);
+    bool done = on_tensor_cores(task.cache, [&](auto widest, auto exact) {
+        if (task.visible.sinks > 0)
+            launch(device,
+                   {dim3(1, batches, count), attend_threads, HeadsInShared::bytes(task.heads.width, parts.value_width)},
+                   attend_plain_kernel, task, parts, rows, 0);
+        size_t bytes = WarpResults::bytes(parts.value_width) + FastQueries<widest>::bytes();
+        Grid grid = {dim3(parts.splits, batches, count), attend_threads, bytes};
+        launch(device, grid, attend_fast_kernel<widest, exact>, task, parts, rows);
+        launch(device, {dim3(task.heads.query, count), attend_threads}, merge_parts_kernel, task, parts, rows);
+    });
+    if (!done) attend_rows_plain(device, scratch, task, rows, count);
 }
 #endif
 

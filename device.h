@@ -215,8 +215,8 @@ struct SharedMemory {
 constexpr int warp_size = 32;
 constexpr unsigned all_lanes = 0xffffffff;
 
-__device__ inline int lane_id() { return (int)threadIdx.x % warp_size; }
-__device__ inline int warp_id() { return (int)threadIdx.x / warp_size; }
+__device__ inline int lane_id() { return (int)(threadIdx.x % warp_size); }  // of unsigned numbers: one instruction
+__device__ inline int warp_id() { return (int)(threadIdx.x / warp_size); }
 
 // Returns when the kernel before has ended and what it wrote can be seen.
 __device__ inline void wait_for_previous() {

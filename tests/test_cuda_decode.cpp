@@ -183,7 +183,7 @@ static double two_numbers(const Precision &type) { return std::holds_alternative
 static void add_expected(Expected &out, const Scene &scene, int sequence, const How &how) {
     const Heads &heads = scene.heads;
     const Story &story = scene.stories[sequence];
-    bool fast = how.rung == Rung::fast && fits_tensor_cores(view_of(scene.cache));
+    bool fast = how.rung == Rung::fast && on_tensor_cores(view_of(scene.cache), [](auto, auto) {});
     reference::Side keys{name_of(scene.cache.type_k), true, (size_t)heads.kv, (size_t)heads.width};
     reference::Side values{name_of(scene.cache.type_v), false, (size_t)heads.kv, (size_t)scene.value_width};
     int length = scene.cache.lengths[sequence];
