@@ -247,16 +247,6 @@ struct Partial {
 #ifdef HAS_CUDA
 // ---- One number of the cache, on the GPU -------------------------------------------------------------------
 
-template <class Number>
-__device__ inline float number_of(const PlainRow<Number> &, const char *row, int channel) {
-    return to_float(((const Number *)row)[channel]);
-}
-
-template <class Code, int largest, int divisor>
-__device__ inline float number_of(const ScaledRow<Code, largest, divisor> &format, const char *row, int channel) {
-    return to_float(format.scale_and_zero(row, 0).scale) / divisor * to_float(format.codes(row)[channel]);
-}
-
 // Keys and values of one sequence, layer and KV head, one number at a time, as the query at position `reader` sees
 // them. Where a format has blocks of 32 positions, the reader's own block is read at f16; all of it that is visible
 // must have been stored there.
@@ -269,28 +259,25 @@ struct CachedHead {
         return side.at(layer, cache.row_of(sequence, t), kv_head);
     }
     __device__ float recent_number(const CacheRows &side, int t, int channel) const {
-        return number_of(F16(), side.at(layer, (int64_t)sequence * group_size + t % group_size, kv_head), channel);
+        return F16::number(side.at(layer, (int64_t)sequence * group_size + t % group_size, kv_head), channel);
     }
     // Number `channel` of the key at position t; `format` is the one of type_k.
     template <class Format>
-    __device__ float key(const Format &format, int t, int channel) const {
+    __device__ float key(const Format &, int t, int channel) const {
         if constexpr (Format::key_groups) {
             if (recent(t)) return recent_number(cache.recent_keys, t, channel);
             int width = cache.keys.width, holder = holder_of<Format, true>(t, channel, width);
             return Format::group(row(cache.keys, holder), channel % Format::groups(width)).number(t % group_size);
         } else {
-            return number_of(format, row(cache.keys, t), channel);
+            return Format::number(row(cache.keys, t), channel);
         }
     }
     // The same of the value; `format` is the one of type_v.
     template <class Format>
-    __device__ float value(const Format &format, int t, int channel) const {
-        if constexpr (Format::key_groups) {
+    __device__ float value(const Format &, int t, int channel) const {
+        if constexpr (Format::key_groups)
             if (recent(t)) return recent_number(cache.recent_values, t, channel);
-            return Format::group(row(cache.values, t), channel / group_size).number(channel % group_size);
-        } else {
-            return number_of(format, row(cache.values, t), channel);
-        }
+        return Format::number(row(cache.values, t), channel);
     }
 };
 
@@ -1894,7 +1881,7 @@ inline void attend_rows(const Device &device, DeviceScratch &scratch, const Devi
 //
 // In prefill many queries read the same keys and values: what counts is no longer how fast those come out of memory,
 // but how many multiply-adds are done with each one that has come. A row is one query head at one token; the rows of
-// all query heads of a KV head are computed together, tile by tile of 32 positions.
+// all query heads of a KV head are computed together, tile by tile of positions.
 
 #ifdef HAS_CUDA
 struct Positions {  // [begin, end)
@@ -1932,17 +1919,16 @@ struct ChunkHead {
     }
 };
 
-constexpr int tile_positions = group_size;
-
 struct Tile {
-    int start;        // positions [start, start + 32), 32 divides start;
+    int start;        // positions [start, start + size), `size` divides start;
     Positions there;  // those before and behind are not read
-    bool own;         // f16 is read where a format has blocks
+    bool own;         // where a format has blocks, f16 is read
     __device__ bool holds(int i) const { return start + i >= there.begin && start + i < there.end; }
 };
 
-// All tiles that the rows from `first` to `last` read: as stored, then their own blocks. A row
-// always goes through its positions in the same order, so that its bits do not depend on the rows beside it.
+// The tiles that the rows from `first` to `last` read: as stored, then their own blocks. A row goes through its
+// positions in the same tiles whatever rows are beside it, so its bits do not depend on them.
+template <int size>
 struct TileWalk {
     Positions stored, own;
     int stored_tiles, own_tiles;
@@ -1954,13 +1940,13 @@ struct TileWalk {
         own_tiles = head.blocks ? tiles_of(own) : 0;
     }
     __device__ static int tiles_of(const Positions &some) {
-        return some.begin < some.end ? (some.end - 1) / tile_positions - some.begin / tile_positions + 1 : 0;
+        return some.begin < some.end ? (some.end - 1) / size - some.begin / size + 1 : 0;
     }
     __device__ int count() const { return stored_tiles + own_tiles; }
     __device__ Tile operator[](int i) const {
         bool is_own = i >= stored_tiles;
         const Positions &there = is_own ? own : stored;
-        return {(there.begin / tile_positions + i - (is_own ? stored_tiles : 0)) * tile_positions, there, is_own};
+        return {(there.begin / size + i - (is_own ? stored_tiles : 0)) * size, there, is_own};
     }
 };
 
@@ -2005,7 +1991,7 @@ __device__ inline float sink_score(const ChunkHead &head, int row, Shared<float>
 // A result is off as on the CPU: a score by (D + 8) 2^-24 of what it is summed up from, the weighted values by
 // (positions + 40) 2^-24 and what their weights are off.
 
-constexpr int plain_rows = 8, plain_threads = plain_rows * warp_size;
+constexpr int plain_rows = 8, plain_threads = plain_rows * warp_size, plain_positions = warp_size;
 
 // One number of a key or value, as a tile reads it.
 template <bool keys, class Format>
@@ -2023,7 +2009,7 @@ __device__ inline void read_tile(Shared<float> to, int stride, const ChunkHead &
     ChunkSide side(head.task, keys);
     int width = side.rows.width;
     auto read = [&](auto &format) {
-        for (int item = threadIdx.x; item < tile_positions * width; item += plain_threads) {
+        for (int item = threadIdx.x; item < plain_positions * width; item += plain_threads) {
             int i = item / width, c = item % width;
             to[i * stride + c] = tile.holds(i) ? number_of_tile<keys>(format, head, tile, tile.start + i, c) : 0;
         }
@@ -2058,8 +2044,8 @@ __global__ void __launch_bounds__(plain_threads) attend_chunk_plain_kernel(Devic
     const int first = (int)(gridDim.y - 1 - blockIdx.y) * plain_rows, last = min(first + plain_rows, head.rows()) - 1;
     const int row = min(first + warp, last), position = head.position(row);
     SharedMemory memory;
-    Shared<float> keys = memory.take<float>(tile_positions * (key_width + 1));  // lanes are in different banks
-    Shared<float> values = memory.take<float>(tile_positions * value_width);
+    Shared<float> keys = memory.take<float>(plain_positions * (key_width + 1));  // lanes are in different banks
+    Shared<float> values = memory.take<float>(plain_positions * value_width);
     Shared<float> query = memory.take<float>(plain_rows * key_width).from(warp * key_width);
     Shared<float> key = memory.take<float>(plain_rows * key_width).from(warp * key_width);
     Shared<float> sums = memory.take<float>(plain_rows * value_width).from(warp * value_width);
@@ -2076,7 +2062,7 @@ __global__ void __launch_bounds__(plain_threads) attend_chunk_plain_kernel(Devic
         add_scores(total, sums, value_width, lane_id() == 0 ? score : -INFINITY, weights, 1,
                    [&](int, int c) { return sink_value(task, head.cached(position), i, c); });
     }
-    TileWalk tiles(head, first, last);
+    TileWalk<plain_positions> tiles(head, first, last);
     for (int i = 0; i < tiles.count(); i++) {
         Tile tile = tiles[i];
         __syncthreads();
@@ -2088,7 +2074,7 @@ __global__ void __launch_bounds__(plain_threads) attend_chunk_plain_kernel(Devic
         float score = 0;
         for (int c = 0; c < key_width; c++) score += query[c] * keys[lane_id() * (key_width + 1) + c];
         if (t < seen.begin || t >= seen.end) score = -INFINITY;
-        add_scores(total, sums, value_width, score, weights, tile_positions,
+        add_scores(total, sums, value_width, score, weights, plain_positions,
                    [&](int j, int c) -> float { return values[j * value_width + c]; });
     }
     for (int c = lane_id(); c < value_width && first + warp <= last; c += warp_size)
@@ -2098,9 +2084,12 @@ __global__ void __launch_bounds__(plain_threads) attend_chunk_plain_kernel(Devic
 inline void attend_chunk_plain(const Device &device, const DeviceAttention &task, const Span &chunk) {
     int key_width = task.heads.width, value_width = task.cache.values.width;
     dim3 blocks(task.heads.kv, blocks_for((int64_t)chunk.count * task.heads.group(), plain_rows));
-    size_t numbers[] = {(size_t)tile_positions * (key_width + 1), (size_t)tile_positions * value_width,
-                        (size_t)plain_rows * key_width,           (size_t)plain_rows * key_width,
-                        (size_t)plain_rows * value_width,         (size_t)plain_threads};
+    size_t numbers[] = {(size_t)plain_positions * (key_width + 1),
+                        (size_t)plain_positions * value_width,
+                        (size_t)plain_rows * key_width,
+                        (size_t)plain_rows * key_width,
+                        (size_t)plain_rows * value_width,
+                        (size_t)plain_threads};
     size_t shared = 0;
     for (size_t count : numbers) shared += shared_size(count * sizeof(float));
     launch(device, {blocks, plain_threads, shared}, attend_chunk_plain_kernel, task, chunk);
@@ -2139,82 +2128,90 @@ __device__ inline float2 two_numbers(const GroupedRow<bits> &format, const char 
 // ---- A tile in shared memory ----
 
 constexpr int chunk_warps = 4, chunk_threads = chunk_warps * warp_size;
-constexpr int warp_positions = tile_positions / (chunk_warps / 2);  // half of the warps bring K, half of them V
+constexpr int small_tile = 32, large_tile = 64;  // positions
 
 // Rows of 16-bit numbers; 16 bytes behind each row let the 8 rows of a matrix begin in different banks.
 template <int D>
 constexpr int padded = D + 8;
 
-// What one warp brings of a tile: the vectors of positions [tile.start + first, + 16) of K or of V. `own`: they are
-// read at f16, while others of the cache are codes.
+// What one warp brings of a tile: up to 32 vectors of K or of V, from position tile.start + first on.
 struct TilePart {
     const ChunkHead &head;
     const ChunkSide &side;
     const Tile &tile;
     int first;
-    bool own;
+    bool own;       // they are read at f16, while others of the cache are codes
+    int64_t found;  // where vector `lane` begins: in the cache, in its recent rows, or in the pass
 
-    // Whether vector i is one of this pass.
-    __device__ bool passed(int i) const { return tile.start + first + i >= head.chunk.first; }
-    // Where vector i begins: in the cache, in its recent rows, or in the pass; 0 for those that are not read. Each lane
-    // finds one, and gets the others by from_lane().
-    __device__ int64_t find(int i) const {
+    __device__ TilePart(const ChunkHead &head, const ChunkSide &side, const Tile &tile, int first)
+        : head(head), side(side), tile(tile), first(first), own(tile.own && has_blocks(side.type)) {
         const Span &chunk = head.chunk;
-        int t = tile.start + first + i, layer = head.task.layer;
-        if (!tile.holds(first + i)) return 0;
-        if (own && passed(i)) return (int64_t)side.pass_vector(head, t);
-        if (own)
-            return (int64_t)side.recent.at(layer, (int64_t)chunk.sequence * group_size + t % group_size, head.kv_head);
-        return (int64_t)side.rows.at(layer, head.task.cache.row_of(chunk.sequence, t), head.kv_head);
+        int t = position(lane_id()), layer = head.task.layer;
+        int64_t row =
+            own ? (int64_t)chunk.sequence * group_size + t % group_size : head.task.cache.row_of(chunk.sequence, t);
+        found = own && in_pass(lane_id()) ? (int64_t)side.pass_vector(head, t)
+                                          : (int64_t)(own ? side.recent : side.rows).at(layer, row, head.kv_head);
     }
-    __device__ static const char *from_lane(int64_t found, int lane) {
-        return (const char *)__shfl_sync(all_lanes, found, lane);
+    __device__ bool holds(int i) const { return tile.holds(first + i); }
+    // Of vector i; for one that is not read the nearest that is, so that something can be loaded.
+    __device__ int position(int i) const {
+        return min(max(tile.start + first + i, tile.there.begin), tile.there.end - 1);
     }
+    __device__ bool in_pass(int i) const { return position(i) >= head.chunk.first; }
+    __device__ const char *vector(int i) const { return (const char *)__shfl_sync(all_lanes, found, i); }
 };
 
 // Vectors that are stored as the products want them.
-template <class Number, int D>
+template <class Number, int D, int count>
 __device__ inline void copy_vectors(Shared<Number> to, const TilePart &part) {
     constexpr int together = 8;  // lanes that copy a vector, 16 bytes at a time
-    int64_t found = part.find(lane_id() % warp_positions);
-    for (int i = lane_id() / together; i < warp_positions; i += warp_size / together) {
-        const char *vector = part.from_lane(found, i);
-        for (int channel = lane_id() % together * 8; channel < D; channel += together * 8) {
-            const char *from = vector ? vector + channel * sizeof(Number) : part.side.rows.data;
-            copy_async16(to, i * padded<D> + channel, from, vector != nullptr);
-        }
+    for (int i = lane_id() / together; i < count; i += warp_size / together) {
+        const char *vector = part.vector(i);
+        for (int channel = lane_id() % together * 8; channel < D; channel += together * 8)
+            copy_async16(to, i * padded<D> + channel, vector + channel * sizeof(Number), part.holds(i));
     }
 }
 
-// Others are decoded, rounded and stored one after another: read(i, vector, channel) gives two numbers of vector i.
-template <class Number, int D, class Read>
+// Others are decoded and rounded: read(i, vector, channel) gives two numbers of vector i. Those of several vectors are
+// asked for before the first is waited for.
+template <class Number, int D, int count, class Read>
 __device__ inline void decode_vectors(Shared<Number> to, const TilePart &part, Read read) {
-    int64_t found = part.find(lane_id() % warp_positions);
-    for (int i = 0; i < warp_positions; i++) {
-        const char *vector = part.from_lane(found, i);
-        for (int channel = 2 * lane_id(); channel < D; channel += 2 * warp_size) {
-            float2 two = vector ? read(i, vector, channel) : float2{0, 0};
-            to.template write<uint32_t>(i * padded<D> + channel, pack<Number>(two.x, two.y));
+    constexpr int together = D <= 128 ? 8 : 4, pairs = (D / 2 + warp_size - 1) / warp_size;  // of a lane in a vector
+    for (int first = 0; first < count; first += together) {
+        float2 numbers[together][pairs];
+        UNROLL for (int i = 0; i < together; i++) {
+            const char *vector = part.vector(first + i);
+            UNROLL for (int p = 0; p < pairs; p++) {
+                int channel = 2 * (lane_id() + p * warp_size);
+                numbers[i][p] = read(first + i, vector, channel < D ? channel : 0);
+            }
+        }
+        UNROLL for (int i = 0; i < together; i++) {
+            UNROLL for (int p = 0; p < pairs; p++) {
+                int channel = 2 * (lane_id() + p * warp_size);
+                uint32_t two = part.holds(first + i) ? pack<Number>(numbers[i][p].x, numbers[i][p].y) : 0;
+                if (channel < D) to.template write<uint32_t>((first + i) * padded<D> + channel, two);
+            }
         }
     }
 }
 
-// Keys in groups of 32 positions: a lane decodes the part's 16 for two channels.
-template <class Number, int D, int bits>
+// Keys in groups of 32 positions: a lane decodes 16 of them for two channels at a time.
+template <class Number, int D, int count, int bits>
 __device__ inline void decode_block(Shared<Number> to, const TilePart &part, const GroupedRow<bits> &format) {
+    constexpr int size = Packed<bits>::size;
     const ChunkHead &head = part.head;
-    int n = format.groups(D);
     for (int channel = 2 * lane_id(); channel < D; channel += 2 * warp_size) {
         uint32_t words[2][bits + 1];  // of a group: scale and zero point, then the codes
-        for (int c = 0; c < 2; c++) {
-            int64_t row = head.task.cache.row_of(head.chunk.sequence, part.tile.start + (channel + c) / n);
-            const char *start = part.side.rows.at(head.task.layer, row, head.kv_head);
-            const uint32_t *from = (const uint32_t *)&format.group(start, (channel + c) % n);
-            for (int i = 0; i < bits + 1; i++) words[c][i] = from[i];
+        UNROLL for (int c = 0; c < 2; c++) {
+            int holder = holder_of<GroupedRow<bits>, true>(part.tile.start, channel + c, D);
+            const char *row =
+                part.side.rows.at(head.task.layer, head.task.cache.row_of(head.chunk.sequence, holder), head.kv_head);
+            const uint32_t *group = (const uint32_t *)&format.group(row, (channel + c) % format.groups(D));
+            UNROLL for (int i = 0; i < bits + 1; i++) { words[c][i] = group[i]; }
         }
-        for (int i = 0; i < warp_positions; i++) {
+        UNROLL for (int i = 0; i < count; i++) {
             auto number = [&](const uint32_t(&group)[bits + 1]) {
-                constexpr int size = Packed<bits>::size;
                 uint32_t shifted = group[1 + i % size / 4] >> part.first / size * bits;
                 uint32_t code = shifted >> (8 * (i % 4) + bits * (i / size)) & Packed<bits>::largest;
                 return to_float(f16{(uint16_t)(group[0] >> 16)}) + to_float(f16{(uint16_t)group[0]}) * (float)code;
@@ -2224,27 +2221,33 @@ __device__ inline void decode_block(Shared<Number> to, const TilePart &part, con
     }
 }
 
-// All warps of the block bring a tile of K and V; it is there after wait_copies() and a barrier.
-template <class Number, int D>
+// Half of a block's warps bring a tile of K, the others one of V, by copies that go on while something else is
+// computed, or by decoding. They are there after wait_copies() and a barrier.
+template <class Number, int D, int positions>
 __device__ inline void bring_tile(Shared<Number> keys, Shared<Number> values, const ChunkHead &head, const Tile &tile) {
+    constexpr int count = positions / (chunk_warps / 2);
     bool is_key = warp_id() < chunk_warps / 2;
     ChunkSide side(head.task, is_key);
-    int first = warp_id() % (chunk_warps / 2) * warp_positions;
-    TilePart part = {head, side, tile, first, tile.own && has_blocks(side.type)};
+    int first = warp_id() % (chunk_warps / 2) * count;
+    TilePart part(head, side, tile, first);
     Shared<Number> to = (is_key ? keys : values).from(first * padded<D>);
-    if (part.own) {
-        return decode_vectors<Number, D>(to, part, [&](int i, const char *vector, int channel) {
-            return part.passed(i) ? two_numbers(F32(), vector, channel) : two_numbers(F16(), vector, channel);
+    if constexpr (positions == large_tile) {
+        copy_vectors<Number, D, count>(to, part);
+    } else if (part.own) {
+        decode_vectors<Number, D, count>(to, part, [&](int i, const char *vector, int channel) {
+            return part.in_pass(i) ? two_numbers(F32(), vector, channel) : two_numbers(F16(), vector, channel);
+        });
+    } else {
+        side.type.visit([&](auto &format) {
+            using Format = std::decay_t<decltype(format)>;
+            auto read = [&](int, const char *vector, int channel) { return two_numbers(format, vector, channel); };
+            if constexpr (std::is_base_of_v<PlainRow<Number>, Format>) return copy_vectors<Number, D, count>(to, part);
+            if constexpr (Format::key_groups)
+                if (is_key) return decode_block<Number, D, count>(to, part, format);
+            decode_vectors<Number, D, count>(to, part, read);
         });
     }
-    side.type.visit([&](auto &format) {
-        using Format = std::decay_t<decltype(format)>;
-        if constexpr (std::is_base_of_v<PlainRow<Number>, Format>) return copy_vectors<Number, D>(to, part);
-        if constexpr (Format::key_groups)
-            if (is_key) return decode_block<Number, D>(to, part, format);
-        decode_vectors<Number, D>(
-            to, part, [&](int, const char *vector, int channel) { return two_numbers(format, vector, channel); });
-    });
+    commit_copies();
 }
 
 // ---- On tensor cores ----
@@ -2252,20 +2255,31 @@ __device__ inline void bring_tile(Shared<Number> keys, Shared<Number> values, co
 // 16 or 32 rows of one warp (parts of 16), their scores against a tile, and what they have seen so far; as fragments.
 // Of part m a lane holds the rows 16 m + lane / 4 (h = 0) and 8 below (h = 1), and of each 8 columns 2 (lane % 4) and
 // the next one. Scores are exponents of 2: the queries have been multiplied by log2(e) / sqrt(D).
-template <class Number, int D>
+template <class Number, int D, int positions>
 struct WarpRows {
     static constexpr int parts = D <= 128 ? 2 : 1, rows = 16 * parts;
     const ChunkHead &head;
-    int first;  // row
+    int first;           // row
+    Shared<int> tokens;  // (rows): their positions
+    using Scores = float[parts][positions / 8][4];
     float out[parts][D / 8][4] = {}, most[parts][2], sum[parts][2] = {};
+    using Weights = uint32_t[parts][positions / 16][4];
 
-    __device__ WarpRows(const ChunkHead &head, int first) : head(head), first(first) {
+    __device__ WarpRows(const ChunkHead &head, int first, Shared<int> tokens)
+        : head(head), first(first), tokens(tokens) {
         UNROLL for (int m = 0; m < parts; m++) { most[m][0] = most[m][1] = -INFINITY; }
+        if (lane_id() < rows) tokens[lane_id()] = head.position(row(lane_id()));
+        __syncwarp();
     }
     // Behind the last row there are copies of it, which are not stored.
     __device__ int row(int r) const { return min(first + r, head.rows() - 1); }
-    __device__ int position(int r) const { return head.position(row(r)); }
     __device__ static float factor() { return 1.44269504f / sqrtf((float)D); }
+
+    // How many some row sees.
+    __device__ int sinks() const {
+        const Visible &visible = head.task.visible;
+        return first < head.rows() && visible.dropped(tokens[rows - 1]) ? visible.sinks : 0;
+    }
 
     // The warp's rows of `queries`, rounded.
     __device__ void read_queries(Shared<Number> queries) const {
@@ -2296,14 +2310,14 @@ struct WarpRows {
     }
 
     // score = Q K^T
-    __device__ void multiply_keys(float (&score)[parts][4][4], Shared<Number> queries, Shared<Number> keys) const {
+    __device__ void multiply_keys(Scores &score, Shared<Number> queries, Shared<Number> keys) const {
         int lane = lane_id(), row = lane % 8, side = lane / 8 % 2, below = lane / 16;
         UNROLL for (int k = 0; k < D; k += 16) {
             uint32_t query[parts][4];
             UNROLL for (int m = 0; m < parts; m++) {
                 load_matrices(query[m], queries, (16 * m + 8 * side + row) * padded<D> + k + 8 * below);
             }
-            UNROLL for (int n = 0; n < 4; n += 2) {
+            UNROLL for (int n = 0; n < positions / 8; n += 2) {
                 uint32_t key[4];
                 load_matrices(key, keys, (8 * (n + below) + row) * padded<D> + k + 8 * side);
                 const uint32_t left[2] = {key[0], key[1]}, right[2] = {key[2], key[3]};
@@ -2316,11 +2330,11 @@ struct WarpRows {
     }
 
     // What a row does not see weighs nothing.
-    __device__ void mask(float (&score)[parts][4][4], const Tile &tile) const {
+    __device__ void mask(Scores &score, const Tile &tile) const {
         UNROLL for (int m = 0; m < parts; m++) {
             UNROLL for (int h = 0; h < 2; h++) {
-                Positions seen = head.seen(position(16 * m + 8 * h + lane_id() / 4), tile.own);
-                UNROLL for (int n = 0; n < 4; n++) {
+                Positions seen = head.seen(tokens[16 * m + 8 * h + lane_id() / 4], tile.own);
+                UNROLL for (int n = 0; n < positions / 8; n++) {
                     UNROLL for (int i = 0; i < 2; i++) {
                         int t = tile.start + 8 * n + 2 * (lane_id() % 4) + i;
                         if (t < seen.begin || t >= seen.end) score[m][n][2 * h + i] = -INFINITY;
@@ -2330,13 +2344,13 @@ struct WarpRows {
         }
     }
 
-    // Scores become weights.
-    __device__ void weigh_scores(float (&score)[parts][4][4]) {
+    // weights = 2^(score - most). The fragments of the scores are, rounded, those of the weights.
+    __device__ void weigh_scores(Weights &weights, const Scores &score) {
         float latest[parts][2];
         UNROLL for (int m = 0; m < parts; m++) {
             UNROLL for (int h = 0; h < 2; h++) {
                 float largest = most[m][h];
-                UNROLL for (int n = 0; n < 4; n++) {
+                UNROLL for (int n = 0; n < positions / 8; n++) {
                     largest = fmaxf(largest, fmaxf(score[m][n][2 * h], score[m][n][2 * h + 1]));
                 }
                 largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, 1));
@@ -2347,56 +2361,49 @@ struct WarpRows {
         UNROLL for (int m = 0; m < parts; m++) {
             UNROLL for (int h = 0; h < 2; h++) {
                 float origin = most[m][h] == -INFINITY ? 0 : most[m][h];
-                UNROLL for (int n = 0; n < 4; n++) {
-                    UNROLL for (int i = 0; i < 2; i++) {
-                        float &weight = score[m][n][2 * h + i];
-                        weight = exp2_fast(weight - origin);
-                        sum[m][h] += weight;
-                    }
+                UNROLL for (int n = 0; n < positions / 8; n++) {
+                    float first = exp2_fast(score[m][n][2 * h] - origin);
+                    float second = exp2_fast(score[m][n][2 * h + 1] - origin);
+                    sum[m][h] += first + second;
+                    weights[m][n / 2][n % 2 * 2 + h] = pack<Number>(first, second);
                 }
             }
         }
     }
 
-    // out += P V. The fragments of the scores are, rounded, those of P.
-    __device__ void multiply_values(const float (&weight)[parts][4][4], Shared<Number> values) {
+    // out += weights V
+    __device__ void multiply_values(const Weights &weights, Shared<Number> values) {
         int lane = lane_id(), row = lane % 8, side = lane / 8 % 2, right = lane / 16;
-        UNROLL for (int k = 0; k < 2; k++) {  // 16 positions
-            uint32_t weights[parts][4];
-            UNROLL for (int m = 0; m < parts; m++) {
-                UNROLL for (int i = 0; i < 4; i++) {
-                    const float(&four)[4] = weight[m][2 * k + i / 2];
-                    weights[m][i] = pack<Number>(four[i % 2 * 2], four[i % 2 * 2 + 1]);
-                }
-            }
+        UNROLL for (int k = 0; k < positions / 16; k++) {
             UNROLL for (int n = 0; n < D / 8; n += 2) {
                 uint32_t value[4];
                 load_matrices_transposed(value, values, (16 * k + 8 * side + row) * padded<D> + 8 * (n + right));
                 const uint32_t left[2] = {value[0], value[1]}, next[2] = {value[2], value[3]};
                 UNROLL for (int m = 0; m < parts; m++) {
-                    multiply_matrices<Number>(out[m][n], weights[m], left);
-                    multiply_matrices<Number>(out[m][n + 1], weights[m], next);
+                    multiply_matrices<Number>(out[m][n], weights[m][k], left);
+                    multiply_matrices<Number>(out[m][n + 1], weights[m][k], next);
                 }
             }
         }
     }
 
     __device__ void add_tile(const Tile &tile, Shared<Number> queries, Shared<Number> keys, Shared<Number> values) {
-        Positions lowest = head.seen(position(0), tile.own), highest = head.seen(position(rows - 1), tile.own);
-        int end = tile.start + tile_positions;
+        Positions lowest = head.seen(tokens[0], tile.own), highest = head.seen(tokens[rows - 1], tile.own);
+        int end = tile.start + positions;
         if (first >= head.rows() || tile.start >= highest.end || end <= lowest.begin) return;
-        float score[parts][4][4] = {};
+        Scores score = {};
         multiply_keys(score, queries, keys);
         if (tile.start < highest.begin || end > lowest.end) mask(score, tile);
-        weigh_scores(score);
-        multiply_values(score, values);
+        Weights weights;
+        weigh_scores(weights, score);
+        multiply_values(weights, values);
     }
 
     // One sink in float32: few rows see one, and none sees many. `key` and `scores` have room for D and `rows` numbers.
     __device__ void add_sink(int i, Shared<float> key, Shared<float> scores) {
         int turned = -1;
         for (int r = 0; r < rows; r++) {
-            int at = position(r);
+            int at = tokens[r];
             bool dropped = head.task.visible.dropped(at);
             if (dropped && turned != at) turn_sink(key, head, i, turned = at);
             float score = dropped ? factor() * sink_score(head, row(r), key) : -INFINITY;
@@ -2432,10 +2439,11 @@ struct WarpRows {
                 float total = sum[m][h];
                 total += __shfl_xor_sync(all_lanes, total, 1);
                 total += __shfl_xor_sync(all_lanes, total, 2);
+                float share = 1 / total;
                 int r = 16 * m + 8 * h + lane_id() / 4;
                 float *to = head.out(row(r)) + 2 * (lane_id() % 4);
                 UNROLL for (int n = 0; n < D / 8; n++) {
-                    float2 two = {out[m][n][2 * h] / total, out[m][n][2 * h + 1] / total};
+                    float2 two = {out[m][n][2 * h] * share, out[m][n][2 * h + 1] * share};
                     if (first + r < head.rows()) *(float2 *)(to + 8 * n) = two;
                 }
             }
@@ -2443,50 +2451,73 @@ struct WarpRows {
     }
 };
 
-template <class Number, int D>
+template <class Number, int D, int positions>
 __global__ void __launch_bounds__(chunk_threads) attend_chunk_kernel(DeviceAttention task, Span chunk) {
     wait_for_previous();
     let_next_start();
-    using Rows = WarpRows<Number, D>;
-    constexpr int tile_numbers = tile_positions * padded<D>;
+    using Rows = WarpRows<Number, D, positions>;
+    constexpr int tile_numbers = positions * padded<D>;
     ChunkHead head(task, chunk, blockIdx.x);
     // Late tokens read most: they go first.
     int first = (int)(gridDim.y - 1 - blockIdx.y) * chunk_warps * Rows::rows;
-    TileWalk tiles(head, first, min(first + chunk_warps * Rows::rows, head.rows()) - 1);
+    TileWalk<positions> tiles(head, first, min(first + chunk_warps * Rows::rows, head.rows()) - 1);
     SharedMemory memory;
     Shared<Number> queries = memory.take<Number>(chunk_warps * Rows::rows * padded<D>);
     Shared<Number> keys = memory.take<Number>(2 * tile_numbers), values = memory.take<Number>(2 * tile_numbers);
     Shared<float> sink = memory.take<float>(chunk_warps * D).from(warp_id() * D);
     Shared<float> sink_scores = memory.take<float>(chunk_warps * Rows::rows).from(warp_id() * Rows::rows);
-    auto bring = [&](int i) {
-        bring_tile<Number, D>(keys.from(i % 2 * tile_numbers), values.from(i % 2 * tile_numbers), head, tiles[i]);
-        commit_copies();
-    };
-    bring(0);
-    Rows rows(head, first + warp_id() * Rows::rows);
+    Shared<int> tokens = memory.take<int>(chunk_warps * Rows::rows).from(warp_id() * Rows::rows);
+    Rows rows(head, first + warp_id() * Rows::rows, tokens);
     queries = queries.from(warp_id() * Rows::rows * padded<D>);
-    rows.read_queries(queries);
-    bool sinks = task.visible.dropped(rows.position(Rows::rows - 1));
-    for (int i = 0; i < task.visible.sinks && sinks; i++) rows.add_sink(i, sink, sink_scores);
-    for (int i = 0; i < tiles.count(); i++) {
+    for (int i = 0; i <= tiles.count(); i++) {
         wait_copies<0>();
         __syncthreads();
-        if (i + 1 < tiles.count()) bring(i + 1);
-        int at = i % 2 * tile_numbers;
-        rows.add_tile(tiles[i], queries, keys.from(at), values.from(at));
+        int next = i % 2 * tile_numbers, at = tile_numbers - next;
+        if (i < tiles.count()) bring_tile<Number, D, positions>(keys.from(next), values.from(next), head, tiles[i]);
+        // While tile i comes, what must come before all tiles is done, or tile i - 1.
+        if (i == 0) {
+            rows.read_queries(queries);
+            for (int s = 0; s < rows.sinks(); s++) rows.add_sink(s, sink, sink_scores);
+        } else {
+            rows.add_tile(tiles[i - 1], queries, keys.from(at), values.from(at));
+        }
     }
     rows.store();
 }
 
+template <class Number, int D, int positions>
+constexpr size_t chunk_shared() {
+    constexpr int rows = chunk_warps * WarpRows<Number, D, positions>::rows;
+    return shared_size(rows * padded<D> * sizeof(Number)) +
+           2 * shared_size(2 * positions * padded<D> * sizeof(Number)) + shared_size(chunk_warps * D * sizeof(float)) +
+           shared_size(rows * sizeof(float)) + shared_size(rows * sizeof(int));
+}
+
+// Whether a type is a format, or one derived from it.
+template <class Format>
+bool holds(const OnDevice<Precision> &type) {
+    bool found = false;
+    for_each_type<Precision>([&](auto other) {
+        found |= std::is_base_of_v<Format, decltype(other)> && type.index == (int)Precision(other).index();
+    });
+    return found;
+}
+
+// Large tiles where nothing is decoded and two blocks of threads fit on a multiprocessor.
 template <class Number, int D>
 void attend_chunk_tiles(const Device &device, const DeviceAttention &task, const Span &chunk) {
-    constexpr int rows = chunk_warps * WarpRows<Number, D>::rows;
-    size_t shared = shared_size(rows * padded<D> * sizeof(Number)) +
-                    2 * shared_size(2 * tile_positions * padded<D> * sizeof(Number)) +
-                    shared_size(chunk_warps * D * sizeof(float)) + shared_size(rows * sizeof(float));
-    if (shared > device.properties.sharedMemPerBlockOptin) return attend_chunk_plain(device, task, chunk);
+    constexpr int rows = chunk_warps * WarpRows<Number, D, small_tile>::rows;
     dim3 blocks(task.heads.kv, blocks_for((int64_t)chunk.count * task.heads.group(), rows));
-    launch(device, {blocks, chunk_threads, shared}, attend_chunk_kernel<Number, D>, task, chunk);
+    if constexpr (D <= 128) {
+        size_t room = chunk_shared<Number, D, large_tile>(), twice = 2 * (room + 1024);  // the card keeps 1 KiB a block
+        bool copied = holds<PlainRow<Number>>(task.cache.type_k) && holds<PlainRow<Number>>(task.cache.type_v);
+        if (copied && twice <= device.properties.sharedMemPerMultiprocessor)
+            return launch(device, {blocks, chunk_threads, room}, attend_chunk_kernel<Number, D, large_tile>, task,
+                          chunk);
+    }
+    size_t room = chunk_shared<Number, D, small_tile>();
+    if (room > device.properties.sharedMemPerBlockOptin) return attend_chunk_plain(device, task, chunk);
+    launch(device, {blocks, chunk_threads, room}, attend_chunk_kernel<Number, D, small_tile>, task, chunk);
 }
 
 // out = attention of the rows of a chunk, which are one sequence's share of a pass. Its keys and values have been
@@ -2494,8 +2525,7 @@ void attend_chunk_tiles(const Device &device, const DeviceAttention &task, const
 // exact: they stay float32.
 inline void attend_chunk(const Device &device, const DeviceAttention &task, const Span &chunk, bool exact,
                          DType products = DType::f16) {
-    auto is_bf16 = [](const OnDevice<Precision> &type) { return type.index == (int)Precision(BF16{}).index(); };
-    bool wide = products == DType::bf16 || is_bf16(task.cache.type_k) || is_bf16(task.cache.type_v);
+    bool wide = products == DType::bf16 || holds<BF16>(task.cache.type_k) || holds<BF16>(task.cache.type_v);
     int width = exact || task.cache.values.width != task.heads.width ? 0 : task.heads.width;
     auto with = [&](auto D) {
         wide ? attend_chunk_tiles<bf16, D>(device, task, chunk) : attend_chunk_tiles<f16, D>(device, task, chunk);
