@@ -39,7 +39,7 @@ NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings --threads 0 \
   $(foreach arch,$(CUDA_ARCH),-gencode 'arch=compute_$(arch),code=[compute_$(arch),sm_$(arch)]') \
   -Xcompiler $(subst $(empty) ,$(comma),$(HOST) -Wall -Wextra -Werror)
 CUDA_LIBS := -Xlinker -rpath,$(CUDA_HOME)/lib64
-SOURCES := llm.cu device.h model.h tokenizer.h cache.h numbers.h layers.cu attention.cu measure.h
+SOURCES := llm.cu device.h model.h tokenizer.h cache.h numbers.h layers.cu attention.cu tensor_cores.cu measure.h
 TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
 ASAN_TESTS := $(filter-out test_cuda%,$(TESTS))
 GPU_TESTS := $(filter-out test_cuda_on_cpu,$(filter test_cuda%,$(TESTS)))

@@ -12,11 +12,11 @@
 #include <functional>
 #include <random>
 
-#include "attention.cu"
 #include "cache.h"
 #include "device.h"
 #include "layers.cu"
 #include "model.h"
+#include "tensor_cores.cu"
 #include "tokenizer.h"
 
 // ---- Flags: one table for parsing, help and errors ---------------------------------------------------------

@@ -6,7 +6,7 @@
 #ifndef __CUDACC__
 #include "cuda_on_cpu.h"
 #endif
-#include "../attention.cu"
+#include "../tensor_cores.cu"
 
 #include <doctest/doctest.h>
 
