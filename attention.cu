@@ -5,9 +5,9 @@
 // A query at position p sees 0 .. p, or what `Visible` (cache.h) says of windows and sinks. With grouped queries
 // (Ainslie et al. 2023, GQA), query head h reads KV head h / (heads / kv_heads).
 //
-// Its parts: what a pass stores, on the GPU (the CPU's is in cache.h); rung 1, the equation, on the CPU and, over a cache
-// and number by number, on the GPU; rung 2, over cached rows in splits, on the CPU. The GPU's fast rungs, 3 and 4, are in
-// tensor_cores.cu.
+// Its parts: what a pass stores, on the GPU (the CPU's is in cache.h); rung 1, the equation, on the CPU and, over a
+// cache and number by number, on the GPU; rung 2, over cached rows in splits, on the CPU. The GPU's fast rungs, 3 and
+// 4, are in tensor_cores.cu.
 #pragma once
 
 #include <limits>
