@@ -75,7 +75,10 @@ enum class Way { nearest, up, down };
 inline double to_format(double x, int fraction_bits, int least, Way way = Way::nearest) {
     if (x == 0 || !std::isfinite(x)) return x;
     double distance = std::ldexp(1, std::max(std::ilogb(x), least) - fraction_bits), steps = x / distance;
-    return (way == Way::up ? std::ceil(steps) : way == Way::down ? std::floor(steps) : std::nearbyint(steps)) * distance;
+    return (way == Way::up     ? std::ceil(steps)
+            : way == Way::down ? std::floor(steps)
+                               : std::nearbyint(steps)) *
+           distance;
 }
 
 // Beyond the largest number comes infinity; rounded towards zero, the largest number.
