@@ -229,7 +229,7 @@ TEST_CASE("a model or a cache without room on the card is told in one line") {
     }
 #ifdef CUDA_ON_CPU
     Engine engine = on_cpu("llama_bf16");
-    size_t card = std::exchange(cuda_on_cpu::properties.totalGlobalMem, 100000);
+    size_t card = std::exchange(cuda_on_cpu::properties.totalGlobalMem, 1000);
     line = failure_of({"generate", "-m", fixtures + "llama_bf16", "--ids", "1", "--device", "cuda"});
     cuda_on_cpu::properties.totalGlobalMem = card;
     CHECK(line.find("the weights need 0.000 GiB") != std::string::npos);
