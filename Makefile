@@ -15,7 +15,8 @@ CUDA_ARCH ?= 80 90 120
 FUZZ_SECONDS ?= 60
 PROMPT ?= Once upon a time
 
-NVCC := $(if $(filter 0,$(CUDA)),,$(firstword $(shell command -v nvcc) $(wildcard $(CUDA_HOME)/bin/nvcc)))
+NVCC := $(if $(filter 0,$(CUDA)),,$(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc) \
+  $(wildcard /usr/local/cuda-*/bin/nvcc /opt/cuda/bin/nvcc)))
 # An empty program shows whether a flag works with this compiler.
 works = $(shell echo 'int main() {}' | $(CXX) $(1) -x c++ - -o /dev/null 2>/dev/null && echo $(1))
 OPENMP := $(call works,-fopenmp)
@@ -38,7 +39,7 @@ empty :=
 NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings --threads 0 \
   $(foreach arch,$(CUDA_ARCH),-gencode 'arch=compute_$(arch),code=[compute_$(arch),sm_$(arch)]') \
   -Xcompiler $(subst $(empty) ,$(comma),$(HOST) -Wall -Wextra -Werror)
-CUDA_LIBS := -Xlinker -rpath,$(CUDA_HOME)/lib64
+CUDA_LIBS := -Xlinker -rpath,$(NVCC:/bin/nvcc=/lib64)
 SOURCES := llm.cu device.h model.h tokenizer.h cache.h numbers.h layers.cu attention.cu tensor_cores.cu measure.h
 TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
 ASAN_TESTS := $(filter-out test_cuda%,$(TESTS))
