@@ -15,8 +15,10 @@ CUDA_ARCH ?= 80 90 120
 FUZZ_SECONDS ?= 60
 PROMPT ?= Once upon a time
 
-NVCC := $(if $(filter 0,$(CUDA)),,$(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc) \
-  $(wildcard /usr/local/cuda-*/bin/nvcc /opt/cuda/bin/nvcc)))
+# CUDA_HOME if it is given, then PATH, then the usual places.
+IN_PATH := $(shell command -v nvcc)
+NVCC := $(if $(filter 0,$(CUDA)),,$(firstword $(if $(filter file,$(origin CUDA_HOME)),$(IN_PATH)) \
+  $(wildcard $(CUDA_HOME)/bin/nvcc) $(IN_PATH) $(wildcard /usr/local/cuda-*/bin/nvcc /opt/cuda/bin/nvcc)))
 # An empty program shows whether a flag works with this compiler.
 works = $(shell echo 'int main() {}' | $(CXX) $(1) -x c++ - -o /dev/null 2>/dev/null && echo $(1))
 OPENMP := $(call works,-fopenmp)
