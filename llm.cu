@@ -7,6 +7,8 @@
 //
 // Its parts, each under a line of its own: flags; the model at work (forward, the two paths, prefill and decode: start
 // here); sampling; text in, text out; output; llm generate; llm tokenize. The commands that measure are in measure.h.
+// What the GPU does (Gpu) stands before or under what the CPU does, under #ifdef HAS_CUDA: without it the engine is
+// whole.
 #include <chrono>
 #include <filesystem>
 #include <functional>
