@@ -46,7 +46,7 @@ inline int team_size() {
 #endif
 }
 
-// Calls use(p) with a tensor's numbers as they are stored: `const float *`, `const f16 *` or `const bf16 *`.
+// Calls use(p) with a tensor's numbers as a file stores them: `const float *`, `const f16 *` or `const bf16 *`.
 template <class Use>
 void with_numbers(const Tensor &tensor, Use use) {
     switch (tensor.type) {
@@ -56,6 +56,8 @@ void with_numbers(const Tensor &tensor, Use use) {
             return use((const f16 *)tensor.data);
         case DType::bf16:
             return use((const bf16 *)tensor.data);
+        case DType::int8:
+            fail("int8 weights where only numbers as a file stores them are read");
     }
 }
 
@@ -258,6 +260,128 @@ inline void dots(float *out, size_t out_stride, StoredRows<Format> rows, int row
     });
 }
 
+// ---- Int8 weights ----
+//
+// --weights int8: each 32 neighbours of a row become whole numbers, at most 127, times a scale of their own, and so
+// does what they are multiplied with, for each token anew. Their products are then exact and four of them take an
+// instruction or two, where the machine has them for bytes; a weight takes 1.0625 bytes from memory.
+constexpr int int8_group = 32;
+
+// 32 channels of `lanes` rows. Four channels of all rows stand together, so that each lane of a Vec sums up a row of
+// its own and no sum has to be folded; and a thread reads its rows from memory from first to last.
+struct Int8Block {
+    f16 scale[lanes];
+    int8_t weight[int8_group / 4][lanes][4];
+};
+
+struct Int8Group {  // of a vector
+    float scale;
+    Int8x4 four[int8_group / 4];
+};
+
+inline int64_t int8_groups(int64_t inputs) { return (inputs + int8_group - 1) / int8_group; }
+inline int64_t int8_panels(int64_t outputs) { return (outputs + lanes - 1) / lanes; }
+inline size_t int8_bytes(const Tensor &weight) {
+    return (size_t)(int8_panels(weight.rows) * int8_groups(weight.cols)) * sizeof(Int8Block);
+}
+
+// The largest magnitude of a group; NaN if one of its numbers is infinite or NaN.
+inline float largest_magnitude(const float *group) {
+    Vec most = set(0), nan = set(0);
+    for (int i = 0; i < int8_group; i += lanes) {
+        Vec part = load(group + i);
+        most = max(max(part, mul(part, set(-1))), most);
+        nan = fma(part, set(0), nan);
+    }
+    return largest(most) + sum(nan);
+}
+
+// The whole numbers next to those of a group over its scale; zeros if that is 0 or NaN.
+inline void round_group(int8_t *to, const float *group, float scale) {
+    alignas(cache_line) float quotient[int8_group];
+    for (int i = 0; i < int8_group; i += lanes)
+        store(quotient + i, scale > 0 ? div(load(group + i), set(scale)) : set(0));
+    for (int i = 0; i < int8_group; i++) from_float(to[i], quotient[i]);
+}
+
+// Writes the int8 numbers of a matrix, zeros beyond its last row and channel. False if a weight is not a number or is
+// too large for the scales (8.3e6). Threads share the rows; it returns without waiting.
+inline bool quantize(Int8Block *blocks, const Tensor &weight) {
+    int64_t groups = int8_groups(weight.cols), panels = int8_panels(weight.rows);
+    bool good = true;
+    with_numbers(weight, [&](auto *numbers) {
+#pragma omp for schedule(static) nowait
+        for (int64_t panel = 0; panel < panels; panel++) {
+            memset(blocks + panel * groups, 0, (size_t)groups * sizeof(Int8Block));
+            for (int64_t item = 0; item < groups * std::min<int64_t>(lanes, weight.rows - panel * lanes); item++) {
+                int64_t group = item % groups, row = item / groups;
+                int count = (int)std::min<int64_t>(int8_group, weight.cols - group * int8_group);
+                auto *from = numbers + (panel * lanes + row) * weight.cols + group * int8_group;
+                float padded[int8_group] = {};
+                int8_t rounded[int8_group];
+                for (int i = 0; i < count; i++) padded[i] = to_float(from[i]);
+                Int8Block &block = blocks[panel * groups + group];
+                block.scale[row] = f16_above(largest_magnitude(padded) / 127);
+                good = good && to_float(block.scale[row]) <= 65504;
+                round_group(rounded, padded, to_float(block.scale[row]));
+                for (int step = 0; step < int8_group / 4; step++)
+                    memcpy(block.weight[step][row], rounded + 4 * step, 4);
+            }
+        }
+    });
+    return good;
+}
+
+// The int8 numbers of up to 32 numbers, zeros behind them. If one is infinite or NaN, the scale is NaN.
+inline void quantize(Int8Group &group, const float *x, int count) {
+    float padded[int8_group] = {};
+    int8_t rounded[int8_group];
+    memcpy(padded, x, (size_t)count * sizeof(float));
+    group.scale = largest_magnitude(padded) / 127;
+    round_group(rounded, padded, group.scale);
+    for (int i = 0; i < int8_group; i++) {
+        group.four[i / 4].number[i % 4] = rounded[i];
+        group.four[i / 4].magnitude[i % 4] = (uint8_t)std::abs(rounded[i]);
+    }
+}
+
+// Row `row` of a matrix times x, one number after the other.
+inline float int8_dot(const Int8Block *blocks, int row, const float *x, int inputs) {
+    int groups = (int)int8_groups(inputs);
+    Vec total = set(0);
+    for (int g = 0; g < groups; g++) {
+        Int8Group numbers;
+        quantize(numbers, x + g * int8_group, std::min(int8_group, inputs - g * int8_group));
+        const Int8Block &block = blocks[(size_t)(row / lanes) * groups + g];
+        int products = 0;
+        for (int i = 0; i < int8_group; i++)
+            products += block.weight[i / 4][row % lanes][i % 4] * numbers.four[i / 4].number[i % 4];
+        total = fma(set((float)products), mul(set(to_float(block.scale[row % lanes])), set(numbers.scale)), total);
+    }
+    return largest(total);
+}
+
+// What the `lanes` rows of a panel give with `Vectors` vectors, `stride` groups apart: out (Vectors, out_stride).
+// `ahead`: this is the first time that the panel is read, and what follows it is asked for.
+template <int Vectors>
+inline void int8_tile(float *out, size_t out_stride, const Int8Block *blocks, const Int8Group *x, size_t stride,
+                      int64_t groups, bool ahead) {
+    Vec totals[Vectors];
+    for (Vec &total : totals) total = set(0);
+    for (int64_t g = 0; g < groups; g++) {
+        const Int8Block &block = blocks[g];
+        for (size_t byte = 0; ahead && byte < sizeof block; byte += cache_line)
+            __builtin_prefetch((const char *)&block + bytes_ahead + byte);
+        Ints sums[Vectors] = {};
+        for (int step = 0; step < int8_group / 4; step++)
+            for (int v = 0; v < Vectors; v++)
+                sums[v] = add_products(sums[v], block.weight[step], x[v * stride + g].four[step]);
+        for (int v = 0; v < Vectors; v++)
+            totals[v] = fma(to_floats(sums[v]), mul(load(block.scale), set(x[v * stride + g].scale)), totals[v]);
+    }
+    for (int v = 0; v < Vectors; v++) store(out + v * out_stride, totals[v]);
+}
+
 enum class Store { set, add };  // y = W x, or y += W x (a residual connection)
 
 // y[t] (+)= weight x[t] + bias, for each of `count` tokens.
@@ -265,16 +389,20 @@ enum class Store { set, add };  // y = W x, or y += W x (a residual connection)
 // The plain rung: one dot() a number.
 inline void linear_plain(float *y, const float *x, const Linear &linear, int count, Store store = Store::set) {
     int outputs = (int)linear.weight.rows, inputs = (int)linear.weight.cols;
-    with_numbers(linear.weight, [&](auto *weight) {
-        for (int t = 0; t < count; t++) {
-            for (int o = 0; o < outputs; o++) {
-                float result = dot(weight + (size_t)o * inputs, x + (size_t)t * inputs, inputs);
-                if (linear.bias.data) with_numbers(linear.bias, [&](auto *bias) { result += to_float(bias[o]); });
-                float &to = y[(size_t)t * outputs + o];
-                to = store == Store::add ? to + result : result;
-            }
+    for (int t = 0; t < count; t++) {
+        for (int o = 0; o < outputs; o++) {
+            float result = 0;
+            if (linear.weight.type == DType::int8)
+                result = int8_dot((const Int8Block *)linear.weight.data, o, x + (size_t)t * inputs, inputs);
+            else
+                with_numbers(linear.weight, [&](auto *weight) {
+                    result = dot(weight + (size_t)o * inputs, x + (size_t)t * inputs, inputs);
+                });
+            if (linear.bias.data) with_numbers(linear.bias, [&](auto *bias) { result += to_float(bias[o]); });
+            float &to = y[(size_t)t * outputs + o];
+            to = store == Store::add ? to + result : result;
         }
-    });
+    }
 }
 
 // Writes a finished block of results, out (count, stride) -> y (count, outputs), `block` columns from `first` on.
@@ -297,19 +425,46 @@ inline void store_block(float *y, const float *out, int stride, const Linear &li
     }
 }
 
-// What linear() reads: vectors, and in a pass over many tokens their parts for matrix tiles, where there are any.
+// What linear() reads: vectors; for int8 weights their int8 numbers; and in a pass over many tokens their parts for
+// matrix tiles, where there are any.
 struct Inputs {
     const float *x;  // (count, inputs)
     int count;
-    const bf16 *in_parts = nullptr;  // (bf16_parts, padded_count, inputs)
+    const bf16 *in_parts = nullptr;   // (bf16_parts, padded_count, inputs)
+    const Int8Group *int8 = nullptr;  // (count, groups)
+};
+
+struct InputBuffers {
+    Aligned<bf16> parts;
+    Aligned<Int8Group> int8;
+    void resize(int count, int widest);
 };
 
 inline int padded_count(int count) { return (count + amx_side - 1) / amx_side * amx_side; }
 
-// Splits each number into three of bf16 that add up to it exactly (but for the last bits of numbers below 2^-110), if
-// `matrix` asks for it and the machine has matrix tiles. Then it waits for all threads.
-inline Inputs inputs_of(Aligned<bf16> &buffer, const float *x, int count, int inputs, bool matrix) {
-    if (!matrix || !amx_allowed() || inputs % amx_depth) return {x, count};
+// Room for `count` vectors of `widest` numbers at most.
+inline void InputBuffers::resize(int count, int widest) {
+    if (amx_allowed()) parts.resize(bf16_parts * (size_t)padded_count(count) * widest);
+    int8.resize((size_t)count * int8_groups(widest));
+}
+
+// x (count, inputs) as products with this weight read it. For int8 weights: as int8 numbers. In a pass over `many`
+// tokens, where the machine has matrix tiles, each number is split into three of bf16 that add up to it exactly (but
+// for the last bits of numbers below 2^-110). In both cases it waits for all threads.
+inline Inputs inputs_of(InputBuffers &buffers, const float *x, int count, const Tensor &weight, bool many) {
+    int inputs = (int)weight.cols;
+    if (weight.type == DType::int8) {
+        int groups = (int)int8_groups(inputs);
+#pragma omp for schedule(static) nowait
+        for (int64_t item = 0; item < (int64_t)count * groups; item++) {
+            int first = (int)(item % groups) * int8_group;
+            quantize(buffers.int8[item], x + item / groups * inputs + first, std::min(int8_group, inputs - first));
+        }
+        barrier();
+        return {x, count, nullptr, buffers.int8.data()};
+    }
+    if (!many || !amx_allowed() || inputs % amx_depth) return {x, count};
+    Aligned<bf16> &buffer = buffers.parts;
     int padded = padded_count(count);
     size_t part = (size_t)padded * inputs;
 #pragma omp for schedule(static) nowait
@@ -393,8 +548,30 @@ inline void linear_tiles(float *y, const Inputs &in, const Linear &linear, Store
     amx_end();
 }
 
+// Rung 2 for int8 weights. Its sums go group after group, for one token as for many, so that the bits are the same.
+// Some panels stay in the L1 for all tokens.
+inline void linear_int8(float *y, const Inputs &in, const Linear &linear, Store store) {
+    constexpr int block_rows = 32, most_vectors = 4;
+    int outputs = (int)linear.weight.rows;
+    int64_t groups = int8_groups(linear.weight.cols);
+    thread_local Floats out;
+    out.resize((size_t)block_rows * in.count);
+#pragma omp for schedule(static) nowait
+    for (int first = 0; first < outputs; first += block_rows) {
+        const Int8Block *blocks = (const Int8Block *)linear.weight.data + first / lanes * groups;
+        int block = std::min(block_rows, outputs - first);
+        in_batches<most_vectors>(in.count, [&](auto size, int t) {
+            for (int panel = 0; panel * lanes < block; panel++)
+                int8_tile<size>(&out[(size_t)t * block_rows + panel * lanes], block_rows, blocks + panel * groups,
+                                in.int8 + t * groups, groups, groups, t == 0);
+        });
+        store_block(y, out.data(), block_rows, linear, in.count, first, block, store);
+    }
+}
+
 // y (count, outputs) = or += weight (outputs, inputs) x + bias, by the fastest rung that there is for these numbers.
 inline void linear(float *y, const Inputs &in, const Linear &linear, Store store = Store::set) {
+    if (linear.weight.type == DType::int8) return linear_int8(y, in, linear, store);
     bool tiles = in.in_parts && linear.weight.type == DType::bf16 && linear.weight.rows % amx_side == 0;
     tiles ? linear_tiles(y, in, linear, store) : linear_vectors(y, in, linear, store);
 }

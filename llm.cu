@@ -38,7 +38,8 @@ struct Options {
     double temperature = 0, top_p = 1, min_p = 0, tolerance = -1;
     int64_t seed = 0;
     // In bench and eval lists, separated by commas.
-    std::string layout = "contiguous", type_k = "f16", type_v = "f16", device = "auto";
+    std::string layout = "contiguous", type_k = "f16", type_v = "f16";
+    std::string device = "auto", weights = "stored";
     int page = 16, window = 0, sinks = 0;  // those of a ring stand here only if they were given, see cache_shape()
     bool json = false, ignore_end = false, help = false;
     std::vector<int> depths = {0, 1024, 4096, 8000}, prompts = {128, 512, 2048};
@@ -163,11 +164,14 @@ inline ReadValue layout_or_none() {
     };
 }
 
-inline ReadValue device() {
-    return [](Options &options, const std::string &flag, const std::string &value) {
-        if (value != "auto" && value != "cpu" && value != "cuda")
-            fail("%s %s: unknown device; known are auto cpu cuda", flag.c_str(), value.c_str());
-        options.device = value;
+// One of some words.
+inline ReadValue word_of(std::string Options::*field, const char *what, std::vector<std::string> known) {
+    return [=](Options &options, const std::string &flag, const std::string &value) {
+        std::string list;
+        for (const std::string &word : known) list += " " + word;
+        if (std::find(known.begin(), known.end(), value) == known.end())
+            fail("%s %s: unknown %s; known are%s", flag.c_str(), value.c_str(), what, list.c_str());
+        options.*field = value;
     };
 }
 
@@ -250,7 +254,10 @@ inline const std::vector<Flag> &flags() {
         {{"--dump-logits"}, "FILE.npy", "generate",
          "float32 [positions, vocabulary]: a row for each prompt position, then one for each generated token",
          text(&O::dump_logits)},
-        {{"--device"}, "NAME", run, "cpu, cuda, or auto: the GPU if there is one (default auto)", device()},
+        {{"--weights"}, "TYPE", run, "stored, or int8: rounded as they are loaded, groups of 32 with a scale (default stored)",
+         word_of(&O::weights, "type of weights", {"stored", "int8"})},
+        {{"--device"}, "NAME", run, "cpu, cuda, or auto: the GPU if there is one (default auto)",
+         word_of(&O::device, "device", {"auto", "cpu", "cuda"})},
         {{"--json"}, "", "*", "one JSON object on stdout", turn_on(&O::json)},
         {{"-h", "--help"}, "", "*", "this text", turn_on(&O::help)},
     };
@@ -451,14 +458,15 @@ struct Engine {
 #endif
     std::vector<float> frequencies;  // (head_dim / 2): radians per position
     // Activations of a pass, in float32:
-    Floats x;                   // (rows, hidden): the residual stream
-    Floats normed;              // (rows, hidden)
-    Floats query;               // (rows, heads, head_dim)
-    Floats key, value;          // (rows, kv_heads, head_dim)
-    Floats attended;            // (rows, heads, head_dim)
-    Floats gate, up;            // (rows, ffn)
-    Floats turn;                // (rows, head_dim): cosines and sines
-    Aligned<bf16> bf16_inputs;  // (bf16_parts, rows, widest): what the next products read, see inputs_of()
+    Floats x;                            // (rows, hidden): the residual stream
+    Floats normed;                       // (rows, hidden)
+    Floats query;                        // (rows, heads, head_dim)
+    Floats key, value;                   // (rows, kv_heads, head_dim)
+    Floats attended;                     // (rows, heads, head_dim)
+    Floats gate, up;                     // (rows, ffn)
+    Floats turn;                         // (rows, head_dim): cosines and sines
+    InputBuffers inputs;                 // what the next products read, see inputs_of()
+    std::shared_ptr<void> int8_weights;  // where the model's tensors are with --weights int8
 
     Engine(Model loaded, int thread_count) : model(std::move(loaded)), threads(thread_count) {
         const Config &config = model.config;
@@ -476,8 +484,41 @@ inline void make_room(Engine &engine, int rows) {
     for (auto *buffer : {&engine.key, &engine.value}) buffer->resize(count * kv_width);
     for (auto *buffer : {&engine.gate, &engine.up}) buffer->resize(count * config.ffn);
     engine.turn.resize(count * config.head_dim);
-    size_t widest = std::max({(size_t)config.hidden, (size_t)config.ffn, query_width});
-    engine.bf16_inputs.resize(amx_allowed() ? bf16_parts * (size_t)padded_count(rows) * widest : 0);
+    engine.inputs.resize(rows, std::max({config.hidden, config.ffn, (int)query_width}));
+}
+
+// Calls use() with the matrices that every token is multiplied with: those of the layers, and the head.
+template <class AnyModel, class Use>
+void for_each_matrix(AnyModel &model, Use use) {
+    for (auto &layer : model.layers)
+        for (auto *linear :
+             {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down})
+            use(linear->weight);
+    use(model.head);
+}
+
+// --weights int8. What a file stores stays as it is: a tied model's embedding is no longer its head.
+inline void quantize_weights(Engine &engine) {
+    Model &model = engine.model;
+    size_t total = 0, at = 0;
+    for_each_matrix(model, [&](Tensor &weight) { total += int8_bytes(weight); });
+    engine.int8_weights = reserve(total, "the int8 weights");
+    bool tied = model.head.data == model.embedding.data, good = true;
+    for_each_matrix(model, [&](Tensor &weight) {
+        if (isatty(2)) fprintf(stderr, "\rint8 weights: %3.0f %%", 100.0 * at / total);
+        auto *blocks = (Int8Block *)((char *)engine.int8_weights.get() + at);
+#pragma omp parallel num_threads(engine.threads) reduction(&& : good)
+        good = quantize(blocks, weight) && good;
+        bool shared = tied && &weight == &model.head;  // and so not replaced
+        model.weight_bytes -= shared ? 0 : weight.rows * weight.cols * dtype_bytes(weight.type);
+        at += int8_bytes(weight);
+        weight.data = blocks;
+        weight.type = DType::int8;
+    });
+    if (isatty(2)) fprintf(stderr, "\r%24s\r", "");
+    model.weight_bytes += (int64_t)total;
+    if (!good)
+        fail("--weights int8: a weight is NaN or beyond 8.3e6, which its scales cannot hold: leave the flag out");
 }
 
 #ifdef HAS_CUDA
@@ -633,7 +674,7 @@ void forward(Engine &engine, const Rows &rows, Attention attention) {
             // n = RMSNorm(x); q, k, v = W n + b. `in` is what the products read: n, or its parts for matrix tiles.
             rms_norm(normed, x, weights.attention_norm, count, epsilon);
             barrier();
-            Inputs in = inputs_of(engine.bf16_inputs, normed, count, config.hidden, rows.many);
+            Inputs in = inputs_of(engine.inputs, normed, count, weights.query.weight, rows.many);
             linear(query, in, weights.query);
             linear(key, in, weights.key);
             linear(value, in, weights.value);
@@ -650,19 +691,19 @@ void forward(Engine &engine, const Rows &rows, Attention attention) {
             // x += W_output softmax(q K^T / sqrt(D)) V
             attention(layer);
             barrier();
-            in = inputs_of(engine.bf16_inputs, engine.attended.data(), count, config.heads * head_dim, rows.many);
+            in = inputs_of(engine.inputs, engine.attended.data(), count, weights.output.weight, rows.many);
             linear(x, in, weights.output, Store::add);
             barrier();
             // n = RMSNorm(x); x += W_down (silu(W_gate n) * W_up n)
             rms_norm(normed, x, weights.mlp_norm, count, epsilon);
             barrier();
-            in = inputs_of(engine.bf16_inputs, normed, count, config.hidden, rows.many);
+            in = inputs_of(engine.inputs, normed, count, weights.gate.weight, rows.many);
             linear(gate, in, weights.gate);
             linear(up, in, weights.up);
             barrier();
             swiglu(gate, up, (int64_t)count * config.ffn);
             barrier();
-            in = inputs_of(engine.bf16_inputs, gate, count, config.ffn, rows.many);
+            in = inputs_of(engine.inputs, gate, count, weights.down.weight, rows.many);
             linear(x, in, weights.down, Store::add);
             barrier();
         }
@@ -778,7 +819,7 @@ inline std::vector<float> logits(Engine &engine, int first, int count) {
         rms_norm(normed, engine.x.data() + (size_t)first * model.config.hidden, model.final_norm, count,
                  model.config.norm_epsilon);
         barrier();
-        linear(result.data(), {normed, count}, {model.head, {}});
+        linear(result.data(), inputs_of(engine.inputs, normed, count, model.head, false), {model.head, {}});
     }
     return result;
 }
@@ -1269,14 +1310,17 @@ inline std::string no_gpu() { return "built without CUDA"; }
 // Loads a checkpoint and puts it where --device says.
 inline Engine open_engine(const Options &options, const std::string &directory) {
     Engine engine(load_model(directory), options.threads);
-    std::string reason = options.device == "cpu" ? "--device cpu" : no_gpu();
+    bool int8 = options.weights == "int8";
+    std::string reason = options.device == "cpu" ? "--device cpu" : int8 ? "--weights int8 computes there" : no_gpu();
     if (options.device == "cuda" && !reason.empty())
-        fail("--device cuda: %s: --device auto computes on the CPU then", reason.c_str());
+        fail("--device cuda: %s: --device auto computes on the CPU then",
+             int8 ? "no int8 weights there" : reason.c_str());
     std::string plural = options.threads == 1 ? "" : "s";
     engine.device_name = "CPU, " + std::to_string(options.threads) + " thread" + plural + " (" + reason + ")";
 #ifdef HAS_CUDA
     if (reason.empty()) move_to_gpu(engine);
 #endif
+    if (int8) quantize_weights(engine);
     return engine;
 }
 

@@ -423,11 +423,13 @@ inline double divergence(const std::vector<float> &a, const std::vector<float> &
 // by 56 u, 0.22, in bf16; 128 u passes.
 //
 // On a card with 16-bit weights activations are rounded to these 16 bits before each product of many rows, in both
-// paths, but not to the same numbers: there u is at least that of the weights.
+// paths, but not to the same numbers: there u is at least that of the weights. So it is with int8 weights, whose
+// products round activations to whole numbers of at most 127.
 inline double default_tolerance(const Cache &cache, const Engine &engine) {
     auto roundoff = [](auto type) { return decltype(type)::unit_roundoff; };
     double u = std::max(std::visit(roundoff, cache.type_k), std::visit(roundoff, cache.type_v));
     DType weights = engine.model.layers[0].query.weight.type;
+    if (weights == DType::int8) u = std::max(u, 1.0 / 254);
     if (engine.device() && weights == DType::f16) u = std::max(u, F16::unit_roundoff);
     if (engine.device() && weights == DType::bf16) u = std::max(u, BF16::unit_roundoff);
     return u <= F32::unit_roundoff ? 1e-4 : 128 * u;

@@ -55,10 +55,13 @@ struct Error : std::runtime_error {
 
 // ---- What a checkpoint becomes -------------------------------------------------------------------------------------
 
-enum class DType { f32, f16, bf16 };
+enum class DType { f32, f16, bf16, int8 };  // int8: never in a file; layers.cu says how its numbers lie
 
-inline int dtype_bytes(DType type) { return type == DType::f32 ? 4 : 2; }
-inline const char *dtype_name(DType type) { return type == DType::f32 ? "f32" : type == DType::f16 ? "f16" : "bf16"; }
+inline int dtype_bytes(DType type) { return type == DType::f32 ? 4 : type == DType::int8 ? 1 : 2; }
+inline const char *dtype_name(DType type) {
+    const char *names[] = {"f32", "f16", "bf16", "int8"};
+    return names[(int)type];
+}
 
 // A matrix (rows, cols), row-major, where it lies in the mapped file. A vector has one row.
 struct Tensor {

@@ -150,7 +150,7 @@ struct Packed {
 
 // ---- Native pieces: what one register of this machine holds ------------------------------------------------
 
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
 using Piece = __m512;
 constexpr int piece_lanes = 16;
 inline Piece piece_set(float x) { return _mm512_set1_ps(x); }
@@ -357,7 +357,7 @@ inline float sum(Vec a) {
 // out[0..4) = the sums of four vectors, each folded as sum() does. Together they take 14 instructions instead of 36,
 // which is 5 % of the prefill of a model 576 wide.
 inline void sum4(float *out, Vec a, Vec b, Vec c, Vec d) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
     __m512 x = a.piece[0], y = b.piece[0], z = c.piece[0], w = d.piece[0];
     x = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));  // 8 lanes of x, 8 of y
     z = _mm512_add_ps(_mm512_shuffle_f32x4(z, w, 0x44), _mm512_shuffle_f32x4(z, w, 0xee));
@@ -437,6 +437,75 @@ inline void rotate(float *out, const float *x, const float *turn, int head_dim, 
         out[i] = a * cosine - b * sine;
         out[i + half] = b * cosine + a * sine;
     }
+}
+
+// ---- Whole numbers --------------------------------------------------------------------------------------------
+
+// Four int8 numbers, and their magnitudes beside them: x86 multiplies bytes only if one of the two has no sign, so the
+// sign goes over to the other. -128 is not among them.
+struct Int8x4 {
+    int8_t number[4];
+    uint8_t magnitude[4];
+};
+
+#if defined(__AVX512BW__)
+using IntPiece = __m512i;
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+using IntPiece = __m256i;
+#else
+using IntPiece = int32_t;
+#endif
+
+// `lanes` sums.
+struct Ints {
+    IntPiece piece[pieces];
+};
+
+inline int word(const void *four_bytes) {
+    int result;
+    memcpy(&result, four_bytes, sizeof result);
+    return result;
+}
+
+// Lane i of the result is that of `sums` plus the four products of weights[i] and x: a row of a matrix to each lane.
+inline Ints add_products(Ints sums, const int8_t (*weights)[4], const Int8x4 &x) {
+#if defined(__AVX512BW__)
+    __m512i number = _mm512_set1_epi32(word(x.number)), weight = _mm512_loadu_si512(weights);
+    __m512i magnitude = _mm512_set1_epi32(word(x.magnitude));
+    weight = _mm512_mask_sub_epi8(weight, _mm512_movepi8_mask(number), _mm512_setzero_si512(), weight);
+#if defined(__AVX512VNNI__)
+    return {_mm512_dpbusd_epi32(sums.piece[0], magnitude, weight)};
+#else
+    __m512i pairs = _mm512_maddubs_epi16(magnitude, weight);
+    return {_mm512_add_epi32(sums.piece[0], _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+#endif
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+    __m256i number = _mm256_set1_epi32(word(x.number));
+    __m256i magnitude = _mm256_set1_epi32(word(x.magnitude));
+    __m256i weight = _mm256_sign_epi8(_mm256_loadu_si256((const __m256i *)weights), number);
+#if defined(__AVXVNNI__)
+    return {_mm256_dpbusd_avx_epi32(sums.piece[0], magnitude, weight)};
+#else
+    __m256i pairs = _mm256_maddubs_epi16(magnitude, weight);  // at most 2 x 127 x 127, which 16 bits hold
+    return {_mm256_add_epi32(sums.piece[0], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
+#endif
+#else
+    for (int i = 0; i < pieces; i++)
+        for (int c = 0; c < 4; c++) sums.piece[i] += weights[i][c] * x.number[c];
+    return sums;
+#endif
+}
+
+inline Vec to_floats(Ints a) {
+#if defined(__AVX512BW__)
+    return {_mm512_cvtepi32_ps(a.piece[0])};
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+    return {_mm256_cvtepi32_ps(a.piece[0])};
+#else
+    Vec vec;
+    for (int i = 0; i < pieces; i++) vec.piece[i] = (float)a.piece[i];
+    return vec;
+#endif
 }
 
 // ---- Matrix tiles (AMX) ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ using reference::worst;
 
 constexpr float infinity = std::numeric_limits<float>::infinity();
 const DType dtypes[] = {DType::f32, DType::f16, DType::bf16};
+const DType product_types[] = {DType::f32, DType::f16, DType::bf16, DType::int8};
 
 // ---- Helpers -----------------------------------------------------------------------------------------------
 
@@ -43,11 +44,23 @@ Stored stored(const std::vector<float> &numbers, DType type, int64_t rows) {
 // A projection with random weights; bias: 0 for none, or 1 + the place of its type in dtypes.
 struct Projection {
     Stored weight, bias;
+    Aligned<Int8Block> blocks;
     Linear linear;
     Projection(Random &random, int outputs, int inputs, DType type, int bias_type = 0)
-        : weight(stored(random_floats(random, (size_t)outputs * inputs), type, outputs)) {
+        : weight(stored(random_floats(random, (size_t)outputs * inputs), type == DType::int8 ? DType::f32 : type,
+                        outputs)) {
         if (bias_type) bias = stored(random_floats(random, outputs), dtypes[bias_type - 1], 1);
         linear = {weight.tensor, bias.tensor};
+        if (type == DType::int8) REQUIRE(to_int8());
+    }
+    // What --weights int8 does.
+    bool to_int8() {
+        bool good = true;
+        blocks.resize(int8_bytes(weight.tensor) / sizeof(Int8Block));
+#pragma omp parallel num_threads(3) reduction(&& : good)
+        good = quantize(blocks.data(), weight.tensor) && good;
+        linear.weight = {blocks.data(), DType::int8, weight.tensor.rows, weight.tensor.cols};
+        return good;
     }
     int outputs() const { return (int)linear.weight.rows; }
     int inputs() const { return (int)linear.weight.cols; }
@@ -60,10 +73,11 @@ std::vector<float> product(const Projection &projection, const std::vector<float
     std::vector<float> y((size_t)count * projection.outputs(), NAN);
     if (!before.empty()) y = before;
     Store store = before.empty() ? Store::set : Store::add;
-    Aligned<bf16> split((size_t)bf16_parts * padded_count(count) * projection.inputs());
+    InputBuffers buffers;
+    buffers.resize(count, projection.inputs());
 #pragma omp parallel num_threads(threads)
     {
-        Inputs in = inputs_of(split, x.data(), count, projection.inputs(), matrix);
+        Inputs in = inputs_of(buffers, x.data(), count, projection.linear.weight, matrix);
         linear(y.data(), in, projection.linear, store);
     }
     return y;
@@ -101,19 +115,19 @@ TEST_CASE("linear() gives linear_plain()'s bits for every shape, type and bias")
             CAPTURE(outputs);
             CAPTURE(inputs);
             CAPTURE(count);
-            for (DType type : dtypes) REQUIRE(agrees_with_plain(random, outputs, inputs, count, type, turn % 4));
+            for (DType type : product_types) REQUIRE(agrees_with_plain(random, outputs, inputs, count, type, turn % 4));
         }
     }
     for (int inputs = 1; inputs <= 70; inputs++) {
         CAPTURE(inputs);
         for (int count : {1, 6, 7, 13})
-            for (DType type : dtypes) REQUIRE(agrees_with_plain(random, 37, inputs, count, type, inputs % 4));
+            for (DType type : product_types) REQUIRE(agrees_with_plain(random, 37, inputs, count, type, inputs % 4));
     }
 }
 
 TEST_CASE("linear() gives linear_plain()'s bits for a real width") {
     Random random{2};
-    for (DType type : dtypes)
+    for (DType type : product_types)
         for (int bias_type = 0; bias_type < 4; bias_type++)
             for (int count : {1, 5, 12, 14}) CHECK(agrees_with_plain(random, 67, 576, count, type, bias_type));
 }
@@ -143,7 +157,7 @@ TEST_CASE("linear() is within the bound of a float32 sum in double precision") {
 
 TEST_CASE("linear() has the same bits with 1, 2, 3 and 5 threads") {
     Random random{4};
-    for (DType type : dtypes) {
+    for (DType type : product_types) {
         for (int count : {1, 9}) {
             Projection projection(random, 333, 70, type, 1);
             std::vector<float> x = random_floats(random, (size_t)count * 70);
@@ -158,7 +172,7 @@ TEST_CASE("linear() has the same bits with 1, 2, 3 and 5 threads") {
 
 TEST_CASE("linear() gives a token the same bits alone and among others") {
     Random random{5};
-    for (DType type : dtypes) {
+    for (DType type : product_types) {
         Projection projection(random, 70, 100, type, 3);
         std::vector<float> x = random_floats(random, 14 * 100), together = product(projection, x, 14), alone;
         for (int t = 0; t < 14; t++) {
@@ -166,6 +180,109 @@ TEST_CASE("linear() gives a token the same bits alone and among others") {
             alone.insert(alone.end(), y.begin(), y.end());
         }
         CHECK(same_bits(together, alone));
+    }
+}
+
+// ---- Int8 weights ------------------------------------------------------------------------------------------
+
+TEST_CASE("whole numbers are multiplied without a loss, whatever their signs") {
+    int8_t weights[lanes][4];
+    int left = -127, right = 127;
+    for (int round = 0; round < 255 * 255; round++) {
+        Int8x4 x;
+        int expected[lanes] = {};
+        for (int c = 0; c < 4; c++) {
+            x.number[c] = (int8_t)right;
+            x.magnitude[c] = (uint8_t)std::abs(right);
+            for (int i = 0; i < lanes; i++) {
+                weights[i][c] = (int8_t)((left + i + 127) % 255 - 127);
+                expected[i] += weights[i][c] * right;
+            }
+            if (round % 2) right = right == -127 ? 127 : right - 1;  // all four alike, and four different ones
+        }
+        left = left == 127 ? -127 : left + 1;
+        if (left == -127) right = right == -127 ? 127 : right - 1;
+        float found[lanes];
+        store(found, to_floats(add_products(add_products({}, weights, x), weights, x)));
+        for (int i = 0; i < lanes; i++) REQUIRE(found[i] == 2 * expected[i]);
+    }
+}
+
+// The largest magnitude of 32 neighbours, over 127: their distance from one whole number to the next.
+static std::vector<double> steps_of(const float *numbers, int count) {
+    std::vector<double> steps;
+    for (int first = 0; first < count; first += int8_group) {
+        double most = 0;
+        for (int i = first; i < std::min(first + int8_group, count); i++)
+            most = std::max(most, std::fabs((double)numbers[i]));
+        steps.push_back(most / 127);
+    }
+    return steps;
+}
+
+TEST_CASE("int8 products are within what rounding weights and inputs takes") {
+    Random random{21};
+    for (int inputs : {1, 31, 32, 33, 70, 576}) {
+        Projection projection(random, 37, inputs, DType::int8);
+        std::vector<float> x = random_floats(random, (size_t)3 * inputs), y = product(projection, x, 3);
+        double worst_share = 0;
+        for (int t = 0; t < 3; t++) {
+            std::vector<double> x_steps = steps_of(&x[(size_t)t * inputs], inputs);
+            for (int o = 0; o < 37; o++) {
+                const float *weight = &projection.weight.numbers[(size_t)o * inputs];
+                std::vector<double> weight_steps = steps_of(weight, inputs);
+                double exact = 0, bound = 0;
+                for (int i = 0; i < inputs; i++) {
+                    double number = x[(size_t)t * inputs + i], dx = x_steps[i / int8_group] / 2;
+                    double dw = weight_steps[i / int8_group] / 2 * (1 + 0x1p-10);  // its scale is an f16
+                    exact += weight[i] * number;
+                    bound += std::fabs(weight[i]) * dx + std::fabs(number) * dw + dx * dw;
+                    bound += std::fabs(weight[i] * number) * 0x1p-18;  // sums in float32
+                }
+                worst_share = std::max(worst_share, std::fabs(y[(size_t)t * 37 + o] - exact) / bound);
+            }
+        }
+        CHECK(worst_share <= 1);
+        CHECK(worst_share > 0.01);  // it is a bound that is felt
+    }
+}
+
+TEST_CASE("int8 numbers of a vector: zeros, tiny and huge numbers, and what is not a number") {
+    float x[int8_group] = {};
+    Int8Group group;
+    quantize(group, x, int8_group);
+    CHECK(group.scale == 0);
+    for (const Int8x4 &four : group.four) CHECK((word(four.number) == 0 && word(four.magnitude) == 0));
+    for (float most : {1e-45f, 3e-44f, 1e-38f, 1.0f, 3e38f}) {
+        x[5] = -most;
+        x[6] = most / 3;
+        quantize(group, x, 7);
+        CHECK(std::fabs((double)group.four[1].number[1] * group.scale + most) <= group.scale / 2 + 2e-43);
+        CHECK(std::fabs((double)group.four[1].number[2] * group.scale - x[6]) <= group.scale / 2 * (1 + 1e-6) + 2e-43);
+        CHECK(group.four[1].magnitude[1] == -group.four[1].number[1]);
+    }
+    Random random{22};
+    for (float bad : {NAN, infinity, -infinity}) {
+        Projection projection(random, 9, 70, DType::int8);
+        std::vector<float> vectors = random_floats(random, 2 * 70);
+        vectors[66] = bad;
+        std::vector<float> y = product(projection, vectors, 2);
+        for (int o = 0; o < 9; o++) CHECK((!std::isfinite(y[o]) && std::isfinite(y[9 + o])));
+    }
+}
+
+TEST_CASE("int8 weights: zero rows stay zero; NaN, infinite and too large ones are refused") {
+    Random random{23};
+    Projection zero(random, 9, 40, DType::f32);
+    std::fill((float *)zero.weight.bytes.data(), (float *)zero.weight.bytes.data() + 9 * 40, 0.0f);
+    REQUIRE(zero.to_int8());
+    for (float number : product(zero, random_floats(random, 40), 1)) CHECK(number == 0);
+    for (float bad : {NAN, infinity, -infinity, 8.4e6f}) {
+        for (int at : {0, 39, 8 * 40 + 33}) {
+            Projection projection(random, 9, 40, DType::f32);
+            ((float *)projection.weight.bytes.data())[at] = bad;
+            CHECK_FALSE(projection.to_int8());
+        }
     }
 }
 
@@ -217,10 +334,11 @@ TEST_CASE("three bf16 parts add up to the number") {
     Random random{17};
     std::vector<float> x = random_floats(random, 32 * 64);
     x[0] = 0, x[1] = 1e30f, x[2] = -3e-20f, x[3] = 0x1.fffffep0f;
-    Aligned<bf16> split(bf16_parts * x.size());
+    InputBuffers buffers;
+    buffers.resize(32, 64);
     Inputs in;
 #pragma omp parallel num_threads(2)
-    in = inputs_of(split, x.data(), 32, 64, true);
+    in = inputs_of(buffers, x.data(), 32, {nullptr, DType::bf16, 1, 64}, true);
     REQUIRE((in.in_parts != nullptr) == amx_allowed());
     for (size_t i = 0; in.in_parts && i < x.size(); i++) {
         double total = 0;
