@@ -74,9 +74,11 @@ std::string copy_of(const std::string &directory, const Scratch &scratch) {
 }
 
 // The last 16 weights of a checkpoint in float32, which are some of its last norm's.
-void fill_with_nan(const std::string &directory) {
+// The last numbers, of a norm's gain; or those in the middle, of a matrix.
+void fill_with_nan(const std::string &directory, bool in_a_matrix = false) {
     std::string bytes = slurp(directory + "/model.safetensors");
-    for (size_t i = 1; i <= 16; i++) bytes.replace(bytes.size() - 4 * i, 4, std::string("\0\0\xc0\x7f", 4));
+    size_t end = in_a_matrix ? bytes.size() - bytes.size() / 2 / 4 * 4 : bytes.size();
+    for (size_t i = 1; i <= 16; i++) bytes.replace(end - 4 * i, 4, std::string("\0\0\xc0\x7f", 4));
     spill(directory + "/model.safetensors", bytes);
 }
 
@@ -445,6 +447,20 @@ TEST_CASE("bench: prefill and decode beside what memory and processor give") {
     for (const char *part :
          {"read bandwidth", "matrix rate", "start:", "peak memory", "prefill", "decode", "tokens/s", "GB/s", "GFLOPS"})
         CHECK_MESSAGE(result.out.find(part) != std::string::npos, part);
+}
+
+TEST_CASE("--weights int8: both paths agree, and fewer bytes are read") {
+    Outcome same =
+        run({"diff", "-m", builtin, "-p", "Once upon a time", "-n", "60", "--weights", "int8", "--kv", "f32"});
+    CHECK_MESSAGE((same.status == 0 && same.out.find("verdict     the same") != std::string::npos), same);
+    // The shape above. 32 neighbours take 34 bytes in place of 128; rows of 48 numbers take two groups.
+    Words arguments{"bench", "-m", model, "-n", "3", "--depth", "20", "--prefill", "5", "--repeats", "1"};
+    Json stored = run_json(arguments), int8 = run_json(arguments + Words{"--weights", "int8"});
+    const double layers = 2 * (32 * 64 * 2 + 32 * 32 * 2 + 32 * 48 * 3), head = 64 * 32;
+    const double groups = 2 * (64 + 2 * 32 + 32 * 2 + 2 * 48 + 32 * 2) + 64;
+    double saved = number(stored, "results.1.bytes") - number(int8, "results.1.bytes");
+    CHECK(saved == 3 * ((layers + head) * 4 - groups * 34));
+    CHECK(number(stored, "results.1.operations") == number(int8, "results.1.operations"));
 }
 
 TEST_CASE("bench takes the lengths that fit into the model's context, and those that are asked for") {
@@ -889,6 +905,8 @@ TEST_CASE("flags that make no sense are refused by name") {
              {{"difff", "-h"}, {"difff: unknown command", "diff"}},
              {{"-p", "hi"}, {"-p: expected a command", "generate diff"}},
              {{"--json"}, {"--json: expected a command"}},
+             {{"generate", "--weights", "int4"}, {"--weights int4: unknown type", "stored int8"}},
+             {{"generate", "--weights", "int8", "--device", "cuda"}, {"--device cuda: no int8 weights there", "auto"}},
              {{"generate", "--tmp", "1"}, {"--tmp: unknown flag", "--temp"}},
              {{"generate", "--top_k", "1"}, {"--top_k: unknown flag", "--top-k"}},
              {{"diff", "--tolerence=1"}, {"--tolerence: unknown flag", "--tolerance"}},
@@ -1251,6 +1269,10 @@ TEST_CASE("weights that give no number are named, not sampled from") {
         check_refused(run(generate(directory, {1, 2}, {"--cache", layout, "--json"})),
                       {"position 1", "a logit is", "nan", "weights damaged"});
     check_refused(run({"diff", "-m", directory, "--ids", "1,2", "--json"}), {"a logit is", "nan"});
+    for (const std::string &weights : Words{"stored", "int8"})
+        check_refused(run(generate(directory, {1, 2}, {"--weights", weights, "--json"})), {"a logit is", "nan"});
+    fill_with_nan(directory, true);
+    check_refused(run(generate(directory, {1, 2}, {"--weights", "int8"})), {"--weights int8", "NaN", "leave the flag"});
     Outcome text = run(generate(directory, {1, 2}));
     CHECK_MESSAGE((text.status == 2 && text.err.rfind("llm: position 1", 0) == 0), text);
 }
