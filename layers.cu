@@ -425,27 +425,38 @@ inline void store_block(float *y, const float *out, int stride, const Linear &li
     }
 }
 
-// What linear() reads: vectors; for int8 weights their int8 numbers; and in a pass over many tokens their parts for
-// matrix tiles, where there are any.
+// With registers of 16 tokens' sums of 2 Vecs of rows: 12 tokens where there are 32 registers, 6 where there are 16.
+constexpr int panel_rows = 2 * lanes, panel_tokens = lanes == 16 ? 12 : 6;
+
+// What linear() reads: vectors; for int8 weights their int8 numbers; and in a pass over many tokens the vectors in
+// tiles, or their parts for matrix tiles, where the machine has them.
 struct Inputs {
     const float *x;  // (count, inputs)
     int count;
-    const bf16 *in_parts = nullptr;   // (bf16_parts, padded_count, inputs)
     const Int8Group *int8 = nullptr;  // (count, groups)
+    const float *tiles = nullptr;     // (count / panel_tokens, inputs, panel_tokens)
+    const bf16 *in_parts = nullptr;   // (bf16_parts, padded_count, inputs)
 };
 
 struct InputBuffers {
-    Aligned<bf16> parts;
     Aligned<Int8Group> int8;
+    Floats tiles;
+    Aligned<bf16> parts;
     void resize(int count, int widest);
 };
 
-inline int padded_count(int count) { return (count + amx_side - 1) / amx_side * amx_side; }
+inline int padded_count(int count, int side = amx_side) { return (count + side - 1) / side * side; }
 
 // Room for `count` vectors of `widest` numbers at most.
 inline void InputBuffers::resize(int count, int widest) {
     if (amx_allowed()) parts.resize(bf16_parts * (size_t)padded_count(count) * widest);
+    tiles.resize((size_t)padded_count(count, panel_tokens) * widest);
     int8.resize((size_t)count * int8_groups(widest));
+}
+
+// Whether the machine multiplies such a matrix by tiles of its own.
+inline bool has_matrix_tiles(const Tensor &weight) {
+    return weight.type == DType::bf16 && amx_allowed() && weight.rows % amx_side == 0 && weight.cols % amx_depth == 0;
 }
 
 // x (count, inputs) as products with this weight read it. For int8 weights: as int8 numbers. In a pass over `many`
@@ -461,9 +472,19 @@ inline Inputs inputs_of(InputBuffers &buffers, const float *x, int count, const 
             quantize(buffers.int8[item], x + item / groups * inputs + first, std::min(int8_group, inputs - first));
         }
         barrier();
-        return {x, count, nullptr, buffers.int8.data()};
+        return {x, count, buffers.int8.data()};
     }
-    if (!many || !amx_allowed() || inputs % amx_depth) return {x, count};
+    if (!many) return {x, count};
+    if (!has_matrix_tiles(weight)) {
+#pragma omp for schedule(static) nowait
+        for (int first = 0; first < count; first += panel_tokens)
+            for (int i = 0; i < inputs; i++)
+                for (int t = first; t < first + panel_tokens; t++)
+                    buffers.tiles[(size_t)first * inputs + (size_t)i * panel_tokens + t - first] =
+                        t < count ? x[(size_t)t * inputs + i] : 0;
+        barrier();
+        return {x, count, nullptr, buffers.tiles.data()};
+    }
     Aligned<bf16> &buffer = buffers.parts;
     int padded = padded_count(count);
     size_t part = (size_t)padded * inputs;
@@ -479,7 +500,7 @@ inline Inputs inputs_of(InputBuffers &buffers, const float *x, int count, const 
         }
     }
     barrier();
-    return {x, count, buffer.data()};
+    return {x, count, nullptr, nullptr, buffer.data()};
 }
 
 // Rung 2: threads share the rows of the weight in blocks. A block is read from memory once for all tokens; with many
@@ -516,22 +537,72 @@ inline void linear_vectors(float *y, const Inputs &in, const Linear &linear, Sto
     });
 }
 
-// Rung 3: matrix tiles, for bf16 weights. A panel of weights is arranged once for all tokens and stays in the L2 cache.
-// Three bf16 products for each float32 one keep the results as exact as rung 2's, in another order of summation.
-// Predicted (16 x the rate of float32, of which a third is useful): 5 x. Measured, 512 tokens and 2 threads: 290 ->
-// 750..900 GFLOPS, and 870 -> 1,600 tokens/s for the prefill of SmolLM2-135M's shape, with attention and all.
+// Rung 3, for many tokens: a panel of weights, widened and transposed, times one number of each of some tokens at a
+// time. Of 12 multiply-adds only 8 operands come from memory, the L1; with the sums of rung 2 it is 16, more than the
+// processor loads meanwhile.
+constexpr int panel_depth = 320;  // channels at most, so that a panel stays in the L1
+
+// panel (depth, panel_rows) = the numbers of `rows` rows, zeros behind them.
+template <class Number>
+inline void widen_panel(float *panel, const Number *from, size_t stride, int rows, int depth) {
+    for (int r = 0; r < panel_rows; r++)
+        for (int i = 0; i < depth; i++) panel[i * panel_rows + r] = r < rows ? to_float(from[r * stride + i]) : 0;
+}
+
+// out (panel_tokens, panel_rows) = the panel's rows times a tile of tokens, or, with `more`, that is added.
+inline void panel_products(float *out, const float *panel, const float *tile, int depth, bool more) {
+    Vec sums[panel_tokens][2];
+    for (int i = 0; i < panel_tokens * 2; i++) sums[i / 2][i % 2] = more ? load(out + i * lanes) : set(0);
+    for (int i = 0; i < depth; i++) {
+        Vec first = load(panel + i * panel_rows), second = load(panel + i * panel_rows + lanes);
+        for (int t = 0; t < panel_tokens; t++) {
+            Vec x = set(tile[i * panel_tokens + t]);
+            sums[t][0] = fma(first, x, sums[t][0]);
+            sums[t][1] = fma(second, x, sums[t][1]);
+        }
+    }
+    for (int i = 0; i < panel_tokens * 2; i++) store(out + i * lanes, sums[i / 2][i % 2]);
+}
+
+inline void linear_panels(float *y, const Inputs &in, const Linear &linear, Store store) {
+    int outputs = (int)linear.weight.rows, inputs = (int)linear.weight.cols;
+    int slices = (inputs + panel_depth - 1) / panel_depth, depth = (inputs + slices - 1) / slices;
+    thread_local Floats panel, out;
+    panel.resize((size_t)depth * panel_rows);
+    out.resize((size_t)padded_count(in.count, panel_tokens) * panel_rows);
+    with_numbers(linear.weight, [&](auto *weight) {
+#pragma omp for schedule(static) nowait
+        for (int first = 0; first < outputs; first += panel_rows) {
+            int rows = std::min(panel_rows, outputs - first);
+            for (int i = 0; i < inputs; i += depth) {
+                int count = std::min(depth, inputs - i);
+                widen_panel(panel.data(), weight + (size_t)first * inputs + i, inputs, rows, count);
+                for (int t = 0; t < in.count; t += panel_tokens)
+                    panel_products(&out[(size_t)t * panel_rows], panel.data(),
+                                   in.tiles + (size_t)t * inputs + (size_t)i * panel_tokens, count, i > 0);
+            }
+            store_block(y, out.data(), panel_rows, linear, in.count, first, rows, store);
+        }
+    });
+}
+
+// Rung 3 where the machine has matrix tiles, for bf16 weights. A panel of weights is arranged once for all tokens and
+// stays in the L2 cache. Three bf16 products for each float32 one keep the results as exact as rung 2's, in another
+// order of summation. Predicted (16 x the rate of float32, of which a third is useful): 5 x. Measured, 512 tokens and 2
+// threads: 290 -> 750..900 GFLOPS, and 870 -> 1,600 tokens/s for the prefill of SmolLM2-135M's shape, with attention
+// and all.
 inline void linear_tiles(float *y, const Inputs &in, const Linear &linear, Store store) {
     int outputs = (int)linear.weight.rows, inputs = (int)linear.weight.cols, steps = inputs / amx_depth;
     // At most 96 x 1,536 inputs x 2 bytes = 288 KiB, and a panel for each thread if there are enough rows.
-    int panel_rows = std::clamp(outputs / team_size() / amx_side, 1, 3) * amx_side;
+    int tall = std::clamp(outputs / team_size() / amx_side, 1, 3) * amx_side;
     size_t group = (size_t)amx_side * inputs / 2, part = (size_t)padded_count(in.count) * inputs;
     thread_local Aligned<uint32_t> panel;
     alignas(64) float out[amx_side * amx_side];
-    panel.resize(panel_rows / amx_side * group);
+    panel.resize(tall / amx_side * group);
     amx_begin();
 #pragma omp for schedule(static) nowait
-    for (int first = 0; first < outputs; first += panel_rows) {
-        int groups = std::min(panel_rows, outputs - first) / amx_side;
+    for (int first = 0; first < outputs; first += tall) {
+        int groups = std::min(tall, outputs - first) / amx_side;
         for (int g = 0; g < groups; g++) {
             const bf16 *rows = (const bf16 *)linear.weight.data + (size_t)(first + g * amx_side) * inputs;
             amx_weights(&panel[g * group], rows, inputs);
@@ -572,8 +643,8 @@ inline void linear_int8(float *y, const Inputs &in, const Linear &linear, Store 
 // y (count, outputs) = or += weight (outputs, inputs) x + bias, by the fastest rung that there is for these numbers.
 inline void linear(float *y, const Inputs &in, const Linear &linear, Store store = Store::set) {
     if (linear.weight.type == DType::int8) return linear_int8(y, in, linear, store);
-    bool tiles = in.in_parts && linear.weight.type == DType::bf16 && linear.weight.rows % amx_side == 0;
-    tiles ? linear_tiles(y, in, linear, store) : linear_vectors(y, in, linear, store);
+    if (in.in_parts && has_matrix_tiles(linear.weight)) return linear_tiles(y, in, linear, store);
+    in.tiles ? linear_panels(y, in, linear, store) : linear_vectors(y, in, linear, store);
 }
 
 #ifdef HAS_CUDA

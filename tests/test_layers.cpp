@@ -286,6 +286,40 @@ TEST_CASE("int8 weights: zero rows stay zero; NaN, infinite and too large ones a
     }
 }
 
+// ---- Many tokens -------------------------------------------------------------------------------------------
+
+TEST_CASE("products of many tokens are within the bound of a float32 sum in double precision") {
+    Random random{24};
+    for (DType type : dtypes) {
+        for (int outputs : {1, panel_rows - 1, panel_rows, panel_rows + 1, 67}) {
+            for (int inputs : {1, 33, panel_depth, panel_depth + 1, 2 * panel_depth + 1}) {
+                CAPTURE(outputs);
+                CAPTURE(inputs);
+                for (int count : {1, panel_tokens - 1, panel_tokens, 2 * panel_tokens + 1})
+                    check_within_bound(random, outputs, inputs, count, type, count % 4, true);
+            }
+        }
+    }
+}
+
+TEST_CASE("products of many tokens: a token's bits are the same alone and among others, with any number of threads") {
+    Random random{25};
+    const int inputs = panel_depth + 5, count = 2 * panel_tokens + 3;
+    for (DType type : product_types) {
+        Projection projection(random, 70, inputs, type, 2);
+        std::vector<float> x = random_floats(random, count * inputs), alone;
+        std::vector<float> together = matrix_product(projection, x, count);
+        CHECK(same_bits(together, product(projection, x, count)) == (type == DType::int8));  // it is another order
+        for (int threads : {2, 3, 5}) CHECK(same_bits(together, matrix_product(projection, x, count, {}, threads)));
+        for (int t = 0; t < count; t++) {
+            std::vector<float> y =
+                matrix_product(projection, {x.begin() + t * inputs, x.begin() + (t + 1) * inputs}, 1);
+            alone.insert(alone.end(), y.begin(), y.end());
+        }
+        CHECK(same_bits(together, alone));
+    }
+}
+
 TEST_CASE("matrix tiles are within the bound of a float32 sum in double precision" * doctest::skip(!amx_allowed())) {
     Random random{15};
     for (int outputs : {32, 96, 128, 224}) {
