@@ -1353,6 +1353,7 @@ inline std::vector<CacheChoice> cache_choices(const Options &options, const Conf
         list.push_back({layout, type_k, type_v, shape.window, shape.sinks});
     };
     for (const std::string &layout : split(options.layout)) {
+        if (layout == "none") continue;  // the naive path
         for (const std::string &type_k : split(options.type_k)) {
             if (options.given.count("--kv"))
                 add(layout, type_k, type_k);

@@ -881,6 +881,19 @@ inline BenchResult bench_prefill(Bench &bench, BenchCache &entry, int prompt) {
     return result;
 }
 
+// The naive path's next token: a pass over all tokens so far.
+inline BenchResult bench_naive(Bench &bench, int depth) {
+    Engine &engine = bench.engine;
+    BenchResult result{"naive", {"none", "none", "none"}, 1, depth, weights_read(engine.model)};
+    result.operations = operations_of(engine.model, Contiguous{}, 0, depth + 1, 1);
+    for (int round = 0; round <= bench.options.repeats; round++) {
+        show_progress("naive, depth " + std::to_string(depth) + ", round " + std::to_string(round));
+        std::vector<int> tokens = bench_tokens(depth + 1, engine.model.config.vocabulary);
+        bench.measure(result, round == 0, [&] { forward_naive(engine, tokens); });
+    }
+    return result;
+}
+
 // What is asked once: how long it takes until a prompt could begin, and the most memory that was held.
 struct BenchTotals {
     double model_seconds = 0, tokenizer_seconds = 0;  // 0: there is no tokenizer
@@ -983,7 +996,6 @@ inline std::vector<int> that_fit(const Options &options, const char *flag, const
 }
 
 inline int run_bench(const Options &options) {
-    require_cache(options);
     std::string directory = checkpoint_directory(options);
     BenchTotals totals;
     double start = now();
@@ -1004,6 +1016,8 @@ inline int run_bench(const Options &options) {
     if (prompts.empty()) prompts = {config.context};
     std::vector<BenchCache> caches;
     int capacity = std::max(prompts.back(), depths.back() + steps);
+    std::vector<std::string> layouts = split(options.layout);
+    bool naive = std::count(layouts.begin(), layouts.end(), "none") > 0;
     for (const CacheChoice &choice : cache_choices(options, config)) {
         caches.push_back({choice, open_choice(options, engine, choice, capacity)});
         totals.cache_bytes += bytes_of(caches.back().cache).total();
@@ -1013,9 +1027,12 @@ inline int run_bench(const Options &options) {
     Bench bench{engine, options, machine};
     totals.buffer_bytes = machine.buffer_bytes;
     std::vector<BenchResult> results;
-    for (int prompt : prompts) results.push_back(bench_prefill(bench, caches[0], prompt));
-    for (int depth : depths)
+    for (int prompt : prompts)
+        if (!caches.empty()) results.push_back(bench_prefill(bench, caches[0], prompt));
+    for (int depth : depths) {
+        if (naive) results.push_back(bench_naive(bench, depth));
         for (const BenchResult &result : bench_decode(bench, caches, depth, steps)) results.push_back(result);
+    }
     show_progress("");
     totals.peak_bytes = peak_memory();
     options.json ? print_bench_json(results, bench, totals) : print_bench(results, bench, totals);

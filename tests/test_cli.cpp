@@ -496,6 +496,26 @@ TEST_CASE("bench measures several caches at several depths") {
     CHECK(seen.size() == 12);
 }
 
+TEST_CASE("bench measures the naive path beside caches, or alone") {
+    const Words arguments{"bench", "-m", model, "-n", "2", "--depth", "0,40", "--repeats", "1", "--prefill", "3"};
+    Json beside = run_json(arguments + Words{"--cache", "none,contiguous"});
+    Json alone = run_json(arguments + Words{"--cache", "none"});
+    auto names = [](const Json &root) {
+        Words list;
+        for (int i = 0; i < cJSON_GetArraySize(at(root.get(), "results")); i++)
+            list.push_back(text(root, "results." + std::to_string(i) + ".name"));
+        return list;
+    };
+    CHECK(names(beside) == Words{"prefill", "naive", "decode", "naive", "decode"});
+    CHECK(names(alone) == Words{"naive", "naive"});
+    // 41 tokens by the formula above, and one of them through the head.
+    const double layers = 2 * (32 * 64 * 2 + 32 * 32 * 2 + 32 * 48 * 3), head = 64 * 32, a_position = 2 * 2 * 4 * 16;
+    CHECK(number(alone, "results.1.operations") == 2 * (41 * layers + head + 41 * 42 / 2 * a_position));
+    CHECK(number(alone, "results.1.tokens") == 1);
+    CHECK(number(alone, "results.1.depth") == 40);
+    CHECK(text(alone, "results.1.layout") == "none");
+}
+
 TEST_CASE("help names every command and flag, and is not an error") {
     const Words words{"generate",
                       "diff",
@@ -960,7 +980,6 @@ TEST_CASE("flags that make no sense are refused by name") {
              {{"diff", "-ctv", ""}, {"-ctv: its value is empty"}},
              {{"generate", "--cache", "foo"}, {"--cache foo: unknown layout", "none", "contiguous"}},
              {{"diff", "--cache", "none"}, {"--cache none", "contiguous"}},
-             {{"bench", "--cache", "none"}, {"--cache none", "contiguous"}},
              {{"generate", "--device", "tpu"}, {"--device tpu: unknown device", "auto", "cpu"}},
              {{"generate", "-p", "a", "-f", "b"}, {"-p", "-f", "--ids", "one"}},
              {{"tokenize", "-p", "a", "--ids", "1"}, {"-p", "-f", "--ids", "one"}},
@@ -1007,8 +1026,8 @@ TEST_CASE("caches that make no sense are refused by every command") {
         {working, {"--cache", "paged", "--sinks", "1"}, {"--sinks", "--cache ring", "found --cache paged"}},
         {"generate", {"--cache", "none", "--window", "5"}, {"--window", "--cache ring", "found --cache none"}},
         {"generate", {"--cache", "none", "--page", "5"}, {"--page", "--cache paged", "found --cache none"}},
-        {"diff eval bench memory", {"--cache", "none"}, {"--cache none", "contiguous paged ring"}},
-        {several, {"--cache", "contiguous,none"}, {"--cache", "none", "contiguous paged ring"}},
+        {"diff eval memory", {"--cache", "none"}, {"--cache none", "contiguous paged ring"}},
+        {"eval", {"--cache", "contiguous,none"}, {"--cache", "none", "contiguous paged ring"}},
         {all, {"--cache", "foo"}, {"--cache foo: unknown layout", "none", "contiguous paged ring"}},
         {several, {"--cache", "paged,foo"}, {"foo: unknown layout", "none", "contiguous paged ring"}},
         {one, {"--kv", "f16,int8"}, {"--kv f16,int8", "takes one", "bench and eval"}},
