@@ -8,33 +8,43 @@
 #include <omp.h>
 #endif
 
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cfloat>
-#include <thread>
+#include <climits>
 #include <vector>
 
 #include "device.h"
 #include "model.h"
 #include "numbers.h"
 
-// Waits until the whole team is here. OpenMP's own barrier may spin for 10 ms and then sleeps; the ten waits of a layer
-// are of microseconds. This one spins for a millisecond, about, and only then yields: whoever yields to another program
-// gets its core back some milliseconds later, and meanwhile the others wait. There is one team at a time.
+// Waits until the whole team is here. OpenMP's own barrier may spin for 10 ms; the ten waits of a layer are of
+// microseconds. This one spins for some 100 microseconds and then sleeps: on a busy machine, whoever slept gets a core
+// at once when it is woken, but whoever spun or yielded waits for its turn among the other programs, some milliseconds
+// at each barrier. There is one team at a time.
 inline void barrier() {
 #ifdef _OPENMP
-    static std::atomic<unsigned> arrived{0}, round{0};
+    static std::atomic<unsigned> arrived{0}, round{0}, sleeping{0};
     static const int cores = omp_get_num_procs();
+    static_assert(sizeof round == sizeof(unsigned), "the kernel looks at the number itself");
     int team = omp_get_num_threads();
-    unsigned mine = round.load(std::memory_order_acquire);
-    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == (unsigned)team) {
-        arrived.store(0, std::memory_order_relaxed);
-        round.store(mine + 1, std::memory_order_release);
+    unsigned mine = round.load();
+    if (arrived.fetch_add(1) + 1 == (unsigned)team) {
+        arrived.store(0);
+        round.store(mine + 1);
+        if (sleeping.load() > 0) syscall(SYS_futex, &round, FUTEX_WAKE_PRIVATE, INT_MAX);
         return;
     }
-    const int spins = team <= cores ? 20000 : 0;  // with more threads than cores, somebody waits for this very core
-    for (int spin = 0; round.load(std::memory_order_acquire) == mine; spin++)
-        spin < spins ? pause_briefly() : std::this_thread::yield();
+    const int spins = team <= cores ? 3000 : 0;  // with more threads than cores, somebody waits for this very core
+    for (int spin = 0; spin < spins && round.load(std::memory_order_acquire) == mine; spin++) pause_briefly();
+    if (round.load() != mine) return;
+    sleeping.fetch_add(1);
+    while (round.load() == mine) syscall(SYS_futex, &round, FUTEX_WAIT_PRIVATE, mine, nullptr);
+    sleeping.fetch_sub(1);
 #endif
 }
 
