@@ -457,6 +457,13 @@ struct InputBuffers {
 
 inline int padded_count(int count, int side = amx_side) { return (count + side - 1) / side * side; }
 
+// tile (width, panel_tokens) = `count` vectors, zeros behind them. vector(t) is where vector t begins.
+template <class VectorAt>
+inline void fill_tile(float *tile, int count, int width, VectorAt vector) {
+    for (int i = 0; i < width; i++)
+        for (int t = 0; t < panel_tokens; t++) tile[(size_t)i * panel_tokens + t] = t < count ? vector(t)[i] : 0;
+}
+
 // Room for `count` vectors of `widest` numbers at most.
 inline void InputBuffers::resize(int count, int widest) {
     if (amx_allowed()) parts.resize(bf16_parts * (size_t)padded_count(count) * widest);
@@ -488,10 +495,8 @@ inline Inputs inputs_of(InputBuffers &buffers, const float *x, int count, const 
     if (!has_matrix_tiles(weight)) {
 #pragma omp for schedule(static) nowait
         for (int first = 0; first < count; first += panel_tokens)
-            for (int i = 0; i < inputs; i++)
-                for (int t = first; t < first + panel_tokens; t++)
-                    buffers.tiles[(size_t)first * inputs + (size_t)i * panel_tokens + t - first] =
-                        t < count ? x[(size_t)t * inputs + i] : 0;
+            fill_tile(&buffers.tiles[(size_t)first * inputs], std::min(panel_tokens, count - first), inputs,
+                      [&](int t) { return x + (size_t)(first + t) * inputs; });
         barrier();
         return {x, count, nullptr, buffers.tiles.data()};
     }
@@ -552,11 +557,20 @@ inline void linear_vectors(float *y, const Inputs &in, const Linear &linear, Sto
 // processor loads meanwhile.
 constexpr int panel_depth = 320;  // channels at most, so that a panel stays in the L1
 
-// panel (depth, panel_rows) = the numbers of `rows` rows, zeros behind them.
-template <class Number>
-inline void widen_panel(float *panel, const Number *from, size_t stride, int rows, int depth) {
-    for (int r = 0; r < panel_rows; r++)
-        for (int i = 0; i < depth; i++) panel[i * panel_rows + r] = r < rows ? to_float(from[r * stride + i]) : 0;
+// panel (depth, panel_rows) = `rows` rows, zeros behind them. read(to, r) writes the numbers of row r.
+template <class Read>
+inline void fill_panel(Floats &panel, int rows, int depth, Read read) {
+    int padded = padded_count(depth, 8);
+    thread_local Floats wide;  // (8, padded)
+    wide.resize((size_t)8 * padded);
+    panel.resize((size_t)padded * panel_rows);
+    for (int first = 0; first < panel_rows; first += 8) {
+        for (int r = 0; r < 8; r++) {
+            float *row = &wide[(size_t)r * padded];
+            first + r < rows ? read(row, first + r) : (void)std::fill(row, row + depth, 0.0f);
+        }
+        for (int i = 0; i < depth; i += 8) transpose8(&panel[i * panel_rows + first], panel_rows, &wide[i], padded);
+    }
 }
 
 // out (panel_tokens, panel_rows) = the panel's rows times a tile of tokens, or, with `more`, that is added.
@@ -578,7 +592,6 @@ inline void linear_panels(float *y, const Inputs &in, const Linear &linear, Stor
     int outputs = (int)linear.weight.rows, inputs = (int)linear.weight.cols;
     int slices = (inputs + panel_depth - 1) / panel_depth, depth = (inputs + slices - 1) / slices;
     thread_local Floats panel, out;
-    panel.resize((size_t)depth * panel_rows);
     out.resize((size_t)padded_count(in.count, panel_tokens) * panel_rows);
     with_numbers(linear.weight, [&](auto *weight) {
 #pragma omp for schedule(static) nowait
@@ -586,7 +599,10 @@ inline void linear_panels(float *y, const Inputs &in, const Linear &linear, Stor
             int rows = std::min(panel_rows, outputs - first);
             for (int i = 0; i < inputs; i += depth) {
                 int count = std::min(depth, inputs - i);
-                widen_panel(panel.data(), weight + (size_t)first * inputs + i, inputs, rows, count);
+                fill_panel(panel, rows, count, [&](float *to, int r) {
+                    auto *from = weight + (size_t)(first + r) * inputs + i;
+                    for (int c = 0; c < count; c++) to[c] = to_float(from[c]);
+                });
                 for (int t = 0; t < in.count; t += panel_tokens)
                     panel_products(&out[(size_t)t * panel_rows], panel.data(),
                                    in.tiles + (size_t)t * inputs + (size_t)i * panel_tokens, count, i > 0);

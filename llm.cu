@@ -945,14 +945,14 @@ inline void forward_cached(Engine &engine, Cache &cache, const Rows &rows) {
     const Heads &heads = engine.heads;
     int count = rows.count();
     AttentionPlan plan = plan_attention(rows.sequences.data(), rows.positions.data(), count, heads, cache,
-                                        engine.frequencies, engine.threads);
+                                        engine.frequencies, engine.threads, rows.many);
     forward(engine, rows, [&](int layer) {
         store_pass(engine, cache, plan, layer);
         barrier();
         PassVectors key = {engine.key.data(), heads.kv, heads.width};
         PassVectors value = {engine.value.data(), heads.kv, heads.width};
         attend({engine.attended.data(), engine.query.data(), key, value, cache, layer,
-                visible_of(cache.layout, engine.model.layers[layer].window)},
+                visible_of(cache.layout, engine.model.layers[layer].window), rows.many},
                plan);
         if (!plan.blocks) return;
         barrier();

@@ -389,6 +389,33 @@ inline float largest(Vec a) {
     return most;
 }
 
+// to[c * to_stride + r] = from[r * from_stride + c], 8 x 8 numbers.
+inline void transpose8(float *to, size_t to_stride, const float *from, size_t from_stride) {
+#if defined(__AVX2__)
+    __m256 a[8], b[8];
+    for (int i = 0; i < 4; i++) {  // rows i and i + 4, four columns of each: first those on the left
+        const float *row = from + i * from_stride, *below = from + (i + 4) * from_stride;
+        a[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row)), _mm_loadu_ps(below), 1);
+        a[i + 4] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row + 4)), _mm_loadu_ps(below + 4), 1);
+    }
+    for (int i = 0; i < 8; i += 2) {  // columns of two rows
+        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {  // and of four, in each half of the register
+        for (int half = 0; half < 2; half++) {
+            __m256d above = _mm256_castps_pd(b[i + half]), below = _mm256_castps_pd(b[i + half + 2]);
+            float *column = to + (i + 2 * half) * to_stride;
+            _mm256_storeu_ps(column, _mm256_castpd_ps(_mm256_unpacklo_pd(above, below)));
+            _mm256_storeu_ps(column + to_stride, _mm256_castpd_ps(_mm256_unpackhi_pd(above, below)));
+        }
+    }
+#else
+    for (int c = 0; c < 8; c++)
+        for (int r = 0; r < 8; r++) to[c * to_stride + r] = from[r * from_stride + c];
+#endif
+}
+
 // e^x for x <= 88, within 2 units in the last place; 0 for x < -104 and for -infinity; NaN stays NaN.
 // x = n ln 2 + r with |r| <= ln 2 / 2: e^x = 2^n e^r, and e^r is its Taylor polynomial up to r^7 / 7!.
 inline Vec exp(Vec x) {

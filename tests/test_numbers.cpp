@@ -452,3 +452,11 @@ TEST_CASE_TEMPLATE("a row decodes to what was encoded, whole and in parts", Numb
         }
     }
 }
+
+TEST_CASE("transpose8() turns rows into columns") {
+    float from[8 * 11], to[8 * 13] = {};
+    for (int i = 0; i < 8 * 11; i++) from[i] = (float)i;
+    transpose8(to, 13, from, 11);
+    for (int r = 0; r < 8; r++)
+        for (int c = 0; c < 13; c++) CHECK(to[r * 13 + c] == (c < 8 ? from[c * 11 + r] : 0));
+}
