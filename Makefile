@@ -77,11 +77,11 @@ asan: need-tests
 	@LLM=build/asan/llm sh tests/run.sh $(ASAN_TESTS:%=build/asan/%)
 
 fuzz: need-fuzz
-	$(AGAIN) $(FUZZERS:%=build/%)
-	@for fuzzer in $(FUZZERS); do mkdir -p build/corpus/$$fuzzer && \
-	  build/$$fuzzer -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -verbosity=0 -print_funcs=0 \
-	    -artifact_prefix=build/ build/corpus/$$fuzzer && \
-	  echo "$$fuzzer: $(FUZZ_SECONDS) s, nothing found" || exit 1; done
+	$(AGAIN) $(FUZZERS:%=run_%)
+
+run_%: build/%
+	@mkdir -p build/corpus/$* && build/$* -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -verbosity=0 \
+	  -print_funcs=0 -artifact_prefix=build/ build/corpus/$* && echo "$*: $(FUZZ_SECONDS) s, nothing found"
 
 test-gpu: need-tests need-nvcc
 	$(AGAIN) found $(GPU_TESTS:%=build/gpu/%)
