@@ -85,7 +85,7 @@ run_%: build/%
 
 test-gpu: need-tests need-nvcc
 	$(AGAIN) found $(GPU_TESTS:%=build/gpu/%)
-	@sh tests/run.sh $(GPU_TESTS:%=build/gpu/%)
+	@JOBS=1 sh tests/run.sh $(GPU_TESTS:%=build/gpu/%)
 
 sanitize-gpu: need-tests need-nvcc
 	$(AGAIN) found $(GPU_TESTS:%=build/gpu/%)

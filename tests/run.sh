@@ -1,9 +1,9 @@
-# Runs test programs from the repository's root, as many at a time as there are cores, and adds up what they say.
+# Runs test programs from the repository's root, $JOBS or as many as there are cores at a time, and adds up what they say.
 # The last line is "N passed, N failed"; a program that dies counts as one failure more.
 if [ "$1" != --one ]; then
     counts=$(mktemp)
     # Waiting threads sleep: a core that one spins on is missing to the program beside it.
-    printf '%s\n' "$@" | COUNTS=$counts OMP_WAIT_POLICY=passive xargs -P "$(nproc)" -n 1 sh "$0" --one
+    printf '%s\n' "$@" | COUNTS=$counts OMP_WAIT_POLICY=passive xargs -P "${JOBS:-$(nproc)}" -n 1 sh "$0" --one
     awk -v programs=$# '{ passed += $1; failed += $2 }
         END { failed += programs - NR; print passed + 0 " passed, " failed " failed"; exit failed > 0 }' "$counts"
     status=$?
