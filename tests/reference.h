@@ -148,11 +148,11 @@ inline std::vector<float> read_shared(const std::string &format, const std::vect
     if (format == "int4") shared = asymmetric(x, 15);
     if (format == "int2") shared = asymmetric(x, 3);
     for (size_t i = 0; i < shared.codes.size(); i++) read.push_back(shared.number(i));
-    for (float number : x) {
-        if (format == "f32") read.push_back(number);
-        if (format == "f16") read.push_back((float)to_f16(number));
-        if (format == "bf16") read.push_back((float)to_bf16(number));
-    }
+    if (format == "f32") read = x;
+    if (format == "f16")
+        for (float number : x) read.push_back((float)to_f16(number));
+    if (format == "bf16")
+        for (float number : x) read.push_back((float)to_bf16(number));
     return read;
 }
 
