@@ -1,4 +1,4 @@
-# Runs test programs from the repository's root, $JOBS or as many as there are cores at a time, and adds up what they say.
+# Runs test programs from the repository's root, $JOBS at a time or one a core, and adds up what they say.
 # The last line is "N passed, N failed"; a program that dies counts as one failure more.
 if [ "$1" != --one ]; then
     counts=$(mktemp)
