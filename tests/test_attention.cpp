@@ -68,6 +68,7 @@ struct Scene {
     std::vector<float> frequencies;
     std::vector<Story> stories;            // (sequence)
     std::vector<std::vector<float>> outs;  // (sequence): (positions, query_heads, value_width), what step() computed
+    bool many = false;                     // passes are those of prompts
 
     Scene(const Heads &heads, int value_width, int sequences, int capacity, const Layout &layout = Contiguous{},
           Precision type_k = F32{}, Precision type_v = F32{}, CacheShape shape = {})
@@ -122,7 +123,7 @@ struct Scene {
 
     AttentionPlan plan_of(const Pass &pass, int threads) const {
         return plan_attention(pass.sequences.data(), pass.positions.data(), pass.count(), heads, cache, frequencies,
-                              threads);
+                              threads, many);
     }
 
     // (rows, query_heads, value_width)
@@ -137,7 +138,8 @@ struct Scene {
                               {pass.values.data(), heads.kv, cache.values.width},
                               cache,
                               1,
-                              visible_of(cache.layout, how.layer_window)};
+                              visible_of(cache.layout, how.layer_window),
+                              many};
 #pragma omp parallel num_threads(how.threads)
         attend(task, plan);
         return out;
@@ -303,6 +305,7 @@ TEST_CASE("attend() is the equation over every cache: layout, precision of K and
         Scene scene = scene_at(place, heads, value_width, 2, 600, k, v);
         scene.tell(random, 0, 600), scene.tell(random, 1, 600);
         Truth truth(scene, 1);
+        scene.many = random.bits() % 2;
         bool singly = turn++ / 16 % 2;
         // Lengths at which a pass ends; the queries of the passes that end in one of the second list are checked.
         for (int end : {29, 31, 32, 33, 63, 64, 96, 192, 253, 255, 256, 257, 400, 599, 600}) {
@@ -354,6 +357,7 @@ TEST_CASE("attend() is the equation for every width, group, length and window") 
                         CAPTURE(length);
                         CAPTURE(window);
                         Route route = turn++ % 2 ? Route::by_split : Route::by_tile;
+                        scene.many = turn / 2 % 2;
                         REQUIRE(worst(scene.attended(pass, {window, route, 1}), truth.at(pass.positions, window)) <= 1);
                     }
                     scene.end(pass);
@@ -371,11 +375,16 @@ TEST_CASE("a whole prompt by attend() is the same prompt by attend_plain(), a ri
         Place place = {view.window ? Layout(Ring{}) : Layout(Contiguous{}), 16, view.window, view.sinks};
         Scene scene = scene_at(place, {9, 3, 64}, 64, 1, 600, F32{}, F32{});
         scene.tell(random, 0, 600);
+        Scene prompt = scene_at(place, {9, 3, 64}, 64, 1, 600, F32{}, F32{});
+        prompt.stories = scene.stories;
+        prompt.many = true;
         std::vector<float> plain = attended_plainly(scene, {view.window, view.sinks});
         scene.run(0, 600);
+        prompt.run(0, 600);
         Expected expected = Truth(scene, 0).at(range(0, 600));
         CHECK(worst(plain, expected) <= 1);
         CHECK(worst(scene.outs[0], expected) <= 1);
+        CHECK(worst(prompt.outs[0], expected) <= 1);
     }
 }
 
@@ -492,11 +501,13 @@ TEST_CASE("one sequence has the same bits alone and in company, in any chunks, w
             CAPTURE(place.layout.index());
             Scene alone = scene_at(place, heads, 36, 1, 290, type_k, type_v);
             alone.stories = {story};
+            alone.many = turn / 2 % 2;
             alone.run(0, 290);
             for (int company = 0; company < 2; company++) {  // with other data, in other passes
                 Scene scene = scene_at(place, heads, 36, 3, 290, type_k, type_v);
                 scene.tell(random, 0, 70), scene.tell(random, 2, 33);
                 scene.stories[1] = story;
+                scene.many = alone.many;
                 while (scene.cache.lengths[1] < 290) {
                     std::vector<Growth> growths;
                     for (int i = 0, first = turn; i < 3; i++) {
@@ -522,6 +533,7 @@ TEST_CASE("neither the number of threads nor the route moves a bit") {
             scene.fill(0, begin);
             Pass pass = scene.begin({{0, std::min(30, 560 - begin)}});
             for (int window : {0, 7, 300}) {
+                scene.many = window == 7 || begin == 510;
                 std::vector<float> one = scene.attended(pass, {window, Route::engines_choice, 1});
                 for (int threads : {1, 2, 3, 5}) {
                     for (Route route : {Route::by_split, Route::by_tile, Route::engines_choice}) {
@@ -713,13 +725,13 @@ double memory(const std::string &key) {
 double in_child(const std::function<double()> &use) {
     int ends[2];
     REQUIRE(pipe(ends) == 0);
+    malloc_trim(0);  // what earlier tests have left free; in the child its peak would still be counted
     pid_t child = fork();
     REQUIRE(child >= 0);
     if (child == 0) {
         double result = NAN;
-        // No large piece of memory may come from what earlier tests have left free.
+        // No large piece of memory may come from what is still free.
         mallopt(M_MMAP_THRESHOLD, 1 << 16);
-        malloc_trim(0);
         try {
             result = use();
         } catch (...) {
