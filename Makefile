@@ -24,7 +24,7 @@ works = $(shell echo 'int main() {}' | $(CXX) $(1) -x c++ - -o /dev/null 2>/dev/
 OPENMP := $(call works,-fopenmp)
 NATIVE := $(call works,-march=native)
 has = $(shell echo | $(CXX) $(NATIVE) -dM -E -x c++ - 2>/dev/null | grep -q '__$(1)__' && echo ' $(1)')
-SIMD := $(or $(call has,AVX512BW),$(call has,AVX2), no SIMD this code knows)
+SIMD := $(or $(call has,AVX512BW),$(call has,AVX2),$(if $(call has,aarch64), NEON), no SIMD this code knows)
 
 # Sums are reassociated by hand and multiply-adds written out (numbers.h): the compiler shall not do it on its own.
 WARN := -Wall -Wextra -Werror
