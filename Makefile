@@ -3,6 +3,7 @@
 # make test     builds and runs all tests; the last line is "N passed, N failed"
 # make asan     the same tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz     libFuzzer on what comes from outside, FUZZ_SECONDS each
+# make test-simd     numbers and layers by every kind of SIMD, also those that this machine (an x86-64 with AVX2) has not
 # make test-gpu      the tests of the kernels on a real card; make sanitize-gpu: under compute-sanitizer
 # make bench-gpu     the table of docs/gpu.md, on this card
 # CUDA=0 leaves nvcc out; CXX=clang++ takes clang; CUDA_HOME says where the toolkit is; CUDA_ARCH="90 120" for which GPUs.
@@ -24,7 +25,7 @@ works = $(shell echo 'int main() {}' | $(CXX) $(1) -x c++ - -o /dev/null 2>/dev/
 OPENMP := $(call works,-fopenmp)
 NATIVE := $(call works,-march=native)
 has = $(shell echo | $(CXX) $(NATIVE) -dM -E -x c++ - 2>/dev/null | grep -q '__$(1)__' && echo ' $(1)')
-SIMD := $(or $(call has,AVX512BW),$(call has,AVX2), no SIMD this code knows)
+SIMD := $(or $(call has,AVX512BW),$(call has,AVX2),$(if $(call has,aarch64), NEON), no SIMD this code knows)
 
 # Sums are reassociated by hand and multiply-adds written out (numbers.h): the compiler shall not do it on its own.
 WARN := -Wall -Wextra -Werror
@@ -46,13 +47,16 @@ SOURCES := llm.cu device.h model.h tokenizer.h cache.h numbers.h layers.cu atten
 TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
 ASAN_TESTS := $(filter-out test_cuda%,$(TESTS))
 GPU_TESTS := $(filter-out test_cuda_on_cpu,$(filter test_cuda%,$(TESTS)))
+SIMD_TESTS := $(addprefix build/simd/test_,numbers.plain numbers.avx512 numbers.neon \
+  layers.plain layers.avx512 layers.vnni layers.neon layers.dotprod)
 FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 
 FLAGS := $(NVCC) $(CC) $(CXX) $(CXXFLAGS) $(CFLAGS)
 # Changes when the compilers or flags do, so that nothing is linked from two worlds.
-$(shell mkdir -p build/asan build/gpu; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
+$(shell mkdir -p build/asan build/gpu build/simd; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
 
-.PHONY: all run test asan fuzz test-gpu sanitize-gpu bench-gpu need need-tests need-fuzz need-nvcc found clean
+.PHONY: all run test asan fuzz test-simd test-gpu sanitize-gpu bench-gpu need need-tests need-fuzz need-simd need-nvcc \
+  found clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -82,6 +86,10 @@ fuzz: need-fuzz
 run_%: build/%
 	@mkdir -p build/corpus/$* && build/$* -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -verbosity=0 \
 	  -print_funcs=0 -artifact_prefix=build/ build/corpus/$* && echo "$*: $(FUZZ_SECONDS) s, nothing found"
+
+test-simd: need-simd
+	$(AGAIN) $(SIMD_TESTS)
+	@sh tests/run.sh $(SIMD_TESTS)
 
 test-gpu: need-tests need-nvcc
 	$(AGAIN) found $(GPU_TESTS:%=build/gpu/%)
@@ -124,6 +132,10 @@ need-tests: need
 need-fuzz: need
 	$(call need_packages,clang++:clang /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a:libclang-rt-14-dev)
 
+need-simd: need-tests
+	$(call need_packages,$(INCLUDE)/simde/x86/avx512.h:libsimde-dev aarch64-linux-gnu-g++:g++-aarch64-linux-gnu \
+	  qemu-aarch64:qemu-user)
+
 need-nvcc:
 	@[ -n "$(NVCC)" ] || { echo "nvcc: not found: install the CUDA toolkit, or set CUDA_HOME to where it is"; exit 1; }
 
@@ -155,6 +167,18 @@ build/test_cli build/test_tokenizer: CXXFLAGS += -O1
 build/test_cuda%: CXXFLAGS += -O1 -g1 -fsanitize=address,alignment -fno-sanitize-recover=all -fno-omit-frame-pointer \
   $(if $(findstring clang,$(CXX)),,-Wno-maybe-uninitialized)
 build/test_cuda%: LIBS += -lboost_context
+
+# Tests with another kind of SIMD than this machine's, and how they are run: AVX-512 is computed by SIMDe, in AVX2.
+SIMD.plain := $(CXX) -march=x86-64
+SIMD.avx512 := $(CXX) -march=x86-64-v3 -Wno-psabi -include tests/avx512_on_cpu.h
+SIMD.vnni := $(SIMD.avx512) -DVNNI
+SIMD.neon := aarch64-linux-gnu-g++ -idirafter $(INCLUDE)
+SIMD.dotprod := $(SIMD.neon) -march=armv8.2-a+dotprod
+RUN.neon := qemu-aarch64 -L /usr/aarch64-linux-gnu
+RUN.dotprod := $(RUN.neon)
+build/simd/%: $(SOURCES) $(wildcard tests/*.h tests/*.cpp) build/flags
+	$(SIMD$(suffix $*)) -std=c++17 -O1 -ffp-contract=off $(OPENMP) $(WARN) tests/$(basename $*).cpp -o $@.program
+	printf '#!/bin/sh\nexec $(RUN$(suffix $*)) $@.program "$$@"\n' > $@ && chmod +x $@
 
 # The same tests for a real card.
 build/gpu/%.o: tests/%.cpp $(SOURCES) $(wildcard tests/*.h) build/flags

@@ -198,7 +198,7 @@ inline void in_batches(int count, Use use, int first = 0) {
 // The tile of results that stays in registers: with 32 of them, 4 x 6 sums, 4 rows and a vector are 29; with 16, 4 x 3
 // sums and a row are 13.
 constexpr int tile_rows = 4;
-constexpr int tile_vectors = lanes == 16 ? 6 : 3;
+constexpr int tile_vectors = lanes == 8 ? 3 : 6;  // AVX2 has 16
 
 // Weights come straight from memory, and are asked for so far ahead: the processor's own prefetcher stops at each page.
 // The lines are asked for in the order of memory, not each for its own row: a tile would be as many streams as it has
@@ -436,7 +436,7 @@ inline void store_block(float *y, const float *out, int stride, const Linear &li
 }
 
 // With registers of 16 tokens' sums of 2 Vecs of rows: 12 tokens where there are 32 registers, 6 where there are 16.
-constexpr int panel_rows = 2 * lanes, panel_tokens = lanes == 16 ? 12 : 6;
+constexpr int panel_rows = 2 * lanes, panel_tokens = lanes == 8 ? 6 : 12;
 
 // What linear() reads: vectors; for int8 weights their int8 numbers; and in a pass over many tokens the vectors in
 // tiles, or their parts for matrix tiles, where the machine has them.

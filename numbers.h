@@ -1,5 +1,5 @@
-// Numbers: the formats that weights and caches are stored in, and `Vec`, the 16 or 8 float32 lanes in which it is
-// computed. The only file with CPU intrinsics.
+// Numbers: the formats that weights and caches are stored in, and `Vec`, the 16, 8 or 4 float32 lanes in which it
+// is computed. The only file with CPU intrinsics.
 //
 // On one machine a sum over a row of `Vec`s always goes the same way, whatever is computed beside it: lane i adds up
 // the elements i, i + lanes, i + 2 lanes, ...; then the lanes are folded in halves (8, 4, 2, 1), and last comes the sum
@@ -26,6 +26,8 @@
 #endif
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #ifdef __CUDACC__
@@ -65,6 +67,8 @@ HOST_DEVICE inline float to_float(f16 x) {
     return number;
 #elif defined(__F16C__)
     return _cvtsh_ss(x.bits);
+#elif defined(__aarch64__)
+    return bit_cast<__fp16>(x.bits);
 #else
     uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
     if (magnitude >= 0x7c00)  // infinity and NaN: exponent 31 becomes 255
@@ -148,6 +152,19 @@ struct Packed {
     HOST_DEVICE void set(int i, int code) { bytes[i % size] |= (uint8_t)(code << bits * (i / size)); }  // was 0
 };
 
+// Four int8 numbers, and their magnitudes beside them: x86 multiplies bytes only if one of the two has no sign, so the
+// sign goes over to the other. -128 is not among them.
+struct Int8x4 {
+    int8_t number[4];
+    uint8_t magnitude[4];
+};
+
+inline int word(const void *four_bytes) {
+    int result;
+    memcpy(&result, four_bytes, sizeof result);
+    return result;
+}
+
 // ---- Native pieces: what one register of this machine holds ------------------------------------------------
 
 #if defined(__AVX512BW__)
@@ -197,6 +214,19 @@ inline float piece_sum(Piece a) {
     __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
     __m128 d = _mm_add_ps(c, _mm_movehl_ps(c, c));
     return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
+}
+using IntPiece = __m512i;
+inline Piece piece_floats(IntPiece a) { return _mm512_cvtepi32_ps(a); }
+inline IntPiece piece_add_products(IntPiece sums, const int8_t (*weights)[4], const Int8x4 &x) {
+    __m512i number = _mm512_set1_epi32(word(x.number)), weight = _mm512_loadu_si512(weights);
+    __m512i magnitude = _mm512_set1_epi32(word(x.magnitude));
+    weight = _mm512_mask_sub_epi8(weight, _mm512_movepi8_mask(number), _mm512_setzero_si512(), weight);
+#if defined(__AVX512VNNI__)
+    return _mm512_dpbusd_epi32(sums, magnitude, weight);
+#else
+    __m512i pairs = _mm512_maddubs_epi16(magnitude, weight);  // at most 2 x 127 x 127, which 16 bits hold
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+#endif
 }
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 using Piece = __m256;
@@ -249,6 +279,71 @@ inline float piece_sum(Piece a) {
     __m128 d = _mm_add_ps(c, _mm_movehl_ps(c, c));
     return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
 }
+using IntPiece = __m256i;
+inline Piece piece_floats(IntPiece a) { return _mm256_cvtepi32_ps(a); }
+inline IntPiece piece_add_products(IntPiece sums, const int8_t (*weights)[4], const Int8x4 &x) {
+    __m256i number = _mm256_set1_epi32(word(x.number)), magnitude = _mm256_set1_epi32(word(x.magnitude));
+    __m256i weight = _mm256_sign_epi8(_mm256_loadu_si256((const __m256i *)weights), number);
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(sums, magnitude, weight);
+#else
+    __m256i pairs = _mm256_maddubs_epi16(magnitude, weight);  // at most 2 x 127 x 127, which 16 bits hold
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
+}
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+using Piece = float32x4_t;
+constexpr int piece_lanes = 4;
+inline Piece piece_set(float x) { return vdupq_n_f32(x); }
+inline Piece piece_load(const float *p) { return vld1q_f32(p); }
+inline Piece piece_load(const f16 *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)p))); }
+inline Piece piece_load(const bf16 *p) {
+    return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16((const uint16_t *)p)), 16));
+}
+// Four bytes as whole numbers of 16 bits.
+inline int16x4_t piece_wide(int bytes) { return vget_low_s16(vmovl_s8(vcreate_s8((uint32_t)bytes))); }
+// The number times 2^-8: its bits, shifted, as f16.
+inline Piece piece_load(const fp8 *p) {
+    int16x4_t wide = vand_s16(vshl_n_s16(piece_wide(word(p)), 7), vdup_n_s16((int16_t)0xbf80));
+    return vcvt_f32_f16(vreinterpret_f16_s16(wide));
+}
+inline Piece piece_load(const int8_t *p) { return vcvtq_f32_s32(vmovl_s16(piece_wide(word(p)))); }
+template <int bits>
+inline Piece piece_load(const Packed<bits> *p, int i) {
+    constexpr int words = Packed<bits>::size / 4;
+    int codes = word(p->bytes + 4 * (i % words)) >> bits * (i / words) & 0x01010101 * Packed<bits>::largest;
+    return vcvtq_f32_s32(vmovl_s16(piece_wide(codes)));
+}
+inline void piece_load_pairs(const f16 *p, Piece &first, Piece &second) {
+    uint16x4x2_t pairs = vld2_u16((const uint16_t *)p);
+    first = vcvt_f32_f16(vreinterpret_f16_u16(pairs.val[0]));
+    second = vcvt_f32_f16(vreinterpret_f16_u16(pairs.val[1]));
+}
+inline void piece_store(float *p, Piece a) { vst1q_f32(p, a); }
+inline Piece piece_add(Piece a, Piece b) { return vaddq_f32(a, b); }
+inline Piece piece_mul(Piece a, Piece b) { return vmulq_f32(a, b); }
+inline Piece piece_div(Piece a, Piece b) { return vdivq_f32(a, b); }
+inline Piece piece_fma(Piece a, Piece b, Piece c) { return vfmaq_f32(c, a, b); }
+inline Piece piece_max(Piece a, Piece b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // vmaxq_f32 gives NaN for NaN
+inline Piece piece_round(Piece a) { return vrndnq_f32(a); }
+inline Piece piece_scale(Piece a, Piece exponent) {  // in two steps, as above
+    int32x4_t n = vcvtq_s32_f32(exponent), half = vshrq_n_s32(n, 1), bias = vdupq_n_s32(127);
+    int32x4_t first = vshlq_n_s32(vaddq_s32(half, bias), 23);
+    int32x4_t rest = vshlq_n_s32(vaddq_s32(vsubq_s32(n, half), bias), 23);
+    return vmulq_f32(vmulq_f32(a, vreinterpretq_f32_s32(first)), vreinterpretq_f32_s32(rest));
+}
+inline float piece_sum(Piece a) { return vaddv_f32(vadd_f32(vget_low_f32(a), vget_high_f32(a))); }
+using IntPiece = int32x4_t;
+inline Piece piece_floats(IntPiece a) { return vcvtq_f32_s32(a); }
+inline IntPiece piece_add_products(IntPiece sums, const int8_t (*weights)[4], const Int8x4 &x) {
+    int8x16_t weight = vld1q_s8(weights[0]), number = vreinterpretq_s8_s32(vdupq_n_s32(word(x.number)));
+#if defined(__ARM_FEATURE_DOTPROD)
+    return vdotq_s32(sums, weight, number);
+#else
+    int16x8_t low = vmull_s8(vget_low_s8(weight), vget_low_s8(number)), high = vmull_high_s8(weight, number);
+    return vpadalq_s16(sums, vpaddq_s16(low, high));  // pairs: at most 2 x 127 x 127, which 16 bits hold
+#endif
+}
 #else
 using Piece = float;
 constexpr int piece_lanes = 1;
@@ -277,6 +372,12 @@ inline Piece piece_scale(Piece a, Piece exponent) {
     return exponent == exponent ? std::ldexp(a, (int)exponent) : exponent;
 }
 inline float piece_sum(Piece a) { return a; }
+using IntPiece = int32_t;
+inline Piece piece_floats(IntPiece a) { return (float)a; }
+inline IntPiece piece_add_products(IntPiece sum, const int8_t (*weights)[4], const Int8x4 &x) {
+    for (int i = 0; i < 4; i++) sum += weights[0][i] * x.number[i];
+    return sum;
+}
 #endif
 
 // The same pointer, but the compiler does not know: what it points to is read from memory again, not kept in registers.
@@ -289,6 +390,9 @@ inline T *disguise(T *p) {
 inline void pause_briefly() {  // between two looks at a variable that another core will change
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    // As long as x86's pause, about; `yield` takes no time on most cores.
+    __asm__ volatile("isb");
 #endif
 }
 
@@ -328,7 +432,6 @@ inline Vec fma(Vec a, Vec b, Vec c) { EACH_PIECE(piece_fma(a.piece[i], b.piece[i
 inline Vec max(Vec a, Vec b) { EACH_PIECE(piece_max(a.piece[i], b.piece[i])); }  // b where one of them is NaN
 inline Vec round(Vec a) { EACH_PIECE(piece_round(a.piece[i])); }
 inline Vec scale(Vec a, Vec n) { EACH_PIECE(piece_scale(a.piece[i], n.piece[i])); }  // a * 2^n, n whole, |n| <= 250
-#undef EACH_PIECE
 
 inline void store(float *p, Vec a) {
     for (int i = 0; i < pieces; i++) piece_store(p + i * piece_lanes, a.piece[i]);
@@ -468,72 +571,18 @@ inline void rotate(float *out, const float *x, const float *turn, int head_dim, 
 
 // ---- Whole numbers --------------------------------------------------------------------------------------------
 
-// Four int8 numbers, and their magnitudes beside them: x86 multiplies bytes only if one of the two has no sign, so the
-// sign goes over to the other. -128 is not among them.
-struct Int8x4 {
-    int8_t number[4];
-    uint8_t magnitude[4];
-};
-
-#if defined(__AVX512BW__)
-using IntPiece = __m512i;
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-using IntPiece = __m256i;
-#else
-using IntPiece = int32_t;
-#endif
-
-// `lanes` sums.
 struct Ints {
     IntPiece piece[pieces];
 };
 
-inline int word(const void *four_bytes) {
-    int result;
-    memcpy(&result, four_bytes, sizeof result);
-    return result;
-}
-
 // Lane i of the result is that of `sums` plus the four products of weights[i] and x: a row of a matrix to each lane.
 inline Ints add_products(Ints sums, const int8_t (*weights)[4], const Int8x4 &x) {
-#if defined(__AVX512BW__)
-    __m512i number = _mm512_set1_epi32(word(x.number)), weight = _mm512_loadu_si512(weights);
-    __m512i magnitude = _mm512_set1_epi32(word(x.magnitude));
-    weight = _mm512_mask_sub_epi8(weight, _mm512_movepi8_mask(number), _mm512_setzero_si512(), weight);
-#if defined(__AVX512VNNI__)
-    return {_mm512_dpbusd_epi32(sums.piece[0], magnitude, weight)};
-#else
-    __m512i pairs = _mm512_maddubs_epi16(magnitude, weight);
-    return {_mm512_add_epi32(sums.piece[0], _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
-#endif
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-    __m256i number = _mm256_set1_epi32(word(x.number));
-    __m256i magnitude = _mm256_set1_epi32(word(x.magnitude));
-    __m256i weight = _mm256_sign_epi8(_mm256_loadu_si256((const __m256i *)weights), number);
-#if defined(__AVXVNNI__)
-    return {_mm256_dpbusd_avx_epi32(sums.piece[0], magnitude, weight)};
-#else
-    __m256i pairs = _mm256_maddubs_epi16(magnitude, weight);  // at most 2 x 127 x 127, which 16 bits hold
-    return {_mm256_add_epi32(sums.piece[0], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
-#endif
-#else
-    for (int i = 0; i < pieces; i++)
-        for (int c = 0; c < 4; c++) sums.piece[i] += weights[i][c] * x.number[c];
+    for (int i = 0; i < pieces; i++) sums.piece[i] = piece_add_products(sums.piece[i], weights + i * piece_lanes, x);
     return sums;
-#endif
 }
 
-inline Vec to_floats(Ints a) {
-#if defined(__AVX512BW__)
-    return {_mm512_cvtepi32_ps(a.piece[0])};
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-    return {_mm256_cvtepi32_ps(a.piece[0])};
-#else
-    Vec vec;
-    for (int i = 0; i < pieces; i++) vec.piece[i] = (float)a.piece[i];
-    return vec;
-#endif
-}
+inline Vec to_floats(Ints a) { EACH_PIECE(piece_floats(a.piece[i])); }
+#undef EACH_PIECE
 
 // ---- Matrix tiles (AMX) ------------------------------------------------------------------------------------
 

@@ -330,6 +330,17 @@ TEST_CASE("sum() folds the lanes in halves") {
     }
 }
 
+TEST_CASE("sum4() is sum() of each of four") {
+    Random random{10};
+    for (int round = 0; round < 1000; round++) {
+        Vec four[4];
+        float sums[4];
+        for (Vec &vec : four) vec = lanes_of(reference::random_floats(random, lanes));
+        sum4(sums, four[0], four[1], four[2], four[3]);
+        for (int i = 0; i < 4; i++) REQUIRE(same(sums[i], sum(four[i])));
+    }
+}
+
 // ---- exp ---------------------------------------------------------------------------------------------------
 
 // Distance to e^x in units of the last place that float32 has there.
