@@ -4,7 +4,8 @@
     race.py --llama-bench PATH --ik-llama-bench PATH --llama2c DIR [--shape tinyllama-1.1b] [--rows 'decode/*/0/f16']
 
 A machine's bandwidth drifts, so only neighbours are compared: in each round the engines run a row one after the other,
-and what counts is the median over the rounds of the ratio within a round. Each run is a process, warmed up.
+and what counts is the median over the rounds of the ratio within a round. Each run is a process, warmed up, which
+repeats the row --repeats times and gives the median.
 
 A row is decode/WEIGHTS/DEPTH/CACHE (tokens/s of --tokens tokens after DEPTH others) or prefill/WEIGHTS/TOKENS. int8 and
 int4 are each engine's own: weights q8_0 in llama.cpp, groups of 64 in llama2.c; caches q8_0 and q4_0 in llama.cpp.
@@ -93,11 +94,11 @@ class Llm:
     def file(self, row):
         return f"{'bf16' if row.weights == 'int8' else row.weights}.hf"
 
-    def command(self, row, path, threads):
+    def command(self, row, path, threads, repeats):
         steps = (["--prefill", "1", "--depth", row.depth, "-n", row.tokens] if row.work == "decode" else
                  ["--prefill", row.tokens, "--depth", "0", "-n", "1"])
-        return [self.binary, "bench", "-m", path, "-t", threads, "--kv", row.cache, "--repeats", "1", "--json", *steps,
-                *(["--weights", "int8"] if row.weights == "int8" else [])]
+        return [self.binary, "bench", "-m", path, "-t", threads, "--kv", row.cache, "--repeats", repeats, "--json",
+                *steps, *(["--weights", "int8"] if row.weights == "int8" else [])]
 
     def rate(self, row, done, parameters):
         return next(result["tokens_per_second"] for result in json.loads(done.stdout)["results"]
@@ -112,14 +113,14 @@ class LlamaBench:
     def file(self, row):
         return f"{row.weights}.gguf"
 
-    def command(self, row, path, threads):
+    def command(self, row, path, threads, repeats):
         if row.work == "prefill":
-            # The fork warms up with one token, so its first prefill does not count.
-            steps = ["-p", row.tokens, "-n", "0", "-r", "2" if self.fork else "1"]
+            # The fork warms up with one token, so one more repeat, the first, is its warm-up.
+            steps = ["-p", row.tokens, "-n", "0", "-r", repeats + self.fork]
         elif self.fork and row.depth:
-            steps = ["-p", "0", "-n", "0", "-gp", f"{row.depth},{row.tokens}", "-r", "1"]
+            steps = ["-p", "0", "-n", "0", "-gp", f"{row.depth},{row.tokens}", "-r", "1"]  # it would prefill for each
         else:
-            steps = ["-p", "0", "-n", row.tokens, "-r", "1", *(["-d", row.depth] if row.depth else [])]
+            steps = ["-p", "0", "-n", row.tokens, "-r", repeats, *(["-d", row.depth] if row.depth else [])]
         cache = GGML_CACHES[row.cache]
         return [self.binary, "-m", path, "-t", threads, "-fa", "1", "-ctk", cache, "-ctv", cache, "-o", "json", *steps]
 
@@ -128,11 +129,11 @@ class LlamaBench:
         if result["model_n_params"] != parameters:
             raise Wrong(f"{self.binary}: it loaded {result['model_n_params']:,} parameters, expected {parameters:,}: "
                         "remove the files in --work and race again")
-        return result["samples_ts"][-1]
+        return statistics.median(result["samples_ts"][self.fork and row.work == "prefill":])
 
 
 class Llama2c:
-    """run.c and runq.c, which say tokens/s on stderr. The prompt is longer than the run, so that no end is chosen."""
+    """run.c and runq.c, which say tokens/s on stderr, once. The prompt is longer than the run, so no end is chosen."""
     def __init__(self, directory):
         self.directory = directory
 
@@ -140,7 +141,7 @@ class Llama2c:
         fits = row.work == "decode" and row.depth == 0 and row.weights in ("f32", "int8")
         return f"{row.weights}.llama2c" if fits else None
 
-    def command(self, row, path, threads):
+    def command(self, row, path, threads, repeats):
         return ["env", f"OMP_NUM_THREADS={threads}", self.directory / {"f32": "run", "int8": "runq"}[row.weights], path,
                 "-z", path.with_name("llama2c.tokenizer"), "-t", "0", "-n", row.tokens + 1, "-i", "a" * row.tokens]
 
@@ -148,9 +149,9 @@ class Llama2c:
         return float(done.stderr.split("achieved tok/s: ")[1].split()[0])
 
 
-def run(engine, row, path, threads, parameters):
+def run(engine, row, path, arguments, parameters):
     """Tokens/s of one run."""
-    command = [str(word) for word in engine.command(row, path, threads)]
+    command = [str(word) for word in engine.command(row, path, arguments.threads, arguments.repeats)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
     again = f"run it yourself: {' '.join(command)}"
@@ -237,7 +238,7 @@ def race(arguments, rates):
     for turn in range(arguments.rounds):
         for i, (row, name, path) in enumerate(runs[::-1] if turn % 2 else runs):  # each is first as often as last
             show_progress(f"round {turn + 1} of {arguments.rounds}, run {i + 1} of {len(runs)}: {row} {name}")
-            rate = run(engines[name], row, path, arguments.threads, parameters)
+            rate = run(engines[name], row, path, arguments, parameters)
             rates.setdefault((row, name), []).append(rate)
 
 
@@ -258,6 +259,7 @@ def main():
     parser.add_argument("--shape", choices=shapes, default=shapes[0])
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="default: all that fit")
     parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--repeats", type=positive, default=3, help="of a row in each run")
     parser.add_argument("--tokens", type=positive, default=64, help="tokens of a decode row")
     parser.add_argument("-t", "--threads", type=positive, default=2)
     parser.add_argument("--work", type=pathlib.Path, default=ROOT / "build" / "race", help="where models are kept")
@@ -266,9 +268,9 @@ def main():
     rates, status = {}, 0
     try:
         race(arguments, rates)
-    except (Wrong, OSError) as wrong:
+    except (Wrong, OSError, KeyboardInterrupt) as wrong:
         show_progress("")
-        print(f"race: {wrong}", file=sys.stderr)
+        print(f"race: {str(wrong) or 'interrupted'}", file=sys.stderr)
         status = 2
     show_progress("")
     results = results_of(rates)
