@@ -22,6 +22,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 
 import numpy as np
 
@@ -149,16 +150,26 @@ class Llama2c:
         return float(done.stderr.split("achieved tok/s: ")[1].split()[0])
 
 
+def cpu_seconds():
+    """CPU time so far that was not ours: of all programs and of neighbours on the same host, less what we started."""
+    with open("/proc/stat") as file:
+        user, nice, system, idle, wait, *more = [int(word) for word in file.readline().split()[1:9]]
+    times = os.times()
+    return sum((user, nice, system, *more)) / os.sysconf("SC_CLK_TCK") - times.children_user - times.children_system
+
+
 def run(engine, row, path, arguments, parameters):
-    """Tokens/s of one run."""
+    """One run: tokens/s, and the share of the processors that others took meanwhile."""
     command = [str(word) for word in engine.command(row, path, arguments.threads, arguments.repeats)]
+    start, others = time.time(), cpu_seconds()
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    others = (cpu_seconds() - others) / (time.time() - start) / os.cpu_count()
     said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
     again = f"run it yourself: {' '.join(command)}"
     if done.returncode:
         raise Wrong(f"{row}: exit status {done.returncode} and \"{said}\", expected 0; {again}")
     try:
-        return engine.rate(row, done, parameters)
+        return engine.rate(row, done, parameters), max(others, 0.0)
     except (ValueError, LookupError, StopIteration):
         raise Wrong(f"{row}: no tokens/s in what was printed, which ends with \"{said}\"; {again}") from None
 
@@ -184,19 +195,22 @@ def spread(values, digits):
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} .. {max(values):.{digits}f})"
 
 
-def results_of(rates):
-    """rates: (row, engine) -> tokens/s of each round; an engine's ratios say how many times as fast as it llm is."""
-    return [dict(row=str(row), engine=engine, tokens_per_second=values,
-                 ratios=[own / value for own, value in zip(rates[row, "llm"], values)])
-            for (row, engine), values in rates.items()]
+def results_of(runs):
+    """runs: (row, engine) -> (tokens/s, others) of each round; ratios say how many times as fast as the engine llm is."""
+    return [dict(row=str(row), engine=engine, tokens_per_second=[rate for rate, _ in rounds],
+                 ratios=[own / rate for (own, _), (rate, _) in zip(runs[row, "llm"], rounds)],
+                 others=[others for _, others in rounds])
+            for (row, engine), rounds in runs.items()]
 
 
 def print_table(results):
-    print(f"{'row':24} {'engine':13} {'tokens/s (least .. most)':>28}   llm is so many times as fast (least .. most)")
+    print("median (least .. most) of the rounds; others: the processors' time that other programs took meanwhile")
+    print(f"{'row':24} {'engine':13} {'tokens/s':>28}  others   llm is so many times as fast")
     for result in results:
         ratio = "" if result["engine"] == "llm" else spread(result["ratios"], 2)
         rates = spread(result["tokens_per_second"], 1)
-        print(f"{result['row']:24} {result['engine']:13} {rates:>28}   {ratio}".rstrip())
+        others = f"{100 * statistics.median(result['others']):.0f} %"
+        print(f"{result['row']:24} {result['engine']:13} {rates:>28}  {others:>6}   {ratio}".rstrip())
 
 
 def program(flag, path):
@@ -220,8 +234,8 @@ def engines_of(arguments):
     return engines
 
 
-def race(arguments, rates):
-    """Adds to `rates` run by run, so that what was measured before something breaks is not lost."""
+def race(arguments, runs):
+    """Adds to `runs` one by one, so that what was measured before something breaks is not lost."""
     engines, shape = engines_of(arguments), make_random.SHAPES[arguments.shape]
     rows = rows_of(arguments.tokens, shape["max_position_embeddings"])
     for pattern in arguments.rows:
@@ -230,16 +244,16 @@ def race(arguments, rates):
     rows = [row for row in rows if any(fnmatch.fnmatch(str(row), pattern) for pattern in arguments.rows)]
     directory = arguments.work / arguments.shape
     directory.mkdir(parents=True, exist_ok=True)
-    runs = [(row, name, make(directory, engine.file(row), arguments.shape))
-            for row in rows for name, engine in engines.items() if engine.file(row)]
+    entries = [(row, name, make(directory, engine.file(row), arguments.shape))
+               for row in rows for name, engine in engines.items() if engine.file(row)]
     if arguments.llama2c:
         make(directory, "llama2c.tokenizer", arguments.shape)
     parameters = sum(int(np.prod(dims)) for _, dims in make_random.tensors(shape))
     for turn in range(arguments.rounds):
-        for i, (row, name, path) in enumerate(runs[::-1] if turn % 2 else runs):  # each is first as often as last
-            show_progress(f"round {turn + 1} of {arguments.rounds}, run {i + 1} of {len(runs)}: {row} {name}")
-            rate = run(engines[name], row, path, arguments, parameters)
-            rates.setdefault((row, name), []).append(rate)
+        for i, (row, name, path) in enumerate(entries[::-1] if turn % 2 else entries):  # each is first as often as last
+            show_progress(f"round {turn + 1} of {arguments.rounds}, run {i + 1} of {len(entries)}: {row} {name}")
+            result = run(engines[name], row, path, arguments, parameters)
+            runs.setdefault((row, name), []).append(result)
 
 
 def positive(text):
@@ -265,15 +279,15 @@ def main():
     parser.add_argument("--work", type=pathlib.Path, default=ROOT / "build" / "race", help="where models are kept")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args()
-    rates, status = {}, 0
+    runs, status = {}, 0
     try:
-        race(arguments, rates)
+        race(arguments, runs)
     except (Wrong, OSError, KeyboardInterrupt) as wrong:
         show_progress("")
         print(f"race: {str(wrong) or 'interrupted'}", file=sys.stderr)
         status = 2
     show_progress("")
-    results = results_of(rates)
+    results = results_of(runs)
     if arguments.json:
         print(json.dumps(dict(shape=arguments.shape, threads=arguments.threads, results=results), indent=1))
     elif results:
