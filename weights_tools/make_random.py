@@ -121,6 +121,16 @@ def tokenizer(config):
                    fuse_unk=False, byte_fallback=False, ignore_merges=False, vocab=vocabulary, merges=[]))
 
 
+def write_checkpoint(out, name, dtype, seed):
+    config = dict(SHAPES[name], torch_dtype=DTYPES[dtype][1])
+    ids = dict(bos_token_id=config["bos_token_id"], eos_token_id=config["eos_token_id"])
+    out.mkdir(parents=True, exist_ok=True)
+    for file, value, indent in (("config.json", config, 2), ("generation_config.json", ids, 2),
+                                ("tokenizer.json", tokenizer(config), None)):
+        (out / file).write_text(json.dumps(value, indent=indent) + "\n")
+    write_weights(out / "model.safetensors", config, dtype, seed)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=list(SHAPES))
@@ -128,13 +138,7 @@ def main():
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    config = dict(SHAPES[arguments.shape], torch_dtype=DTYPES[arguments.dtype][1])
-    ids = dict(bos_token_id=config["bos_token_id"], eos_token_id=config["eos_token_id"])
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    for name, value, indent in (("config.json", config, 2), ("generation_config.json", ids, 2),
-                                ("tokenizer.json", tokenizer(config), None)):
-        (arguments.out / name).write_text(json.dumps(value, indent=indent) + "\n")
-    write_weights(arguments.out / "model.safetensors", config, arguments.dtype, arguments.seed)
+    write_checkpoint(arguments.out, arguments.shape, arguments.dtype, arguments.seed)
 
 
 if __name__ == "__main__":
