@@ -176,7 +176,7 @@ SIMD.neon := aarch64-linux-gnu-g++ -idirafter $(INCLUDE)
 SIMD.dotprod := $(SIMD.neon) -march=armv8.2-a+dotprod
 RUN.neon := qemu-aarch64 -L /usr/aarch64-linux-gnu
 RUN.dotprod := $(RUN.neon)
-build/simd/%: $(SOURCES) $(wildcard tests/*.h tests/*.cpp) build/flags
+build/simd/%: $(SOURCES) $(wildcard tests/*.h) tests/test_numbers.cpp tests/test_layers.cpp build/flags
 	$(SIMD$(suffix $*)) -std=c++17 -O1 -ffp-contract=off $(OPENMP) $(WARN) tests/$(basename $*).cpp -o $@.program
 	printf '#!/bin/sh\nexec $(RUN$(suffix $*)) $@.program "$$@"\n' > $@ && chmod +x $@
 
