@@ -51,11 +51,13 @@ inline __m512 scalef_ps(__m512 a, __m512 n) {
 
 }  // namespace avx512_on_cpu
 
-// These two SIMDe has, but not under the machine's name, or with a mask's parameters.
+// These two SIMDe has, but without the machine's name, or with a mask's parameters. (clang's are macros.)
 #undef _mm512_madd_epi16
+#undef _mm512_shuffle_f32x4
 #define _mm512_madd_epi16 simde_mm512_madd_epi16
 #define _mm512_shuffle_f32x4 simde_mm512_shuffle_f32x4
 
+#undef _mm512_permute_ps
 #undef _mm512_fmadd_ps
 #undef _mm512_scalef_ps
 #define _mm512_cvtepi8_epi32 avx512_on_cpu::cvtepi8_epi32
