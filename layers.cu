@@ -23,7 +23,7 @@
 #include "numbers.h"
 
 // Waits until the whole team is here. OpenMP's own barrier may spin for 10 ms; the ten waits of a layer are of
-// microseconds. This one spins for some 100 microseconds and then sleeps: on a busy machine, whoever slept gets a core
+// microseconds. This one spins for a millisecond, about, and then sleeps: on a busy machine, whoever slept gets a core
 // at once when it is woken, but whoever spun or yielded waits for its turn among the other programs, some milliseconds
 // at each barrier. There is one team at a time.
 inline void barrier() {
@@ -39,7 +39,7 @@ inline void barrier() {
         if (sleeping.load() > 0) syscall(SYS_futex, &round, FUTEX_WAKE_PRIVATE, INT_MAX);
         return;
     }
-    const int spins = team <= cores ? 3000 : 0;  // with more threads than cores, somebody waits for this very core
+    const int spins = team <= cores ? 60000 : 0;  // with more threads than cores, somebody waits for this very core
     for (int spin = 0; spin < spins && round.load(std::memory_order_acquire) == mine; spin++) pause_briefly();
     if (round.load() != mine) return;
     sleeping.fetch_add(1);
