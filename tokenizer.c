@@ -1,10 +1,10 @@
 // Text <-> token ids. In the order a text travels: its characters, patterns over them, the merging, the steps before
-// the merging; then back from ids to text; then loading, which builds the lists of steps that the others walk.
+// the merging; then back from ids to text; then JSON; then loading, which builds the lists of steps that the others
+// walk.
 //
 // An Error is sticky: the first failure is kept, and everything called after it does nothing.
 #include "tokenizer.h"
 
-#include <cjson/cJSON.h>
 #include <errno.h>
 #include <math.h>
 #include <stdarg.h>
@@ -17,7 +17,7 @@
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
 
-enum { MAX_STEPS = 32, MAX_ID = (1 << 24) - 1, MAX_AROUND = 16 };
+enum { MAX_STEPS = 32, MAX_ID = (1 << 24) - 1, MAX_AROUND = 16, MAX_DEPTH = 100 };
 static const size_t MAX_TEXT = (size_t)1 << 28;   // bytes of a text or a file
 static const size_t MAX_GROWN = (size_t)1 << 30;  // bytes a text may become on its way
 
@@ -88,8 +88,7 @@ struct Tokenizer {
     AddedSet added[2];                          // looked for before and after normalizing
     int before[MAX_AROUND], after[MAX_AROUND];  // the post-processor's ids around a text
     int before_count, after_count;
-    char *texts;  // what tokens and steps point to
-    size_t texts_used;
+    char *texts;  // the strings of the file, to which tokens and steps point
 };
 
 typedef struct {
@@ -891,6 +890,132 @@ char *tokenizer_decode(const Tokenizer *t, const int *ids, int count, bool skip_
     return NULL;
 }
 
+// ---- JSON -------------------------------------------------------------------------------------------------
+
+// A value of the file. Those within a list or an object stand behind it; with itself they are `size`.
+typedef struct {
+    const char *key;   // in an object, else NULL
+    const char *text;  // of a string, else NULL
+    double number;
+    uint32_t size;
+    char type;  // its first character; '0' for all numbers
+} Json;
+
+// A tokenizer.json holds 300,000 strings and more: a library that allocates each takes longer for that than all the
+// rest does. Here they move to the front of the text they stand in, and stay.
+typedef struct {
+    char *text, *at, *strings;  // the text, which ends in a NUL; what is read next; where the next string goes
+    Json *values;               // (count)
+    size_t count, capacity;
+    Error *error;
+} Reader;
+
+static void malformed(Reader *r) { fail(r->error, "malformed JSON at byte %zu", (size_t)(r->at - r->text)); }
+
+static void skip_space(Reader *r) { r->at += strspn(r->at, " \t\r\n"); }
+
+// Skips white space, and this sign if it comes next.
+static bool take(Reader *r, char sign) {
+    skip_space(r);
+    bool there = *r->at == sign;
+    r->at += there;
+    return there;
+}
+
+static int read_hex(const char *s) {  // four digits; -1: they are none
+    char digits[5] = "";
+    if (strspn(s, "0123456789abcdefABCDEF") < 4) return -1;
+    return (int)strtol(memcpy(digits, s, 4), NULL, 16);
+}
+
+// A backslash and what belongs to it; what it stands for is never longer.
+static void read_escape(Reader *r) {
+    static const char signs[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
+    const char *sign = memchr(signs, r->at[1], sizeof signs - 1);
+    int code = sign ? meant[sign - signs] : r->at[1] == 'u' ? read_hex(r->at + 2) : -1, took = sign ? 2 : 6;
+    if (code >= 0xD800 && code < 0xE000) {  // halves of one character (RFC 8259, §7)
+        int low = code < 0xDC00 && r->at[6] == '\\' && r->at[7] == 'u' ? read_hex(r->at + 8) : -1;
+        code = low >= 0xDC00 && low < 0xE000 ? 0x10000 + (code - 0xD800) * 0x400 + low - 0xDC00 : -1;
+        took = 12;
+    }
+    if (code == 0) fail(r->error, "byte %zu: \\u0000 is not supported", (size_t)(r->at - r->text));
+    if (code < 0) return malformed(r);
+    r->strings += utf8proc_encode_char(code, (utf8proc_uint8_t *)r->strings);
+    r->at += took;
+}
+
+// The string behind a quote; NULL on failure.
+static const char *read_string(Reader *r) {
+    const char *start = r->strings;
+    while (*r->at != '"' && !r->error->failed) {
+        size_t n = 0;
+        while (r->at[n] != '"' && r->at[n] != '\\' && (uint8_t)r->at[n] >= ' ') n++;
+        memmove(r->strings, r->at, n);
+        r->strings += n;
+        r->at += n;
+        if (*r->at == '\\')
+            read_escape(r);
+        else if (*r->at != '"')
+            malformed(r);
+    }
+    if (r->error->failed) return NULL;
+    *r->strings++ = 0;
+    r->at++;
+    return start;
+}
+
+// Appends a value and those within.
+static void read_value(Reader *r, const char *key, int depth) {
+    static const char *const words[] = {"true", "false", "null"};
+    size_t self = r->count;
+    r->values = reserve(r->error, r->values, &r->capacity, self + 1, sizeof *r->values);
+    skip_space(r);
+    if (depth == MAX_DEPTH) malformed(r);
+    if (r->error->failed) return;
+    r->count++;
+    Json value = {.key = key, .type = *r->at};
+    char *start = r->at, end = value.type == '{' ? '}' : ']';
+    if (take(r, '"')) {
+        value.text = read_string(r);
+    } else if (take(r, '{') || take(r, '[')) {
+        bool ended = take(r, end);
+        for (bool more = !ended; more && !r->error->failed; more = take(r, ',')) {
+            const char *name = value.type == '{' && take(r, '"') ? read_string(r) : NULL;
+            if (value.type == '{' && !(name && take(r, ':'))) malformed(r);
+            read_value(r, name, depth + 1);
+        }
+        if (!ended && !take(r, end)) malformed(r);
+    } else if (value.type == '-' || (value.type >= '0' && value.type <= '9')) {
+        value.type = '0';
+        value.number = (double)strtol(start, &r->at, 10);
+        if (*r->at == '.' || *r->at == 'e' || *r->at == 'E') value.number = strtod(start, &r->at);
+    } else {
+        for (int i = 0; i < 3; i++)
+            if (!strncmp(start, words[i], strlen(words[i]))) r->at += strlen(words[i]);
+    }
+    if (r->at == start) malformed(r);
+    value.size = (uint32_t)(r->count - self);
+    r->values[self] = value;
+}
+
+// The value behind `item` within `list`, the first one if `item` is the list itself; NULL if there is none.
+static const Json *following(const Json *list, const Json *item) {
+    if (!list) return NULL;
+    item += item == list ? 1 : item->size;
+    return item < list + list->size ? item : NULL;
+}
+
+static const Json *member(const Json *object, const char *key) {
+    for (const Json *item = object; (item = following(object, item));)
+        if (item->key && !strcmp(item->key, key)) return item;
+    return NULL;
+}
+
+static bool is(const Json *item, char type) { return item && item->type == type; }
+static bool is_bool(const Json *item) { return is(item, 't') || is(item, 'f'); }
+static bool is_given(const Json *item) { return item && item->type != 'n'; }
+static const char *text_of(const Json *item) { return item ? item->text : NULL; }
+
 // ---- Loading -----------------------------------------------------------------------------------------------
 
 typedef struct {
@@ -898,45 +1023,31 @@ typedef struct {
     Error *error;
 } Loader;
 
-// Copies a string of the file, each at most twice, or one of ours, at most one byte long: twice the file's length and
-// a little is room enough for all.
-static const char *keep(Tokenizer *t, const char *text) {
-    size_t size = strlen(text) + 1, at = t->texts_used;
-    t->texts_used += size;
-    return memcpy(t->texts + at, text, size);
-}
-
 // Reading one value: a member that is missing or of another type is an error and gives "", false, 0 or -1.
 
-static const cJSON *member(const cJSON *object, const char *key) {
-    return cJSON_GetObjectItemCaseSensitive(object, key);
+static bool read_bool(Loader *l, const Json *object, const char *key, bool otherwise) {
+    const Json *item = member(object, key);
+    if (is_given(item) && !is_bool(item)) fail(l->error, "%s is not true or false", key);
+    return is_given(item) ? is(item, 't') : otherwise;
 }
 
-static bool is_given(const cJSON *item) { return item && !cJSON_IsNull(item); }
-
-static bool read_bool(Loader *l, const cJSON *object, const char *key, bool otherwise) {
-    const cJSON *item = member(object, key);
-    if (is_given(item) && !cJSON_IsBool(item)) fail(l->error, "%s is not true or false", key);
-    return is_given(item) ? cJSON_IsTrue(item) : otherwise;
-}
-
-static const char *read_text(Loader *l, const cJSON *object, const char *key) {
-    const char *text = cJSON_GetStringValue(member(object, key));
+static const char *read_text(Loader *l, const Json *object, const char *key) {
+    const char *text = text_of(member(object, key));
     if (!text) fail(l->error, "%s is missing or not a string", key);
     return text ? text : "";
 }
 
-static int read_number(Loader *l, const cJSON *item, const char *what, int most) {
-    double number = cJSON_IsNumber(item) ? item->valuedouble : -1;
+static int read_number(Loader *l, const Json *item, const char *what, int most) {
+    double number = is(item, '0') ? item->number : -1;
     bool good = number >= 0 && number <= most && number == floor(number);
-    if (!cJSON_IsNumber(item)) fail(l->error, "%.80s is missing or not a number", what);
+    if (!is(item, '0')) fail(l->error, "%.80s is missing or not a number", what);
     if (!good) fail(l->error, "%.80s is %g, expected a whole number from 0 to %d", what, number, most);
     return good ? (int)number : 0;
 }
 
 // Index of a member's text among the words of `known`, which are separated by one space; -1 and an error if it is none.
-static int read_word(Loader *l, const cJSON *object, const char *part, const char *key, const char *known) {
-    const char *text = cJSON_GetStringValue(member(object, key)), *word = known;
+static int read_word(Loader *l, const Json *object, const char *part, const char *key, const char *known) {
+    const char *text = text_of(member(object, key)), *word = known;
     if (!text) fail(l->error, "%s: %s is missing or not a string", part, key);
     for (int index = 0; text && *word; index++) {
         size_t length = strcspn(word, " ");
@@ -948,10 +1059,10 @@ static int read_word(Loader *l, const cJSON *object, const char *part, const cha
 }
 
 // The pattern of a step: {"pattern": {"String": ...}} or {"Regex": ...}.
-static pcre2_code *read_pattern(Loader *l, const cJSON *item) {
-    const cJSON *pattern = member(item, "pattern");
-    const char *string = cJSON_GetStringValue(member(pattern, "String"));
-    const char *regex = cJSON_GetStringValue(member(pattern, "Regex"));
+static pcre2_code *read_pattern(Loader *l, const Json *item) {
+    const Json *pattern = member(item, "pattern");
+    const char *string = text_of(member(pattern, "String"));
+    const char *regex = text_of(member(pattern, "Regex"));
     if (!string && !regex) fail(l->error, "pattern is missing or neither a String nor a Regex");
     return l->error->failed ? NULL : compile(string ? string : regex, string != NULL, l->error);
 }
@@ -965,17 +1076,18 @@ static void add_step(Loader *l, Chain *chain, Step step, const char *text) {
     for (int i = 0; chain == &l->t->decode && i < chain->count; i++)
         step.fused |= chain->steps[i].kind == FUSE || chain->steps[i].kind == BYTES;
     step.length = strlen(text);
-    step.text = keep(l->t, text);
+    step.text = text;
     chain->steps[chain->count++] = step;
 }
 
-static void load_sequence(Loader *l, const cJSON *item, const char *key, void (*load)(Loader *, const cJSON *)) {
-    const cJSON *list = member(item, key), *part;
-    if (!cJSON_IsArray(list)) fail(l->error, "%s is missing or not a list", key);
-    cJSON_ArrayForEach(part, list) if (!l->error->failed) load(l, part);
+static void load_sequence(Loader *l, const Json *item, const char *key, void (*load)(Loader *, const Json *)) {
+    const Json *list = member(item, key);
+    if (!is(list, '[')) fail(l->error, "%s is missing or not a list", key);
+    for (const Json *part = list; (part = following(list, part));)
+        if (!l->error->failed) load(l, part);
 }
 
-static void load_normalizer(Loader *l, const cJSON *item) {
+static void load_normalizer(Loader *l, const Json *item) {
     enum { SEQUENCE, PREPENDING, REPLACING, STRIPPING, NFC };
     const int c = UTF8PROC_COMPOSE, d = UTF8PROC_DECOMPOSE, k = UTF8PROC_COMPAT, forms[] = {c, d, c | k, d | k};
     Chain *chain = &l->t->encode;
@@ -994,7 +1106,7 @@ static void load_normalizer(Loader *l, const cJSON *item) {
 // GPT-2's own pattern is part of the type ByteLevel, so it stands here and not in the file.
 static const char GPT2[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
-static void load_byte_level(Loader *l, const cJSON *item) {
+static void load_byte_level(Loader *l, const Json *item) {
     Chain *chain = &l->t->encode;
     if (read_bool(l, item, "add_prefix_space", true))
         add_step(l, chain, (Step){.kind = PREPEND, .mode = UNLESS_THERE}, " ");
@@ -1004,7 +1116,7 @@ static void load_byte_level(Loader *l, const cJSON *item) {
 }
 
 // Metaspace's sign and when it is put before a text, for both ways.
-static const char *read_metaspace(Loader *l, const cJSON *item, When *when) {
+static const char *read_metaspace(Loader *l, const Json *item, When *when) {
     const char *sign = read_text(l, item, "replacement");
     if (!*sign) fail(l->error, "Metaspace: replacement is empty");
     *when = read_bool(l, item, "add_prefix_space", true) ? UNLESS_THERE : NEVER;
@@ -1013,7 +1125,7 @@ static const char *read_metaspace(Loader *l, const cJSON *item, When *when) {
     return sign;
 }
 
-static void load_metaspace(Loader *l, const cJSON *item) {
+static void load_metaspace(Loader *l, const Json *item) {
     Chain *chain = &l->t->encode;
     When when;
     const char *sign = read_metaspace(l, item, &when);
@@ -1023,7 +1135,7 @@ static void load_metaspace(Loader *l, const cJSON *item) {
         add_step(l, chain, (Step){.kind = SPLIT, .mode = MERGED_WITH_NEXT, .regex = compile(sign, true, l->error)}, "");
 }
 
-static void load_pre_tokenizer(Loader *l, const cJSON *item) {
+static void load_pre_tokenizer(Loader *l, const Json *item) {
     enum { SEQUENCE, BYTE_LEVEL, META, PATTERN, DIGITS };
     Step step = {.kind = SPLIT, .mode = ISOLATED};
     int type = read_word(l, item, "pre_tokenizer", "type", "Sequence ByteLevel Metaspace Split Digits");
@@ -1041,7 +1153,7 @@ static void load_pre_tokenizer(Loader *l, const cJSON *item) {
     if (type == PATTERN || type == DIGITS) add_step(l, &l->t->encode, step, "");
 }
 
-static void load_decoder(Loader *l, const cJSON *item) {
+static void load_decoder(Loader *l, const Json *item) {
     enum { SEQUENCE, BYTE_LEVEL, META, REPLACING, BYTE_TOKENS, FUSING, STRIPPING };
     static const Kind kinds[] = {JOIN, BYTES, METASPACE, REPLACE, BYTE_FALLBACK, FUSE, STRIP};
     Chain *chain = &l->t->decode;
@@ -1070,11 +1182,9 @@ static void load_decoder(Loader *l, const cJSON *item) {
         fail(l->error, "decoder %s behind Fuse or ByteLevel is not supported", read_text(l, item, "type"));
 }
 
-static void check_ids(Loader *l, const cJSON *list, bool added, int *highest, size_t *count) {
-    const cJSON *item;
-    cJSON_ArrayForEach(item, list) {
-        int id =
-            read_number(l, added ? member(item, "id") : item, added ? "an added token's id" : item->string, MAX_ID);
+static void check_ids(Loader *l, const Json *list, bool added, int *highest, size_t *count) {
+    for (const Json *item = list; (item = following(list, item));) {
+        int id = read_number(l, added ? member(item, "id") : item, added ? "an added token's id" : item->key, MAX_ID);
         *highest = id > *highest ? id : *highest;
         ++*count;
     }
@@ -1091,7 +1201,7 @@ static Token *add_token(Loader *l, int id, const char *content) {
         fail(l->error, "id %d stands for \"%.40s\" and \"%.40s\"", id, token->content, content);
     if (l->error->failed) return token;
     *slot = (Slot){(uint32_t)hash_text(content, length), id};
-    token->content = token->shown = keep(l->t, content);
+    token->content = token->shown = content;
     token->length = (uint32_t)length;
     return token;
 }
@@ -1102,12 +1212,12 @@ static size_t power_of_two(size_t at_least) {
     return power;
 }
 
-static void load_vocabulary(Loader *l, const cJSON *vocab, const cJSON *added) {
+static void load_vocabulary(Loader *l, const Json *vocab, const Json *added) {
     Tokenizer *t = l->t;
     size_t count = 0;
     int highest = 0;
-    if (!cJSON_IsObject(vocab) || !vocab->child) fail(l->error, "model.vocab is missing, empty or not an object");
-    if (is_given(added) && !cJSON_IsArray(added)) fail(l->error, "added_tokens is not a list");
+    if (!is(vocab, '{') || !following(vocab, vocab)) fail(l->error, "model.vocab is missing, empty or not an object");
+    if (is_given(added) && !is(added, '[')) fail(l->error, "added_tokens is not a list");
     check_ids(l, vocab, false, &highest, &count);
     check_ids(l, added, true, &highest, &count);
     if (l->error->failed) return;
@@ -1117,26 +1227,26 @@ static void load_vocabulary(Loader *l, const cJSON *vocab, const cJSON *added) {
     t->slots = malloc((t->slot_mask + 1) * sizeof *t->slots);
     if (!t->tokens || !t->slots) return fail(l->error, "out of memory");
     memset(t->slots, -1, (t->slot_mask + 1) * sizeof *t->slots);
-    const cJSON *item;
-    cJSON_ArrayForEach(item, vocab) if (!l->error->failed) add_token(l, item->valueint, item->string)->flags = IN_MODEL;
+    for (const Json *item = vocab; (item = following(vocab, item));)
+        if (!l->error->failed) add_token(l, (int)item->number, item->key)->flags = IN_MODEL;
 }
 
 // "a b" or ["a", "b"]: a and its length, b; NULL if it is neither.
-static const char *read_pair(const cJSON *item, size_t *left_length, const char **right) {
-    const char *left = cJSON_GetStringValue(item);
+static const char *read_pair(const Json *item, size_t *left_length, const char **right) {
+    const char *left = text_of(item);
     if (left) {
         *left_length = strcspn(left, " ");
         *right = left + *left_length + 1;
         return left[*left_length] && !strchr(*right, ' ') ? left : NULL;
     }
-    const cJSON *second = cJSON_IsArray(item) && item->child ? item->child->next : NULL;
-    left = second && !second->next ? cJSON_GetStringValue(item->child) : NULL;
-    *right = cJSON_GetStringValue(second);
+    const Json *first = following(item, item), *second = first ? following(item, first) : NULL;
+    left = second && !following(item, second) ? text_of(first) : NULL;
+    *right = text_of(second);
     *left_length = left ? strlen(left) : 0;
     return *right ? left : NULL;
 }
 
-static void load_merge(Loader *l, const cJSON *item, int rank, Bytes *whole) {
+static void load_merge(Loader *l, const Json *item, int rank, Bytes *whole) {
     const char *right, *left;
     size_t length;
     left = read_pair(item, &length, &right);
@@ -1154,18 +1264,19 @@ static void load_merge(Loader *l, const cJSON *item, int rank, Bytes *whole) {
     *merge_slot(l->t, a, b) = (Merge){(uint64_t)a << 32 | (uint32_t)b, rank, id};
 }
 
-static void load_merges(Loader *l, const cJSON *merges) {
+static void load_merges(Loader *l, const Json *merges) {
     Tokenizer *t = l->t;
-    if (!cJSON_IsArray(merges)) return fail(l->error, "model.merges is missing or not a list");
-    size_t count = (size_t)cJSON_GetArraySize(merges);
+    if (!is(merges, '[')) return fail(l->error, "model.merges is missing or not a list");
+    size_t count = 0;
+    for (const Json *item = merges; (item = following(merges, item));) count++;
     t->merge_mask = power_of_two(count + count / 2) - 1;
     t->merges = malloc((t->merge_mask + 1) * sizeof *t->merges);
     if (!t->merges) return fail(l->error, "out of memory");
     memset(t->merges, -1, (t->merge_mask + 1) * sizeof *t->merges);
-    const cJSON *item;
     Bytes whole = {0};
     int rank = 0;
-    cJSON_ArrayForEach(item, merges) if (!l->error->failed) load_merge(l, item, rank++, &whole);
+    for (const Json *item = merges; (item = following(merges, item));)
+        if (!l->error->failed) load_merge(l, item, rank++, &whole);
     free(whole.data);
 }
 
@@ -1185,13 +1296,13 @@ static void load_shortcuts(Loader *l, const char *unknown, bool byte_fallback) {
     }
 }
 
-static void load_model(Loader *l, const cJSON *model, const cJSON *added) {
+static void load_model(Loader *l, const Json *model, const Json *added) {
     static const char *const unsupported[] = {"continuing_subword_prefix", "end_of_word_suffix", "dropout"};
-    if (!cJSON_IsObject(model)) return fail(l->error, "model is missing or not an object");
+    if (!is(model, '{')) return fail(l->error, "model is missing or not an object");
     if (is_given(member(model, "type"))) read_word(l, model, "model", "type", "BPE");
     for (int i = 0; i < 3; i++) {
-        const cJSON *item = member(model, unsupported[i]);
-        bool off = cJSON_IsString(item) ? !*item->valuestring : cJSON_IsNumber(item) && item->valuedouble == 0;
+        const Json *item = member(model, unsupported[i]);
+        bool off = is(item, '"') ? !*item->text : is(item, '0') && item->number == 0;
         if (is_given(item) && !off) fail(l->error, "model.%s is not supported, expected null", unsupported[i]);
     }
     const char *unknown = is_given(member(model, "unk_token")) ? read_text(l, model, "unk_token") : NULL;
@@ -1205,9 +1316,9 @@ static void load_model(Loader *l, const cJSON *model, const cJSON *added) {
 
 // One added token: a token of the model that is also looked for in the text, or one of its own, which keeps the id
 // the file gives it.
-static void load_added_token(Loader *l, const cJSON *item) {
+static void load_added_token(Loader *l, const Json *item) {
     const char *content = read_text(l, item, "content");
-    int id = member(item, "id")->valueint;
+    int id = (int)member(item, "id")->number;
     Token *token = &l->t->tokens[id];
     if (!*content) return;
     if (!token->content || strcmp(token->content, content)) add_token(l, id, content);
@@ -1240,36 +1351,35 @@ static int longest_first(const void *a, const void *b) {
     return left < right ? 1 : left > right ? -1 : 0;
 }
 
-static void load_added_set(Loader *l, const cJSON *added, bool normalized) {
+static void load_added_set(Loader *l, const Json *added, bool normalized) {
     AddedSet *set = &l->t->added[normalized];
-    set->wanted = calloc((size_t)cJSON_GetArraySize(added) + 1, sizeof *set->wanted);
+    set->wanted = calloc(added ? added->size : 1, sizeof *set->wanted);
     if (!set->wanted) return fail(l->error, "out of memory");
-    const cJSON *item;
-    cJSON_ArrayForEach(item, added) {
-        Token *token = &l->t->tokens[member(item, "id")->valueint];
+    for (const Json *item = added; (item = following(added, item));) {
+        Token *token = &l->t->tokens[(int)member(item, "id")->number];
         if (!token->content || normalized != !!(token->flags & NORMALIZED)) continue;
         if (normalized && token->shown == token->content) normalize_added(l, token);
         if (!*token->shown) continue;
-        set->wanted[set->count++] = (Wanted){token->shown, strlen(token->shown), member(item, "id")->valueint};
+        set->wanted[set->count++] = (Wanted){token->shown, strlen(token->shown), (int)member(item, "id")->number};
         set->starts[(uint8_t)*token->shown] = true;
     }
     qsort(set->wanted, set->count, sizeof *set->wanted, longest_first);
 }
 
 // A template: [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}, ...]
-static void load_template(Loader *l, const cJSON *item) {
+static void load_template(Loader *l, const Json *item) {
     Tokenizer *t = l->t;
-    const cJSON *part, *one, *special = member(item, "special_tokens");
+    const Json *single = member(item, "single"), *special = member(item, "special_tokens");
     int texts = 0;
     if (t->before_count || t->after_count) fail(l->error, "more than one TemplateProcessing");
-    cJSON_ArrayForEach(part, member(item, "single")) {
-        const char *name = cJSON_GetStringValue(member(member(part, "SpecialToken"), "id"));
-        const cJSON *ids = name ? member(member(special, name), "ids") : NULL;
+    for (const Json *part = single; (part = following(single, part));) {
+        const char *name = text_of(member(member(part, "SpecialToken"), "id"));
+        const Json *ids = name ? member(member(special, name), "ids") : NULL;
         bool is_text = member(part, "Sequence");
         texts += is_text;
-        if (!is_text && !cJSON_IsArray(ids))
+        if (!is_text && !is(ids, '['))
             fail(l->error, "TemplateProcessing: a part of single is neither text nor known token");
-        cJSON_ArrayForEach(one, ids) {
+        for (const Json *one = ids; (one = following(ids, one));) {
             int id = read_number(l, one, "TemplateProcessing: id of a special token", t->size - 1);
             int *count = texts ? &t->after_count : &t->before_count;
             if (!tokenizer_token(t, id)) fail(l->error, "TemplateProcessing: id %d stands for no token", id);
@@ -1280,29 +1390,30 @@ static void load_template(Loader *l, const cJSON *item) {
     if (texts != 1) fail(l->error, "TemplateProcessing: single holds the text %d times, expected once", texts);
 }
 
-static void load_post_processor(Loader *l, const cJSON *item) {
+static void load_post_processor(Loader *l, const Json *item) {
     enum { SEQUENCE, TEMPLATE };  // ByteLevel's only moves offsets
     int type = read_word(l, item, "post_processor", "type", "Sequence TemplateProcessing ByteLevel");
     if (type == SEQUENCE) load_sequence(l, item, "processors", load_post_processor);
     if (type == TEMPLATE) load_template(l, item);
 }
 
-static void load_parts(Loader *l, const cJSON *root) {
+static void load_parts(Loader *l, const Json *root) {
     static const struct {
         const char *name;
-        void (*load)(Loader *, const cJSON *);
+        void (*load)(Loader *, const Json *);
     } parts[] = {{"normalizer", load_normalizer},
                  {"pre_tokenizer", load_pre_tokenizer},
                  {"post_processor", load_post_processor},
                  {"decoder", load_decoder}};
-    const cJSON *added = member(root, "added_tokens"), *item;
+    const Json *added = member(root, "added_tokens");
     Chain *encode = &l->t->encode;
-    if (!cJSON_IsObject(root)) fail(l->error, "not an object, expected the tokenizer.json of a checkpoint");
+    if (!is(root, '{')) fail(l->error, "not an object, expected the tokenizer.json of a checkpoint");
     load_model(l, member(root, "model"), added);
-    cJSON_ArrayForEach(item, added) if (!l->error->failed) load_added_token(l, item);
+    for (const Json *item = added; (item = following(added, item));)
+        if (!l->error->failed) load_added_token(l, item);
     add_step(l, encode, (Step){.kind = ADDED, .mode = 0}, "");
     for (int i = 0; i < 4; i++) {
-        item = member(root, parts[i].name);
+        const Json *item = member(root, parts[i].name);
         if (is_given(item) && !l->error->failed) parts[i].load(l, item);
         if (i == 0 && !l->error->failed) load_added_set(l, added, false);
         if (i == 0 && !l->error->failed) load_added_set(l, added, true);
@@ -1311,31 +1422,36 @@ static void load_parts(Loader *l, const cJSON *root) {
     if (!is_given(member(root, "decoder"))) add_step(l, &l->t->decode, (Step){.kind = JOIN}, "");
 }
 
-// What the JSON parser would let pass: text that is not UTF-8, and a NUL, at which it would cut the string.
-static void check_text(const char *json, size_t n, Error *error) {
-    size_t valid = utf8_valid(json, n);
-    if (valid < n) fail(error, "byte %zu is not UTF-8", valid);
-    for (const char *p = json, *end = json + n; (p = memchr(p, '\\', (size_t)(end - p))) && end - p >= 6; p += 2)
-        if (!memcmp(p, "\\u0000", 6)) fail(error, "byte %zu: \\u0000 is not supported", (size_t)(p - json));
+// Takes over the text, behind which there is room for a NUL.
+static Tokenizer *load_text(char *text, size_t length, Error *error) {
+    Reader r = {.text = text, .at = text, .strings = text, .error = error};
+    Loader l = {calloc(1, sizeof *l.t), error};
+    if (!l.t) fail(error, "out of memory");
+    if (length > MAX_TEXT) fail(error, "larger than 2^28 bytes");
+    size_t valid = error->failed ? length : utf8_valid(text, length);
+    if (valid < length) fail(error, "byte %zu is not UTF-8", valid);
+    if (!error->failed) {
+        text[length] = 0;
+        read_value(&r, NULL, 0);
+        skip_space(&r);
+        if (r.at < text + length) malformed(&r);
+    }
+    if (!error->failed) load_parts(&l, r.values);
+    free(r.values);
+    if (l.t)
+        l.t->texts = text;
+    else
+        free(text);
+    if (!error->failed) return l.t;
+    tokenizer_free(l.t);
+    return NULL;
 }
 
 Tokenizer *tokenizer_parse(const char *json, size_t length, const char *name, char *error_text, size_t error_size) {
     Error error = {name, error_text, error_size, false};
-    if (length > MAX_TEXT) fail(&error, "%zu bytes, at most 2^28 are read", length);
-    if (!error.failed) check_text(json, length, &error);
-    if (error.failed) return NULL;
-    const char *end = json;
-    cJSON *root = cJSON_ParseWithLengthOpts(json, length, &end, false);
-    while (root && end < json + length && *end && strchr(" \t\r\n", *end)) end++;
-    if (!root || end < json + length) fail(&error, "malformed JSON at byte %zu", (size_t)(end - json));
-    Loader l = {calloc(1, sizeof *l.t), &error};
-    if (l.t) l.t->texts = malloc(2 * length + 4 * MAX_STEPS);
-    if (!l.t || !l.t->texts) fail(&error, "out of memory");
-    if (!error.failed) load_parts(&l, root);
-    cJSON_Delete(root);
-    if (!error.failed) return l.t;
-    tokenizer_free(l.t);
-    return NULL;
+    Bytes text = {0};
+    append(&error, &text, json, length);
+    return load_text(text.data, length, &error);
 }
 
 Tokenizer *tokenizer_load(const char *path, char *error_text, size_t error_size) {
@@ -1343,16 +1459,13 @@ Tokenizer *tokenizer_load(const char *path, char *error_text, size_t error_size)
     Bytes text = {0};
     FILE *file = fopen(path, "rb");
     if (!file) fail(&error, "%s", strerror(errno));
-    for (size_t got = 1; got && !error.failed; text.length += got) {
+    for (size_t got = 1; got && !error.failed && text.length <= MAX_TEXT; text.length += got) {
         text.data = reserve(&error, text.data, &text.capacity, text.length + (1 << 16), 1);
-        got = error.failed ? 0 : fread(text.data + text.length, 1, text.capacity - text.length, file);
-        if (text.length + got > MAX_TEXT) fail(&error, "larger than 2^28 bytes");
+        got = error.failed ? 0 : fread(text.data + text.length, 1, text.capacity - text.length - 1, file);
     }
     if (file && ferror(file)) fail(&error, "%s", strerror(errno));
     if (file) fclose(file);
-    Tokenizer *t = error.failed ? NULL : tokenizer_parse(text.data, text.length, path, error_text, error_size);
-    free(text.data);
-    return t;
+    return load_text(text.data, text.length, &error);
 }
 
 void tokenizer_free(Tokenizer *t) {

@@ -254,6 +254,15 @@ TEST_CASE("tokens are found by their spelling, and know whether they are special
     CHECK(tokenizer_token(t.get(), tokenizer_size(t.get()) - 1) != nullptr);
 }
 
+TEST_CASE("the escapes of JSON are read, and white space between values is none of them") {
+    Loaded t = load_text(
+        " {\t\"model\" :\r\n{\"vocab\": {\"\\u0061\\n\\t\\r\\b\\f\\/\\\\\\\"\\u00e9\\u6C34\\uD83D\\ude00\" : 1e0 ,"
+        "\"\" :0}, \"merges\":[ ] ,\"dropout\": 0.0 } } \n");
+    REQUIRE(t);
+    CHECK(std::string(tokenizer_token(t.get(), 1)) == "a\n\t\r\b\f/\\\"\xC3\xA9\xE6\xB0\xB4\xF0\x9F\x98\x80");
+    CHECK(std::string(tokenizer_token(t.get(), 0)).empty());
+}
+
 TEST_CASE("merges go by rank, also where a pair that waited has changed meanwhile") {
     Loaded t = load_text(R"({"model":{"vocab":{"a":0,"b":1,"c":2,"d":3,"bc":4,"ab":5,"bcd":6,"abc":7},)"
                          R"("merges":["b c","a b","bc d","a bc"]}})");
@@ -295,6 +304,20 @@ TEST_CASE("a broken tokenizer.json is refused in one line that says what is wron
         {good, "{}", "model is missing"},
         {good, std::string(100000, '['), "malformed JSON"},
         {"\"a\":0", "\"\\ud800\":0", "malformed JSON"},
+        {"\"a\":0", "\"\\ud800\\u0041\":0", "malformed JSON"},
+        {"\"a\":0", "\"\\udc00\\ud800\":0", "malformed JSON"},
+        {"\"a\":0", "\"\\u12g4\":0", "malformed JSON"},
+        {"\"a\":0", "\"\\x\":0", "malformed JSON"},
+        {"\"a\":0", "\"\n\":0", "malformed JSON"},
+        {"\"a\":0", "\"a\" 0", "malformed JSON"},
+        {"\"a\":0", "a:0", "malformed JSON"},
+        {"\"a\":0", "\"a\":-", "malformed JSON"},
+        {"\"a\":0", "\"a\":0x1", "malformed JSON"},
+        {"\"a\":0", "\"a\":0,", "malformed JSON"},
+        {"\"dropout\":null", "\"dropout\":nul", "malformed JSON"},
+        {"[\"a b\"]", "[\"a b\",]", "malformed JSON"},
+        {"[\"a b\"]", "[\"a b\"}", "malformed JSON"},
+        {good, std::string("{}\0", 3), "malformed JSON at byte 2"},
         {"\"a\":0", "\"\xFF\":0", "not UTF-8"},
         {"\"a\":0", "\"\\u0000\":0", "\\u0000"},
         {"\"BPE\"", "\"Unigram\"", "model of type Unigram, supported are: BPE"},
