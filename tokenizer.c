@@ -1021,6 +1021,7 @@ static const char *text_of(const Json *item) { return item ? item->text : NULL; 
 typedef struct {
     Tokenizer *t;
     Error *error;
+    int last;  // id that the merge before makes
 } Loader;
 
 // Reading one value: a member that is missing or of another type is an error and gives "", false, 0 or -1.
@@ -1256,7 +1257,11 @@ static void load_merge(Loader *l, const Json *item, int rank, Bytes *whole) {
     append(l->error, whole, right, strlen(right));
     if (l->error->failed) return;
     int a = model_token(l->t, left, length), b = model_token(l->t, right, strlen(right));
-    int id = model_token(l->t, whole->data, whole->length);
+    const Token *next = &l->t->tokens[l->last + 1];  // mostly the vocabulary is in the merges' order
+    bool in_order = l->last + 1 < l->t->size && next->length == whole->length && next->content &&
+                    !memcmp(next->content, whole->data, whole->length);
+    int id = in_order ? l->last + 1 : model_token(l->t, whole->data, whole->length);
+    l->last = id;
     const char *missing = a < 0 ? left : b < 0 ? right : whole->data;
     if (a < 0 || b < 0 || id < 0)
         return fail(l->error, "merge %d, \"%.*s\" and \"%.40s\": model.vocab has no \"%.*s\"", rank, (int)length, left,
@@ -1425,7 +1430,7 @@ static void load_parts(Loader *l, const Json *root) {
 // Takes over the text, behind which there is room for a NUL.
 static Tokenizer *load_text(char *text, size_t length, Error *error) {
     Reader r = {.text = text, .at = text, .strings = text, .error = error};
-    Loader l = {calloc(1, sizeof *l.t), error};
+    Loader l = {calloc(1, sizeof *l.t), error, 0};
     if (!l.t) fail(error, "out of memory");
     if (length > MAX_TEXT) fail(error, "larger than 2^28 bytes");
     size_t valid = error->failed ? length : utf8_valid(text, length);
