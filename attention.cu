@@ -919,7 +919,7 @@ inline void weigh_groups(float *values, const float *weights, int queries, const
 
 // Scores of stored rows with the many queries of a tile of a prompt, which stand in tiles as in linear_panels(): the
 // rows are decoded once for all of them, and no sum has to be folded. SmolLM2-135M's shape, 2,048 tokens, one thread:
-// predicted 8 % of the prefill.
+// predicted 8 % of the prefill; measured 17.6 -> 11.7 % of its time.
 template <class Format>
 inline void score_panels(float *scores, const float *query_tiles, int query_count, StoredRows<Format> rows,
                          int row_count, int width) {

@@ -554,7 +554,8 @@ inline void linear_vectors(float *y, const Inputs &in, const Linear &linear, Sto
 
 // Rung 3, for many tokens: a panel of weights, widened and transposed, times one number of each of some tokens at a
 // time. Of 12 multiply-adds only 8 operands come from memory, the L1; with the sums of rung 2 it is 16, more than the
-// processor loads meanwhile.
+// processor loads meanwhile. Predicted: bound by the multiply-adds alone. Measured, the prefill of 512 tokens of
+// SmolLM2-135M's shape: 44 -> 56 % of the matrix rate.
 constexpr int panel_depth = 320;  // channels at most, so that a panel stays in the L1
 
 // panel (depth, panel_rows) = `rows` rows, zeros behind them. read(to, r) writes the numbers of row r.
