@@ -476,9 +476,9 @@ inline bool has_matrix_tiles(const Tensor &weight) {
     return weight.type == DType::bf16 && amx_allowed() && weight.rows % amx_side == 0 && weight.cols % amx_depth == 0;
 }
 
-// x (count, inputs) as products with this weight read it: for int8 weights as int8 numbers; in a pass over `many` tokens
-// in tiles of some tokens, or, where the machine has matrix tiles, each number split into three of bf16 that add up to it
-// exactly (but for the last bits of numbers below 2^-110). In these cases it waits for all threads.
+// x (count, inputs) as products with this weight read it: for int8 weights as int8 numbers; in a pass over `many`
+// tokens in tiles of some tokens, or, where the machine has matrix tiles, each number split into three of bf16 that add
+// up to it exactly (but for the last bits of numbers below 2^-110). In these cases it waits for all threads.
 inline Inputs inputs_of(InputBuffers &buffers, const float *x, int count, const Tensor &weight, bool many) {
     int inputs = (int)weight.cols;
     if (weight.type == DType::int8) {
