@@ -1002,21 +1002,21 @@ inline void weigh_stretch(float *values, const float *weights, int queries, cons
     std::visit(weigh_stored, stretch.cache.type_v);
 }
 
-// The scores of a split, of which the positions [low, high) are visible, become e^(factor * score - most), and 0
-// where nothing is visible. A position's lane is fixed by its place in the split: low and high do not move the sum.
-inline Partial softmax_split(float *scores, int low, int high, float factor) {
+// The scores of a split's first `count` positions, of which [low, high) are visible, become e^(factor * score - most),
+// and 0 where nothing is visible. A position's lane is fixed by its place in the split: no bound moves the sum.
+inline Partial softmax_split(float *scores, int low, int high, int count, float factor) {
     Partial partial;
     if (low >= high) {
-        std::fill(scores, scores + split_positions, 0.0f);
+        std::fill(scores, scores + count, 0.0f);
         return partial;
     }
     const float invisible = -std::numeric_limits<float>::infinity();
     std::fill(scores, scores + low, invisible);
-    std::fill(scores + high, scores + split_positions, invisible);
+    std::fill(scores + high, scores + count, invisible);
     Vec most = set(invisible), total = set(0);
     for (int i = 0; i < high; i += lanes) most = max(most, mul(set(factor), load(scores + i)));
     partial.most = largest(most);
-    for (int i = 0; i < split_positions; i += lanes) {
+    for (int i = 0; i < count; i += lanes) {
         // Rounded as for the maximum: with fma(), scores of 10^10 would leave it by more than e^x can hold.
         Vec weight = exp(add(mul(set(factor), load(scores + i)), set(-partial.most)));
         store(scores + i, weight);
@@ -1196,7 +1196,8 @@ inline void attend_split(const Results &to, const AttentionTask &task, const Hea
         int q = item % queries, position = tile.position + q / heads.group();
         int low = std::max(0, task.visible.first(position) - origin), high = std::min(end, position + 1) - origin;
         to.of(item / queries)[q] =
-            softmax_split(&scores[(size_t)item * split_positions], low, high, 1 / std::sqrt((float)heads.width));
+            softmax_split(&scores[(size_t)item * split_positions], low, high, padded_count(end - origin, group_size),
+                          1 / std::sqrt((float)heads.width));
     }
     for_each_stretch(task, tile, values, origin, begin, end, some, keys, end, [&](const Stretch &stretch, int i) {
         weigh_stretch(to.values_of(i), &scores[i * of_head], queries, stretch, task.value);

@@ -308,10 +308,10 @@ inline float largest_magnitude(const float *group) {
 
 // The whole numbers next to those of a group over its scale; zeros if that is 0 or NaN.
 inline void round_group(int8_t *to, const float *group, float scale) {
-    alignas(cache_line) float quotient[int8_group];
+    alignas(cache_line) float whole[int8_group];
     for (int i = 0; i < int8_group; i += lanes)
-        store(quotient + i, scale > 0 ? div(load(group + i), set(scale)) : set(0));
-    for (int i = 0; i < int8_group; i++) from_float(to[i], quotient[i]);
+        store(whole + i, scale > 0 ? round(div(load(group + i), set(scale))) : set(0));
+    for (int i = 0; i < int8_group; i++) to[i] = (int8_t)std::clamp((int)whole[i], -127, 127);
 }
 
 // Writes the int8 numbers of a matrix, zeros beyond its last row and channel. False if a weight is not a number or is
@@ -346,12 +346,14 @@ inline bool quantize(Int8Block *blocks, const Tensor &weight) {
 inline void quantize(Int8Group &group, const float *x, int count) {
     float padded[int8_group] = {};
     int8_t rounded[int8_group];
+    uint8_t magnitude[int8_group];
     memcpy(padded, x, (size_t)count * sizeof(float));
     group.scale = largest_magnitude(padded) / 127;
     round_group(rounded, padded, group.scale);
-    for (int i = 0; i < int8_group; i++) {
-        group.four[i / 4].number[i % 4] = rounded[i];
-        group.four[i / 4].magnitude[i % 4] = (uint8_t)std::abs(rounded[i]);
+    for (int i = 0; i < int8_group; i++) magnitude[i] = (uint8_t)std::abs(rounded[i]);
+    for (int i = 0; i < int8_group; i += 4) {
+        memcpy(group.four[i / 4].number, rounded + i, 4);
+        memcpy(group.four[i / 4].magnitude, magnitude + i, 4);
     }
 }
 

@@ -254,8 +254,9 @@ inline const std::vector<Flag> &flags() {
         {{"--dump-logits"}, "FILE.npy", "generate",
          "float32 [positions, vocabulary]: a row for each prompt position, then one for each generated token",
          text(&O::dump_logits)},
-        {{"--weights"}, "TYPE", run, "stored, or int8: rounded as they are loaded, groups of 32 with a scale (default stored)",
-         word_of(&O::weights, "type of weights", {"stored", "int8"})},
+        {{"--weights"}, "TYPE", run,
+         "stored; copied: to huge pages first, to decode faster; int8: groups of 32 with a scale (default stored)",
+         word_of(&O::weights, "type of weights", {"stored", "copied", "int8"})},
         {{"--device"}, "NAME", run, "cpu, cuda, or auto: the GPU if there is one (default auto)",
          word_of(&O::device, "device", {"auto", "cpu", "cuda"})},
         {{"--json"}, "", "*", "one JSON object on stdout", turn_on(&O::json)},
@@ -458,15 +459,15 @@ struct Engine {
 #endif
     std::vector<float> frequencies;  // (head_dim / 2): radians per position
     // Activations of a pass, in float32:
-    Floats x;                            // (rows, hidden): the residual stream
-    Floats normed;                       // (rows, hidden)
-    Floats query;                        // (rows, heads, head_dim)
-    Floats key, value;                   // (rows, kv_heads, head_dim)
-    Floats attended;                     // (rows, heads, head_dim)
-    Floats gate, up;                     // (rows, ffn)
-    Floats turn;                         // (rows, head_dim): cosines and sines
-    InputBuffers inputs;                 // what the next products read, see inputs_of()
-    std::shared_ptr<void> int8_weights;  // where the model's tensors are with --weights int8
+    Floats x;                       // (rows, hidden): the residual stream
+    Floats normed;                  // (rows, hidden)
+    Floats query;                   // (rows, heads, head_dim)
+    Floats key, value;              // (rows, kv_heads, head_dim)
+    Floats attended;                // (rows, heads, head_dim)
+    Floats gate, up;                // (rows, ffn)
+    Floats turn;                    // (rows, head_dim): cosines and sines
+    InputBuffers inputs;            // what the next products read, see inputs_of()
+    std::shared_ptr<void> weights;  // where the model's matrices are, if they were moved
 
     Engine(Model loaded, int thread_count) : model(std::move(loaded)), threads(thread_count) {
         const Config &config = model.config;
@@ -497,26 +498,44 @@ void for_each_matrix(AnyModel &model, Use use) {
     use(model.head);
 }
 
-// --weights int8. What a file stores stays as it is: a tied model's embedding is no longer its head.
-inline void quantize_weights(Engine &engine) {
+// Threads share the bytes of one matrix.
+inline void copy_bytes(char *to, const char *from, size_t bytes) {
+    constexpr size_t piece = 1 << 20;
+#pragma omp for schedule(static)
+    for (size_t at = 0; at < bytes; at += piece) memcpy(to + at, from + at, std::min(piece, bytes - at));
+}
+
+// Moves the matrices from the mapped files to huge pages, as they are or as int8 numbers: --weights copied, int8. Int8
+// numbers are not looked up by token, so a tied model's embedding stays where it is, and is no longer its head.
+inline void move_weights(Engine &engine, bool to_int8) {
     Model &model = engine.model;
+    const char *what = to_int8 ? "int8 weights" : "copying the weights";
+    auto bytes_of = [&](const Tensor &weight) {
+        return to_int8 ? int8_bytes(weight) : (size_t)(weight.rows * weight.cols * dtype_bytes(weight.type));
+    };
+    auto room_of = [&](const Tensor &weight) { return (bytes_of(weight) + cache_line - 1) / cache_line * cache_line; };
     size_t total = 0, at = 0;
-    for_each_matrix(model, [&](Tensor &weight) { total += int8_bytes(weight); });
-    engine.int8_weights = reserve(total, "the int8 weights");
+    for_each_matrix(model, [&](Tensor &weight) { total += room_of(weight); });
+    engine.weights = reserve(total, "the weights");
     bool tied = model.head.data == model.embedding.data, good = true;
     for_each_matrix(model, [&](Tensor &weight) {
-        if (isatty(2)) fprintf(stderr, "\rint8 weights: %3.0f %%", 100.0 * at / total);
-        auto *blocks = (Int8Block *)((char *)engine.int8_weights.get() + at);
+        if (isatty(2)) fprintf(stderr, "\r%s: %3.0f %%", what, 100.0 * at / total);
+        char *to = (char *)engine.weights.get() + at;
+        at += room_of(weight);
 #pragma omp parallel num_threads(engine.threads) reduction(&& : good)
-        good = quantize(blocks, weight) && good;
-        bool shared = tied && &weight == &model.head;  // and so not replaced
-        model.weight_bytes -= shared ? 0 : weight.rows * weight.cols * dtype_bytes(weight.type);
-        at += int8_bytes(weight);
-        weight.data = blocks;
-        weight.type = DType::int8;
+        if (to_int8)
+            good = quantize((Int8Block *)to, weight) && good;
+        else
+            copy_bytes(to, (const char *)weight.data, bytes_of(weight));
+        bool stays = to_int8 && tied && &weight == &model.head;
+        if (!stays) model.weight_bytes -= weight.rows * weight.cols * dtype_bytes(weight.type);
+        model.weight_bytes += (int64_t)bytes_of(weight);
+        weight.data = to;
+        if (to_int8) weight.type = DType::int8;
+        for (const Mapping &file : model.files) forget_pages(file);
     });
-    if (isatty(2)) fprintf(stderr, "\r%24s\r", "");
-    model.weight_bytes += (int64_t)total;
+    if (tied && !to_int8) model.embedding = model.head;
+    if (isatty(2)) fprintf(stderr, "\r%40s\r", "");
     if (!good)
         fail("--weights int8: a weight is NaN or beyond 8.3e6, which its scales cannot hold: leave the flag out");
 }
@@ -1320,7 +1339,7 @@ inline Engine open_engine(const Options &options, const std::string &directory) 
 #ifdef HAS_CUDA
     if (reason.empty()) move_to_gpu(engine);
 #endif
-    if (int8) quantize_weights(engine);
+    if (!reason.empty() && options.weights != "stored") move_weights(engine, int8);
     return engine;
 }
 

@@ -578,12 +578,13 @@ inline int run_diff(const Options &options) {
 
 // ---- llm bench ---------------------------------------------------------------------------------------------
 
-// Measures the bytes a second that all threads together read from a buffer. It is as large as the model's weights, so
-// that of the one as of the other the caches of this machine may hold a part.
+// Measures the bytes a second that all threads together read from a buffer. It is as large as the model's weights and
+// in pages like theirs, so that of the one as of the other the caches of this machine may hold a part.
 class ReadBandwidth {
 public:
-    ReadBandwidth(size_t bytes, int threads) : blocks(std::max<int64_t>(bytes / block, 64)), threads(threads) {
-        buffer = reserve((size_t)blocks * block, "the buffer of the bandwidth measurement");
+    ReadBandwidth(size_t bytes, int threads, Pages pages)
+        : blocks(std::max<int64_t>(bytes / block, 64)), threads(threads) {
+        buffer = reserve((size_t)blocks * block, "the buffer of the bandwidth measurement", pages);
         for_each_block([](float *at, size_t count) {  // first touch, by the thread that will read
             std::fill(at, at + count, 1.0f);
             return 0.0f;
@@ -754,7 +755,8 @@ struct Machine {
 
 inline Machine cpu_of(const Engine &engine) {
     bool tiles = amx_allowed() && engine.model.layers[0].up.weight.type == DType::bf16;
-    auto memory = std::make_shared<ReadBandwidth>((size_t)engine.model.weight_bytes, engine.threads);
+    Pages pages = engine.weights ? Pages::huge : Pages::small;
+    auto memory = std::make_shared<ReadBandwidth>((size_t)engine.model.weight_bytes, engine.threads, pages);
     int threads = engine.threads;
     return {engine.device_name, tiles ? "bf16" : "f32", memory->bytes(), [memory] { return memory->measure(); },
             [=] { return measure_matrix_rate(tiles, threads); }};

@@ -166,6 +166,11 @@ inline Mapping map_file(const std::string &path) {
     return Mapping((const char *)data, Unmap{(size_t)status.st_size});
 }
 
+// Gives the memory back that its pages take here. Who reads them again gets them from the kernel's cache, or the disk.
+inline void forget_pages(const Mapping &file) {
+    madvise(const_cast<char *>(file.get()), file.get_deleter().size, MADV_DONTNEED);
+}
+
 // The whole file as text. `limit` bounds what a wrong file can make us allocate.
 inline std::string read_file(const std::string &path, size_t limit) {
     Mapping file = map_file(path);

@@ -463,6 +463,25 @@ TEST_CASE("--weights int8: both paths agree, and fewer bytes are read") {
     CHECK(number(stored, "results.1.operations") == number(int8, "results.1.operations"));
 }
 
+// Tied and untied, in pieces of a megabyte and in smaller ones.
+TEST_CASE("--weights copied: the same bits, and no byte more is read or held") {
+    Scratch scratch;
+    for (const std::string &directory : {model, std::string(builtin)}) {
+        auto logits = [&](const std::string &weights) {
+            std::string path = scratch / weights + ".npy";
+            run_well(generate(directory, {1, 2, 3}, {"-n", "4", "--weights", weights, "--dump-logits", path}));
+            return slurp(path);
+        };
+        CHECK(logits("copied") == logits("stored"));
+        auto memory = [&](const std::string &weights) {
+            Json root = run_json({"bench", "-m", directory, "-n", "1", "--depth", "4", "--prefill", "2", "--repeats",
+                                  "1", "--weights", weights});
+            return std::make_pair(number(root, "memory.weight_bytes"), number(root, "results.1.bytes"));
+        };
+        CHECK(memory("copied") == memory("stored"));
+    }
+}
+
 TEST_CASE("bench takes the lengths that fit into the model's context, and those that are asked for") {
     auto lengths = [](const Words &flags, const std::string &name, const std::string &key) {
         Json root = run_json(Words{"bench", "-m", model, "-n", "2", "--repeats", "1"} + flags);
@@ -925,7 +944,7 @@ TEST_CASE("flags that make no sense are refused by name") {
              {{"difff", "-h"}, {"difff: unknown command", "diff"}},
              {{"-p", "hi"}, {"-p: expected a command", "generate diff"}},
              {{"--json"}, {"--json: expected a command"}},
-             {{"generate", "--weights", "int4"}, {"--weights int4: unknown type", "stored int8"}},
+             {{"generate", "--weights", "int4"}, {"--weights int4: unknown type", "stored copied int8"}},
              {{"generate", "--weights", "int8", "--device", "cuda"}, {"--device cuda: no int8 weights there", "auto"}},
              {{"generate", "--tmp", "1"}, {"--tmp: unknown flag", "--temp"}},
              {{"generate", "--top_k", "1"}, {"--top_k: unknown flag", "--top-k"}},

@@ -99,7 +99,7 @@ class Llm:
         steps = (["--prefill", "1", "--depth", row.depth, "-n", row.tokens] if row.work == "decode" else
                  ["--prefill", row.tokens, "--depth", "0", "-n", "1"])
         return [self.binary, "bench", "-m", path, "-t", threads, "--kv", row.cache, "--repeats", repeats, "--json",
-                *steps, *(["--weights", "int8"] if row.weights == "int8" else [])]
+                *steps, "--weights", "int8" if row.weights == "int8" else "copied"]
 
     def rate(self, row, done, parameters):
         return next(result["tokens_per_second"] for result in json.loads(done.stdout)["results"]
