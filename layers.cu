@@ -205,7 +205,8 @@ constexpr int tile_vectors = lanes == 8 ? 3 : 6;  // AVX2 has 16
 // rows. All linear layers of SmolLM2-135M's shape in bf16, 2 threads of a Zen 3, median: 16.3 -> 12.8 ms.
 //
 // How far: what is computed with while memory answers is a number of instructions, and so fewer bytes where a number
-// has fewer. Of the read bandwidth, at 8 KiB and at these: f32 0.95, 0.95; f16 and bf16 0.90, 0.95; int8 0.92, 1.02.
+// has fewer. Of the read bandwidth, in huge pages, at 8 KiB and at these: f16 and bf16 0.90, 0.95; int8 0.92, 1.02. (In
+// small pages 16-bit weights gain nothing from it.)
 template <class Number>
 constexpr int bytes_ahead = sizeof(Number) == 4   ? 6144
                             : sizeof(Number) == 2 ? 4096

@@ -127,8 +127,9 @@ class LlamaBench:
 
     def rate(self, row, done, parameters):
         result, = json.loads(done.stdout)
-        if result["model_n_params"] != parameters:
-            raise Wrong(f"{self.binary}: it loaded {result['model_n_params']:,} parameters, expected {parameters:,}: "
+        expected = parameters["with a tied head twice" if self.fork else "all"]
+        if result["model_n_params"] != expected:
+            raise Wrong(f"{self.binary}: it loaded {result['model_n_params']:,} parameters, expected {expected:,}: "
                         "remove the files in --work and race again")
         return statistics.median(result["samples_ts"][self.fork and row.work == "prefill":])
 
@@ -248,7 +249,9 @@ def race(arguments, runs):
                for row in rows for name, engine in engines.items() if engine.file(row)]
     if arguments.llama2c:
         make(directory, "llama2c.tokenizer", arguments.shape)
-    parameters = sum(int(np.prod(dims)) for _, dims in make_random.tensors(shape))
+    count = sum(int(np.prod(dims)) for _, dims in make_random.tensors(shape))
+    tied = shape["vocab_size"] * shape["hidden_size"] if shape["tie_word_embeddings"] else 0
+    parameters = {"all": count, "with a tied head twice": count + tied}  # as llama.cpp and its fork count
     for turn in range(arguments.rounds):
         for i, (row, name, path) in enumerate(entries[::-1] if turn % 2 else entries):  # each is first as often as last
             show_progress(f"round {turn + 1} of {arguments.rounds}, run {i + 1} of {len(entries)}: {row} {name}")
