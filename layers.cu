@@ -200,19 +200,9 @@ inline void in_batches(int count, Use use, int first = 0) {
 constexpr int tile_rows = 4;
 constexpr int tile_vectors = lanes == 8 ? 3 : 6;  // AVX2 has 16
 
-// Weights come straight from memory. The processor's own prefetcher follows the rows of a tile, each a stream, if they
-// are long; of short ones it sees the end too soon, and their lines are asked for in the order of memory. 2 threads of
-// a Zen 3, of the read bandwidth: f32 rows of 2,304 bytes 0.99 unasked, 0.93 asked for; bf16 rows of 4,096 bytes 1.05,
-// 0.95; of 1,152 bytes 0.65, 0.93.
-constexpr size_t long_row = 2048;  // bytes
-
-// How far ahead they are asked for: what is computed with while memory answers is a number of instructions, and so
-// fewer bytes where a number has fewer. At 8 KiB and at these, of the read bandwidth: f16 and bf16 0.90, 0.95; int8
-// 0.92, 1.02.
-template <class Number>
-constexpr int bytes_ahead = sizeof(Number) == 4   ? 8192
-                            : sizeof(Number) == 2 ? 4096
-                                                  : 1536;
+// Rows that follow one another come straight from memory, and are asked for so far ahead, in the order of memory: of
+// short rows the processor's own prefetcher sees the end too soon.
+constexpr int bytes_ahead = 4096;
 
 // out[v * out_stride + r] = row r . vector v for Rows x Vectors of them; each row and each vector is read
 // once, and the sum of each result is the one of dot(), whatever the tile.
@@ -382,25 +372,27 @@ inline float int8_dot(const Int8Block *blocks, int row, const float *x, int inpu
     return largest(total);
 }
 
-// What the `lanes` rows of a panel give with `Vectors` vectors, `stride` groups apart: out (Vectors, out_stride).
-// `ahead`: this is the first time that the panel is read, and what follows it is asked for.
-template <int Vectors>
-inline void int8_tile(float *out, size_t out_stride, const Int8Block *blocks, const Int8Group *x, size_t stride,
-                      int64_t groups, bool ahead) {
-    Vec totals[Vectors];
-    for (Vec &total : totals) total = set(0);
+// What the `lanes` rows of each panel give with each vector, vectors `stride` groups apart: out (Vectors, out_stride),
+// with the panels `panel_stride` apart there, and `apart` blocks in memory.
+template <int Panels, int Vectors>
+inline void int8_tile(float *out, size_t out_stride, size_t panel_stride, const Int8Block *blocks, size_t apart,
+                      const Int8Group *x, size_t stride, int64_t groups) {
+    Vec totals[Panels][Vectors];
+    for (int i = 0; i < Panels * Vectors; i++) totals[i / Vectors][i % Vectors] = set(0);
     for (int64_t g = 0; g < groups; g++) {
-        const Int8Block &block = blocks[g];
-        for (size_t byte = 0; ahead && byte < sizeof block; byte += cache_line)
-            __builtin_prefetch((const char *)&block + bytes_ahead<int8_t> + byte);
-        Ints sums[Vectors] = {};
+        Ints sums[Panels][Vectors] = {};
         for (int step = 0; step < int8_group / 4; step++)
+            for (int p = 0; p < Panels; p++)
+                for (int v = 0; v < Vectors; v++)
+                    sums[p][v] =
+                        add_products(sums[p][v], blocks[p * apart + g].weight[step], x[v * stride + g].four[step]);
+        for (int p = 0; p < Panels; p++)
             for (int v = 0; v < Vectors; v++)
-                sums[v] = add_products(sums[v], block.weight[step], x[v * stride + g].four[step]);
-        for (int v = 0; v < Vectors; v++)
-            totals[v] = fma(to_floats(sums[v]), mul(load(block.scale), set(x[v * stride + g].scale)), totals[v]);
+                totals[p][v] = fma(to_floats(sums[p][v]),
+                                   mul(load(blocks[p * apart + g].scale), set(x[v * stride + g].scale)), totals[p][v]);
     }
-    for (int v = 0; v < Vectors; v++) store(out + v * out_stride, totals[v]);
+    for (int p = 0; p < Panels; p++)
+        for (int v = 0; v < Vectors; v++) store(out + p * panel_stride + v * out_stride, totals[p][v]);
 }
 
 enum class Store { set, add };  // y = W x, or y += W x (a residual connection)
@@ -554,14 +546,50 @@ inline void linear_vectors(float *y, const Inputs &in, const Linear &linear, Sto
                      count, inputs);
             } else {
                 size_t stride = inputs * sizeof(Number);
-                const char *start = (const char *)rows,
-                           *ahead = stride < long_row ? start + bytes_ahead<Number> : nullptr;
+                const char *start = (const char *)rows, *ahead = start + bytes_ahead;
                 dots(out.data(), block, StoredRows<PlainRow<Number>>{start, stride, ahead, stride}, block,
                      vectors.data(), count, inputs);
             }
             store_block(y, out.data(), block, linear, count, first, block, store);
         }
     });
+}
+
+struct Share {  // of some items: those of this thread
+    int first, last;
+    int count() const { return last - first; }
+};
+
+inline Share share_of(int items) {
+    int team = team_size(), me = 0;
+#ifdef _OPENMP
+    me = omp_get_thread_num();
+#endif
+    return {(int)((int64_t)items * me / team), (int)((int64_t)items * (me + 1) / team)};
+}
+
+// Rung 3 for one token: a tile's rows lie a fourth of the thread's share apart, so that memory is read as four streams
+// that do not end with a row, and the processor's own prefetcher follows them. 2 threads of a Zen 3 read 28 GB/s as one
+// stream each, asked for 4 KiB ahead, and 40 as four. Predicted: decoding 1.3 x as fast. Measured:
+// SmolLM2-135M's shape in bf16 1.2 x, these products alone 1.24 x; in f32 1.48 x; with int8 weights 1.1 to 1.25 x.
+inline void linear_streams(float *y, const Inputs &in, const Linear &linear, Store store) {
+    Share share = share_of((int)linear.weight.rows);
+    int inputs = (int)linear.weight.cols, apart = share.count() / tile_rows;
+    thread_local Floats out;
+    out.resize(share.count());
+    with_numbers(linear.weight, [&](auto *weight) {
+        using Row = PlainRow<std::decay_t<decltype(*weight)>>;
+        auto rows_from = [&](int row) { return (const char *)(weight + (size_t)(share.first + row) * inputs); };
+        for (int r = 0; r < apart; r++) {
+            float tile[tile_rows];
+            StoredRows<Row> rows{rows_from(r), (size_t)apart * inputs * sizeof *weight};
+            dot_tile<tile_rows, 1>(tile, tile_rows, rows, &in.x, inputs);
+            for (int i = 0; i < tile_rows; i++) out[i * apart + r] = tile[i];
+        }
+        for (int r = apart * tile_rows; r < share.count(); r++)
+            dot_tile<1, 1>(&out[r], 1, StoredRows<Row>{rows_from(r), 0}, &in.x, inputs);
+    });
+    store_block(y, out.data(), share.count(), linear, 1, share.first, share.count(), store);
 }
 
 // Rung 3, for many tokens: a panel of weights, widened and transposed, times one number of each of some tokens at a
@@ -658,8 +686,26 @@ inline void linear_tiles(float *y, const Inputs &in, const Linear &linear, Store
     amx_end();
 }
 
-// Rung 2 for int8 weights. Its sums go group after group, for one token as for many, so that the bits are the same.
-// Some panels stay in the L1 for all tokens.
+// The same for int8 weights, four panels at a time. Sums go group after group, for one token as for many, so that the
+// bits are the same.
+inline void linear_int8_streams(float *y, const Inputs &in, const Linear &linear, Store store) {
+    constexpr int streams = 4;
+    int outputs = (int)linear.weight.rows;
+    int64_t groups = int8_groups(linear.weight.cols);
+    Share share = share_of((int)int8_panels(outputs));
+    const Int8Block *blocks = (const Int8Block *)linear.weight.data + share.first * groups;
+    int apart = share.count() / streams, first = share.first * lanes, rows = share.count() * lanes;
+    thread_local Floats out;
+    out.resize(rows);
+    for (int p = 0; p < apart; p++)
+        int8_tile<streams, 1>(&out[p * lanes], 0, (size_t)apart * lanes, blocks + p * groups, apart * groups, in.int8,
+                              0, groups);
+    for (int p = apart * streams; p < share.count(); p++)
+        int8_tile<1, 1>(&out[p * lanes], 0, 0, blocks + p * groups, 0, in.int8, 0, groups);
+    store_block(y, out.data(), rows, linear, 1, first, std::min(rows, outputs - first), store);
+}
+
+// Rung 2 for int8 weights: some panels stay in the L1 for all tokens.
 inline void linear_int8(float *y, const Inputs &in, const Linear &linear, Store store) {
     constexpr int block_rows = 32, most_vectors = 4;
     int outputs = (int)linear.weight.rows;
@@ -672,8 +718,8 @@ inline void linear_int8(float *y, const Inputs &in, const Linear &linear, Store 
         int block = std::min(block_rows, outputs - first);
         in_batches<most_vectors>(in.count, [&](auto size, int t) {
             for (int panel = 0; panel * lanes < block; panel++)
-                int8_tile<size>(&out[(size_t)t * block_rows + panel * lanes], block_rows, blocks + panel * groups,
-                                in.int8 + t * groups, groups, groups, t == 0);
+                int8_tile<1, size>(&out[(size_t)t * block_rows + panel * lanes], block_rows, 0, blocks + panel * groups,
+                                   0, in.int8 + t * groups, groups, groups);
         });
         store_block(y, out.data(), block_rows, linear, in.count, first, block, store);
     }
@@ -681,9 +727,11 @@ inline void linear_int8(float *y, const Inputs &in, const Linear &linear, Store 
 
 // y (count, outputs) = or += weight (outputs, inputs) x + bias, by the fastest rung that there is for these numbers.
 inline void linear(float *y, const Inputs &in, const Linear &linear, Store store = Store::set) {
-    if (linear.weight.type == DType::int8) return linear_int8(y, in, linear, store);
+    if (linear.weight.type == DType::int8)
+        return in.count == 1 ? linear_int8_streams(y, in, linear, store) : linear_int8(y, in, linear, store);
     if (in.in_parts && has_matrix_tiles(linear.weight)) return linear_tiles(y, in, linear, store);
-    in.tiles ? linear_panels(y, in, linear, store) : linear_vectors(y, in, linear, store);
+    if (in.tiles) return linear_panels(y, in, linear, store);
+    in.count == 1 ? linear_streams(y, in, linear, store) : linear_vectors(y, in, linear, store);
 }
 
 #ifdef HAS_CUDA
