@@ -305,7 +305,8 @@ inline float largest_magnitude(const float *group) {
     return largest(most) + sum(nan);
 }
 
-// The whole numbers next to those of a group over its scale; zeros if that is 0 or NaN.
+// The whole numbers next to those of a group over its scale; zeros if that is 0 or NaN. A scale below the normal
+// numbers is so coarse that a quotient may pass 127.
 inline void round_group(int8_t *to, const float *group, float scale) {
     alignas(cache_line) float whole[int8_group];
     for (int i = 0; i < int8_group; i += lanes)

@@ -516,6 +516,10 @@ inline void move_weights(Engine &engine, bool to_int8) {
     auto room_of = [&](const Tensor &weight) { return (bytes_of(weight) + cache_line - 1) / cache_line * cache_line; };
     size_t total = 0, at = 0;
     for_each_matrix(model, [&](Tensor &weight) { total += room_of(weight); });
+    Room room = room_for_cache(nullptr);
+    if ((double)total > room.bytes)
+        fail("--weights %s: it takes %.1f GiB, %s has %.1f GiB: leave the flag out", to_int8 ? "int8" : "copied",
+             (double)total / 0x1p30, room.name.c_str(), room.bytes / 0x1p30);
     engine.weights = reserve(total, "the weights");
     bool tied = model.head.data == model.embedding.data, good = true;
     for_each_matrix(model, [&](Tensor &weight) {

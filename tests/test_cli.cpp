@@ -463,8 +463,7 @@ TEST_CASE("--weights int8: both paths agree, and fewer bytes are read") {
     CHECK(number(stored, "results.1.operations") == number(int8, "results.1.operations"));
 }
 
-// Tied and untied, in pieces of a megabyte and in smaller ones.
-TEST_CASE("--weights copied: the same bits, and no byte more is read or held") {
+TEST_CASE("--weights copied: the same bits, and as many bytes are counted as held and read") {
     Scratch scratch;
     for (const std::string &directory : {model, std::string(builtin)}) {
         auto logits = [&](const std::string &weights) {
