@@ -162,8 +162,9 @@ void rms_norm(const Device &device, Number *out, const float *x, const Tensor &w
 // Rows of stored numbers, `stride` bytes apart. `Format` decodes a Vec of them at a time: PlainRow<bf16>, ...
 // `ahead` is what will be read from memory after them, or nullptr: while row r is computed with, the `ahead_stride`
 // bytes at ahead + r * ahead_stride are asked for.
-template <class Format>
+template <class RowFormat>
 struct StoredRows {
+    using Format = RowFormat;
     const char *start;
     size_t stride;
     const char *ahead = nullptr;
@@ -173,19 +174,13 @@ struct StoredRows {
     Vec load_part(int row, int i, int count) const {
         return Format::decode_part(start + row * stride, channel + i, count);
     }
-    void prefetch(int row, int i) const {
-        __builtin_prefetch(ahead + row * ahead_stride + (channel + i) / Format::line_numbers * cache_line);
-    }
+    float scale(int) const { return 1; }  // what has one is scaled by others: see attention
     // Line after line, as Rows rows of a tile lie in memory.
     void ask(int line) const { __builtin_prefetch(ahead + line * cache_line); }
     StoredRows from(int64_t row) const {
         return {start + row * stride, stride, ahead ? ahead + row * ahead_stride : nullptr, ahead_stride, channel};
     }
-    // Only channels with which a cache line may begin ask for one.
-    StoredRows from_channel(int first) const {
-        bool ask = (channel + first) % Format::line_numbers == 0;
-        return {start, stride, ask ? ahead : nullptr, ahead_stride, channel + first};
-    }
+    StoredRows from_channel(int first) const { return {start, stride, nullptr, 0, channel + first}; }
 };
 
 // Calls use(size, first) for batches of `Most`, and once for what is left; size is a std::integral_constant.
@@ -204,10 +199,12 @@ constexpr int tile_vectors = lanes == 8 ? 3 : 6;  // AVX2 has 16
 // short rows the processor's own prefetcher sees the end too soon.
 constexpr int bytes_ahead = 4096;
 
-// out[v * out_stride + r] = row r . vector v for Rows x Vectors of them; each row and each vector is read
-// once, and the sum of each result is the one of dot(), whatever the tile.
-template <int Rows, int Vectors, class Format>
-inline void dot_tile(float *out, size_t out_stride, StoredRows<Format> rows, const float *const *vectors, int width) {
+// out[v * out_stride + r * row_stride] = row r . vector v for Rows x Vectors of them; each row and each vector is read
+// once, and the sum of each result is the one of dot(), whatever the tile. `width` is an int or a constant.
+template <int Rows, int Vectors, class TileRows, class Width>
+inline void dot_tile(float *out, size_t out_stride, TileRows rows, const float *const *vectors, Width width,
+                     size_t row_stride = 1) {
+    using Format = typename TileRows::Format;
     Vec sums[Vectors][Rows];
     for (int v = 0; v < Vectors; v++)
         for (int r = 0; r < Rows; r++) sums[v][r] = set(0);
@@ -236,7 +233,7 @@ inline void dot_tile(float *out, size_t out_stride, StoredRows<Format> rows, con
         finished[i] += sum(mul(row, load_part(vectors[i / Rows] + whole, width - whole)));
     }
     for (int v = 0; v < Vectors; v++)
-        for (int r = 0; r < Rows; r++) out[v * out_stride + r] = finished[v * Rows + r];
+        for (int r = 0; r < Rows; r++) out[v * out_stride + r * row_stride] = finished[v * Rows + r] * rows.scale(r);
 }
 
 // All rows with `Vectors` vectors, in tiles.
