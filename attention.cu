@@ -612,16 +612,17 @@ inline void merge(Partial &a, float *a_values, const Partial &b, const float *b_
 constexpr int weigh_queries = lanes == 16 ? 4 : 3;
 constexpr int weigh_vecs = 4;
 
-// values[q * stride + channel ..] += sum over rows r of weights[q * split_positions + r] * row r, for `Vecs` Vecs of
-// channels of `Queries` queries: each row is decoded once for all of them.
-template <int Queries, int Vecs, class Format>
-inline void weigh_tile(float *values, size_t stride, const float *weights, StoredRows<Format> rows, int row_count) {
+// values[q * stride + ..] += sum over rows r of weights[q * split_positions + r] * row r, for `Vecs` Vecs of channels
+// from `channel` on and `Queries` queries: each row is decoded once for all of them.
+template <int Queries, int Vecs, class Rows>
+inline void weigh_tile(float *values, size_t stride, const float *weights, const Rows &rows, int row_count,
+                       int channel) {
     Vec sums[Queries][Vecs];
     for (int q = 0; q < Queries; q++)
         for (int c = 0; c < Vecs; c++) sums[q][c] = load(values + q * stride + c * lanes);
     for (int r = 0; r < row_count; r++) {
         for (int c = 0; c < Vecs; c++) {
-            Vec row = rows.load(r, c * lanes);
+            Vec row = rows.load(r, channel + c * lanes);
             for (int q = 0; q < Queries; q++)
                 sums[q][c] = fma(set(weights[(size_t)q * split_positions + r]), row, sums[q][c]);
         }
@@ -631,14 +632,14 @@ inline void weigh_tile(float *values, size_t stride, const float *weights, Store
 }
 
 // The same for `channels` channels of any number of queries.
-template <class Format>
-inline void weigh(float *values, size_t stride, const float *weights, StoredRows<Format> rows, int row_count,
-                  int queries, int channels) {
+template <class Rows>
+inline void weigh(float *values, size_t stride, const float *weights, const Rows &rows, int row_count, int queries,
+                  int channels) {
     int whole = channels / lanes * lanes;
     in_batches<weigh_queries>(queries, [&](auto size, int q) {
         in_batches<weigh_vecs>(channels / lanes, [&](auto vecs, int first) {
             weigh_tile<size, vecs>(values + q * stride + first * lanes, stride, weights + (size_t)q * split_positions,
-                                   rows.from_channel(first * lanes), row_count);
+                                   rows, row_count, first * lanes);
         });
     });
     for (int q = 0; whole < channels && q < queries; q++) {
@@ -652,21 +653,79 @@ inline void weigh(float *values, size_t stride, const float *weights, StoredRows
     }
 }
 
+struct KVHeads {
+    int first, count;
+};
+
+// What one layer's attention reads and writes. query, key and value are of this pass.
+struct AttentionTask {
+    float *out;          // (rows, query_heads, value_width)
+    const float *query;  // (rows, query_heads, D), rotated
+    PassVectors key, value;
+    const Cache &cache;
+    int layer;
+    Visible visible;
+    bool many = false;  // a pass over many tokens of a sequence: see score_panels()
+};
+
+// ---- The rows of a split -----------------------------------------------------------------------------------
+
+// Where the rows of the split's positions [begin, end) are, those of the first of some KV heads; zeros elsewhere.
+struct SplitRows {
+    const CacheRows *side;  // keys or values
+    int origin, begin, end;
+    const char *start[split_positions];  // (position - origin)
+};
+
+inline void find_rows(SplitRows &rows, const AttentionTask &task, const CacheRows &side, const Span &tile, int kv_head,
+                      int origin, int begin, int end) {
+    thread_local std::vector<Run> runs;
+    thread_local std::vector<char> zeros;
+    zeros.resize(side.stride());
+    rows.side = &side;
+    rows.origin = origin, rows.begin = begin, rows.end = end;
+    std::fill(rows.start, rows.start + begin - origin, zeros.data());
+    std::fill(rows.start + end - origin, rows.start + split_positions, zeros.data());
+    find_runs(runs, task.cache, tile.sequence, begin, end);
+    for (const Run &run : runs) {
+        const char *row = side.at(task.layer, run.row, kv_head);
+        for (int i = 0; i < run.count; i++, row += side.stride()) rows.start[run.position - origin + i] = row;
+    }
+}
+
+// Some of them, of one KV head: row r is that of position r * apart from the first one on.
+template <class RowFormat>
+struct TableRows {
+    using Format = RowFormat;
+    static constexpr const char *ahead = nullptr;
+    const char *const *start;
+    size_t offset;  // of the KV head
+    int apart = 1;
+    void ask(int) const {}
+    const char *row(int r) const { return start[r * apart] + offset; }
+    Vec load(int r, int i) const { return Format::decode(row(r), i); }
+    Vec load_part(int r, int i, int count) const { return Format::decode_part(row(r), i, count); }
+    float scale(int r) const {
+        if constexpr (Format::scale_channels > 0) return to_float(Format::scale_and_zero(row(r), 0).scale);
+        return 1;
+    }
+};
+
 // What is asked for while groups are read: `step` bytes for each.
 struct Ahead {
-    const char *start = nullptr;
+    const char *start;
     size_t step = 0;
 };
 
-// What is read at a time: the positions [begin, end) of a tile's sequence, one layer and KV head, inside the split that
-// begins at `origin`. `runs` hold them, and all of the block of keys in which they begin. `ahead` is what will be read
-// from memory after them, or nullptr: position t's share of it is `ahead_stride` bytes.
+// What is read at a time, where a split is not read as streams: its positions [begin, end) of one KV head. `ahead` is
+// what will be read from memory after them, or nullptr: position t's share of it is `ahead_stride` bytes.
 struct Stretch {
-    const Cache &cache;
-    const std::vector<Run> &runs;
-    int layer;
+    const AttentionTask &task;
+    const SplitRows &rows;
     const Span &tile;
-    int kv_head, origin, begin, end;
+    int kv_head;
+    size_t offset;  // of its rows from `rows`
+    int begin, end;
     const char *ahead;
     size_t ahead_stride;
     // Of a format with blocks, the tile's own block is not read as stored, but at f16: from here on.
@@ -674,17 +733,11 @@ struct Stretch {
     int recent() const {
         return Format::key_groups ? std::min(end, tile.position / group_size * group_size) : end;
     }
-    // use(t, start, count) for each run of stored rows from position `from` up to `to`.
-    template <class Use>
-    void for_each_run(const CacheRows &side, int from, int to, Use use) const {
-        for (const Run &run : runs) {
-            int first = std::max(from, run.position), last = std::min(to, run.position + run.count);
-            if (first < last) use(first, side.at(layer, run.row + first - run.position, kv_head), last - first);
-        }
-    }
-    // What lies ahead of `count` positions from t on, to be asked for in `steps` steps.
+    int in_split(int t) const { return t - rows.origin; }
+    const char *const *starts(int t) const { return rows.start + in_split(t); }
+    // What lies ahead of `count` positions from t on, to be asked for in `steps` steps; or what is read anyway.
     Ahead ahead_of(int t, int count, int steps) const {
-        if (!ahead || t < begin) return {};
+        if (!ahead || t < begin) return {*starts(t)};
         return {ahead + (t - begin) * ahead_stride, count * ahead_stride / steps};
     }
 };
@@ -697,7 +750,8 @@ inline void for_each_recent_run(const Stretch &stretch, const CacheRows &recent,
     const Span &tile = stretch.tile;
     int kept = std::min(stretch.end, tile.first);
     if (from < kept) {
-        const char *start = recent.at(stretch.layer, tile.sequence * group_size + from % group_size, stretch.kv_head);
+        const char *start =
+            recent.at(stretch.task.layer, tile.sequence * group_size + from % group_size, stretch.kv_head);
         use(from, StoredRows<PlainRow<f16>>{start, recent.stride()}, kept - from);
     }
     from = std::max(from, kept);
@@ -734,25 +788,17 @@ inline void fold_scales(float *scaled, size_t stride, float *zeros, Factors fact
 }
 
 // A row has one scale: scaled = numbers * scales, both (queries, split_positions), for the positions [begin, end) of a
-// stretch, and zeros for what stands before `begin` in the same Vec.
+// stretch.
 template <class Format>
-inline void scale_rows(float *scaled, const float *numbers, int queries, const CacheRows &side, const Stretch &stretch,
-                       int begin, int end) {
-    static_assert(Format::scale_channels >= 1 << 30, "numbers that share a scale in parts of a row are groups");
-    thread_local Aligned<ScaleAndZero> pairs;
-    int first = begin / lanes * lanes, at = first - stretch.origin;
-    pairs.resize(split_positions + lanes);
-    std::fill_n(pairs.begin(), begin - first, ScaleAndZero{});
-    stretch.for_each_run(side, begin, end, [&](int t, const char *row, int count) {
-        ScaleAndZero *to = &pairs[t - first];
-        for (int i = 0; i < count; i++, row += side.stride()) to[i] = Format::scale_and_zero(row, 0);
-    });
-    std::fill_n(pairs.begin() + (end - first), lanes, ScaleAndZero{});
-    in_batches<weigh_queries>(queries, [&](auto size, int q) {
-        float zeros[size], *to = scaled + (size_t)q * split_positions + at;
-        auto from = [&](int i) { return numbers + (size_t)(q + i) * split_positions + at; };
-        fold_scales<size>(to, split_positions, zeros, from, pairs.data(), end - first);
-    });
+inline void scale_rows(float *scaled, const float *numbers, int queries, const Stretch &stretch, int begin, int end) {
+    thread_local Floats scales;
+    scales.resize(split_positions);
+    TableRows<Format> rows{stretch.starts(begin), stretch.offset};
+    for (int r = 0; r < end - begin; r++) scales[r] = rows.scale(r);
+    for (int q = 0; q < queries; q++) {
+        size_t at = (size_t)q * split_positions + begin - stretch.rows.origin;
+        multiply(scaled + at, numbers + at, scales.data(), end - begin);
+    }
 }
 
 // ---- Groups of 32 numbers ----------------------------------------------------------------------------------
@@ -780,18 +826,18 @@ inline void add_codes(Vec (&sums)[Queries][group_vecs], const Packed<bits> *code
 }
 
 // to[q * to_stride + i] = or += zeros[q] + sum over groups g of by[q * by_stride + g] * code i of group g, for its 32
-// codes and `Queries` queries; meanwhile the bytes from `ahead` on are asked for, `step` of them a group. Not inlined:
-// around it, something always wanted one more register.
-template <int Queries, int bits>
+// codes and `Queries` queries. Group g is at groups[g] + offset; meanwhile `ahead` is asked for. Not inlined: around
+// it, something always wanted one more register.
+template <int Queries, class G>
 __attribute__((noinline)) void add_groups(Store how, float *to, size_t to_stride, const float *zeros,
-                                          const Group<bits> *const *groups, int count, const float *by,
-                                          size_t by_stride, const char *ahead, size_t step) {
+                                          const char *const *groups, size_t offset, int count, const float *by,
+                                          size_t by_stride, Ahead ahead) {
     Vec sums[Queries][group_vecs];
     for (int q = 0; q < Queries; q++)
         for (int p = 0; p < group_vecs; p++) sums[q][p] = set(zeros[q]);
-    for (int g = 0; g < count; g++, ahead += step) {
-        __builtin_prefetch(ahead);
-        add_codes(sums, &groups[g]->codes, by + g, by_stride);
+    for (int g = 0; g < count; g++, ahead.start += ahead.step) {
+        __builtin_prefetch(ahead.start);
+        add_codes(sums, &((const G *)(groups[g] + offset))->codes, by + g, by_stride);
     }
     for (int q = 0; q < Queries; q++) {
         for (int p = 0; p < group_vecs; p++) {
@@ -801,111 +847,76 @@ __attribute__((noinline)) void add_groups(Store how, float *to, size_t to_stride
     }
 }
 
-// Lists of groups that are read one after another, each with a factor for each query. In a list the first `lane` groups
-// are not there.
-template <class G>
-struct GroupLists {
-    int count = 0, lane = 0;
-    std::vector<const G *> groups;  // (list, count)
-    Aligned<ScaleAndZero> pairs;    // (list, padded): theirs; zeros for those that are not there
-    Floats scaled;                  // (query, padded): factors times scales
-    int padded() const { return whole_vecs(count); }
-    void resize(int lists, int wanted, int missing) {
-        count = wanted;
-        lane = missing;
-        if ((int)groups.size() < lists * count) groups.resize(lists * count);
-        if ((int)pairs.size() < lists * padded()) pairs.resize(lists * padded());
-        if ((int)scaled.size() < weigh_queries * padded()) scaled.resize(weigh_queries * padded());
-        for (int list = 0; list < lists; list++) {
-            std::fill_n(pairs.begin() + list * padded(), lane, ScaleAndZero{});
-            std::fill_n(pairs.begin() + list * padded() + count, padded() - count, ScaleAndZero{});
-        }
-    }
-    // Of a single list only `wanted` groups are there.
-    void cut(int wanted) {
-        std::fill(pairs.begin() + wanted, pairs.begin() + count, ScaleAndZero{});
-        count = wanted;
-    }
-    void put(int list, int i, const G *group) {
-        groups[list * count + i] = group;
-        pairs[list * padded() + i] = group->both;
-    }
-};
-
-// Calls use(n), n as a constant where rows are of 64 or 128 numbers, so that the loop over them is none.
-template <class Use>
-inline void with_groups(int n, Use use) {
-    if (n == 2) return use(std::integral_constant<int, 2>{});
-    if (n == 4) return use(std::integral_constant<int, 4>{});
-    use(n);
+// Room for the scales and zero points of `count` groups, zeros for the first `missing` and behind the last.
+inline ScaleAndZero *room_for_pairs(int missing, int count) {
+    thread_local Aligned<ScaleAndZero> pairs;
+    pairs.resize(std::max<size_t>(pairs.size(), whole_vecs(count)));
+    std::fill_n(pairs.begin(), missing, ScaleAndZero{});
+    std::fill(pairs.begin() + count, pairs.begin() + whole_vecs(count), ScaleAndZero{});
+    return pairs.data();
 }
 
-// to[q * stride + i] = or += the sum over the groups g of a list of factors(q)[g] * number i of group g.
-template <int Queries, class G, class Factors>
-inline void add_list(Store how, float *to, size_t stride, GroupLists<G> &lists, int list, Factors factors,
-                     const Ahead &ahead) {
-    int padded = lists.padded(), lane = lists.lane, count = lists.count;
-    const G *const *groups = &lists.groups[list * count + lane];
-    float zeros[Queries];
-    fold_scales<Queries>(lists.scaled.data(), padded, zeros, factors, &lists.pairs[list * padded], count);
-    const char *start = ahead.start ? ahead.start : (const char *)groups[0];
-    add_groups<Queries>(how, to, stride, zeros, groups, count - lane, &lists.scaled[lane], padded, start,
-                        ahead.start ? ahead.step : 0);
+inline float *room_for_scaled(int count) {  // (query, whole_vecs(count))
+    thread_local Floats scaled;
+    scaled.resize(std::max<size_t>(scaled.size(), weigh_queries * whole_vecs(count)));
+    return scaled.data();
 }
 
 // Scores of the block of keys that begins at position `begin`: a group of codes for each channel.
 template <class Format>
 inline void score_block(float *scores, const float *const *queries, int query_count, const Stretch &stretch,
                         int begin) {
-    const CacheRows &side = stretch.cache.keys;
-    thread_local GroupLists<typename Format::G> lists;
-    lists.resize(1, Format::groups(side.width) * group_size, 0);
-    with_groups(Format::groups(side.width), [&](auto per_row) {
-        stretch.for_each_run(side, begin, begin + group_size, [&](int t, const char *row, int count) {
-            for (int i = t - begin; i < t - begin + count; i++, row += side.stride())
-                for (int g = 0; g < per_row; g++) lists.put(0, i * per_row + g, &Format::group(row, g));
-        });
-    });
-    lists.cut(side.width);
-    Ahead ahead = stretch.ahead_of(begin, group_size, side.width);
+    using G = typename Format::G;
+    int width = stretch.task.cache.keys.width, padded = whole_vecs(width);
+    const char *const *rows = stretch.starts(begin);
+    thread_local std::vector<const char *> groups;
+    groups.resize(width);
+    ScaleAndZero *pairs = room_for_pairs(0, width);
+    float *scaled = room_for_scaled(width);
+    for (int c = 0, per_row = Format::groups(width); c < width; rows++) {
+        const G *group = (const G *)(*rows + stretch.offset);
+        for (int last = std::min(c + per_row, width); c < last; c++, group++) {
+            groups[c] = (const char *)group;
+            pairs[c] = group->both;
+        }
+    }
     in_batches<weigh_queries>(query_count, [&](auto size, int q) {
+        float zeros[size];
         auto factors = [&](int i) { return queries[q + i]; };
-        add_list<size>(Store::set, scores + (size_t)q * split_positions, split_positions, lists, 0, factors,
-                       q ? Ahead{} : ahead);
+        fold_scales<size>(scaled, padded, zeros, factors, pairs, width);
+        add_groups<size, G>(Store::set, scores + (size_t)q * split_positions, split_positions, zeros, groups.data(), 0,
+                            width, scaled, padded, q ? Ahead{groups[0]} : stretch.ahead_of(begin, group_size, width));
     });
 }
 
-// values (queries, width) += the weighted rows of a stretch's positions up to `end`: for each 32 channels a list of
-// groups, one for each position. A position's lane in sums depends on nothing but the position.
+// values (queries, width) += the weighted rows of a stretch's positions up to `end`: for each 32 channels a group of
+// each position. A position's lane in sums depends on nothing but the position.
 template <class Format>
 inline void weigh_groups(float *values, const float *weights, int queries, const Stretch &stretch, int end) {
-    const CacheRows &side = stretch.cache.values;
-    size_t width = side.width;
-    int first = stretch.begin / lanes * lanes, n = Format::groups(side.width);
-    thread_local GroupLists<typename Format::G> lists;
-    lists.resize(n, end - first, stretch.begin - first);
-    with_groups(n, [&](auto per_row) {
-        stretch.for_each_run(side, stretch.begin, end, [&](int t, const char *row, int count) {
-            for (int i = t - first; i < t - first + count; i++, row += side.stride())
-                for (int g = 0; g < per_row; g++) lists.put(g, i, &Format::group(row, g));
-        });
-    });
-    Ahead ahead = stretch.ahead_of(stretch.begin, end - stretch.begin, end - stretch.begin);
-    for (int c = 0; c < side.width; c += group_size) {
-        int channels = std::min(group_size, side.width - c);
+    using G = typename Format::G;
+    int width = stretch.task.cache.values.width, first = stretch.begin / lanes * lanes;
+    int missing = stretch.begin - first, count = end - first, padded = whole_vecs(count);
+    const char *const *rows = stretch.starts(stretch.begin);
+    ScaleAndZero *pairs = room_for_pairs(missing, count);
+    float *scaled = room_for_scaled(count);
+    for (int c = 0; c < width; c += group_size) {
+        int channels = std::min(group_size, width - c);
+        size_t offset = stretch.offset + c / group_size * sizeof(G);
+        for (int i = missing; i < count; i++) pairs[i] = ((const G *)(rows[i - missing] + offset))->both;
+        Ahead ahead = c ? Ahead{*rows} : stretch.ahead_of(stretch.begin, count - missing, count - missing);
         in_batches<weigh_queries>(queries, [&](auto size, int q) {
-            auto factors = [&](int i) { return weights + (size_t)(q + i) * split_positions + first - stretch.origin; };
+            float zeros[size];
+            auto factors = [&](int i) { return weights + (size_t)(q + i) * split_positions + stretch.in_split(first); };
+            fold_scales<size>(scaled, padded, zeros, factors, pairs, count);
             auto add = [&](Store how, float *to, size_t stride) {
-                add_list<size>(how, to, stride, lists, c / group_size, factors, q || c ? Ahead{} : ahead);
+                add_groups<size, G>(how, to, stride, zeros, rows, offset, count - missing, scaled + missing, padded,
+                                    q ? Ahead{*rows} : ahead);
             };
-            float *to = values + q * width + c;
-            if (channels == group_size) {
-                add(Store::add, to, width);
-            } else {
-                float part[size][group_size];
-                add(Store::set, part[0], group_size);
-                for (int i = 0; i < size; i++) axpy(to + i * width, 1, part[i], channels);
-            }
+            float *to = values + (size_t)q * width + c;
+            if (channels == group_size) return add(Store::add, to, width);
+            float part[size][group_size];
+            add(Store::set, part[0], group_size);
+            for (int i = 0; i < size; i++) axpy(to + (size_t)i * width, 1, part[i], channels);
         });
     }
 }
@@ -915,9 +926,9 @@ inline void weigh_groups(float *values, const float *weights, int queries, const
 // Scores of stored rows with the many queries of a tile of a prompt, which stand in tiles as in linear_panels(): the
 // rows are decoded once for all of them, and no sum has to be folded. SmolLM2-135M's shape, 2,048 tokens, one thread:
 // predicted 8 % of the prefill; measured 17.6 -> 11.7 % of its time.
-template <class Format>
-inline void score_panels(float *scores, const float *query_tiles, int query_count, StoredRows<Format> rows,
-                         int row_count, int width) {
+template <class Rows>
+inline void score_panels(float *scores, const float *query_tiles, int query_count, Rows rows, int row_count,
+                         int width) {
     thread_local Floats panel;
     float out[panel_tokens * panel_rows];
     int whole = width / lanes * lanes;
@@ -943,14 +954,15 @@ inline void score_panels(float *scores, const float *query_tiles, int query_coun
 // scores[q * split_positions + t - origin]. Of a block of keys all 32 are scored if one of them is visible.
 inline void score_stretch(float *scores, const float *const *queries, int query_count, const float *query_tiles,
                           const Stretch &stretch, const PassVectors &fresh) {
-    const CacheRows &side = stretch.cache.keys;
-    auto at = [&](int t) { return scores + t - stretch.origin; };
+    const Cache &cache = stretch.task.cache;
+    int width = cache.keys.width;
+    auto at = [&](int t) { return scores + t - stretch.rows.origin; };
     auto score_many = [&](int t, auto rows, int count) {
-        score_panels(at(t), query_tiles, query_count, rows, count, side.width);
+        score_panels(at(t), query_tiles, query_count, rows, count, width);
     };
     auto score_recent = [&](int t, auto rows, int count) {
         if (query_tiles) return score_many(t, rows, count);
-        dots(at(t), split_positions, rows, count, queries, query_count, side.width);
+        dots(at(t), split_positions, rows, count, queries, query_count, width);
     };
     auto score_stored = [&](auto format) {
         using Format = decltype(format);
@@ -959,27 +971,27 @@ inline void score_stretch(float *scores, const float *const *queries, int query_
             for (int t = stretch.begin / group_size * group_size; t < recent; t += group_size)
                 score_block<Format>(at(t), queries, query_count, stretch, t);
         } else {
-            stretch.for_each_run(side, stretch.begin, recent, [&](int t, const char *start, int count) {
-                score_many(t, StoredRows<Format>{start, side.stride()}, count);
-            });
+            score_many(stretch.begin, TableRows<Format>{stretch.starts(stretch.begin), stretch.offset},
+                       recent - stretch.begin);
             if constexpr (Format::scale_channels > 0)
-                scale_rows<Format>(scores, scores, query_count, side, stretch, stretch.begin, recent);
+                scale_rows<Format>(scores, scores, query_count, stretch, stretch.begin, recent);
         }
-        for_each_recent_run(stretch, stretch.cache.recent_keys, fresh, std::max(stretch.begin, recent), score_recent);
+        for_each_recent_run(stretch, cache.recent_keys, fresh, std::max(stretch.begin, recent), score_recent);
     };
-    std::visit(score_stored, stretch.cache.type_k);
+    std::visit(score_stored, cache.type_k);
 }
 
 // values (queries, width) += the weighted rows of a stretch; weights (queries, split_positions).
 inline void weigh_stretch(float *values, const float *weights, int queries, const Stretch &stretch,
                           const PassVectors &fresh) {
-    const CacheRows &side = stretch.cache.values;
+    const Cache &cache = stretch.task.cache;
+    int width = cache.values.width;
     auto weigh_stored = [&](auto format) {
         using Format = decltype(format);
         int recent = std::max(stretch.begin, stretch.recent<Format>());
         const float *factors = weights;
         auto weigh_rows = [&](int t, auto rows, int count) {
-            weigh(values, side.width, factors + t - stretch.origin, rows, count, queries, side.width);
+            weigh(values, width, factors + t - stretch.rows.origin, rows, count, queries, width);
         };
         if constexpr (Format::key_groups) {
             if (recent > stretch.begin) weigh_groups<Format>(values, weights, queries, stretch, recent);
@@ -987,33 +999,17 @@ inline void weigh_stretch(float *values, const float *weights, int queries, cons
             if constexpr (Format::scale_channels > 0) {
                 thread_local Floats scaled;  // (queries, split_positions)
                 scaled.resize((size_t)queries * split_positions);
-                scale_rows<Format>(scaled.data(), weights, queries, side, stretch, stretch.begin, recent);
+                scale_rows<Format>(scaled.data(), weights, queries, stretch, stretch.begin, recent);
                 factors = scaled.data();
             }
-            stretch.for_each_run(side, stretch.begin, recent, [&](int t, const char *start, int count) {
-                weigh_rows(t, StoredRows<Format>{start, side.stride()}, count);
-            });
+            weigh_rows(stretch.begin, TableRows<Format>{stretch.starts(stretch.begin), stretch.offset},
+                       recent - stretch.begin);
         }
         factors = weights;
-        for_each_recent_run(stretch, stretch.cache.recent_values, fresh, recent, weigh_rows);
+        for_each_recent_run(stretch, cache.recent_values, fresh, recent, weigh_rows);
     };
-    std::visit(weigh_stored, stretch.cache.type_v);
+    std::visit(weigh_stored, cache.type_v);
 }
-
-struct KVHeads {
-    int first, count;
-};
-
-// What one layer's attention reads and writes. query, key and value are of this pass.
-struct AttentionTask {
-    float *out;          // (rows, query_heads, value_width)
-    const float *query;  // (rows, query_heads, D), rotated
-    PassVectors key, value;
-    const Cache &cache;
-    int layer;
-    Visible visible;
-    bool many = false;  // a pass over many tokens of a sequence: see score_panels()
-};
 
 // ---- A split as four streams -------------------------------------------------------------------------------
 //
@@ -1025,59 +1021,17 @@ struct AttentionTask {
 
 constexpr int stream_positions = split_positions / tile_rows;
 
-// Where the rows of a split's positions begin, those of the first of some KV heads. What is not among the positions
-// [begin, end) of the split reads zeros.
-struct SplitRows {
-    int begin, end;
-    size_t row_bytes;  // from a KV head to the next one
-    const char *start[split_positions];
-};
-
-// Rows of a tile, one of each stream.
-template <class RowFormat>
-struct StreamRows {
-    using Format = RowFormat;
-    static constexpr const char *ahead = nullptr;
-    const char *const *start;
-    size_t offset;
-    void ask(int) const {}
-    const char *row(int r) const { return start[r * stream_positions] + offset; }
-    Vec load(int r, int i) const { return Format::decode(row(r), i); }
-    Vec load_part(int r, int i, int count) const { return Format::decode_part(row(r), i, count); }
-    float scale(int r) const {
-        if constexpr (Format::scale_channels > 0) return to_float(Format::scale_and_zero(row(r), 0).scale);
-        return 1;
-    }
-};
-
-inline void find_rows(SplitRows &rows, const AttentionTask &task, const CacheRows &side, const Span &tile, int kv_head,
-                      int origin, int begin, int end) {
-    thread_local std::vector<Run> runs;
-    thread_local std::vector<char> zeros;
-    zeros.resize(side.stride());
-    rows.begin = begin - origin;
-    rows.end = end - origin;
-    rows.row_bytes = side.row_bytes;
-    std::fill_n(rows.start, rows.begin, zeros.data());
-    std::fill(rows.start + rows.end, rows.start + split_positions, zeros.data());
-    find_runs(runs, task.cache, tile.sequence, begin, end);
-    for (const Run &run : runs) {
-        const char *row = side.at(task.layer, run.row, kv_head);
-        for (int t = run.position - origin, last = t + run.count; t < last; t++, row += side.stride())
-            rows.start[t] = row;
-    }
-}
-
-// use(count, t) for all tiles: `count` rows from position t on, a stream apart, of which it is a constant whether there
-// is one or more.
+// use(count, t) for all tiles: `count` rows from position t of the split on, a stream apart, of which it is a constant
+// whether there is one or more.
 template <class Use>
 inline void for_each_tile(const SplitRows &rows, Use use) {
+    int begin = rows.begin - rows.origin, end = rows.end - rows.origin;
     for (int i = 0; i < stream_positions; i++) {
         int t = i;
-        while (t < rows.begin) t += stream_positions;
-        if (t + stream_positions < rows.end)
+        while (t < begin) t += stream_positions;
+        if (t + stream_positions < end)
             use(std::integral_constant<int, tile_rows>{}, i);
-        else if (t < rows.end)
+        else if (t < end)
             use(std::integral_constant<int, 1>{}, t);
     }
 }
@@ -1105,7 +1059,7 @@ __attribute__((flatten, noinline)) void score_streams(float *scores, const float
                                                       const SplitRows &rows, int heads, Width width) {
     for_each_tile(rows, [&](auto count, int t) {
         for (int head = 0; head < heads; head++) {
-            StreamRows<Format> tile{rows.start + t, head * rows.row_bytes};
+            TableRows<Format> tile{rows.start + t, head * rows.side->row_bytes, stream_positions};
             in_batches<tile_vectors>(queries, [&](auto size, int q) {
                 float *to = scores + (size_t)(head * queries + q) * split_positions + t;
                 dot_tile<count, size>(to, split_positions, tile, vectors + head * queries + q, width, stream_positions);
@@ -1116,7 +1070,7 @@ __attribute__((flatten, noinline)) void score_streams(float *scores, const float
 
 // values (Queries, width) += the rows of a tile, times weights[q * split_positions + r * stream_positions].
 template <int Rows, int Queries, class Format, class Width>
-inline void weigh_rows(float *values, const float *weights, StreamRows<Format> rows, Width width) {
+inline void weigh_rows(float *values, const float *weights, TableRows<Format> rows, Width width) {
     Vec weight[Queries][Rows];
     for (int r = 0; r < Rows; r++) {
         float scale = rows.scale(r);
@@ -1149,7 +1103,7 @@ __attribute__((flatten, noinline)) void weigh_streams(float *to, size_t step, co
                                                       const SplitRows &rows, int heads, Width width) {
     for_each_tile(rows, [&](auto count, int t) {
         for (int head = 0; head < heads; head++) {
-            StreamRows<Format> tile{rows.start + t, head * rows.row_bytes};
+            TableRows<Format> tile{rows.start + t, head * rows.side->row_bytes, stream_positions};
             in_batches<weigh_queries>(queries, [&](auto size, int q) {
                 weigh_rows<count, size>(to + head * step + q * (size_t)width,
                                         weights + (size_t)(head * queries + q) * split_positions + t, tile, width);
@@ -1281,27 +1235,24 @@ inline int positions_together(const CacheRows &side, const Precision &type) {
 // reads at 13, and what it waited came on top of what it computed (8,000 positions at f16: 2.1 ns for 8 numbers, 1.2 of
 // them without the waiting). Predicted: the longer of the two, 1.2. Measured: 1.45; both threads 12.2 -> 9.9 ms.
 template <class Use>
-inline void for_each_stretch(const AttentionTask &task, const Span &tile, const CacheRows &side, int origin, int begin,
-                             int end, const KVHeads &some, const CacheRows &then, int after, Use use) {
-    auto row = [&](const CacheRows &of, int position) {
-        return of.at(task.layer, row_of(task.cache, tile.sequence, position), 0);
-    };
-    bool all = some.count == side.kv_heads;
-    bool keys = &side == &task.cache.keys;
-    int step = positions_together(side, keys ? task.cache.type_k : task.cache.type_v);
-    int last = tile.position + tile.count;
-    thread_local std::vector<Run> runs;
-    for (int t = begin, next; t < end; t = next) {
-        next = std::min(end, (t / step + 1) * step);
-        find_runs(runs, task.cache, tile.sequence, t / group_size * group_size, next);
-        const CacheRows &following = next < end ? side : then;
-        int position = next < end ? next : after;
-        const char *ahead = all && position < last ? row(following, position) : nullptr;
+inline void for_each_stretch(const AttentionTask &task, const Span &tile, const SplitRows &rows, int begin,
+                             const KVHeads &some, const CacheRows &then, int after, Use use) {
+    bool all = some.count == then.kv_heads, keys = rows.side == &task.cache.keys;
+    int step = positions_together(*rows.side, keys ? task.cache.type_k : task.cache.type_v);
+    size_t row_bytes = rows.side->row_bytes;
+    for (int t = begin, next; t < rows.end; t = next) {
+        next = std::min(rows.end, (t / step + 1) * step);
+        const char *ahead = nullptr;
+        size_t ahead_stride = row_bytes;
+        if (all && next < rows.end) {
+            ahead = rows.start[next - rows.origin];
+        } else if (all && after < tile.position + tile.count) {
+            ahead = then.at(task.layer, row_of(task.cache, tile.sequence, after), 0);
+            ahead_stride = then.row_bytes;
+        }
         for (int i = 0; i < some.count; i++) {
-            use(Stretch{task.cache, runs, task.layer, tile, some.first + i, origin, t, next, ahead,
-                        following.row_bytes},
-                i);
-            if (ahead) ahead += step * following.row_bytes;
+            use(Stretch{task, rows, tile, some.first + i, i * row_bytes, t, next, ahead, ahead_stride}, i);
+            if (ahead) ahead += step * ahead_stride;
         }
     }
 }
@@ -1330,13 +1281,14 @@ inline void attend_split(const Results &to, const AttentionTask &task, const Hea
                       [&](int t) { return vectors[i * queries + q + t]; });
     }
     thread_local SplitRows rows;
+    auto first_row = [&](const Precision &type) { return has_blocks(type) ? begin / group_size * group_size : begin; };
+    find_rows(rows, task, keys, tile, some.first, origin, first_row(task.cache.type_k), end);
     if (as_streams(task, task.cache.type_k)) {
-        find_rows(rows, task, keys, tile, some.first, origin, begin, end);
         with_rows(task.cache.type_k, keys.width, [&](auto format, auto width) {
             score_streams<decltype(format)>(scores.data(), vectors.data(), queries, rows, some.count, width);
         });
     } else {
-        for_each_stretch(task, tile, keys, origin, begin, end, some, values, begin, [&](const Stretch &stretch, int i) {
+        for_each_stretch(task, tile, rows, begin, some, values, begin, [&](const Stretch &stretch, int i) {
             score_stretch(&scores[i * of_head], &vectors[i * queries], queries,
                           task.many ? &tiles[i * of_tiles] : nullptr, stretch, task.key);
         });
@@ -1348,14 +1300,14 @@ inline void attend_split(const Results &to, const AttentionTask &task, const Hea
             softmax_split(&scores[(size_t)item * split_positions], low, high, padded_count(end - origin, group_size),
                           1 / std::sqrt((float)heads.width));
     }
+    find_rows(rows, task, values, tile, some.first, origin, first_row(task.cache.type_v), end);
     if (as_streams(task, task.cache.type_v)) {
-        find_rows(rows, task, values, tile, some.first, origin, begin, end);
         with_rows(task.cache.type_v, values.width, [&](auto format, auto width) {
             weigh_streams<decltype(format)>(to.values, to.step * to.width, scores.data(), queries, rows, some.count,
                                             width);
         });
     } else {
-        for_each_stretch(task, tile, values, origin, begin, end, some, keys, end, [&](const Stretch &stretch, int i) {
+        for_each_stretch(task, tile, rows, begin, some, keys, end, [&](const Stretch &stretch, int i) {
             weigh_stretch(to.values_of(i), &scores[i * of_head], queries, stretch, task.value);
         });
     }

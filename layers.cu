@@ -169,18 +169,14 @@ struct StoredRows {
     size_t stride;
     const char *ahead = nullptr;
     size_t ahead_stride = 0;
-    int channel = 0;  // where in each row the numbers begin
-    Vec load(int row, int i) const { return Format::decode(start + row * stride, channel + i); }
-    Vec load_part(int row, int i, int count) const {
-        return Format::decode_part(start + row * stride, channel + i, count);
-    }
+    Vec load(int row, int i) const { return Format::decode(start + row * stride, i); }
+    Vec load_part(int row, int i, int count) const { return Format::decode_part(start + row * stride, i, count); }
     float scale(int) const { return 1; }  // what has one is scaled by others: see attention
     // Line after line, as Rows rows of a tile lie in memory.
     void ask(int line) const { __builtin_prefetch(ahead + line * cache_line); }
     StoredRows from(int64_t row) const {
-        return {start + row * stride, stride, ahead ? ahead + row * ahead_stride : nullptr, ahead_stride, channel};
+        return {start + row * stride, stride, ahead ? ahead + row * ahead_stride : nullptr, ahead_stride};
     }
-    StoredRows from_channel(int first) const { return {start, stride, nullptr, 0, channel + first}; }
 };
 
 // Calls use(size, first) for batches of `Most`, and once for what is left; size is a std::integral_constant.
