@@ -1219,11 +1219,11 @@ struct Results {
     float *values_of(int head) const { return values + head * step * width; }
 };
 
-// So many positions are read head by head before the next ones: all heads' rows of them, and of as many more, stay in
-// the L1.
-inline int positions_together(const CacheRows &side, const Precision &type) {
+// So many positions are read head by head before the next ones: their rows of `heads` KV heads, and as many more, stay
+// in the L1.
+inline int positions_together(const CacheRows &side, const Precision &type, int heads) {
     int positions = split_positions / 2, least = has_blocks(type) ? group_size : tile_rows;
-    while (positions > least && positions * side.stride() > 16384) positions /= 2;
+    while (positions > least && positions * heads * side.row_bytes > 16384) positions /= 2;
     return positions;
 }
 
@@ -1238,7 +1238,7 @@ template <class Use>
 inline void for_each_stretch(const AttentionTask &task, const Span &tile, const SplitRows &rows, int begin,
                              const KVHeads &some, const CacheRows &then, int after, Use use) {
     bool all = some.count == then.kv_heads, keys = rows.side == &task.cache.keys;
-    int step = positions_together(*rows.side, keys ? task.cache.type_k : task.cache.type_v);
+    int step = positions_together(*rows.side, keys ? task.cache.type_k : task.cache.type_v, some.count);
     size_t row_bytes = rows.side->row_bytes;
     for (int t = begin, next; t < rows.end; t = next) {
         next = std::min(rows.end, (t / step + 1) * step);
