@@ -5,6 +5,7 @@
 #include <cjson/cJSON.h>
 #include <doctest/doctest.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstdint>
@@ -1312,6 +1313,54 @@ TEST_CASE("weights that give no number are named, not sampled from") {
     check_refused(run(generate(directory, {1, 2}, {"--weights", "int8"})), {"--weights int8", "NaN", "leave the flag"});
     Outcome text = run(generate(directory, {1, 2}));
     CHECK_MESSAGE((text.status == 2 && text.err.rfind("llm: position 1", 0) == 0), text);
+}
+
+// A checkpoint of one layer, all zeros, whose embedding has `rows` rows of 8,192 floats. The file is sparse: it takes
+// no room on the disk.
+void write_sparse_model(const std::string &directory, int64_t rows) {
+    const int64_t hidden = 8192, side = 64;
+    std::string tensors;
+    size_t end = 0;
+    auto add = [&](const std::string &name, std::vector<int64_t> shape) {
+        int64_t bytes = 4 * shape[0] * (shape.size() > 1 ? shape[1] : 1);
+        std::string sizes = std::to_string(shape[0]) + (shape.size() > 1 ? "," + std::to_string(shape[1]) : "");
+        tensors += (end ? ",\"" : "\"") + name + R"(":{"dtype":"F32","shape":[)" + sizes + R"(],"data_offsets":[)" +
+                   std::to_string(end) + "," + std::to_string(end + bytes) + "]}";
+        end += bytes;
+    };
+    const std::string layer = "model.layers.0.";
+    for (const std::string &norm : {layer + "input_layernorm", layer + "post_attention_layernorm"})
+        add(norm + ".weight", {hidden});
+    for (const char *name :
+         {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"})
+        add(layer + name + ".weight", {side, hidden});
+    for (const char *name : {"self_attn.o_proj", "mlp.down_proj"}) add(layer + name + ".weight", {hidden, side});
+    add("model.norm.weight", {hidden});
+    add("model.embed_tokens.weight", {rows, hidden});
+    fs::create_directory(directory);
+    spill(directory + "/config.json",
+          R"({"architectures":["LlamaForCausalLM"],"model_type":"llama","hidden_act":"silu","head_dim":64,)"
+          R"("hidden_size":8192,"intermediate_size":64,"max_position_embeddings":64,"num_attention_heads":1,)"
+          R"("num_hidden_layers":1,"num_key_value_heads":1,"rms_norm_eps":1e-6,"rope_theta":10000,)"
+          R"("tie_word_embeddings":true,"torch_dtype":"float32","vocab_size":)" +
+              std::to_string(rows) + "}");
+    tensors = "{" + tensors + "}";
+    uint64_t size = tensors.size();
+    std::string file = directory + "/model.safetensors";
+    spill(file, std::string((const char *)&size, sizeof size) + tensors);
+    fs::resize_file(file, sizeof size + size + end);
+}
+
+TEST_CASE("weights that do not fit into the machine are refused where they are moved, and can be read where they are") {
+    Scratch scratch;
+    std::string directory = scratch / "model";
+    int64_t memory = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGE_SIZE);
+    write_sparse_model(directory, memory / 8192 + 1);  // as int8 a little more than there is, as float32 four times
+    for (const std::string &weights : Words{"copied", "int8"})
+        check_refused(run(generate(directory, {1, 2}, {"--weights", weights})),
+                      {"--weights " + weights, "this machine has", "leave the flag out"});
+    Outcome info = run({"info", "-m", directory});
+    CHECK_MESSAGE(info.status == 0, info);
 }
 
 TEST_CASE("memory that cannot be had is refused at once") {
