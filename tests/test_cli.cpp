@@ -1345,6 +1345,7 @@ void write_sparse_model(const std::string &directory, int64_t rows) {
           R"("tie_word_embeddings":true,"torch_dtype":"float32","vocab_size":)" +
               std::to_string(rows) + "}");
     tensors = "{" + tensors + "}";
+    tensors.resize((tensors.size() + 63) / 64 * 64, ' ');  // so that the numbers are aligned
     uint64_t size = tensors.size();
     std::string file = directory + "/model.safetensors";
     spill(file, std::string((const char *)&size, sizeof size) + tensors);
