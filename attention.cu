@@ -1113,13 +1113,13 @@ __attribute__((flatten, noinline)) void weigh_streams(float *to, size_t step, co
 }
 
 // The scores of a split's first `count` positions, of which [low, high) are visible, become e^(factor * score - most),
-// and 0 where nothing is visible. A position's lane is fixed by its place in the split: no bound moves the sum.
+// and 0 where nothing is visible, up to the end of the split: streams go on to there, and 0 times what another sequence
+// left could be NaN. A position's lane is fixed by its place in the split: no bound moves the sum.
 inline Partial softmax_split(float *scores, int low, int high, int count, float factor) {
     Partial partial;
-    if (low >= high) {
-        std::fill(scores, scores + count, 0.0f);
-        return partial;
-    }
+    if (low >= high) count = 0;
+    std::fill(scores + count, scores + split_positions, 0.0f);
+    if (count == 0) return partial;
     const float invisible = -std::numeric_limits<float>::infinity();
     std::fill(scores, scores + low, invisible);
     std::fill(scores + high, scores + count, invisible);

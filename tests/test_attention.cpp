@@ -524,6 +524,24 @@ TEST_CASE("one sequence has the same bits alone and in company, in any chunks, w
     });
 }
 
+TEST_CASE("what is not a number stays in its sequence, for every K and V") {
+    Random random{12};
+    const Heads heads = {6, 2, 40};
+    Story story(random, heads, 36, 102), broken(random, heads, 36, 256);
+    for (std::vector<float> *numbers : {&broken.keys, &broken.values}) std::fill(numbers->begin(), numbers->end(), NAN);
+    for_each_pair([&](const Precision &type_k, const Precision &type_v) {
+        Scene alone(heads, 36, 1, 102, Contiguous{}, type_k, type_v),
+            scene(heads, 36, 2, 256, Contiguous{}, type_k, type_v);
+        alone.stories = {story};
+        alone.run(0, 102);
+        scene.stories = {broken, story};
+        scene.fill(0, 250);
+        for (int step = 0; step < 6; step++) scene.step({{0, 1}, {1, 17}});
+        CHECK(std::isnan(scene.outs[0][0]));
+        CHECK(same_bits(scene.outs[1], alone.outs[0]));
+    });
+}
+
 TEST_CASE("neither the number of threads nor the route moves a bit") {
     Random random{10};
     for_each_type<Precision>([&](auto type) {
