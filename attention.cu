@@ -1052,8 +1052,7 @@ inline void with_rows(const Precision &type, int width, Use use) {
     std::visit(with_width, type);
 }
 
-// The raw scores q . k of a split: query q's of head h with position t at scores[(h * queries + q) * split_positions +
-// t].
+// The raw scores q . k of a split, (head, query, split_positions).
 template <class Format, class Width>
 __attribute__((flatten, noinline)) void score_streams(float *scores, const float *const *vectors, int queries,
                                                       const SplitRows &rows, int heads, Width width) {
@@ -1233,7 +1232,8 @@ inline int positions_together(const CacheRows &side, const Precision &type, int 
 //
 // When each head was read alone, a third of the lines at a time, one thread of a Zen 3 got 8 GB/s out of memory that
 // reads at 13, and what it waited came on top of what it computed (8,000 positions at f16: 2.1 ns for 8 numbers, 1.2 of
-// them without the waiting). Predicted: the longer of the two, 1.2. Measured: 1.45; both threads 12.2 -> 9.9 ms.
+// them without the waiting). Predicted: the longer of the two, 1.2. Measured: 1.45; both threads 12.2 -> 9.9 ms. Of
+// rows at f16, that is, which are now read as streams; groups still come this way.
 template <class Use>
 inline void for_each_stretch(const AttentionTask &task, const Span &tile, const SplitRows &rows, int begin,
                              const KVHeads &some, const CacheRows &then, int after, Use use) {
