@@ -609,7 +609,7 @@ inline void merge(Partial &a, float *a_values, const Partial &b, const float *b_
 }
 
 // Queries and Vecs of channels whose sums stay in registers, of which there are 32 or 16.
-constexpr int weigh_queries = lanes == 16 ? 4 : 3;
+constexpr int weigh_queries = lanes == 16 ? 6 : 3;
 constexpr int weigh_vecs = 4;
 
 // values[q * stride + ..] += sum over rows r of weights[q * split_positions + r] * row r, for `Vecs` Vecs of channels
@@ -697,11 +697,13 @@ inline void find_rows(SplitRows &rows, const AttentionTask &task, const CacheRow
 template <class RowFormat>
 struct TableRows {
     using Format = RowFormat;
-    static constexpr const char *ahead = nullptr;
     const char *const *start;
     size_t offset;  // of the KV head
     int apart = 1;
-    void ask(int) const {}
+    template <int Rows>
+    void ask(int r, int line) const {
+        ask_stream(row(r) + line * cache_line);
+    }
     const char *row(int r) const { return start[r * apart] + offset; }
     Vec load(int r, int i) const { return Format::decode(row(r), i); }
     Vec load_part(int r, int i, int count) const { return Format::decode_part(row(r), i, count); }

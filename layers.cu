@@ -172,10 +172,22 @@ struct StoredRows {
     Vec load(int row, int i) const { return Format::decode(start + row * stride, i); }
     Vec load_part(int row, int i, int count) const { return Format::decode_part(start + row * stride, i, count); }
     float scale(int) const { return 1; }  // what has one is scaled by others: see attention
-    // Line after line, as Rows rows of a tile lie in memory.
-    void ask(int line) const { __builtin_prefetch(ahead + line * cache_line); }
+    // Asked for with line `line` of row r of a tile: line after line, as the tile's rows lie in memory.
+    template <int Rows>
+    void ask(int r, int line) const {
+        if (ahead) __builtin_prefetch(ahead + (line * Rows + r) * cache_line);
+    }
     StoredRows from(int64_t row) const {
         return {start + row * stride, stride, ahead ? ahead + row * ahead_stride : nullptr, ahead_stride};
+    }
+};
+
+// The same, of which each is the current one of a stream.
+template <class Format>
+struct StreamRows : StoredRows<Format> {
+    template <int Rows>
+    void ask(int r, int line) const {
+        ask_stream(this->start + r * this->stride + line * cache_line);
     }
 };
 
@@ -214,8 +226,8 @@ inline void dot_tile(float *out, size_t out_stride, TileRows rows, const float *
     };
     const int whole = width / lanes * lanes;
     int i = 0;
-    for (int line = 0; i + Format::line_numbers <= whole; i += Format::line_numbers, line += Rows) {
-        for (int r = 0; rows.ahead && r < Rows; r++) rows.ask(line + r);
+    for (; i + Format::line_numbers <= whole; i += Format::line_numbers) {
+        for (int r = 0; r < Rows; r++) rows.template ask<Rows>(r, i / Format::line_numbers);
         for (int part = 0; part < Format::line_numbers; part += lanes) add_products(i + part);
     }
     for (; i < whole; i += lanes) add_products(i);
@@ -375,11 +387,14 @@ inline void int8_tile(float *out, size_t out_stride, size_t panel_stride, const 
     for (int i = 0; i < Panels * Vectors; i++) totals[i / Vectors][i % Vectors] = set(0);
     for (int64_t g = 0; g < groups; g++) {
         Ints sums[Panels][Vectors] = {};
-        for (int step = 0; step < int8_group / 4; step++)
-            for (int p = 0; p < Panels; p++)
+        for (int step = 0; step < int8_group / 4; step++) {
+            for (int p = 0; p < Panels; p++) {
+                const auto *weights = blocks[p * apart + g].weight[step];
+                if (Panels > 1) ask_stream(weights);
                 for (int v = 0; v < Vectors; v++)
-                    sums[p][v] =
-                        add_products(sums[p][v], blocks[p * apart + g].weight[step], x[v * stride + g].four[step]);
+                    sums[p][v] = add_products(sums[p][v], weights, x[v * stride + g].four[step]);
+            }
+        }
         for (int p = 0; p < Panels; p++)
             for (int v = 0; v < Vectors; v++)
                 totals[p][v] = fma(to_floats(sums[p][v]),
@@ -562,25 +577,27 @@ inline Share share_of(int items) {
     return {(int)((int64_t)items * me / team), (int)((int64_t)items * (me + 1) / team)};
 }
 
+constexpr int streams = 4;  // in which a thread reads weights for one token
+
 // Rung 3 for one token: a tile's rows lie a fourth of the thread's share apart, so that memory is read as four streams
 // that do not end with a row, and the processor's own prefetcher follows them. 2 threads of a Zen 3 read 28 GB/s as one
 // stream each, asked for 4 KiB ahead, and 40 as four. Predicted: decoding 1.3 x as fast. Measured:
 // SmolLM2-135M's shape in bf16 1.2 x, these products alone 1.24 x; in f32 1.48 x; with int8 weights 1.1 to 1.25 x.
 inline void linear_streams(float *y, const Inputs &in, const Linear &linear, Store store) {
     Share share = share_of((int)linear.weight.rows);
-    int inputs = (int)linear.weight.cols, apart = share.count() / tile_rows;
+    int inputs = (int)linear.weight.cols, apart = share.count() / streams;
     thread_local Floats out;
     out.resize(share.count());
     with_numbers(linear.weight, [&](auto *weight) {
         using Row = PlainRow<std::decay_t<decltype(*weight)>>;
         auto rows_from = [&](int row) { return (const char *)(weight + (size_t)(share.first + row) * inputs); };
         for (int r = 0; r < apart; r++) {
-            float tile[tile_rows];
-            StoredRows<Row> rows{rows_from(r), (size_t)apart * inputs * sizeof *weight};
-            dot_tile<tile_rows, 1>(tile, tile_rows, rows, &in.x, inputs);
-            for (int i = 0; i < tile_rows; i++) out[i * apart + r] = tile[i];
+            float tile[streams];
+            StreamRows<Row> rows{{rows_from(r), (size_t)apart * inputs * sizeof *weight}};
+            dot_tile<streams, 1>(tile, streams, rows, &in.x, inputs);
+            for (int i = 0; i < streams; i++) out[i * apart + r] = tile[i];
         }
-        for (int r = apart * tile_rows; r < share.count(); r++)
+        for (int r = apart * streams; r < share.count(); r++)
             dot_tile<1, 1>(&out[r], 1, StoredRows<Row>{rows_from(r), 0}, &in.x, inputs);
     });
     store_block(y, out.data(), share.count(), linear, 1, share.first, share.count(), store);
@@ -590,7 +607,7 @@ inline void linear_streams(float *y, const Inputs &in, const Linear &linear, Sto
 // time. Of 12 multiply-adds only 8 operands come from memory, the L1; with the sums of rung 2 it is 16, more than the
 // processor loads meanwhile. Predicted: bound by the multiply-adds alone. Measured, the prefill of 512 tokens of
 // SmolLM2-135M's shape: 44 -> 56 % of the matrix rate.
-constexpr int panel_depth = 320;  // channels at most, so that a panel stays in the L1
+constexpr int panel_depth = lanes == 16 ? 192 : 320;  // channels at most: with a tile, 28 to 33 KiB of the L1
 
 // panel (depth, panel_rows) = `rows` rows, zeros behind them. read(to, r) writes the numbers of row r.
 template <class Read>
@@ -683,7 +700,6 @@ inline void linear_tiles(float *y, const Inputs &in, const Linear &linear, Store
 // The same for int8 weights, four panels at a time. Sums go group after group, for one token as for many, so that the
 // bits are the same.
 inline void linear_int8_streams(float *y, const Inputs &in, const Linear &linear, Store store) {
-    constexpr int streams = 4;
     int outputs = (int)linear.weight.rows;
     int64_t groups = int8_groups(linear.weight.cols);
     Share share = share_of((int)int8_panels(outputs));

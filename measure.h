@@ -603,14 +603,17 @@ public:
 
 private:
     static constexpr size_t block = 1 << 20;
-    // As four streams, which the processor's own prefetcher follows: of what was tried this reads fastest.
+    // As four streams, as the weights are read: of what was tried this reads fastest.
     static float read_block(const float *at, size_t count) {
-        constexpr int streams = 4, line = cache_line / sizeof(float);
+        constexpr int line = cache_line / sizeof(float);
         Vec sums[streams] = {set(0), set(0), set(0), set(0)};
-        for (size_t i = 0; i < count / streams; i += line)
-            for (int s = 0; s < streams; s++)
-                for (int part = 0; part < line; part += lanes)
-                    sums[s] = add(sums[s], load(at + s * (count / streams) + i + part));
+        for (size_t i = 0; i < count / streams; i += line) {
+            for (int s = 0; s < streams; s++) {
+                const float *from = at + s * (count / streams) + i;
+                ask_stream(from);
+                for (int part = 0; part < line; part += lanes) sums[s] = add(sums[s], load(from + part));
+            }
+        }
         return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
     }
     template <class Use>
