@@ -51,8 +51,10 @@ SIMD_TESTS := $(addprefix build/simd/test_,numbers.plain numbers.avx512 numbers.
   layers.plain layers.avx512 layers.vnni layers.neon layers.dotprod)
 FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 
-FLAGS := $(NVCC) $(CC) $(CXX) $(CXXFLAGS) $(CFLAGS)
-# Changes when the compilers or flags do, so that nothing is linked from two worlds.
+# What -march=native stands for here: its predefined macros.
+MACHINE := $(shell echo | $(CXX) $(NATIVE) -dM -E -x c++ - 2>/dev/null | cksum)
+FLAGS := $(NVCC) $(CC) $(CXX) $(CXXFLAGS) $(CFLAGS) $(MACHINE)
+# Changes when the compilers, the flags or the machine do, so that nothing is linked from two worlds.
 $(shell mkdir -p build/asan build/gpu build/simd; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
 
 .PHONY: all run test asan fuzz test-simd test-gpu sanitize-gpu bench-gpu need need-tests need-fuzz need-simd need-nvcc \
