@@ -707,6 +707,17 @@ struct TableRows {
     const char *row(int r) const { return start[r * apart] + offset; }
     Vec load(int r, int i) const { return Format::decode(row(r), i); }
     Vec load_part(int r, int i, int count) const { return Format::decode_part(row(r), i, count); }
+    // The scales of all rows of a tile; 1 where there are none.
+    template <int Rows>
+    void take_scales(float (&scales)[Rows]) const {
+        if constexpr (Format::scale_channels > 0 && Rows == 4) {
+            f16 four[4];
+            for (int r = 0; r < 4; r++) four[r] = Format::scale_and_zero(row(r), 0).scale;
+            to_floats(scales, four);
+        } else {
+            for (int r = 0; r < Rows; r++) scales[r] = scale(r);
+        }
+    }
     float scale(int r) const {
         if constexpr (Format::scale_channels > 0) return to_float(Format::scale_and_zero(row(r), 0).scale);
         return 1;
@@ -1073,11 +1084,11 @@ __attribute__((flatten, noinline)) void score_streams(float *scores, const float
 template <int Rows, int Queries, class Format, class Width>
 inline void weigh_rows(float *values, const float *weights, TableRows<Format> rows, Width width) {
     Vec weight[Queries][Rows];
-    for (int r = 0; r < Rows; r++) {
-        float scale = rows.scale(r);
-        for (int q = 0; q < Queries; q++)
-            weight[q][r] = set(weights[q * split_positions + r * stream_positions] * scale);
-    }
+    float scales[Rows];
+    rows.take_scales(scales);
+    for (int q = 0; q < Queries; q++)
+        for (int r = 0; r < Rows; r++)
+            weight[q][r] = set(weights[q * split_positions + r * stream_positions] * scales[r]);
     auto add = [&](Vec sum, Vec row, int q, int r) { return fma(weight[q][r], row, sum); };
     int c = 0;
     for (; c + lanes <= width; c += lanes) {

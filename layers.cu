@@ -171,7 +171,10 @@ struct StoredRows {
     size_t ahead_stride = 0;
     Vec load(int row, int i) const { return Format::decode(start + row * stride, i); }
     Vec load_part(int row, int i, int count) const { return Format::decode_part(start + row * stride, i, count); }
-    float scale(int) const { return 1; }  // what has one is scaled by others: see attention
+    template <int Rows>
+    void take_scales(float (&scales)[Rows]) const {
+        for (float &scale : scales) scale = 1;  // what has one is scaled by others: see attention
+    }
     // Asked for with line `line` of row r of a tile: line after line, as the tile's rows lie in memory.
     template <int Rows>
     void ask(int r, int line) const {
@@ -240,8 +243,10 @@ inline void dot_tile(float *out, size_t out_stride, TileRows rows, const float *
         Vec row = rows.load_part(i % Rows, whole, width - whole);
         finished[i] += sum(mul(row, load_part(vectors[i / Rows] + whole, width - whole)));
     }
+    float scales[Rows];
+    rows.take_scales(scales);
     for (int v = 0; v < Vectors; v++)
-        for (int r = 0; r < Rows; r++) out[v * out_stride + r * row_stride] = finished[v * Rows + r] * rows.scale(r);
+        for (int r = 0; r < Rows; r++) out[v * out_stride + r * row_stride] = finished[v * Rows + r] * scales[r];
 }
 
 // All rows with `Vectors` vectors, in tiles.

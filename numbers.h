@@ -484,6 +484,16 @@ inline void sum4(float *out, Vec a, Vec b, Vec c, Vec d) {
 #endif
 }
 
+// to[i] = four[i], in one conversion.
+inline void to_floats(float *to, const f16 (&four)[4]) {
+#if defined(__F16C__)
+    uint64_t low = four[0].bits | (uint64_t)four[1].bits << 16, high = four[2].bits | (uint64_t)four[3].bits << 16;
+    _mm_storeu_ps(to, _mm_cvtph_ps(_mm_cvtsi64_si128((long long)(low | high << 32))));
+#else
+    for (int i = 0; i < 4; i++) to[i] = to_float(four[i]);
+#endif
+}
+
 inline float largest(Vec a) {
     float lane[lanes];
     store(lane, a);

@@ -330,6 +330,18 @@ TEST_CASE("sum() folds the lanes in halves") {
     }
 }
 
+TEST_CASE("to_floats() of four f16 is to_float() of each, for all of them") {
+    for (int bits = 0; bits < 65536; bits++) {
+        f16 four[4];
+        float floats[4];
+        for (int i = 0; i < 4; i++) four[i].bits = (uint16_t)(bits + 16411 * i);
+        to_floats(floats, four);
+        int wrong = 0;
+        for (int i = 0; i < 4; i++) wrong += !same(floats[i], to_float(four[i]));
+        REQUIRE_MESSAGE(wrong == 0, "bits ", bits);
+    }
+}
+
 TEST_CASE("sum4() is sum() of each of four") {
     Random random{10};
     for (int round = 0; round < 1000; round++) {
