@@ -190,7 +190,7 @@ inline Piece piece_load(const Packed<4> *p, int i) {
 }
 inline Piece piece_load(const Packed<2> *p, int i) {
     const __m512i shifts = _mm512_set_epi32(2, 2, 2, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0);
-    __m128i twice = _mm_castpd_si128(_mm_loaddup_pd((const double *)p->bytes));
+    __m128i twice = _mm_broadcastq_epi64(_mm_loadl_epi64((const __m128i *)p->bytes));
     __m512i codes = _mm512_srli_epi32(_mm512_srlv_epi32(_mm512_cvtepu8_epi32(twice), shifts), 4 * i);
     return _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(3)));
 }
