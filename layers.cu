@@ -309,7 +309,7 @@ inline float largest_magnitude(const float *group) {
     Vec most = set(0), nan = set(0);
     for (int i = 0; i < int8_group; i += lanes) {
         Vec part = load(group + i);
-        most = max(max(part, mul(part, set(-1))), most);
+        most = max(magnitude(part), most);
         nan = fma(part, set(0), nan);
     }
     return largest(most) + sum(nan);

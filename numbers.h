@@ -206,6 +206,7 @@ inline Piece piece_mul(Piece a, Piece b) { return _mm512_mul_ps(a, b); }
 inline Piece piece_div(Piece a, Piece b) { return _mm512_div_ps(a, b); }
 inline Piece piece_fma(Piece a, Piece b, Piece c) { return _mm512_fmadd_ps(a, b, c); }
 inline Piece piece_max(Piece a, Piece b) { return _mm512_max_ps(a, b); }
+inline Piece piece_magnitude(Piece a) { return _mm512_abs_ps(a); }
 inline Piece piece_round(Piece a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Piece piece_scale(Piece a, Piece exponent) { return _mm512_scalef_ps(a, exponent); }
 inline float piece_sum(Piece a) {
@@ -217,6 +218,7 @@ inline float piece_sum(Piece a) {
 }
 using IntPiece = __m512i;
 inline Piece piece_floats(IntPiece a) { return _mm512_cvtepi32_ps(a); }
+inline IntPiece piece_whole(Piece a) { return _mm512_cvtps_epi32(a); }
 inline IntPiece piece_add_products(IntPiece sums, const int8_t (*weights)[4], const Int8x4 &x) {
     __m512i number = _mm512_set1_epi32(word(x.number)), weight = _mm512_loadu_si512(weights);
     __m512i magnitude = _mm512_set1_epi32(word(x.magnitude));
@@ -228,6 +230,35 @@ inline IntPiece piece_add_products(IntPiece sums, const int8_t (*weights)[4], co
     return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 #endif
 }
+using PairPiece = __m512i;
+inline PairPiece piece_set_pair(const int16_t *two) { return _mm512_set1_epi32(word(two)); }
+inline PairPiece piece_load_pairs(const Packed<4> *a, const Packed<4> *b, int i) {
+    __m128i x = _mm_loadu_si128((const __m128i *)a->bytes), y = _mm_loadu_si128((const __m128i *)b->bytes);
+    __m512i both = _mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(x, y), _mm_unpacklo_epi8(x, y)));
+    return i == 0 ? _mm512_and_si512(both, _mm512_set1_epi16(15)) : _mm512_srli_epi16(both, 4);
+}
+inline PairPiece piece_load_pairs(const Packed<2> *a, const Packed<2> *b, int i) {
+    const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(2), 1);
+    __m128i both =
+        _mm_unpacklo_epi8(_mm_loadl_epi64((const __m128i *)a->bytes), _mm_loadl_epi64((const __m128i *)b->bytes));
+    __m512i codes = _mm512_srlv_epi16(_mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(both)), shifts);
+    return _mm512_and_si512(_mm512_srli_epi16(codes, 4 * i), _mm512_set1_epi16(3));
+}
+inline PairPiece piece_load_neighbours(const int8_t *p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
+}
+inline PairPiece piece_load_neighbours(const int16_t *p) { return _mm512_loadu_si512(p); }
+inline IntPiece piece_add_products(IntPiece sums, PairPiece a, PairPiece b) {
+#if defined(__AVX512VNNI__)
+    return _mm512_dpwssd_epi32(sums, a, b);
+#else
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
+#endif
+}
+inline void piece_store(int16_t *p, Piece a) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a)));
+}
+inline float piece_largest(Piece a) { return _mm512_reduce_max_ps(a); }
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 using Piece = __m256;
 constexpr int piece_lanes = 8;
@@ -266,13 +297,11 @@ inline Piece piece_mul(Piece a, Piece b) { return _mm256_mul_ps(a, b); }
 inline Piece piece_div(Piece a, Piece b) { return _mm256_div_ps(a, b); }
 inline Piece piece_fma(Piece a, Piece b, Piece c) { return _mm256_fmadd_ps(a, b, c); }
 inline Piece piece_max(Piece a, Piece b) { return _mm256_max_ps(a, b); }
+inline Piece piece_magnitude(Piece a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 inline Piece piece_round(Piece a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline Piece piece_scale(Piece a,
-                         Piece exponent) {  // by two steps of half the exponent, so that each is a normal number
-    __m256i n = _mm256_cvtps_epi32(exponent), half = _mm256_srai_epi32(n, 1), bias = _mm256_set1_epi32(127);
-    __m256i first = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
-    __m256i rest = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(n, half), bias), 23);
-    return _mm256_mul_ps(_mm256_mul_ps(a, _mm256_castsi256_ps(first)), _mm256_castsi256_ps(rest));
+inline Piece piece_scale(Piece a, Piece exponent) {  // 2^n as its bits; 0 for n <= -127
+    __m256i n = _mm256_cvtps_epi32(_mm256_max_ps(exponent, _mm256_set1_ps(-127)));
+    return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23)));
 }
 inline float piece_sum(Piece a) {
     __m128 c = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -281,6 +310,7 @@ inline float piece_sum(Piece a) {
 }
 using IntPiece = __m256i;
 inline Piece piece_floats(IntPiece a) { return _mm256_cvtepi32_ps(a); }
+inline IntPiece piece_whole(Piece a) { return _mm256_cvtps_epi32(a); }
 inline IntPiece piece_add_products(IntPiece sums, const int8_t (*weights)[4], const Int8x4 &x) {
     __m256i number = _mm256_set1_epi32(word(x.number)), magnitude = _mm256_set1_epi32(word(x.magnitude));
     __m256i weight = _mm256_sign_epi8(_mm256_loadu_si256((const __m256i *)weights), number);
@@ -290,6 +320,40 @@ inline IntPiece piece_add_products(IntPiece sums, const int8_t (*weights)[4], co
     __m256i pairs = _mm256_maddubs_epi16(magnitude, weight);  // at most 2 x 127 x 127, which 16 bits hold
     return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 #endif
+}
+using PairPiece = __m256i;
+inline PairPiece piece_set_pair(const int16_t *two) { return _mm256_set1_epi32(word(two)); }
+inline PairPiece piece_beside(const uint8_t *a, const uint8_t *b) {  // eight bytes of each
+    return _mm256_cvtepu8_epi16(
+        _mm_unpacklo_epi8(_mm_loadl_epi64((const __m128i *)a), _mm_loadl_epi64((const __m128i *)b)));
+}
+inline PairPiece piece_load_pairs(const Packed<4> *a, const Packed<4> *b, int i) {
+    __m256i codes = piece_beside(a->bytes + 8 * (i % 2), b->bytes + 8 * (i % 2));
+    return i < 2 ? _mm256_and_si256(codes, _mm256_set1_epi16(15)) : _mm256_srli_epi16(codes, 4);
+}
+inline PairPiece piece_load_pairs(const Packed<2> *a, const Packed<2> *b, int i) {
+    __m256i codes = _mm256_srli_epi16(piece_beside(a->bytes, b->bytes), 2 * i);
+    return i < 3 ? _mm256_and_si256(codes, _mm256_set1_epi16(3)) : codes;
+}
+inline PairPiece piece_load_neighbours(const int8_t *p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
+}
+inline PairPiece piece_load_neighbours(const int16_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+inline IntPiece piece_add_products(IntPiece sums, PairPiece a, PairPiece b) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpwssd_avx_epi32(sums, a, b);
+#else
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+#endif
+}
+inline void piece_store(int16_t *p, Piece a) {
+    __m256i whole = _mm256_cvtps_epi32(a);
+    _mm_storeu_si128((__m128i *)p, _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1)));
+}
+inline float piece_largest(Piece a) {
+    __m128 c = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    __m128 d = _mm_max_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
 }
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 using Piece = float32x4_t;
@@ -325,16 +389,16 @@ inline Piece piece_mul(Piece a, Piece b) { return vmulq_f32(a, b); }
 inline Piece piece_div(Piece a, Piece b) { return vdivq_f32(a, b); }
 inline Piece piece_fma(Piece a, Piece b, Piece c) { return vfmaq_f32(c, a, b); }
 inline Piece piece_max(Piece a, Piece b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // vmaxq_f32 gives NaN for NaN
+inline Piece piece_magnitude(Piece a) { return vabsq_f32(a); }
 inline Piece piece_round(Piece a) { return vrndnq_f32(a); }
-inline Piece piece_scale(Piece a, Piece exponent) {  // in two steps, as above
-    int32x4_t n = vcvtq_s32_f32(exponent), half = vshrq_n_s32(n, 1), bias = vdupq_n_s32(127);
-    int32x4_t first = vshlq_n_s32(vaddq_s32(half, bias), 23);
-    int32x4_t rest = vshlq_n_s32(vaddq_s32(vsubq_s32(n, half), bias), 23);
-    return vmulq_f32(vmulq_f32(a, vreinterpretq_f32_s32(first)), vreinterpretq_f32_s32(rest));
+inline Piece piece_scale(Piece a, Piece exponent) {  // as above
+    int32x4_t n = vcvtq_s32_f32(vmaxq_f32(exponent, vdupq_n_f32(-127)));
+    return vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23)));
 }
 inline float piece_sum(Piece a) { return vaddv_f32(vadd_f32(vget_low_f32(a), vget_high_f32(a))); }
 using IntPiece = int32x4_t;
 inline Piece piece_floats(IntPiece a) { return vcvtq_f32_s32(a); }
+inline IntPiece piece_whole(Piece a) { return vcvtnq_s32_f32(a); }
 inline IntPiece piece_add_products(IntPiece sums, const int8_t (*weights)[4], const Int8x4 &x) {
     int8x16_t weight = vld1q_s8(weights[0]), number = vreinterpretq_s8_s32(vdupq_n_s32(word(x.number)));
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -344,6 +408,24 @@ inline IntPiece piece_add_products(IntPiece sums, const int8_t (*weights)[4], co
     return vpadalq_s16(sums, vpaddq_s16(low, high));  // pairs: at most 2 x 127 x 127, which 16 bits hold
 #endif
 }
+using PairPiece = int16x8_t;
+inline PairPiece piece_set_pair(const int16_t *two) { return vreinterpretq_s16_s32(vdupq_n_s32(word(two))); }
+template <int bits>
+inline PairPiece piece_load_pairs(const Packed<bits> *a, const Packed<bits> *b, int i) {
+    constexpr int words = Packed<bits>::size / 4;
+    auto codes = [&](const Packed<bits> *p) {
+        return vcreate_s8((uint32_t)(word(p->bytes + 4 * (i % words)) >> bits * (i / words) & 0x01010101 * p->largest));
+    };
+    return vmovl_s8(vzip1_s8(codes(a), codes(b)));
+}
+inline PairPiece piece_load_neighbours(const int8_t *p) { return vmovl_s8(vld1_s8(p)); }
+inline PairPiece piece_load_neighbours(const int16_t *p) { return vld1q_s16(p); }
+inline IntPiece piece_add_products(IntPiece sums, PairPiece a, PairPiece b) {
+    int32x4_t low = vmull_s16(vget_low_s16(a), vget_low_s16(b)), high = vmull_high_s16(a, b);
+    return vaddq_s32(sums, vpaddq_s32(low, high));
+}
+inline void piece_store(int16_t *p, Piece a) { vst1_s16(p, vqmovn_s32(vcvtnq_s32_f32(a))); }
+inline float piece_largest(Piece a) { return vmaxvq_f32(a); }
 #else
 using Piece = float;
 constexpr int piece_lanes = 1;
@@ -367,6 +449,7 @@ inline Piece piece_mul(Piece a, Piece b) { return a * b; }
 inline Piece piece_div(Piece a, Piece b) { return a / b; }
 inline Piece piece_fma(Piece a, Piece b, Piece c) { return a * b + c; }
 inline Piece piece_max(Piece a, Piece b) { return a > b ? a : b; }
+inline Piece piece_magnitude(Piece a) { return std::fabs(a); }
 inline Piece piece_round(Piece a) { return std::nearbyint(a); }
 inline Piece piece_scale(Piece a, Piece exponent) {
     return exponent == exponent ? std::ldexp(a, (int)exponent) : exponent;
@@ -374,10 +457,28 @@ inline Piece piece_scale(Piece a, Piece exponent) {
 inline float piece_sum(Piece a) { return a; }
 using IntPiece = int32_t;
 inline Piece piece_floats(IntPiece a) { return (float)a; }
+inline IntPiece piece_whole(Piece a) { return (IntPiece)std::nearbyint(a == a ? a : 0); }
 inline IntPiece piece_add_products(IntPiece sum, const int8_t (*weights)[4], const Int8x4 &x) {
     for (int i = 0; i < 4; i++) sum += weights[0][i] * x.number[i];
     return sum;
 }
+struct PairPiece {
+    int16_t first, second;
+};
+inline PairPiece piece_set_pair(const int16_t *two) { return {two[0], two[1]}; }
+template <int bits>
+inline PairPiece piece_load_pairs(const Packed<bits> *a, const Packed<bits> *b, int i) {
+    return {(int16_t)a->code(i), (int16_t)b->code(i)};
+}
+template <class Number>
+inline PairPiece piece_load_neighbours(const Number *p) {
+    return {p[0], p[1]};
+}
+inline IntPiece piece_add_products(IntPiece sum, PairPiece a, PairPiece b) {
+    return sum + a.first * b.first + a.second * b.second;
+}
+inline void piece_store(int16_t *p, Piece a) { *p = (int16_t)std::nearbyint(a == a ? a : 0); }
+inline float piece_largest(Piece a) { return a; }
 #endif
 
 // The same pointer, but the compiler does not know: what it points to is read from memory again, not kept in registers.
@@ -430,8 +531,10 @@ inline Vec mul(Vec a, Vec b) { EACH_PIECE(piece_mul(a.piece[i], b.piece[i])); }
 inline Vec div(Vec a, Vec b) { EACH_PIECE(piece_div(a.piece[i], b.piece[i])); }
 inline Vec fma(Vec a, Vec b, Vec c) { EACH_PIECE(piece_fma(a.piece[i], b.piece[i], c.piece[i])); }  // a * b + c
 inline Vec max(Vec a, Vec b) { EACH_PIECE(piece_max(a.piece[i], b.piece[i])); }  // b where one of them is NaN
+inline Vec magnitude(Vec a) { EACH_PIECE(piece_magnitude(a.piece[i])); }
 inline Vec round(Vec a) { EACH_PIECE(piece_round(a.piece[i])); }
-inline Vec scale(Vec a, Vec n) { EACH_PIECE(piece_scale(a.piece[i], n.piece[i])); }  // a * 2^n, n whole, |n| <= 250
+// a * 2^n for whole n <= 127; for n < -126 it may be 0.
+inline Vec scale(Vec a, Vec n) { EACH_PIECE(piece_scale(a.piece[i], n.piece[i])); }
 
 inline void store(float *p, Vec a) {
     for (int i = 0; i < pieces; i++) piece_store(p + i * piece_lanes, a.piece[i]);
@@ -495,11 +598,9 @@ inline void to_floats(float *to, const f16 (&four)[4]) {
 }
 
 inline float largest(Vec a) {
-    float lane[lanes];
-    store(lane, a);
-    float most = lane[0];
-    for (int i = 1; i < lanes; i++) most = lane[i] > most ? lane[i] : most;
-    return most;
+    for (int half = pieces / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) a.piece[i] = piece_max(a.piece[i], a.piece[i + half]);
+    return piece_largest(a.piece[0]);
 }
 
 // to[c * to_stride + r] = from[r * from_stride + c], 8 x 8 numbers.
@@ -529,8 +630,8 @@ inline void transpose8(float *to, size_t to_stride, const float *from, size_t fr
 #endif
 }
 
-// e^x for x <= 88, within 2 units in the last place; 0 for x < -104 and for -infinity; NaN stays NaN.
-// x = n ln 2 + r with |r| <= ln 2 / 2: e^x = 2^n e^r, and e^r is its Taylor polynomial up to r^7 / 7!.
+// e^x for x <= 88, within 2 units in the last place, or 2^-126 where that is more; 0 for x < -104 and for -infinity;
+// NaN stays NaN. x = n ln 2 + r with |r| <= ln 2 / 2: e^x = 2^n e^r, and e^r is its Taylor polynomial up to r^7 / 7!.
 inline Vec exp(Vec x) {
     x = max(set(-105.0f), x);
     Vec n = round(mul(x, set(1.44269504f)));
@@ -591,6 +692,49 @@ inline Ints add_products(Ints sums, const int8_t (*weights)[4], const Int8x4 &x)
     return sums;
 }
 
+// 16-bit whole numbers, two to each lane.
+struct Pairs {
+    PairPiece piece[pieces];
+};
+
+inline Pairs set_pair(const int16_t *two) {
+    Pairs pairs;
+    for (int i = 0; i < pieces; i++) pairs.piece[i] = piece_set_pair(two);
+    return pairs;
+}
+
+// Numbers [lanes * part, lanes * part + lanes) of 32 packed ones of `a`, beside each that of `b`.
+template <int bits>
+inline Pairs load_pairs(const Packed<bits> *a, const Packed<bits> *b, int part) {
+    Pairs pairs;
+    for (int i = 0; i < pieces; i++) pairs.piece[i] = piece_load_pairs(a, b, part * pieces + i);
+    return pairs;
+}
+
+// 2 * lanes numbers that follow one another.
+template <class Number>
+inline Pairs load_neighbours(const Number *p) {
+    Pairs pairs;
+    for (int i = 0; i < pieces; i++) pairs.piece[i] = piece_load_neighbours(p + 2 * i * piece_lanes);
+    return pairs;
+}
+
+// Lane i of the result is that of `sums` plus both products of the pairs there.
+inline Ints add_products(Ints sums, Pairs a, Pairs b) {
+    for (int i = 0; i < pieces; i++) sums.piece[i] = piece_add_products(sums.piece[i], a.piece[i], b.piece[i]);
+    return sums;
+}
+
+// Rounds to whole numbers, ties to even; they must be ones that 16 bits hold.
+inline void store(int16_t *p, Vec a) {
+    for (int i = 0; i < pieces; i++) piece_store(p + i * piece_lanes, a.piece[i]);
+}
+
+inline Ints to_ints(Vec a) {
+    Ints whole;
+    for (int i = 0; i < pieces; i++) whole.piece[i] = piece_whole(a.piece[i]);
+    return whole;
+}
 inline Vec to_floats(Ints a) { EACH_PIECE(piece_floats(a.piece[i])); }
 #undef EACH_PIECE
 

@@ -228,10 +228,10 @@ inline void swiglu(Expected &out, double gate, double up) {
 
 // ---- Attention ---------------------------------------------------------------------------------------------
 
-// A number of the cache as a query reads it; what it is summed up from, |zero point| + scale * code; and how far from
-// it the engine's may be.
+// A number of the cache as a query reads it; what it is summed up from, |zero point| + scale * code; how far from it
+// the engine's may be; and of numbers in groups the scale times the largest code.
 struct Reading {
-    double value = 0, size = 0, off = 0;
+    double value = 0, size = 0, off = 0, reach = 0;
 };
 
 inline Reading exact(double x) { return {x, std::fabs(x), 0}; }
@@ -241,10 +241,11 @@ inline void read_back(Reading *out, const float *x, size_t count, size_t step, c
     std::vector<float> part;
     for (size_t i = 0; i < count; i++) part.push_back(x[i * step]);
     if (format == "int4" || format == "int2") {
-        Shared group = asymmetric(part, format == "int4" ? 15 : 3);
+        int largest = format == "int4" ? 15 : 3;
+        Shared group = asymmetric(part, largest);
         for (size_t i = 0; i < count; i++) {
             double rest = group.scale * group.codes[i];
-            out[i * step] = {group.zero + rest, std::fabs(group.zero) + rest, 0};
+            out[i * step] = {group.zero + rest, std::fabs(group.zero) + rest, 0, group.scale * largest};
         }
     } else {
         std::vector<float> read = read_shared(format, part);
@@ -332,33 +333,43 @@ inline std::vector<Seen> seen_by(int position, const View &view, const Side &key
 // is off: zero points are summed first and pass through all D further sums (D / 16 + 5 and D roundings), then come the
 // scaling and the distance to the maximum. Call it e; a weight is off by a factor of e^(2 e), as its denominator is a
 // sum of such weights. Then come the sum over the positions, merges and exp itself.
-inline void attention(Expected &out, const float *query, const std::vector<Seen> &seen, int key_width,
-                      int value_width) {
+//
+// The CPU rounds what codes in groups are multiplied with, query * scale and weight * scale, to whole numbers: each is
+// off by at most `factor_rounding` times the largest of a sum, or 2^-110 if that is more, and the product by that times
+// the largest code.
+inline void attention(Expected &out, const float *query, const std::vector<Seen> &seen, int key_width, int value_width,
+                      double factor_rounding = 0) {
     double most = -INFINITY, error = 0, total = 0, root = std::sqrt((double)key_width);
     double rounding = gamma(17.0 / 16 * key_width + 14);
     std::vector<double> weight;
     for (const Seen &one : seen) {
         const Reading *key = one.key ? one.key : one.moved.data();
-        double score = 0, off = 0;
+        double score = 0, off = 0, reach = 15 * 0x1p-110;
         for (int i = 0; i < key_width; i++) {
             score += query[i] * key[i].value;
             off += std::fabs(query[i]) * (rounding * key[i].size + key[i].off);
+            reach = std::max(reach, std::fabs(query[i]) * key[i].reach);
         }
+        off += key_width * factor_rounding * reach;
         weight.push_back(score / root);
         most = std::max(most, weight.back());
         error = std::max(error, off / root);
     }
     for (double &score : weight) total += score = std::exp(score - most);
 
-    std::vector<double> sum(value_width), magnitude(value_width);
+    std::vector<double> sum(value_width), magnitude(value_width), reach(value_width, 15 * 0x1p-110);
     for (size_t t = 0; t < seen.size(); t++) {
         for (int i = 0; i < value_width; i++) {
             sum[i] += weight[t] / total * seen[t].value[i].value;
             magnitude[i] += weight[t] / total * seen[t].value[i].size;
+            reach[i] = std::max(reach[i], weight[t] / total * seen[t].value[i].reach);
         }
     }
     double relative = std::expm1(2 * error) + gamma(2.0 * (double)seen.size() + 40);
-    for (int i = 0; i < value_width; i++) out.add(sum[i], relative * magnitude[i] + 1e-36);
+    for (int i = 0; i < value_width; i++) {
+        double rounded = (double)seen.size() * factor_rounding * reach[i];
+        out.add(sum[i], relative * magnitude[i] + rounded + 1e-36);
+    }
 }
 
 }  // namespace reference

@@ -209,7 +209,7 @@ struct Truth {
             reference::attention(
                 out, &story.queries[((size_t)position * heads.query + head) * heads.width],
                 reference::seen_by(position, view(layer_window), keys, values, kv_head, scene.frequencies),
-                scene.cache.keys.width, scene.cache.values.width);
+                scene.cache.keys.width, scene.cache.values.width, 0x1.01p-16);
         }
     }
     Expected at(const std::vector<int> &positions, int layer_window = 0) {
