@@ -800,13 +800,23 @@ inline Factors room_for_factors(int count) {
     return {whole.data(), exact.data(), stride, units, zeros};
 }
 
+// to[i] = round(x[i] / unit) for the unit that is returned, with which `most`, the largest magnitude among them,
+// becomes `most_whole`; x is read, and `to` written, up to a whole Vec.
+inline float round_factors(int16_t *to, const float *x, int count, float most, float most_whole) {
+    float unit = most / most_whole;
+    Vec inverse = set(1 / unit);
+    for (int i = 0; i < count; i += lanes) store(to + i, mul(load(x + i), inverse));
+    return unit;
+}
+constexpr float least_factor = 0x1p-110f;  // so that 1 / unit is finite
+
 // numbers(q)[i] * scale i as whole numbers, the largest of a query 32,767 or less, and in `zeros` the sums of
 // numbers(q)[i] * zero i, for `Queries` queries; `pairs` goes on to a whole Vec with zeros. What is not a number is so
 // in its group's zero point too, and in the sum of these.
 template <int Queries, class Numbers>
 inline void fold_scales(const Factors &to, Numbers numbers, const ScaleAndZero *pairs, int count) {
     Vec totals[Queries], most[Queries], scale, zero;
-    for (int q = 0; q < Queries; q++) totals[q] = set(0), most[q] = set(0x1p-110f);
+    for (int q = 0; q < Queries; q++) totals[q] = set(0), most[q] = set(least_factor);
     auto fold = [&](int i, auto read) {
         load_pairs(&pairs[i].scale, scale, zero);
         for (int q = 0; q < Queries; q++) {
@@ -821,13 +831,9 @@ inline void fold_scales(const Factors &to, Numbers numbers, const ScaleAndZero *
     if (whole < count) fold(whole, [&](const float *from) { return load_part(from, count - whole); });
     const float most_whole = std::min(32767.0f, 0x1p27f / (float)count);  // so that 32 bits hold the sum
     for (int q = 0; q < Queries; q++) {
-        float unit = largest(most[q]) / most_whole;
-        Vec inverse = set(1 / unit);
-        const float *from = to.exact + q * to.stride;
-        int16_t *rounded = to.whole + q * to.stride;
-        for (int i = 0; i < count; i += lanes) store(rounded + i, mul(load(from + i), inverse));
-        rounded[count] = 0;
-        to.units[q] = unit;
+        int16_t *whole = to.whole + q * to.stride;
+        to.units[q] = round_factors(whole, to.exact + q * to.stride, count, largest(most[q]), most_whole);
+        whole[count] = 0;
         to.zeros[q] = sum(totals[q]);
     }
 }
@@ -1124,16 +1130,94 @@ inline void with_rows(const Precision &type, int width, Use use) {
     std::visit(with_width, type);
 }
 
+// ---- Keys of int8: products of whole numbers ----
+//
+// The queries become whole numbers of 16 bits, too, with a unit each, so that two products take one instruction and the
+// codes need not become floats. What is lost by it, 2^-16 of a query's largest number, is a hundredth of what its keys
+// lost as codes of 8 bits.
+//
+// Predicted, for 4 rows of 64 and 3 queries with AVX-512: 86 instructions instead of 130.
+
+// Vectors as whole numbers of 16 bits: number i of vector v is about units[v] * whole[v * stride + i], up to stride.
+struct WholeVectors {
+    const int16_t *whole;  // (vector, stride)
+    const float *units;
+    size_t stride;  // `width`, filled up with zeros
+};
+
+inline WholeVectors whole_vectors(const float *const *vectors, int count, int width) {
+    thread_local Aligned<int16_t> whole;
+    thread_local Floats padded, units;
+    size_t stride = padded_count(width, 2 * lanes);
+    whole.resize(count * stride);
+    units.resize(count);
+    padded.assign(stride, 0);
+    for (int v = 0; v < count; v++) {
+        std::copy_n(vectors[v], width, padded.data());
+        Vec most = set(least_factor), nan = set(0);
+        for (size_t i = 0; i < stride; i += lanes) {
+            most = max(magnitude(load(&padded[i])), most);
+            nan = fma(load(&padded[i]), set(0), nan);
+        }
+        float most_whole = std::min(32767.0f, 0x1p24f / (float)width);  // so that 32 bits hold a sum of 127 times them
+        units[v] = round_factors(&whole[v * stride], padded.data(), (int)stride, largest(most), most_whole) + sum(nan);
+    }
+    return {whole.data(), units.data(), stride};
+}
+
+// As dot_tile(), of rows of codes with the vectors from `first` on.
+template <int Rows, int Vectors, class Width>
+inline void dot_codes_tile(float *out, size_t out_stride, TableRows<Int8> rows, const WholeVectors &vectors, int first,
+                           Width width, size_t row_stride) {
+    Ints sums[Vectors][Rows];
+    for (int v = 0; v < Vectors; v++)
+        for (int r = 0; r < Rows; r++) sums[v][r] = to_ints(set(0));
+    const int16_t *whole = vectors.whole + first * vectors.stride;
+    auto add_row = [&](int r, int i, const int8_t *codes) {
+        Pairs row = load_neighbours(codes);
+        for (int v = 0; v < Vectors; v++)
+            sums[v][r] = add_products(sums[v][r], row, load_neighbours(whole + v * vectors.stride + i));
+    };
+    int i = 0;
+    for (; i + 2 * lanes <= width; i += 2 * lanes) {
+        for (int r = 0; r < Rows; r++) {
+            if (i % cache_line == 0) rows.template ask<Rows>(r, i / cache_line);
+            add_row(r, i, Int8::codes(rows.row(r)) + i);
+        }
+    }
+    for (int r = 0; i < width && r < Rows; r++) {
+        int8_t rest[2 * lanes] = {};
+        memcpy(rest, Int8::codes(rows.row(r)) + i, width - i);
+        add_row(r, i, rest);
+    }
+    float finished[Vectors * Rows], scales[Rows];
+    auto at = [&](int i) { return to_floats(sums[i / Rows][i % Rows]); };
+    constexpr int fours = Vectors * Rows / 4 * 4;
+    for (int i = 0; i < fours; i += 4) sum4(finished + i, at(i), at(i + 1), at(i + 2), at(i + 3));
+    for (int i = fours; i < Vectors * Rows; i++) finished[i] = sum(at(i));
+    rows.take_scales(scales);
+    for (int v = 0; v < Vectors; v++) {
+        for (int r = 0; r < Rows; r++)
+            out[v * out_stride + r * row_stride] = finished[v * Rows + r] * (vectors.units[first + v] * scales[r]);
+    }
+}
+
 // The raw scores q . k of a split, (head, query, split_positions).
 template <class Format, class Width>
 __attribute__((flatten, noinline)) void score_streams(float *scores, const float *const *vectors, int queries,
                                                       const SplitRows &rows, int heads, Width width) {
+    WholeVectors whole{};
+    if constexpr (std::is_same_v<Format, Int8>) whole = whole_vectors(vectors, heads * queries, width);
     for_each_tile(rows, [&](auto count, int t) {
         for (int head = 0; head < heads; head++) {
             TableRows<Format> tile{rows.start + t, head * rows.side->row_bytes, stream_positions};
             in_batches<tile_vectors>(queries, [&](auto size, int q) {
-                float *to = scores + (size_t)(head * queries + q) * split_positions + t;
-                dot_tile<count, size>(to, split_positions, tile, vectors + head * queries + q, width, stream_positions);
+                int first = head * queries + q;
+                float *to = scores + (size_t)first * split_positions + t;
+                if constexpr (std::is_same_v<Format, Int8>)
+                    dot_codes_tile<count, size>(to, split_positions, tile, whole, first, width, stream_positions);
+                else
+                    dot_tile<count, size>(to, split_positions, tile, vectors + first, width, stream_positions);
             });
         }
     });

@@ -34,6 +34,21 @@ inline __m512i cvtepu16_epi32(__m256i a) { return widen<uint16_t>(a); }
 inline __m512 cvtepi32_ps(__m512i a) {
     return each<__m512>([&](int i) { return (float)((int32_t *)&a)[i]; });
 }
+inline __m512i cvtps_epi32(__m512 a) {  // what is not a number, or too large, becomes the least
+    return each<__m512i>([&](int i) { return std::fabs(a[i]) < 0x1p31f ? (int32_t)std::nearbyint(a[i]) : INT32_MIN; });
+}
+inline __m256i cvtepi32_epi16(__m512i a) {
+    return each<__m256i>([&](int i) { return (int16_t)((int32_t *)&a)[i]; });
+}
+// 32 bytes as 16 bits each: the two of a lane are made together.
+inline __m512i cvtepu8_epi16(__m256i a) {
+    return each<__m512i>([&](int i) { return ((uint8_t *)&a)[2 * i] | ((uint8_t *)&a)[2 * i + 1] << 16; });
+}
+inline float reduce_max_ps(__m512 a) {
+    float most = a[0];
+    for (int i = 1; i < 16; i++) most = a[i] > most ? a[i] : most;
+    return most;
+}
 inline __m512 cvtph_ps(__m256i a) {
     return each<__m512>([&](int i) { return _cvtsh_ss(((uint16_t *)&a)[i]); });
 }
@@ -64,6 +79,10 @@ inline __m512 scalef_ps(__m512 a, __m512 n) {
 #define _mm512_cvtepu8_epi32 avx512_on_cpu::cvtepu8_epi32
 #define _mm512_cvtepu16_epi32 avx512_on_cpu::cvtepu16_epi32
 #define _mm512_cvtepi32_ps avx512_on_cpu::cvtepi32_ps
+#define _mm512_cvtps_epi32 avx512_on_cpu::cvtps_epi32
+#define _mm512_cvtepi32_epi16 avx512_on_cpu::cvtepi32_epi16
+#define _mm512_cvtepu8_epi16 avx512_on_cpu::cvtepu8_epi16
+#define _mm512_reduce_max_ps avx512_on_cpu::reduce_max_ps
 #define _mm512_cvtph_ps avx512_on_cpu::cvtph_ps
 #define _mm512_permute_ps avx512_on_cpu::permute_ps
 #define _mm512_fmadd_ps avx512_on_cpu::fmadd_ps

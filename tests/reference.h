@@ -117,6 +117,10 @@ Shared symmetric(const std::vector<float> &x, double largest, double times, ToCo
     return shared;
 }
 
+inline Shared symmetric_int8(const std::vector<float> &x) {
+    return symmetric(x, 127, 1, [](double quotient) { return std::nearbyint(quotient); });
+}
+
 // The zero point is the lowest number, or a little below; the scale takes the highest to the last code, or below.
 inline Shared asymmetric(const std::vector<float> &x, double largest) {
     Shared shared;
@@ -144,7 +148,7 @@ inline std::vector<float> read_shared(const std::string &format, const std::vect
     std::vector<float> read;
     Shared shared;
     if (format == "fp8") shared = symmetric(x, 448, 256, to_fp8);
-    if (format == "int8") shared = symmetric(x, 127, 1, [](double quotient) { return std::nearbyint(quotient); });
+    if (format == "int8") shared = symmetric_int8(x);
     if (format == "int4") shared = asymmetric(x, 15);
     if (format == "int2") shared = asymmetric(x, 3);
     for (size_t i = 0; i < shared.codes.size(); i++) read.push_back(shared.number(i));
@@ -237,7 +241,7 @@ struct Reading {
 inline Reading exact(double x) { return {x, std::fabs(x), 0}; }
 
 // `count` numbers, `step` apart, that are encoded together (a row, or a group of 32), as they come back.
-inline void read_back(Reading *out, const float *x, size_t count, size_t step, const std::string &format) {
+inline void read_back(Reading *out, const float *x, size_t count, size_t step, const std::string &format, bool keys) {
     std::vector<float> part;
     for (size_t i = 0; i < count; i++) part.push_back(x[i * step]);
     if (format == "int4" || format == "int2") {
@@ -249,7 +253,8 @@ inline void read_back(Reading *out, const float *x, size_t count, size_t step, c
         }
     } else {
         std::vector<float> read = read_shared(format, part);
-        for (size_t i = 0; i < count; i++) out[i * step] = exact(read.at(i));
+        double reach = keys && format == "int8" ? 127 * symmetric_int8(part).scale : 0;
+        for (size_t i = 0; i < count; i++) out[i * step] = {read.at(i), std::fabs(read.at(i)), 0, reach};
     }
 }
 
@@ -274,11 +279,11 @@ struct Side {
         size_t last = kept.size() - row(), block = last - (blocks ? 31 : 0) * row(), group = blocks ? 32 : width;
         if (blocks && keys) {
             if (length() % 32) return;
-            for (size_t i = 0; i < row(); i++) read_back(&stored[block + i], &kept[block + i], 32, row(), format);
+            for (size_t i = 0; i < row(); i++) read_back(&stored[block + i], &kept[block + i], 32, row(), format, keys);
         } else {
             for (size_t head = last; head < kept.size(); head += width)
                 for (size_t i = 0; i < width; i += group)
-                    read_back(&stored[head + i], &kept[head + i], std::min(group, width - i), 1, format);
+                    read_back(&stored[head + i], &kept[head + i], std::min(group, width - i), 1, format, keys);
         }
     }
     // The vector of position t as the query at position `reader` reads it.
@@ -334,9 +339,9 @@ inline std::vector<Seen> seen_by(int position, const View &view, const Side &key
 // scaling and the distance to the maximum. Call it e; a weight is off by a factor of e^(2 e), as its denominator is a
 // sum of such weights. Then come the sum over the positions, merges and exp itself.
 //
-// The CPU rounds what codes in groups are multiplied with, query * scale and weight * scale, to whole numbers: each is
-// off by at most `factor_rounding` times the largest of a sum, or 2^-110 if that is more, and the product by that times
-// the largest code.
+// The CPU rounds what codes in groups are multiplied with, query * scale and weight * scale, and queries of int8 keys,
+// to whole numbers: each is off by at most `factor_rounding` times the largest of a sum, or 2^-110 if that is more, and
+// the product by that times the largest code.
 inline void attention(Expected &out, const float *query, const std::vector<Seen> &seen, int key_width, int value_width,
                       double factor_rounding = 0) {
     double most = -INFINITY, error = 0, total = 0, root = std::sqrt((double)key_width);

@@ -432,6 +432,23 @@ TEST_CASE_TEMPLATE("pairs of packed codes times pairs of factors are exact sums,
     }
 }
 
+TEST_CASE("neighbours of 8 and of 16 bits times each other are exact sums, lane by lane") {
+    Random random{18};
+    int8_t codes[2 * lanes];
+    int16_t factors[2 * lanes];
+    for (int round = 0; round < 100; round++) {
+        for (int i = 0; i < 2 * lanes; i++) {
+            codes[i] = (int8_t)std::floor(random.uniform(-127, 128));
+            factors[i] = (int16_t)std::floor(random.uniform(-32767, 32768));
+        }
+        if (round == 0) std::fill(codes, codes + 2 * lanes, -127), std::fill(factors, factors + 2 * lanes, 32767);
+        Ints sums = add_products(to_ints(set(-3)), load_neighbours(codes), load_neighbours(factors));
+        std::vector<float> got = numbers_of(to_floats(sums));
+        for (int i = 0; i < 2 * lanes; i += 2)
+            REQUIRE(got[i / 2] == (float)(-3 + codes[i] * factors[i] + codes[i + 1] * factors[i + 1]));
+    }
+}
+
 // ---- dot and axpy ------------------------------------------------------------------------------------------
 
 TEST_CASE("load_pairs() takes pairs apart, lane by lane") {
