@@ -1202,6 +1202,13 @@ inline void dot_codes_tile(float *out, size_t out_stride, TableRows<Int8> rows, 
     }
 }
 
+// Asks for row i of each stream: while a softmax is computed, memory has nothing else to do.
+inline void ask_rows(const SplitRows &rows, int i, int heads) {
+    for (int t = i; i < stream_positions && t < split_positions; t += stream_positions)
+        for (size_t at = 0; at < heads * rows.side->row_bytes; at += cache_line)
+            __builtin_prefetch(rows.start[t] + at, 0, 2);
+}
+
 // The raw scores q . k of a split, (head, query, split_positions).
 template <class Format, class Width>
 __attribute__((flatten, noinline)) void score_streams(float *scores, const float *const *vectors, int queries,
@@ -1449,15 +1456,17 @@ inline void attend_split(const Results &to, const AttentionTask &task, const Hea
                           task.many ? &tiles[i * of_tiles] : nullptr, stretch, task.key);
         });
     }
+    find_rows(rows, task, values, tile, some.first, origin, first_row(task.cache.type_v), end);
+    bool value_streams = as_streams(task, task.cache.type_v);
     for (int item = 0; item < some.count * queries; item++) {
+        if (value_streams) ask_rows(rows, item, some.count);
         int q = item % queries, position = tile.position + q / heads.group();
         int low = std::max(0, task.visible.first(position) - origin), high = std::min(end, position + 1) - origin;
         to.of(item / queries)[q] =
             softmax_split(&scores[(size_t)item * split_positions], low, high, padded_count(end - origin, group_size),
                           1 / std::sqrt((float)heads.width));
     }
-    find_rows(rows, task, values, tile, some.first, origin, first_row(task.cache.type_v), end);
-    if (as_streams(task, task.cache.type_v)) {
+    if (value_streams) {
         with_rows(task.cache.type_v, values.width, [&](auto format, auto width) {
             weigh_streams<decltype(format)>(to.values, to.step * to.width, scores.data(), queries, rows, some.count,
                                             width);
