@@ -1136,7 +1136,8 @@ inline void with_rows(const Precision &type, int width, Use use) {
 // codes need not become floats. What is lost by it, 2^-16 of a query's largest number, is a hundredth of what its keys
 // lost as codes of 8 bits.
 //
-// Predicted, for 4 rows of 64 and 3 queries with AVX-512: 86 instructions instead of 130.
+// Predicted, for 4 rows of 64 and 3 queries with AVX-512: 86 instructions instead of 130. Measured, one thread of an
+// Emerald Rapids, keys and values in the L2, for 8 numbers: 1.05 -> 0.96 ns, with AVX2 alone 1.34 -> 1.22.
 
 // Vectors as whole numbers of 16 bits: number i of vector v is about units[v] * whole[v * stride + i], up to stride.
 struct WholeVectors {
@@ -1202,7 +1203,8 @@ inline void dot_codes_tile(float *out, size_t out_stride, TableRows<Int8> rows, 
     }
 }
 
-// Asks for row i of each stream: while a softmax is computed, memory has nothing else to do.
+// Asks for row i of each stream: while a softmax is computed, memory has nothing else to do. Predicted: 7 % of
+// attention over f16. Measured: 2.
 inline void ask_rows(const SplitRows &rows, int i, int heads) {
     for (int t = i; i < stream_positions && t < split_positions; t += stream_positions)
         for (size_t at = 0; at < heads * rows.side->row_bytes; at += cache_line)

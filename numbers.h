@@ -184,16 +184,6 @@ inline Piece piece_load(const fp8 *p) {
 inline Piece piece_load(const int8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
-inline Piece piece_load(const Packed<4> *p, int i) {
-    __m512i codes = _mm512_srli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p->bytes)), 4 * i);
-    return _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(15)));
-}
-inline Piece piece_load(const Packed<2> *p, int i) {
-    const __m512i shifts = _mm512_set_epi32(2, 2, 2, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0);
-    __m128i twice = _mm_broadcastq_epi64(_mm_loadl_epi64((const __m128i *)p->bytes));
-    __m512i codes = _mm512_srli_epi32(_mm512_srlv_epi32(_mm512_cvtepu8_epi32(twice), shifts), 4 * i);
-    return _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(3)));
-}
 inline void piece_load_pairs(const f16 *p, Piece &first, Piece &second) {
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     Piece a = piece_load(p), b = piece_load(p + piece_lanes);
@@ -275,15 +265,6 @@ inline Piece piece_load(const fp8 *p) {
 }
 inline Piece piece_load(const int8_t *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
-}
-inline Piece piece_load(const Packed<4> *p, int i) {
-    __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p->bytes + 8 * (i % 2))));
-    codes = i < 2 ? _mm256_and_si256(codes, _mm256_set1_epi32(15)) : _mm256_srli_epi32(codes, 4);
-    return _mm256_cvtepi32_ps(codes);
-}
-inline Piece piece_load(const Packed<2> *p, int i) {
-    __m256i codes = _mm256_srli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p->bytes)), 2 * i);
-    return _mm256_cvtepi32_ps(i < 3 ? _mm256_and_si256(codes, _mm256_set1_epi32(3)) : codes);
 }
 inline void piece_load_pairs(const f16 *p, Piece &first, Piece &second) {
     auto in_order = [](Piece x) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)); };
@@ -372,12 +353,6 @@ inline Piece piece_load(const fp8 *p) {
     return vcvt_f32_f16(vreinterpret_f16_s16(wide));
 }
 inline Piece piece_load(const int8_t *p) { return vcvtq_f32_s32(vmovl_s16(piece_wide(word(p)))); }
-template <int bits>
-inline Piece piece_load(const Packed<bits> *p, int i) {
-    constexpr int words = Packed<bits>::size / 4;
-    int codes = word(p->bytes + 4 * (i % words)) >> bits * (i / words) & 0x01010101 * Packed<bits>::largest;
-    return vcvtq_f32_s32(vmovl_s16(piece_wide(codes)));
-}
 inline void piece_load_pairs(const f16 *p, Piece &first, Piece &second) {
     uint16x4x2_t pairs = vld2_u16((const uint16_t *)p);
     first = vcvt_f32_f16(vreinterpret_f16_u16(pairs.val[0]));
@@ -435,10 +410,6 @@ inline Piece piece_load(const Number *p) {
     return to_float(*p);
 }
 inline Piece piece_load(const fp8 *p) { return to_float(*p) / 256; }
-template <int bits>
-inline Piece piece_load(const Packed<bits> *p, int i) {
-    return (float)p->code(i);
-}
 inline void piece_load_pairs(const f16 *p, Piece &first, Piece &second) {
     first = to_float(p[0]);
     second = to_float(p[1]);
@@ -481,13 +452,6 @@ inline void piece_store(int16_t *p, Piece a) { *p = (int16_t)std::nearbyint(a ==
 inline float piece_largest(Piece a) { return a; }
 #endif
 
-// The same pointer, but the compiler does not know: what it points to is read from memory again, not kept in registers.
-template <class T>
-inline T *disguise(T *p) {
-    __asm__("" : "+r"(p));
-    return p;
-}
-
 inline void pause_briefly() {  // between two looks at a variable that another core will change
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -520,11 +484,6 @@ inline Vec load(const Number *p) {
 // Lane i of `first` becomes p[2 i], and of `second` p[2 i + 1].
 inline void load_pairs(const f16 *p, Vec &first, Vec &second) {
     for (int i = 0; i < pieces; i++) piece_load_pairs(p + 2 * i * piece_lanes, first.piece[i], second.piece[i]);
-}
-// Numbers [lanes * part, lanes * part + lanes) of 32 packed ones.
-template <int bits>
-inline Vec load(const Packed<bits> *p, int part) {
-    EACH_PIECE(piece_load(p, part * pieces + i));
 }
 inline Vec add(Vec a, Vec b) { EACH_PIECE(piece_add(a.piece[i], b.piece[i])); }
 inline Vec mul(Vec a, Vec b) { EACH_PIECE(piece_mul(a.piece[i], b.piece[i])); }
@@ -737,6 +696,14 @@ inline Ints to_ints(Vec a) {
 }
 inline Vec to_floats(Ints a) { EACH_PIECE(piece_floats(a.piece[i])); }
 #undef EACH_PIECE
+
+// Numbers [lanes * part, lanes * part + lanes) of 32 packed ones, for a format that is made of such parts
+// (docs/precision.md).
+template <int bits>
+inline Vec load(const Packed<bits> *p, int part) {
+    const int16_t first_alone[2] = {1, 0};
+    return to_floats(add_products(to_ints(set(0)), load_pairs(p, p, part), set_pair(first_alone)));
+}
 
 // ---- Matrix tiles (AMX) ------------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ __m512i widen(Register a) {
 }
 
 inline __m512i cvtepi8_epi32(__m128i a) { return widen<int8_t>(a); }
-inline __m512i cvtepu8_epi32(__m128i a) { return widen<uint8_t>(a); }
 inline __m512i cvtepu16_epi32(__m256i a) { return widen<uint16_t>(a); }
 inline __m512 cvtepi32_ps(__m512i a) {
     return each<__m512>([&](int i) { return (float)((int32_t *)&a)[i]; });
@@ -76,7 +75,6 @@ inline __m512 scalef_ps(__m512 a, __m512 n) {
 #undef _mm512_fmadd_ps
 #undef _mm512_scalef_ps
 #define _mm512_cvtepi8_epi32 avx512_on_cpu::cvtepi8_epi32
-#define _mm512_cvtepu8_epi32 avx512_on_cpu::cvtepu8_epi32
 #define _mm512_cvtepu16_epi32 avx512_on_cpu::cvtepu16_epi32
 #define _mm512_cvtepi32_ps avx512_on_cpu::cvtepi32_ps
 #define _mm512_cvtps_epi32 avx512_on_cpu::cvtps_epi32
