@@ -1160,7 +1160,8 @@ inline WholeVectors whole_vectors(const float *const *vectors, int count, int wi
             most = max(magnitude(load(&padded[i])), most);
             nan = fma(load(&padded[i]), set(0), nan);
         }
-        float most_whole = std::min(32767.0f, 0x1p24f / (float)width);  // so that 32 bits hold a sum of 127 times them
+        // So that 32 bits hold a lane's sum of 127 times them.
+        float most_whole = std::min(32767.0f, 0x1p24f * lanes / (float)width);
         units[v] = round_factors(&whole[v * stride], padded.data(), (int)stride, largest(most), most_whole) + sum(nan);
     }
     return {whole.data(), units.data(), stride};

@@ -542,6 +542,29 @@ TEST_CASE("what is not a number stays in its sequence, for every K and V") {
     });
 }
 
+TEST_CASE("one number of a query that is none shows in what its head gives, and in nothing else, for every K") {
+    Random random{28};
+    const Heads heads = {6, 2, 40};
+    for_each_type<Precision>([&](auto type_k) {
+        CAPTURE(std::string(type_k.name));
+        for (float bad : {NAN, INFINITY, -INFINITY}) {
+            Scene scene(heads, 40, 1, 100, Contiguous{}, type_k, F16{});
+            scene.tell(random, 0, 100);
+            scene.fill(0, 99);
+            Pass pass = scene.begin({{0, 1}});
+            std::vector<float> good = scene.attended(pass);
+            pass.queries[2 * 40 + 7] = bad;
+            std::vector<float> out = scene.attended(pass);
+            for (int i = 0; i < 6 * 40; i++) {
+                if (i / 40 == 2)
+                    CHECK(std::isnan(out[i]));
+                else
+                    CHECK(out[i] == good[i]);
+            }
+        }
+    });
+}
+
 TEST_CASE("neither the number of threads nor the route moves a bit") {
     Random random{10};
     for_each_type<Precision>([&](auto type) {
@@ -689,6 +712,21 @@ TEST_CASE("equal huge scores share the weight equally") {
         Pass pass = scene.begin({{0, 1}});
         std::vector<float> out = scene.attended(pass);
         for (int i = 0; i < 24; i++) CHECK(std::fabs(out[i] - mean[i]) <= reference::gamma(1040));
+    }
+}
+
+TEST_CASE("rows so wide that sums of codes times 32,767 would not fit 32 bits") {
+    Random random{27};
+    for (auto [width, type] : {std::pair<int, Precision>{16384, Int8{}}, {8192, Int4{}}}) {
+        CAPTURE(width);
+        Scene scene({1, 1, width}, 8, 1, 70, Contiguous{}, type, F32{});
+        scene.tell(random, 0, 70);
+        Story &story = scene.stories[0];
+        std::fill(story.queries.begin(), story.queries.end(), 1.0f);
+        for (size_t i = 0; i < story.keys.size(); i++) story.keys[i] = i / width % 32 == 7 ? 1.0f : 0.96875f;
+        scene.fill(0, 69);
+        Pass pass = scene.begin({{0, 1}});
+        CHECK(worst(scene.attended(pass), Truth(scene, 0).at({69})) <= 1);
     }
 }
 
