@@ -831,9 +831,9 @@ inline void fold_scales(const Factors &to, Numbers numbers, const ScaleAndZero *
     if (whole < count) fold(whole, [&](const float *from) { return load_part(from, count - whole); });
     const float most_whole = std::min(32767.0f, 0x1p27f / (float)count);  // so that 32 bits hold the sum
     for (int q = 0; q < Queries; q++) {
-        int16_t *whole = to.whole + q * to.stride;
-        to.units[q] = round_factors(whole, to.exact + q * to.stride, count, largest(most[q]), most_whole);
-        whole[count] = 0;
+        int16_t *rounded = to.whole + q * to.stride;
+        to.units[q] = round_factors(rounded, to.exact + q * to.stride, count, largest(most[q]), most_whole);
+        rounded[count] = 0;
         to.zeros[q] = sum(totals[q]);
     }
 }
