@@ -1,4 +1,5 @@
-// Attention: the equation, then the rungs of the ladder. Every rung gives what rung 1 gives.
+// Attention: the equation, then the rungs of the ladder. Every rung gives what rung 1 gives, up to the rounding of its
+// sums, and where the CPU multiplies codes as whole numbers (int8 keys; int4, int2), of what they are multiplied with.
 //
 //   o = softmax(q K^T / sqrt(D)) V        for each query head; K and V of the positions the query may see
 //

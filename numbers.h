@@ -4,7 +4,8 @@
 // On one machine a sum over a row of `Vec`s always goes the same way, whatever is computed beside it: lane i adds up
 // the elements i, i + lanes, i + 2 lanes, ...; then the lanes are folded in halves (8, 4, 2, 1), and last comes the sum
 // of what does not fill a Vec. So a result does not depend on the number of threads, nor on how many tokens share a
-// pass. Products of many tokens, of int8 weights and matrix tiles (below) have orders of their own, as fixed.
+// pass. Products of many tokens, of int8 weights and matrix tiles (below) have orders of their own, as fixed; sums of
+// whole numbers are exact.
 #pragma once
 
 #include <cmath>
