@@ -343,7 +343,7 @@ struct CacheRows {
     int width = 0, kv_heads = 0;
     int64_t rows_per_layer = 0;
     HOST_DEVICE char *at(int layer, int64_t row, int kv_head) const {
-        return data + ((layer * rows_per_layer + row) * kv_heads + kv_head) * row_bytes;
+        return data + row * stride() + (layer * rows_per_layer * kv_heads + kv_head) * row_bytes;
     }
     HOST_DEVICE size_t stride() const { return kv_heads * row_bytes; }  // bytes from a row to the next one's
     size_t bytes(int layers) const { return (size_t)layers * (size_t)rows_per_layer * stride(); }

@@ -426,6 +426,17 @@ __device__ inline uint32_t pack(float first, float second) {
 #endif
 }
 
+// (x & mask) ^ flip in one instruction; of two constants the compiler would make two.
+__device__ inline uint32_t masked_and_flipped(uint32_t x, uint32_t mask, uint32_t flip) {
+#ifdef CUDA_ON_CPU
+    return (x & mask) ^ flip;
+#else
+    uint32_t result;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(x), "r"(mask), "r"(flip));
+    return result;
+#endif
+}
+
 // a * b + c for two f16 numbers in each register, rounded once.
 __device__ inline uint32_t fma_f16(uint32_t a, uint32_t b, uint32_t c) {
 #ifdef CUDA_ON_CPU

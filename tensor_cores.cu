@@ -48,6 +48,7 @@ __device__ inline uint32_t word_at(const char *from) { return *(const uint32_t *
 __device__ inline void put(uint32_t *to, uint4 bytes) {
     to[0] = bytes.x, to[1] = bytes.y, to[2] = bytes.z, to[3] = bytes.w;
 }
+__device__ inline void put(uint32_t *to, uint2 bytes) { to[0] = bytes.x, to[1] = bytes.y; }
 
 __device__ inline uint32_t low_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 __device__ inline uint32_t high_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
@@ -61,29 +62,42 @@ struct LaneRows {
     const CacheRows &side;
     int width;
     int64_t offset;
+    bool in_groups = false;  // values: whether the channels are in the order of groups: see value_channel()
     __device__ const char *of(int lane) const { return side.data + __shfl_sync(all_lanes, (long long)offset, lane); }
 };
 
 // ---- Codes ----
 
-// Two codes as f16; they are in the lower bytes of the halves of a register. With a code in its lowest bits, 0x6400 is
-// 1024 + code.
+// The codes in bytes `byte` and `byte` + 2 of a word, as two f16; `byte` is 0 or 1. With a code in its lowest bits,
+// 0x6400 is 1024 + code.
 constexpr uint32_t two_ones = 0x3c003c00;
 template <int largest, int divisor>
-__device__ inline uint32_t f16_of_codes(const ScaledRow<int8_t, largest, divisor> &, uint32_t codes) {
-    return fma_f16(codes ^ 0x64806480, two_ones, 0xe480e480);  // - 1152: the sign bit, turned round, counts 128
+__device__ inline uint32_t f16_of_codes(const ScaledRow<int8_t, largest, divisor> &, uint32_t codes, int byte) {
+    uint32_t shifted = masked_and_flipped(codes >> 8 * byte, 0x00ff00ff, 0x64806480);
+    return fma_f16(shifted, two_ones, 0xe480e480);  // - 1152: the sign bit, turned round, counts 128
 }
 template <int largest, int divisor>
-__device__ inline uint32_t f16_of_codes(const ScaledRow<fp8, largest, divisor> &, uint32_t codes) {
-    return (codes << 8 & 0x80008000) | (codes << 7 & 0x3f803f80);  // divided by 256: see to_float(fp8)
+__device__ inline uint32_t f16_of_codes(const ScaledRow<fp8, largest, divisor> &, uint32_t codes, int byte) {
+    uint32_t upper = byte == 1 ? codes : codes << 8;
+    return (upper & 0x80008000) | (upper >> 1 & 0x3f803f80);  // divided by 256: see to_float(fp8)
+}
+// Of the codes in the lowest bits of these bytes, or of those 4 bits above them: (1024 + 16 code) / 16 - 64.
+template <int bits>
+__device__ inline uint32_t f16_of_codes(const GroupedRow<bits> &, uint32_t codes, int byte, bool above) {
+    uint32_t mask = Packed<bits>::largest * (above ? 0x00100010 : 0x00010001);
+    uint32_t shifted = masked_and_flipped(codes >> 8 * byte, mask, 0x64006400);
+    return above ? fma_f16(shifted, 0x2c002c00, 0xd400d400) : fma_f16(shifted, two_ones, 0xe400e400);
+}
+
+// The word of 32 packed codes that holds 4 q to 4 q + 3 and those 16 behind: after a shift, in the lowest bits of its
+// bytes and 4 bits above them.
+template <int bits>
+__device__ inline uint32_t quarter_of(const Packed<bits> &codes, int q) {
+    return word_at((const char *)codes.bytes + 4 * q % Packed<bits>::size);
 }
 template <int bits>
-__device__ inline uint32_t f16_of_codes(const GroupedRow<bits> &, uint32_t codes) {
-    return fma_f16(codes | 0x64006400, two_ones, 0xe400e400);  // - 1024
-}
-// Of codes in bits 4 to 7: (1024 + 16 code) / 16 - 64.
-__device__ inline uint32_t f16_of_high_codes(uint32_t codes) {
-    return fma_f16(codes | 0x64006400, 0x2c002c00, 0xd400d400);
+__device__ inline int quarter_shift(int q) {
+    return bits * (4 * q / Packed<bits>::size);
 }
 
 // 8 codes of a row begin at `from`, a multiple of 2: the words that hold them, up to the last code.
@@ -152,24 +166,24 @@ __device__ inline void key_fragment(uint32_t (&b)[2], const ScaledRow<Code, larg
                                     const Asked<widest> &asked, int i, int r) {
     const uint32_t *eight = &asked.words[3 * (widest / 32 * r + i / 2)];
     uint32_t codes = codes_of(eight, i % 2, asked.words[3 * (widest / 16) + r]);
-    b[0] = f16_of_codes(format, __byte_perm(codes, 0, 0x4140));
-    b[1] = f16_of_codes(format, __byte_perm(codes, 0, 0x4342));
+    constexpr int byte = std::is_same_v<Code, fp8>;  // each code is in two bytes: the one that is less work
+    b[0] = f16_of_codes(format, __byte_perm(codes, 0, 0x1100), byte);
+    b[1] = f16_of_codes(format, __byte_perm(codes, 0, 0x3322), byte);
 }
 
 // A whole block, whatever `place` is. Column g of a matrix is a group of row g, g + 8, ..., of which a lane asks for
-// bytes 4 c to 4 c + 3 of the codes, and for scale and zero point. Where a code has 2 bits, those that 4 bits would
-// have there: positions t and t + 16 in byte t.
+// the codes of positions 4 c to 4 c + 3 and those 16 behind, and for scale and zero point.
 template <int widest, int bits>
 __device__ inline void ask_keys(Asked<widest> &asked, const GroupedRow<bits> &format, const LaneRows &rows, int) {
     constexpr int columns = widest / 8, abreast = widest / 32;
-    int first = lane_column() * 4 % Packed<bits>::size, groups = format.groups(rows.width);
+    int groups = format.groups(rows.width);
     UNROLL for (int i = 0; i < columns; i += abreast) {
         int row = i / abreast * 8 + lane_row();
         int there = rows.width == widest ? abreast : min(rows.width - row * groups, groups);  // groups that hold keys
         const char *from = rows.of(row);
         UNROLL for (int j = 0; j < abreast; j++) {
             const auto &group = format.group(from, j);
-            asked.words[i + j] = j < there ? word_at((const char *)group.codes.bytes + first) : 0;
+            asked.words[i + j] = j < there ? quarter_of(group.codes, lane_column()) : 0;
             asked.words[columns + i + j] = j < there ? word_at((const char *)&group.both) : 0;
         }
     }
@@ -180,18 +194,15 @@ __device__ inline void ask_keys(Asked<widest> &asked, const GroupedRow<bits> &fo
 template <int widest, int bits>
 __device__ inline void block_fragments(uint32_t (&b)[4][2], const GroupedRow<bits> &format, const Asked<widest> &asked,
                                        int i) {
-    constexpr uint32_t mask = Packed<bits>::largest;
-    int c = lane_column(), shift = bits * (4 * c / Packed<bits>::size);
+    int c = lane_column();
     UNROLL for (int h = 0; h < 2; h++) {
-        uint32_t codes = transpose_matrix(asked.words[2 * i + h] >> shift & mask * 0x11111111);
+        uint32_t codes = transpose_matrix(asked.words[2 * i + h] >> quarter_shift<bits>(c));
         uint32_t both = asked.words[widest / 8 + 2 * i + h];
         uint32_t even = __shfl_sync(all_lanes, both, 8 * c), odd = __shfl_sync(all_lanes, both, 8 * c + 4);
         uint32_t scales = low_halves(even, odd), zeros = high_halves(even, odd);
         UNROLL for (int r = 0; r < 2; r++) {
-            uint32_t low = f16_of_codes(format, codes >> 8 * r & mask * 0x00010001);
-            uint32_t high = f16_of_high_codes(codes >> 8 * r & mask * 0x00100010);
-            b[r][h] = fma_f16(low, scales, zeros);
-            b[2 + r][h] = fma_f16(high, scales, zeros);
+            b[r][h] = fma_f16(f16_of_codes(format, codes, r, false), scales, zeros);
+            b[2 + r][h] = fma_f16(f16_of_codes(format, codes, r, true), scales, zeros);
         }
     }
 }
@@ -201,22 +212,31 @@ __device__ inline void block_fragments(uint32_t (&b)[4][2], const GroupedRow<bit
 // ask_values() starts the loads for half a tile, four positions in a lane; value_pair() gives, of those at `k` and
 // k + 2, channel value_channel(i, g) and the next one.
 
-__device__ inline int value_channel(int i, int g) { return i / 4 * 64 + 8 * g + i % 4 * 2; }
+__device__ inline int value_channel(int i, int g, bool in_groups) {
+    if (in_groups) return i / 4 * 64 + g / 4 * 32 + i % 4 / 2 * 16 + g % 4 * 4 + i % 2 * 2;
+    return i / 4 * 64 + 8 * g + i % 4 * 2;
+}
 
-// The first of a lane's 8 channels of each 64. Behind the last one the last ones are read, for nobody.
-__device__ inline int first_channel(int stretch, int width) {
-    return min(value_channel(4 * stretch, lane_row()), width - 8);
+// The first of `count` channels that a lane has from product i on. Behind the last one the last ones are read, for
+// nobody.
+__device__ inline int first_channel(int i, const LaneRows &rows, int count) {
+    return min(value_channel(i, lane_row(), rows.in_groups), rows.width - count);
 }
 
 template <int widest, class Number>
 __device__ inline void ask_values(Asked<widest> &asked, const PlainRow<Number> &, const LaneRows &rows, int place) {
-    UNROLL for (int k = 0; k < 4; k++) {
-        const char *from = rows.of(place + lane_column() * 4 + k);
-        UNROLL for (int s = 0; s < widest / 64; s++) {
-            uint4 bytes = load_once(from + first_channel(s, rows.width) * sizeof(Number));
-            put(&asked.words[4 * (widest / 64 * k + s)], bytes);
+    const char *from[4];
+    UNROLL for (int k = 0; k < 4; k++) from[k] = rows.of(place + lane_column() * 4 + k);
+    auto ask = [&](auto bytes, int count) {
+        UNROLL for (int k = 0; k < 4; k++) {
+            UNROLL for (int i = 0; i < widest / 16; i += count / 2)
+                put(&asked.words[widest / 16 * k + i], bytes(from[k] + first_channel(i, rows, count) * sizeof(Number)));
         }
-    }
+    };
+    if (std::is_same_v<Number, f16> && rows.in_groups)
+        ask([](const char *at) { return *(const uint2 *)at; }, 4);
+    else
+        ask([](const char *at) { return load_once(at); }, 8);
 }
 template <int widest, class Number>
 __device__ inline void value_pair(uint32_t (&pair)[2], const PlainRow<Number> &, const Asked<widest> &asked, int i,
@@ -231,7 +251,7 @@ __device__ inline void ask_values(Asked<widest> &asked, const ScaledRow<Code, la
     UNROLL for (int k = 0; k < 4; k++) {
         const char *from = (const char *)format.codes(rows.of(place + lane_column() * 4 + k));
         UNROLL for (int s = 0; s < widest / 64; s++)
-            ask_codes(&asked.words[3 * (widest / 64 * k + s)], from + first_channel(s, rows.width));
+            ask_codes(&asked.words[3 * (widest / 64 * k + s)], from + first_channel(4 * s, rows, 8));
         asked.words[3 * (widest / 16) + k] = (uintptr_t)from & 2;
     }
 }
@@ -243,36 +263,32 @@ __device__ inline void value_pair(uint32_t (&pair)[2], const ScaledRow<Code, lar
         return codes_of(eight, i % 4 / 2, asked.words[3 * (widest / 16) + k]);
     };
     uint32_t codes = i % 2 ? high_halves(word(k), word(k + 2)) : low_halves(word(k), word(k + 2));
-    UNROLL for (int odd = 0; odd < 2; odd++) pair[odd] = f16_of_codes(format, codes >> 8 * odd & 0x00ff00ff);
+    UNROLL for (int odd = 0; odd < 2; odd++) pair[odd] = f16_of_codes(format, codes, odd);
 }
 
+// A lane has bytes 4 (g % 4) to 4 (g % 4) + 3 of group g / 4 of each 64 channels: all codes of a byte are its own.
 template <int widest, int bits>
 __device__ inline void ask_values(Asked<widest> &asked, const GroupedRow<bits> &format, const LaneRows &rows,
                                   int place) {
+    int last = format.groups(rows.width) - 1;
     UNROLL for (int k = 0; k < 4; k++) {
         const char *from = rows.of(place + lane_column() * 4 + k);
         UNROLL for (int s = 0; s < widest / 64; s++) {
-            int channel = first_channel(s, rows.width);
-            const auto &group = format.group(from, channel / group_size);
-            const char *codes = (const char *)group.codes.bytes + channel % group_size % Packed<bits>::size;
-            uint32_t *to = &asked.words[3 * (widest / 64 * k + s)];
-            to[0] = word_at(codes);
-            to[1] = word_at(codes + 4);
-            to[2] = word_at((const char *)&group.both);
+            const auto &group = format.group(from, min(2 * s + lane_row() / 4, last));
+            asked.words[2 * (widest / 64 * k + s)] = quarter_of(group.codes, lane_row() % 4);
+            asked.words[2 * (widest / 64 * k + s) + 1] = word_at((const char *)&group.both);
         }
     }
 }
 template <int widest, int bits>
 __device__ inline void value_pair(uint32_t (&pair)[2], const GroupedRow<bits> &format, const Asked<widest> &asked,
                                   int i, int k) {
-    const uint32_t *a = &asked.words[3 * (widest / 64 * k + i / 4)];
-    const uint32_t *b = &asked.words[3 * (widest / 64 * (k + 2) + i / 4)];
-    uint32_t codes = i % 2 ? high_halves(a[i % 4 / 2], b[i % 4 / 2]) : low_halves(a[i % 4 / 2], b[i % 4 / 2]);
-    int shift = bits * (value_channel(0, lane_row()) % group_size / Packed<bits>::size);
-    UNROLL for (int odd = 0; odd < 2; odd++) {
-        uint32_t two = f16_of_codes(format, codes >> (shift + 8 * odd) & Packed<bits>::largest * 0x00010001u);
-        pair[odd] = fma_f16(two, low_halves(a[2], b[2]), high_halves(a[2], b[2]));
-    }
+    const uint32_t *a = &asked.words[2 * (widest / 64 * k + i / 4)];
+    const uint32_t *b = &asked.words[2 * (widest / 64 * (k + 2) + i / 4)];
+    uint32_t codes = (i % 2 ? high_halves(*a, *b) : low_halves(*a, *b)) >> quarter_shift<bits>(lane_row() % 4);
+    uint32_t scales = low_halves(a[1], b[1]), zeros = high_halves(a[1], b[1]);
+    UNROLL for (int odd = 0; odd < 2; odd++) pair[odd] =
+        fma_f16(f16_of_codes(format, codes, odd, i % 4 > 1), scales, zeros);
 }
 
 // ---- Queries and results of a warp ----
@@ -353,12 +369,14 @@ struct FastTile {
     int64_t key_offset, value_offset;  // of the position `begin` + lane
     f16 key_scale, value_scale;        // of its whole rows; 1 where they have none
     bool recent_keys, recent_values;   // read at f16: their block is not full yet
+    bool scaled;                       // whether keys or values have scales of rows
 
     __device__ LaneRows keys(const CacheView &cache, int width) const {
         return {recent_keys ? cache.recent_keys : cache.keys, width, key_offset};
     }
     __device__ LaneRows values(const CacheView &cache, int width) const {
-        return {recent_values ? cache.recent_values : cache.values, width, value_offset};
+        const CacheRows &side = recent_values ? cache.recent_values : cache.values;
+        return {side, width, value_offset, (bool)cache.recent_values.data};
     }
     // What is not visible is not read: a visible position stands in for it, and has no weight there. But a block of
     // keys is in all its rows.
@@ -368,7 +386,7 @@ struct FastTile {
         int64_t kept = (int64_t)row.sequence * group_size + there % group_size;
         int64_t at = cache.row_of(row.sequence, there);
         bool own = row.position / group_size == begin / group_size;
-        recent_keys = own && cache.recent_keys.data, recent_values = own && cache.recent_values.data;
+        recent_keys = own && cache.recent_keys.data, recent_values = own && cache.recent_values.data, scaled = false;
         auto offset = [&](const CacheRows &side, int64_t row) { return side.at(task.layer, row, kv_head) - side.data; };
         value_offset = recent_values ? offset(cache.recent_values, kept) : offset(cache.values, at);
         if (cache.recent_keys.data && !own) at = cache.row_of(row.sequence, t);
@@ -378,12 +396,14 @@ struct FastTile {
                    [&](auto format) { take_scale(value_scale, format, values(cache, 0)); });
     }
     template <class Format>
-    __device__ static void take_scale(f16 &scale, const Format &, const LaneRows &rows) {
-        if constexpr (Format::scale_channels > group_size) scale = *(const f16 *)(rows.side.data + rows.offset);
+    __device__ void take_scale(f16 &scale, const Format &, const LaneRows &rows) {
+        if constexpr (Format::scale_channels > group_size)
+            scale = *(const f16 *)(rows.side.data + rows.offset), scaled = true;
     }
     // The position of column 2 c + e in eighth j, counted from `begin`.
     __device__ static int place_of(int j, int e) { return j / 2 * half_tile + lane_column() * 4 + 2 * e + j % 2; }
     __device__ bool visible(int i) const { return low <= begin + i && begin + i < high; }
+    __device__ bool all_visible() const { return low <= begin && begin + warp_size <= high; }
 };
 
 // What a warp knows of its query heads: lane (g, c) the maximum of head g, and the values of heads 2 c and 2 c + 1.
@@ -394,31 +414,42 @@ struct FastHeads {
     float values[products][4] = {};   // sums[..] of multiply_matrices: rows are channels, columns are heads
     float unit = 0x1p-24f;            // in which values are counted: the power of two below the largest scale of a row
 
+    template <class Use>
+    __device__ static void for_each_place(Use use) {
+        UNROLL for (int i = 0; i < 8; i++) use(i / 2, i % 2);
+    }
+
     // scores[j][e], of head g and position place_of(j, e) of a tile, become weights. These are times 2^14: f16 has no
     // smaller numbers than 2^-24, and none larger than 65,504.
     __device__ void softmax(float (&scores)[4][2], float factor, const FastTile &tile) {
-        float before = most, shrink = unit, share[4][2];
-        unit = fmaxf(unit, power_below(warp_max(to_float(tile.value_scale))));
-        shrink *= inverse(unit);
-        uint32_t scales = tile.key_scale.bits | (uint32_t)tile.value_scale.bits << 16;
-        UNROLL for (int j = 0; j < 4; j++) {
-            UNROLL for (int e = 0; e < 2; e++) {
+        float before = most, shrink = unit, largest = 1, value_scales[4][2];
+        if (tile.scaled) {
+            largest = warp_max(to_float(tile.value_scale));
+            uint32_t scales = tile.key_scale.bits | (uint32_t)tile.value_scale.bits << 16;
+            for_each_place([&](int j, int e) {
                 uint32_t both = __shfl_sync(all_lanes, scales, tile.place_of(j, e));
-                scores[j][e] *= factor * half_of<f16>(both, 0);
-                share[j][e] = half_of<f16>(both, 1) * inverse(unit) * 0x1p14f;
-                if (tile.visible(tile.place_of(j, e))) most = fmaxf(most, scores[j][e]);
-            }
+                scores[j][e] *= half_of<f16>(both, 0);
+                value_scales[j][e] = half_of<f16>(both, 1);
+            });
         }
+        unit = fmaxf(unit, power_below(largest));
+        shrink *= inverse(unit);
+        for_each_place([&](int j, int e) { scores[j][e] *= factor; });
+        if (!tile.all_visible()) {
+            for_each_place([&](int j, int e) {
+                if (!tile.visible(tile.place_of(j, e))) scores[j][e] = -INFINITY;
+            });
+        }
+        for_each_place([&](int j, int e) { most = fmaxf(most, scores[j][e]); });
         for (int lane = 1; lane < 4; lane *= 2) most = fmaxf(most, __shfl_xor_sync(all_lanes, most, lane));
         float fade = before == most ? 1 : exp2_fast(before - most);
         sum *= fade;
-        UNROLL for (int j = 0; j < 4; j++) {
-            UNROLL for (int e = 0; e < 2; e++) {
-                float weight = tile.visible(tile.place_of(j, e)) ? exp2_fast(scores[j][e] - most) : 0;
-                sum += weight;
-                scores[j][e] = weight * share[j][e];
-            }
-        }
+        for_each_place([&](int j, int e) {
+            float weight = exp2_fast(scores[j][e] - most);
+            sum += weight;
+            scores[j][e] = weight * (0x1p14f * inverse(unit));
+        });
+        if (tile.scaled) for_each_place([&](int j, int e) { scores[j][e] *= value_scales[j][e]; });
         fade *= shrink;
         if (!__any_sync(all_lanes, fade != 1)) return;
         UNROLL for (int e = 0; e < 2; e++) {
@@ -484,7 +515,7 @@ __device__ void attend_tiles(FastHeads<widest> &heads, const FastQueries<widest>
     const CacheView &cache = task.cache;
     int key_width = exact ? widest : cache.keys.width, value_width = exact ? widest : cache.values.width;
     constexpr f16 one = {0x3c00};
-    FastTile tile = {first, low, high, 0, 0, one, one, false, false};
+    FastTile tile = {first, low, high, 0, 0, one, one, false, false, false};
     Asked<widest> keys, values;
     float weights[4][2];  // the first two of the half that values were asked for
     auto ask_keys_of = [&](auto format) { ask_keys(keys, format, tile.keys(cache, key_width), 0); };
@@ -526,14 +557,14 @@ struct WarpResults {
         return 2 * shared_size(heads) + shared_size(heads * width);
     }
     template <int widest>
-    __device__ void put(const FastHeads<widest> &heads) const {
+    __device__ void put(const FastHeads<widest> &heads, bool in_groups) const {
         int g = lane_row(), c = lane_column(), first = warp_id() * batch_heads + 2 * c;
         float total = heads.sum;
         for (int lane = 1; lane < 4; lane *= 2) total += __shfl_xor_sync(all_lanes, total, lane);
         if (c == 0) most[warp_id() * batch_heads + g] = heads.most, sum[warp_id() * batch_heads + g] = total;
         UNROLL for (int i = 0; i < heads.products; i++) {
             UNROLL for (int j = 0; j < 4; j++) {
-                int channel = value_channel(i, g) + j / 2;
+                int channel = value_channel(i, g, in_groups) + j / 2;
                 float value = heads.values[i][j] * 0x1p-14f * heads.unit;
                 if (channel < width) values[(first + j % 2) * width + channel] = value;
             }
@@ -578,7 +609,7 @@ __global__ void __launch_bounds__(attend_threads, exact ? 3 : 2)
     FastHeads<widest> heads;
     attend_tiles<widest, exact>(heads, queries, task, row, batch.kv_head, first, splits.begin_of(split),
                                 splits.end_of(split));
-    results.put(heads);
+    results.put(heads, task.cache.recent_values.data);
     __syncthreads();
     for (int i = threadIdx.x; i < batch.count * to.value_width; i += blockDim.x) {
         int h = i / to.value_width, c = i % to.value_width;
