@@ -450,4 +450,15 @@ __device__ inline uint32_t fma_f16(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
+// a * b - product for two f16 numbers in each register: what rounding left of a * b, exactly.
+__device__ inline uint32_t rest_of_product(uint32_t a, uint32_t b, uint32_t product) {
+#ifdef CUDA_ON_CPU
+    return fma_f16(a, b, product ^ 0x80008000);
+#else
+    uint32_t result;
+    asm("{.reg .b32 n; neg.f16x2 n, %3; fma.rn.f16x2 %0, %1, %2, n;}" : "=r"(result) : "r"(a), "r"(b), "r"(product));
+    return result;
+#endif
+}
+
 #endif  // HAS_CUDA

@@ -189,21 +189,34 @@ __device__ inline void ask_keys(Asked<widest> &asked, const GroupedRow<bits> &fo
     }
 }
 
-// The matrices of product i for all four eighths of a block. Transposed, a lane has bytes 2 g and 2 g + 1 of two
-// channels, and in them the positions 2 g, 2 g + 16, 2 g + 1 and 2 g + 17.
+// The matrices of product i for all four eighths of a block, of codes alone; those of their channels' zero points,
+// which are the same in all columns; and the scales of a lane's channels. As the lowest bits of an f16 a code is 2^-24
+// of itself, 4 bits above them 2^-20. Transposed, a lane has bytes 2 g and 2 g + 1 of two channels, and in them the
+// positions 2 g, 2 g + 16, 2 g + 1 and 2 g + 17.
 template <int widest, int bits>
-__device__ inline void block_fragments(uint32_t (&b)[4][2], const GroupedRow<bits> &format, const Asked<widest> &asked,
-                                       int i) {
+__device__ inline void block_fragments(uint32_t (&b)[4][2], uint32_t (&zeros)[2], uint32_t (&scales)[2],
+                                       const GroupedRow<bits> &, const Asked<widest> &asked, int i) {
+    constexpr uint32_t mask = Packed<bits>::largest;
     int c = lane_column();
     UNROLL for (int h = 0; h < 2; h++) {
         uint32_t codes = transpose_matrix(asked.words[2 * i + h] >> quarter_shift<bits>(c));
         uint32_t both = asked.words[widest / 8 + 2 * i + h];
         uint32_t even = __shfl_sync(all_lanes, both, 8 * c), odd = __shfl_sync(all_lanes, both, 8 * c + 4);
-        uint32_t scales = low_halves(even, odd), zeros = high_halves(even, odd);
+        scales[h] = low_halves(even, odd), zeros[h] = high_halves(even, odd);
         UNROLL for (int r = 0; r < 2; r++) {
-            b[r][h] = fma_f16(f16_of_codes(format, codes, r, false), scales, zeros);
-            b[2 + r][h] = fma_f16(f16_of_codes(format, codes, r, true), scales, zeros);
+            b[r][h] = codes >> 8 * r & mask * 0x00010001;
+            b[2 + r][h] = codes >> 8 * r & mask * 0x00100010;
         }
+    }
+}
+
+// Queries and their rests times the scales of their channels: again numbers and rests. Together they are within 2^-20
+// of the product, or within 2^-24 of the largest query.
+__device__ inline void scale_queries(uint32_t (&a)[4], const uint32_t (&scales)[2]) {
+    UNROLL for (int h = 0; h < 2; h++) {
+        uint32_t &number = a[2 * h], &rest = a[2 * h + 1], product = fma_f16(number, scales[h], 0);
+        rest = fma_f16(rest, scales[h], rest_of_product(number, scales[h], product));
+        number = product;
     }
 }
 
@@ -313,6 +326,8 @@ __device__ inline void pack_both(uint32_t &rounded, uint32_t &rest, float first,
 __device__ inline float power_below(float x) { return bit_cast<float>(bit_cast<uint32_t>(x) & 0x7f800000); }
 __device__ inline float inverse(float power) { return bit_cast<float>(0x7f000000 - bit_cast<uint32_t>(power)); }
 
+constexpr float plain_query = 0x1p13f, grouped_query = 0x1p-1f;
+
 // The queries of a batch as the products' left factors: row g is query head g, and row g + 8 what rounding left of it.
 // All warps share them.
 template <int widest>
@@ -326,7 +341,7 @@ struct FastQueries {
         return shared_size(2 * Order::products * warp_size * sizeof(uint4)) + shared_size(batch_heads * sizeof(float));
     }
     // A query is multiplied by a power of two, so that its largest number is 2^13 or somewhat more: f16 has no smaller
-    // ones than 2^-24.
+    // ones than 2^-24. But where scales of groups are to be multiplied with it, it is 1 at most: they go up to 2^15.4.
     template <class Number>
     __device__ void take(Number, const float *queries, int count, const Order &order) const {
         int g = lane_row(), c = lane_column();
@@ -334,7 +349,7 @@ struct FastQueries {
         float largest = 0x1p-112f;
         for (int i = c; g < count && i < order.width; i += 4) largest = fmaxf(largest, fabsf(query[i]));
         for (int lane = 1; lane < 4; lane *= 2) largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, lane));
-        float power = power_below(largest), up = inverse(power) * 0x1p13f;
+        float power = power_below(largest), up = inverse(power) * (order.groups > 0 ? grouped_query : plain_query);
         for (int i = warp_id(); i < Order::products; i += fast_warps) {
             auto number = [&](int h, int r) {
                 return g < count && order.has(i, h, r) ? query[order.channel(i, h, r)] * up : 0;
@@ -344,7 +359,7 @@ struct FastQueries {
             pack_both<Number>(four.z, four.w, number(1, 2 * c), number(1, 2 * c + 1));
             numbers[((order.groups > 0) * Order::products + i) * warp_size + lane_id()] = four;
         }
-        if (warp_id() == 0 && c == 0) factors[g] = power * 0x1p-13f * 1.44269504f / sqrtf((float)order.width);
+        if (warp_id() == 0 && c == 0) factors[g] = power / plain_query * 1.44269504f / sqrtf((float)order.width);
     }
     // Those of product i.
     template <class Format>
@@ -485,13 +500,22 @@ __device__ inline void score_keys(float (&scores)[4][2], const Format &format, A
                                   const LaneRows &rows, const FastQueries<widest> &queries) {
     uint32_t a[4], b[4][2];
     if constexpr (Format::key_groups) {
-        float sums[4][4] = {};
+        float sums[4][4] = {}, zero_sums[4] = {}, of_zeros[2];
+        uint32_t zeros[2], scales[2];
         UNROLL for (int i = 0; i < widest / 16; i++) {
             queries.fragment(a, format, i);
-            block_fragments(b, format, keys, i);
+            block_fragments(b, zeros, scales, format, keys, i);
+            multiply_matrices<f16>(zero_sums, a, zeros);
+            scale_queries(a, scales);
             UNROLL for (int j = 0; j < 4; j++) multiply_matrices<f16>(sums[j], a, b[j]);
         }
-        UNROLL for (int j = 0; j < 4; j++) take_scores(scores[j], sums[j]);
+        constexpr float query = plain_query / grouped_query;
+        take_scores(of_zeros, zero_sums);
+        UNROLL for (int j = 0; j < 4; j++) {
+            take_scores(scores[j], sums[j]);
+            float code = j < 2 ? 0x1p24f : 0x1p20f;
+            UNROLL for (int e = 0; e < 2; e++) scores[j][e] = fmaf(code * query, scores[j][e], query * of_zeros[e]);
+        }
     } else {
         UNROLL for (int half = 0; half < 2; half++) {
             float sums[2][4] = {};

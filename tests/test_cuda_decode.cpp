@@ -180,8 +180,9 @@ static std::vector<float> attended_by_card(const Scene &scene, const std::vector
 static double two_numbers(const Precision &type) { return std::holds_alternative<BF16>(type) ? 0x1p-16 : 0x1p-22; }
 
 // What a rung should get for a sequence, and how far from it it may be: what tests/reference.h allows for sums of
-// float32; on tensor cores what two 16-bit numbers leave of queries and weights, too. There numbers of groups are
-// rounded to f16, and so they are here.
+// float32; on tensor cores what two 16-bit numbers leave of queries and weights, too. There values in groups are
+// rounded to f16, and so they are here; and what codes of keys are multiplied with, query * scale, is within 2^-20 of
+// itself, or within 2^-24 of the largest query, which is less where the scale is more than 2^-4.
 static void add_expected(Expected &out, const Scene &scene, int sequence, const How &how,
                          const Visible *other = nullptr) {
     const Heads &heads = scene.heads;
@@ -191,11 +192,9 @@ static void add_expected(Expected &out, const Scene &scene, int sequence, const 
     reference::Side values{name_of(scene.cache.type_v), false, (size_t)heads.kv, (size_t)scene.value_width};
     int length = scene.cache.lengths[sequence];
     for (int t = 0; t < length; t++) keys.add(&story.keys[t * keys.row()]), values.add(&story.values[t * values.row()]);
-    auto round = [&](reference::Side &side) {
-        for (Reading &reading : side.stored)
-            if (fast && side.blocks) reading = reference::exact(reference::to_f16(reading.value));
-    };
-    round(keys), round(values);
+    for (Reading &value : values.stored)
+        if (fast && values.blocks) value = reference::exact(reference::to_f16(value.value));
+    double factor_rounding = fast && keys.blocks ? 0x1p-20 : 0;
     for (std::vector<Reading> *readings : {&keys.stored, &keys.recent})
         for (Reading &key : *readings) key.off = fast ? two_numbers(scene.cache.type_k) * std::fabs(key.value) : 0;
     reference::Side sizes = values;
@@ -210,7 +209,7 @@ static void add_expected(Expected &out, const Scene &scene, int sequence, const 
                                       scene.frequencies);
         };
         reference::attention(size, query, seen(sizes), heads.width, scene.value_width);
-        reference::attention(out, query, seen(values), heads.width, scene.value_width);
+        reference::attention(out, query, seen(values), heads.width, scene.value_width, factor_rounding);
         for (int i = 0; i < scene.value_width; i++) {
             double more = fast ? two_numbers(scene.cache.type_v) * size.value[i] : 0;
             out.bound[out.bound.size() - scene.value_width + i] += more;
