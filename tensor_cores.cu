@@ -17,21 +17,24 @@
 // Queries are in shared memory: registers are for what comes from the cache.
 //
 // A product takes 16-bit numbers. What rounding leaves of a query or a weight is multiplied as well: two numbers of f16
-// hold one within 2^-22 of itself, of bf16 within 2^-16. Codes are exact in f16; a row's scale goes into its score or
-// its weight. Numbers of groups are rounded to f16 once more, by at most 2^-11 of themselves. These are the errors of
-// this rung beside those of the plain one.
+// hold one within 2^-22 of itself, of bf16 within 2^-16. Codes are exact in f16. A row's scale goes into its score or
+// its weight, and that of a group of keys into the queries, which it leaves within 2^-20. Values of groups are rounded
+// to f16 once more, by at most 2^-11 of themselves. These are the errors of this rung beside those of the plain one.
 //
 // Which position and which channel stands where in a matrix is free, as long as both factors agree. So a lane reads
-// bytes that lie side by side. Of 16 positions the even ones come first: so codes of keys come out of their bytes. With
-// g = lane / 4 and c = lane % 4,
+// bytes that lie side by side, and codes stand in the order in which they come out of their words. Of 16 positions the
+// even ones come first. With g = lane / 4 and c = lane % 4,
 //   of keys     a lane has channels 8 c to 8 c + 7 of each 32, for the positions 2 g and 2 g + 1;
-//   of values   it has channels 8 g to 8 g + 7 of each 64, for the positions 4 c to 4 c + 3.
+//   of values   it has channels 8 g to 8 g + 7 of each 64, or of groups 4 of each half, for the positions 4 c to 4 c + 3.
 //
 // Predicted, not yet measured, for 32 query heads on 8 KV heads of 128, 8 sequences of 32,768 positions, on a card of
-// 132 multiprocessors, 4.8 TB/s and 1.8 GHz: 88 % of its bandwidth with bf16, 80 with int8 and fp8, 55 with int4. If
+// 132 multiprocessors, 4.8 TB/s and 1.8 GHz: 88 % of its bandwidth with bf16, 80 with int8 and fp8, 65 with int4. If
 // memory answers after 0.8 us, 29 KB must be on their way to each multiprocessor. Its 12 warps ask for up to 8 KB each
-// with bf16, 4 with int8, 3.7 with int4. A tile of 32 positions costs a warp about 700, 1,450 and 1,400 instructions;
-// at the whole bandwidth there is time for 3,200, 1,650 and 1,000. So int4 waits for instructions, not for memory.
+// with bf16, 4 with int8, 3.7 with int4. A tile of 32 positions takes a warp about 630 instructions with bf16, 1,190
+// with int8, 1,310 with fp8 and 1,070 with int4, as the compiler has them for 9.0; at the whole bandwidth there is time
+// for 3,200, 1,650, 1,650 and 1,010, and 7 of 10 issue slots may be filled. So int4 waits for instructions. (It took
+// 1,470, and int8 1,500: masks and constants apart, each byte read by two lanes, scales into each number, scales and
+// visibility where there are none.)
 
 constexpr int half_tile = 16;  // positions of a product; a tile has 32, one for each lane
 constexpr int fast_warps = attend_threads / warp_size;
@@ -100,15 +103,15 @@ __device__ inline int quarter_shift(int q) {
     return bits * (4 * q / Packed<bits>::size);
 }
 
-// 8 codes of a row begin at `from`, a multiple of 2: the words that hold them, up to the last code.
-__device__ inline void ask_codes(uint32_t *to, const char *from) {
-    const char *words = from - ((uintptr_t)from & 2);
+// 8 codes begin at `from`, `behind` bytes after a word does, 0 or 2: the words that hold them, up to the last code.
+__device__ inline void ask_codes(uint32_t *to, const char *from, uint32_t behind) {
+    const char *words = from - behind;
     to[0] = word_at(words);
     to[1] = word_at(words + 4);
     to[2] = *(const uint16_t *)(from + 6);
 }
 
-// Word i of the codes that were asked for; they begin `behind` bytes after the first word does.
+// Word i of the codes that were asked for.
 __device__ inline uint32_t codes_of(const uint32_t *asked, int i, uint32_t behind) {
     return __funnelshift_r(asked[i], asked[i + 1], 8 * behind);
 }
@@ -118,14 +121,18 @@ __device__ inline uint32_t codes_of(const uint32_t *asked, int i, uint32_t behin
 // ask_keys() starts the loads for the half of a tile that begins at `place`. key_fragment() gives the matrix of product
 // i, which is 16 channels in two halves of 8 columns.
 
+template <class Format>
+constexpr bool has_row_scales = Format::scale_channels > group_size;
+
 // Which channel column r of half h in product i is.
 template <int widest>
 struct KeyOrder {
     static constexpr int products = widest / 16, abreast = widest / 64;
-    int width, groups;  // groups: of a row, where keys are quantized in blocks; else 0
+    int width, groups = 0;  // groups: of a row, where keys are quantized in blocks
+    bool bytes = false;     // keys are codes of a byte: of four in a word the even ones come first
     __device__ int channel(int i, int h, int r) const {
-        if (groups == 0) return i / 2 * 32 + r / 2 * 8 + i % 2 * 4 + h * 2 + r % 2;
-        return (i / abreast * 8 + r) * groups + i % abreast * 2 + h;
+        if (groups > 0) return (i / abreast * 8 + r) * groups + i % abreast * 2 + h;
+        return i / 2 * 32 + r / 2 * 8 + i % 2 * 4 + (bytes ? r % 2 * 2 + h : h * 2 + r % 2);
     }
     __device__ bool has(int i, int h, int r) const {
         return channel(i, h, r) < width && (groups == 0 || i % abreast * 2 + h < groups);
@@ -133,14 +140,18 @@ struct KeyOrder {
 };
 
 // The first of a lane's 8 channels of each 32. Those behind the last one are read as the last: their queries are 0.
-__device__ inline int key_channel(int stretch, int width) { return min(32 * stretch + lane_column() * 8, width - 8); }
+template <int widest>
+__device__ inline int key_channel(int stretch, int width) {
+    int channel = 32 * stretch + lane_column() * 8;
+    return width == widest ? channel : min(channel, width - 8);
+}
 
 template <int widest, class Number>
 __device__ inline void ask_keys(Asked<widest> &asked, const PlainRow<Number> &, const LaneRows &rows, int place) {
     UNROLL for (int r = 0; r < 2; r++) {
         const char *from = rows.of(place + lane_row() * 2 + r);
         UNROLL for (int s = 0; s < widest / 32; s++) {
-            uint4 bytes = load_once(from + key_channel(s, rows.width) * sizeof(Number));
+            uint4 bytes = load_once(from + key_channel<widest>(s, rows.width) * sizeof(Number));
             put(&asked.words[widest / 8 * r + 4 * s], bytes);
         }
     }
@@ -156,9 +167,10 @@ __device__ inline void ask_keys(Asked<widest> &asked, const ScaledRow<Code, larg
                                 const LaneRows &rows, int place) {
     UNROLL for (int r = 0; r < 2; r++) {
         const char *from = (const char *)format.codes(rows.of(place + lane_row() * 2 + r));
+        uint32_t behind = (uintptr_t)from & 2;
         UNROLL for (int s = 0; s < widest / 32; s++)
-            ask_codes(&asked.words[3 * (widest / 32 * r + s)], from + key_channel(s, rows.width));
-        asked.words[3 * (widest / 16) + r] = (uintptr_t)from & 2;
+            ask_codes(&asked.words[3 * (widest / 32 * r + s)], from + key_channel<widest>(s, rows.width), behind);
+        asked.words[3 * (widest / 16) + r] = behind;
     }
 }
 template <int widest, class Code, int largest, int divisor>
@@ -166,9 +178,7 @@ __device__ inline void key_fragment(uint32_t (&b)[2], const ScaledRow<Code, larg
                                     const Asked<widest> &asked, int i, int r) {
     const uint32_t *eight = &asked.words[3 * (widest / 32 * r + i / 2)];
     uint32_t codes = codes_of(eight, i % 2, asked.words[3 * (widest / 16) + r]);
-    constexpr int byte = std::is_same_v<Code, fp8>;  // each code is in two bytes: the one that is less work
-    b[0] = f16_of_codes(format, __byte_perm(codes, 0, 0x1100), byte);
-    b[1] = f16_of_codes(format, __byte_perm(codes, 0, 0x3322), byte);
+    UNROLL for (int h = 0; h < 2; h++) b[h] = f16_of_codes(format, codes, h);
 }
 
 // A whole block, whatever `place` is. Column g of a matrix is a group of row g, g + 8, ..., of which a lane asks for
@@ -232,24 +242,28 @@ __device__ inline int value_channel(int i, int g, bool in_groups) {
 
 // The first of `count` channels that a lane has from product i on. Behind the last one the last ones are read, for
 // nobody.
-__device__ inline int first_channel(int i, const LaneRows &rows, int count) {
-    return min(value_channel(i, lane_row(), rows.in_groups), rows.width - count);
+template <int widest>
+__device__ inline int first_channel(int i, int width, int count, bool in_groups) {
+    int channel = value_channel(i, lane_row(), in_groups);
+    return width == widest ? channel : min(channel, width - count);
 }
 
 template <int widest, class Number>
 __device__ inline void ask_values(Asked<widest> &asked, const PlainRow<Number> &, const LaneRows &rows, int place) {
     const char *from[4];
     UNROLL for (int k = 0; k < 4; k++) from[k] = rows.of(place + lane_column() * 4 + k);
-    auto ask = [&](auto bytes, int count) {
+    auto ask = [&](auto bytes, int count, bool in_groups) {
         UNROLL for (int k = 0; k < 4; k++) {
-            UNROLL for (int i = 0; i < widest / 16; i += count / 2)
-                put(&asked.words[widest / 16 * k + i], bytes(from[k] + first_channel(i, rows, count) * sizeof(Number)));
+            UNROLL for (int i = 0; i < widest / 16; i += count / 2) {
+                int channel = first_channel<widest>(i, rows.width, count, in_groups);
+                put(&asked.words[widest / 16 * k + i], bytes(from[k] + channel * sizeof(Number)));
+            }
         }
     };
     if (std::is_same_v<Number, f16> && rows.in_groups)
-        ask([](const char *at) { return *(const uint2 *)at; }, 4);
+        ask([](const char *at) { return *(const uint2 *)at; }, 4, true);
     else
-        ask([](const char *at) { return load_once(at); }, 8);
+        ask([](const char *at) { return load_once(at); }, 8, false);
 }
 template <int widest, class Number>
 __device__ inline void value_pair(uint32_t (&pair)[2], const PlainRow<Number> &, const Asked<widest> &asked, int i,
@@ -263,9 +277,12 @@ __device__ inline void ask_values(Asked<widest> &asked, const ScaledRow<Code, la
                                   const LaneRows &rows, int place) {
     UNROLL for (int k = 0; k < 4; k++) {
         const char *from = (const char *)format.codes(rows.of(place + lane_column() * 4 + k));
-        UNROLL for (int s = 0; s < widest / 64; s++)
-            ask_codes(&asked.words[3 * (widest / 64 * k + s)], from + first_channel(4 * s, rows, 8));
-        asked.words[3 * (widest / 16) + k] = (uintptr_t)from & 2;
+        uint32_t behind = (uintptr_t)from & 2;
+        UNROLL for (int s = 0; s < widest / 64; s++) {
+            int channel = first_channel<widest>(4 * s, rows.width, 8, false);
+            ask_codes(&asked.words[3 * (widest / 64 * k + s)], from + channel, behind);
+        }
+        asked.words[3 * (widest / 16) + k] = behind;
     }
 }
 template <int widest, class Code, int largest, int divisor>
@@ -412,8 +429,7 @@ struct FastTile {
     }
     template <class Format>
     __device__ void take_scale(f16 &scale, const Format &, const LaneRows &rows) {
-        if constexpr (Format::scale_channels > group_size)
-            scale = *(const f16 *)(rows.side.data + rows.offset), scaled = true;
+        if constexpr (has_row_scales<Format>) scale = *(const f16 *)(rows.side.data + rows.offset), scaled = true;
     }
     // The position of column 2 c + e in eighth j, counted from `begin`.
     __device__ static int place_of(int j, int e) { return j / 2 * half_tile + lane_column() * 4 + 2 * e + j % 2; }
@@ -624,10 +640,11 @@ __global__ void __launch_bounds__(attend_threads, exact ? 3 : 2)
     if (split >= splits.used) return;
     int width = task.heads.width, groups = task.cache.recent_keys.data ? (width + group_size - 1) / group_size : 0;
     const float *query = task.query + ((size_t)row.row * task.heads.query + batch.first) * width;
+    bool bytes = task.cache.type_k.visit([](auto format) { return has_row_scales<decltype(format)>; });
     if (task.cache.type_k.index == bf16_index)
-        queries.take(bf16{}, query, batch.count, {width, 0});
+        queries.take(bf16{}, query, batch.count, {width});
     else
-        queries.take(f16{}, query, batch.count, {width, 0});
+        queries.take(f16{}, query, batch.count, {width, 0, bytes});
     if (groups > 0) queries.take(f16{}, query, batch.count, {width, groups});
     __syncthreads();
     FastHeads<widest> heads;

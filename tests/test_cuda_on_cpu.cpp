@@ -386,7 +386,7 @@ TEST_CASE("products of fragments, loaded straight and transposed, f16 and bf16")
     }
 }
 
-TEST_CASE("a fragment transposed; two numbers packed; a * b + c of two f16, rounded once") {
+TEST_CASE("a fragment transposed; two numbers packed; a * b + c of two f16, rounded once, and what rounding left") {
     auto kernel = +[](uint32_t *out) {
         wait_for_previous();
         uint32_t first = (uint32_t)(lane_id() / 4 * 8 + lane_id() % 4 * 2);  // numbers 8 row + column
@@ -395,8 +395,10 @@ TEST_CASE("a fragment transposed; two numbers packed; a * b + c of two f16, roun
         out[64 + thread()] = pack<bf16>(1 + (float)lane_id() / 4096, -2);
         // (1 + 2^-10) (1 - 2^-10) - 1 = -2^-20, where the product alone would round to 1
         out[96 + thread()] = fma_f16(0x3c013c00, 0x3bfe4000, 0xbc003c00);
+        out[128 + thread()] = rest_of_product(0x3c013c00, 0x3bfe4000, 0x3c004000);
+        out[160 + thread()] = masked_and_flipped(0x12345678, 0x00ff00ff, 0x64806480);
     };
-    Numbers<uint32_t> out(128);
+    Numbers<uint32_t> out(192);
     REQUIRE(failure_of({dim3(1), 32}, kernel, out.data()) == "");
     std::vector<uint32_t> got = out.get();
     for (uint32_t lane = 0; lane < 32; lane++) {
@@ -410,6 +412,9 @@ TEST_CASE("a fragment transposed; two numbers packed; a * b + c of two f16, roun
         CHECK(got[64 + lane] == (brain.bits | 0xc000u << 16));
         CHECK(to_float(f16{(uint16_t)got[96 + lane]}) == 3);
         CHECK(to_float(f16{(uint16_t)(got[96 + lane] >> 16)}) == -0x1p-20f);
+        CHECK(to_float(f16{(uint16_t)got[128 + lane]}) == 0);
+        CHECK(to_float(f16{(uint16_t)(got[128 + lane] >> 16)}) == -0x1p-20f);
+        CHECK(got[160 + lane] == 0x64b464f8);
     }
 }
 
