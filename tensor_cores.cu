@@ -25,7 +25,8 @@
 // bytes that lie side by side, and codes stand in the order in which they come out of their words. Of 16 positions the
 // even ones come first. With g = lane / 4 and c = lane % 4,
 //   of keys     a lane has channels 8 c to 8 c + 7 of each 32, for the positions 2 g and 2 g + 1;
-//   of values   it has channels 8 g to 8 g + 7 of each 64, or of groups 4 of each half, for the positions 4 c to 4 c + 3.
+//   of values   it has channels 8 g to 8 g + 7 of each 64, or of groups 4 of each half, for the positions 4 c to 4 c
+//   + 3.
 //
 // Predicted, not yet measured, for 32 query heads on 8 KV heads of 128, 8 sequences of 32,768 positions, on a card of
 // 132 multiprocessors, 4.8 TB/s and 1.8 GHz: 88 % of its bandwidth with bf16, 80 with int8 and fp8, 65 with int4. If
@@ -123,6 +124,10 @@ __device__ inline uint32_t codes_of(const uint32_t *asked, int i, uint32_t behin
 
 template <class Format>
 constexpr bool has_row_scales = Format::scale_channels > group_size;
+
+__device__ inline bool scaled(const OnDevice<Precision> &type) {
+    return type.visit([](auto format) { return has_row_scales<decltype(format)>; });
+}
 
 // Which channel column r of half h in product i is.
 template <int widest>
@@ -250,20 +255,19 @@ __device__ inline int first_channel(int i, int width, int count, bool in_groups)
 
 template <int widest, class Number>
 __device__ inline void ask_values(Asked<widest> &asked, const PlainRow<Number> &, const LaneRows &rows, int place) {
-    const char *from[4];
-    UNROLL for (int k = 0; k < 4; k++) from[k] = rows.of(place + lane_column() * 4 + k);
-    auto ask = [&](auto bytes, int count, bool in_groups) {
-        UNROLL for (int k = 0; k < 4; k++) {
+    UNROLL for (int k = 0; k < 4; k++) {
+        const char *from = rows.of(place + lane_column() * 4 + k);
+        auto ask = [&](auto bytes, int count, bool in_groups) {
             UNROLL for (int i = 0; i < widest / 16; i += count / 2) {
                 int channel = first_channel<widest>(i, rows.width, count, in_groups);
-                put(&asked.words[widest / 16 * k + i], bytes(from[k] + channel * sizeof(Number)));
+                put(&asked.words[widest / 16 * k + i], bytes(from + channel * sizeof(Number)));
             }
-        }
-    };
-    if (std::is_same_v<Number, f16> && rows.in_groups)
-        ask([](const char *at) { return *(const uint2 *)at; }, 4, true);
-    else
-        ask([](const char *at) { return load_once(at); }, 8, false);
+        };
+        if (std::is_same_v<Number, f16> && rows.in_groups)
+            ask([](const char *at) { return *(const uint2 *)at; }, 4, true);
+        else
+            ask([](const char *at) { return load_once(at); }, 8, false);
+    }
 }
 template <int widest, class Number>
 __device__ inline void value_pair(uint32_t (&pair)[2], const PlainRow<Number> &, const Asked<widest> &asked, int i,
@@ -401,7 +405,6 @@ struct FastTile {
     int64_t key_offset, value_offset;  // of the position `begin` + lane
     f16 key_scale, value_scale;        // of its whole rows; 1 where they have none
     bool recent_keys, recent_values;   // read at f16: their block is not full yet
-    bool scaled;                       // whether keys or values have scales of rows
 
     __device__ LaneRows keys(const CacheView &cache, int width) const {
         return {recent_keys ? cache.recent_keys : cache.keys, width, key_offset};
@@ -418,7 +421,7 @@ struct FastTile {
         int64_t kept = (int64_t)row.sequence * group_size + there % group_size;
         int64_t at = cache.row_of(row.sequence, there);
         bool own = row.position / group_size == begin / group_size;
-        recent_keys = own && cache.recent_keys.data, recent_values = own && cache.recent_values.data, scaled = false;
+        recent_keys = own && cache.recent_keys.data, recent_values = own && cache.recent_values.data;
         auto offset = [&](const CacheRows &side, int64_t row) { return side.at(task.layer, row, kv_head) - side.data; };
         value_offset = recent_values ? offset(cache.recent_values, kept) : offset(cache.values, at);
         if (cache.recent_keys.data && !own) at = cache.row_of(row.sequence, t);
@@ -428,8 +431,8 @@ struct FastTile {
                    [&](auto format) { take_scale(value_scale, format, values(cache, 0)); });
     }
     template <class Format>
-    __device__ void take_scale(f16 &scale, const Format &, const LaneRows &rows) {
-        if constexpr (has_row_scales<Format>) scale = *(const f16 *)(rows.side.data + rows.offset), scaled = true;
+    __device__ static void take_scale(f16 &scale, const Format &, const LaneRows &rows) {
+        if constexpr (has_row_scales<Format>) scale = *(const f16 *)(rows.side.data + rows.offset);
     }
     // The position of column 2 c + e in eighth j, counted from `begin`.
     __device__ static int place_of(int j, int e) { return j / 2 * half_tile + lane_column() * 4 + 2 * e + j % 2; }
@@ -452,9 +455,9 @@ struct FastHeads {
 
     // scores[j][e], of head g and position place_of(j, e) of a tile, become weights. These are times 2^14: f16 has no
     // smaller numbers than 2^-24, and none larger than 65,504.
-    __device__ void softmax(float (&scores)[4][2], float factor, const FastTile &tile) {
+    __device__ void softmax(float (&scores)[4][2], float factor, const FastTile &tile, bool scaled) {
         float before = most, shrink = unit, largest = 1, value_scales[4][2];
-        if (tile.scaled) {
+        if (scaled) {
             largest = warp_max(to_float(tile.value_scale));
             uint32_t scales = tile.key_scale.bits | (uint32_t)tile.value_scale.bits << 16;
             for_each_place([&](int j, int e) {
@@ -480,7 +483,7 @@ struct FastHeads {
             sum += weight;
             scores[j][e] = weight * (0x1p14f * inverse(unit));
         });
-        if (tile.scaled) for_each_place([&](int j, int e) { scores[j][e] *= value_scales[j][e]; });
+        if (scaled) for_each_place([&](int j, int e) { scores[j][e] *= value_scales[j][e]; });
         fade *= shrink;
         if (!__any_sync(all_lanes, fade != 1)) return;
         UNROLL for (int e = 0; e < 2; e++) {
@@ -555,7 +558,7 @@ __device__ void attend_tiles(FastHeads<widest> &heads, const FastQueries<widest>
     const CacheView &cache = task.cache;
     int key_width = exact ? widest : cache.keys.width, value_width = exact ? widest : cache.values.width;
     constexpr f16 one = {0x3c00};
-    FastTile tile = {first, low, high, 0, 0, one, one, false, false, false};
+    FastTile tile = {first, low, high, 0, 0, one, one, false, false};
     Asked<widest> keys, values;
     float weights[4][2];  // the first two of the half that values were asked for
     auto ask_keys_of = [&](auto format) { ask_keys(keys, format, tile.keys(cache, key_width), 0); };
@@ -576,7 +579,7 @@ __device__ void attend_tiles(FastHeads<widest> &heads, const FastQueries<widest>
                        [&](auto format) { ask_values(values, format, tile.values(cache, value_width), place); });
             if (place == 0) {
                 visit_fast(cache.type_k, tile.recent_keys, score);
-                heads.softmax(weights, queries.factors[lane_row()], tile);
+                heads.softmax(weights, queries.factors[lane_row()], tile, scaled(cache.type_k) || scaled(cache.type_v));
             }
             UNROLL for (int i = 0; place > 0 && i < 4; i++) weights[i / 2][i % 2] = weights[2 + i / 2][i % 2];
         }
@@ -624,7 +627,8 @@ struct WarpResults {
     }
 };
 
-// A block for each split, batch of query heads, and row. With 168 registers three blocks share a multiprocessor.
+// A block for each split, batch of query heads, and row. With 168 registers three blocks share a multiprocessor; a
+// dozen words, flags for the most part, find no room in them.
 template <int widest, bool exact>
 __global__ void __launch_bounds__(attend_threads, exact ? 3 : 2)
     attend_fast_kernel(DeviceAttention task, Parts to, const Span *rows) {
@@ -640,11 +644,10 @@ __global__ void __launch_bounds__(attend_threads, exact ? 3 : 2)
     if (split >= splits.used) return;
     int width = task.heads.width, groups = task.cache.recent_keys.data ? (width + group_size - 1) / group_size : 0;
     const float *query = task.query + ((size_t)row.row * task.heads.query + batch.first) * width;
-    bool bytes = task.cache.type_k.visit([](auto format) { return has_row_scales<decltype(format)>; });
     if (task.cache.type_k.index == bf16_index)
         queries.take(bf16{}, query, batch.count, {width});
     else
-        queries.take(f16{}, query, batch.count, {width, 0, bytes});
+        queries.take(f16{}, query, batch.count, {width, 0, scaled(task.cache.type_k)});
     if (groups > 0) queries.take(f16{}, query, batch.count, {width, groups});
     __syncthreads();
     FastHeads<widest> heads;
