@@ -99,7 +99,7 @@ test-gpu: need-tests need-nvcc
 
 sanitize-gpu: need-tests need-nvcc
 	$(AGAIN) found $(GPU_TESTS:%=build/gpu/%)
-	@sh tests/sanitize_gpu.sh $(GPU_TESTS:%=build/gpu/%)
+	@PATH="$$PATH:$(dir $(NVCC))" sh tests/sanitize_gpu.sh $(GPU_TESTS:%=build/gpu/%)
 
 bench-gpu: need need-nvcc
 	$(AGAIN) found build/gpu/bench_gpu

@@ -416,10 +416,15 @@ struct StepGraph {
     CacheView cache;  // what it was recorded for
     int rows = 0;
     bool is_for(const CacheView &other, int count) const {
-        return step && rows == count && cache.keys.data == other.keys.data && cache.values.data == other.values.data &&
-               cache.type_k.index == other.type_k.index && cache.type_v.index == other.type_v.index &&
-               cache.layout.index == other.layout.index &&
+        static_assert(std::has_unique_object_representations_v<CacheRows>, "equal if their bytes are");
+        bool same = step && rows == count && cache.sinks == other.sinks;
+        same = same && cache.type_k.index == other.type_k.index && cache.type_v.index == other.type_v.index;
+        same = same && cache.layout.index == other.layout.index &&
                memcmp(cache.layout.bytes, other.layout.bytes, sizeof other.layout.bytes) == 0;
+        for (auto side : {&CacheView::keys, &CacheView::values, &CacheView::recent_keys, &CacheView::recent_values,
+                          &CacheView::sink_keys, &CacheView::sink_values})
+            same = same && memcmp(&(cache.*side), &(other.*side), sizeof(CacheRows)) == 0;
+        return same;
     }
     void drop() {
         if (step) cudaGraphExecDestroy(step);

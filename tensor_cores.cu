@@ -712,6 +712,9 @@ inline void attend_rows(const Device &device, DeviceScratch &scratch, const Devi
 // In prefill many queries read the same keys and values: what counts is no longer how fast those come out of memory,
 // but how many multiply-adds are done with each one that has come. A row is one query head at one token; the rows of
 // all query heads of a KV head are computed together, tile by tile of positions.
+//
+// Predicted, not yet measured, for 8,192 tokens and heads of 128 on a Hopper card: 45 % of the rate of cuBLAS. mma has
+// two thirds of what its wgmma instructions have, and the softmax of a tile waits for the products of the same warp.
 
 struct Positions {  // [begin, end)
     int begin, end;

@@ -1,6 +1,7 @@
 // The table of docs/gpu.md: decoding, prefill, and attention alone, beside what this card copies and multiplies, which
-// is measured in the same run before and after each line. Models have the shapes of Llama 3.2 1B and 3.1 8B and random
-// weights, made on the card. `make bench-gpu` builds and runs it; --small is for trying it where there is no card.
+// is measured in the same run, just before each line, and stands in its last column. Models have the shapes of
+// Llama 3.2 1B and 3.1 8B and random weights, made on the card. `make bench-gpu` builds and runs it; --small is for
+// trying it where there is no card.
 #define LLM_WITHOUT_MAIN
 #ifndef __CUDACC__
 #include "cuda_on_cpu.h"
@@ -132,11 +133,16 @@ static double seconds_of(const Device &device, int runs, Work work) {
     return median(seconds);
 }
 
-static void print_line(const char *work, double seconds, double rate, const char *unit, double share, double bar) {
-    printf("%-58s %10.3f %10.1f %-8s %6.1f %%  %4.0f %%  %s\n", work, seconds * 1e3, rate, unit, 100 * share, 100 * bar,
-           share >= bar ? "met" : "missed");
+// `of`: what the share is a share of, in words.
+static void print_line(const char *work, double seconds, double rate, const char *unit, double share, double bar,
+                       const std::string &of) {
+    printf("%-58s %10.3f %10.1f %-8s %6.1f %%  %4.0f %%  %-6s  %s\n", work, seconds * 1e3, rate, unit, 100 * share,
+           100 * bar, share >= bar ? "met" : "missed", of.c_str());
     fflush(stdout);
 }
+
+static std::string copies() { return std::to_string((int)(bandwidth / 1e9)) + " GB/s copied"; }
+static std::string products() { return std::to_string((int)(matrix_rate / 1e12)) + " TFLOPS multiplied"; }
 
 static void bench_decoding(Engine &engine, const Shape &shape, int steps, double bar) {
     const Config &config = engine.model.config;
@@ -155,7 +161,7 @@ static void bench_decoding(Engine &engine, const Shape &shape, int steps, double
     double bytes = weights_read(engine.model) + cache_read(engine.model, cache, 8 + steps / 2), taken = median(seconds);
     char work[100];
     snprintf(work, sizeof work, "decode, %s, bf16, batch 1, short context", shape.name);
-    print_line(work, taken, 1 / taken, "tokens/s", bytes / taken / bandwidth, bar);
+    print_line(work, taken, 1 / taken, "tokens/s", bytes / taken / bandwidth, bar, copies());
 }
 
 static void bench_prefill(Engine &engine, const Shape &shape, int tokens, double bar) {
@@ -170,7 +176,7 @@ static void bench_prefill(Engine &engine, const Shape &shape, int tokens, double
     char work[100];
     snprintf(work, sizeof work, "prefill, %s, %d tokens", shape.name, tokens);
     double operations = operations_of(engine.model, cache.layout, 0, tokens, 1);
-    print_line(work, taken, operations / taken / 1e12, "TFLOPS", operations / taken / matrix_rate, bar);
+    print_line(work, taken, operations / taken / 1e12, "TFLOPS", operations / taken / matrix_rate, bar, products());
 }
 
 // Attention of one decoding step over `sequences` of `length` positions. Several layers, so that none is left in the
@@ -200,7 +206,7 @@ static double bench_attention(const Device &device, const Layout &layout, const 
     char work[100];
     snprintf(work, sizeof work, "attention of decoding, %d x %d positions, %s, %s", sequences, length, name_of(type),
              name_of(layout));
-    if (bar > 0) print_line(work, taken, bytes / taken / 1e9, "GB/s", bytes / taken / bandwidth, bar);
+    if (bar > 0) print_line(work, taken, bytes / taken / 1e9, "GB/s", bytes / taken / bandwidth, bar, copies());
     return taken;
 }
 
@@ -220,7 +226,7 @@ static void bench_chunk(const Device &device, const Heads &heads, int tokens, do
     char work[100];
     snprintf(work, sizeof work, "attention of prefill, %d tokens, %d heads on %d of %d", tokens, heads.query, heads.kv,
              heads.width);
-    print_line(work, taken, operations / taken / 1e12, "TFLOPS", operations / taken / matrix_rate, bar);
+    print_line(work, taken, operations / taken / 1e12, "TFLOPS", operations / taken / matrix_rate, bar, products());
 }
 
 // ---- The table ---------------------------------------------------------------------------------------------
@@ -235,9 +241,12 @@ static void bench_all(bool small) {
         eight = {"another", 2, 64, 128, 4, 2, 16, 100, 512, false};
         heads = {4, 2, 16}, length = 256, sequences = 2, tokens = 128, steps = 8;
     }
-    printf("%-58s %10s %10s %-8s %8s  %6s\n", "", "ms", "rate", "", "share", "bar");
     {
         Device device;
+        int driver = 0;
+        check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+        printf("%s, driver for CUDA %d.%d\n", device.properties.name, driver / 1000, driver / 10 % 100);
+        printf("%-58s %10s %10s %-8s %8s  %6s  %-6s  %s\n", "", "ms", "rate", "", "share", "bar", "", "of");
         auto attention = [&](const Layout &layout, const Precision &type, int count, int layers, double bar) {
             measure_card(device);
             return bench_attention(device, layout, type, heads, count, length, layers, bar);
@@ -249,17 +258,18 @@ static void bench_all(bool small) {
         attention(Contiguous{}, BF16{}, 1, 8, 0.75);
         double contiguous = attention(Contiguous{}, BF16{}, sequences, 2, 0);
         double paged = attention(Paged{}, BF16{}, sequences, 2, 0);
-        print_line("pages of 16 against contiguous, bf16", paged, contiguous / paged, "x", contiguous / paged, 0.97);
+        print_line("pages of 16 against contiguous, bf16", paged, contiguous / paged, "x", contiguous / paged, 0.97,
+                   "contiguous");
         measure_card(device);
         bench_chunk(device, heads, tokens, 0.50);
-        printf("%s: copies at %.0f GB/s, bf16 products at %.0f TFLOPS\n", device.properties.name, bandwidth / 1e9,
-               matrix_rate / 1e12);
     }
     for (const Shape &shape : {one, eight}) {
         Engine engine = random_engine(shape);
         measure_card(engine.gpu->device);
         bench_decoding(engine, shape, steps, shape.tied ? 0.80 : 0.90);
-        if (!shape.tied) bench_prefill(engine, shape, tokens, 0.60);
+        if (shape.tied) continue;
+        measure_card(engine.gpu->device);
+        bench_prefill(engine, shape, tokens, 0.60);
     }
 }
 

@@ -209,6 +209,29 @@ static std::string failure_of(const std::vector<std::string> &arguments) {
     return "";
 }
 
+TEST_CASE("a recorded step is for one cache, down to its sinks and its newest blocks") {
+    Engine card = on_card("llama_gqa_9_on_3");
+    Cache cache = open_for(card, Ring{}, Int4{}, Int2{}, 64);
+    prefill(card, cache, 0, {1, 2});
+    decode_pass(card, cache, {0}, {3});
+    const StepGraph &graph = card.gpu->graph;
+    const CacheView view = view_of(cache);
+    CHECK(graph.is_for(view, 1));
+    CHECK_FALSE(graph.is_for(view, 2));
+    for (auto side : {&CacheView::keys, &CacheView::values, &CacheView::recent_keys, &CacheView::recent_values,
+                      &CacheView::sink_keys, &CacheView::sink_values}) {
+        CacheView other = view;
+        (other.*side).data++;
+        CHECK_FALSE(graph.is_for(other, 1));
+        (other.*side) = view.*side;
+        (other.*side).rows_per_layer++;
+        CHECK_FALSE(graph.is_for(other, 1));
+    }
+    CacheView other = view;
+    other.type_v = Precision(Int4{});
+    CHECK_FALSE(graph.is_for(other, 1));
+}
+
 TEST_CASE("damaged weights are told, whoever computes") {
     Engine card = on_card("llama_gqa_9_on_3");
     Cache cache = open_for(card, Contiguous{}, F32{}, F32{}, 8);
