@@ -1194,10 +1194,7 @@ inline void dot_codes_tile(float *out, size_t out_stride, TableRows<Int8> rows, 
         add_row(r, i, rest);
     }
     float finished[Vectors * Rows], scales[Rows];
-    auto at = [&](int i) { return to_floats(sums[i / Rows][i % Rows]); };
-    constexpr int fours = Vectors * Rows / 4 * 4;
-    for (int i = 0; i < fours; i += 4) sum4(finished + i, at(i), at(i + 1), at(i + 2), at(i + 3));
-    for (int i = fours; i < Vectors * Rows; i++) finished[i] = sum(at(i));
+    fold_sums<Vectors * Rows>(finished, [&](int i) { return to_floats(sums[i / Rows][i % Rows]); });
     rows.take_scales(scales);
     for (int v = 0; v < Vectors; v++) {
         for (int r = 0; r < Rows; r++)

@@ -210,6 +210,14 @@ constexpr int tile_vectors = lanes == 8 ? 3 : 6;  // AVX2 has 16
 // short rows the processor's own prefetcher sees the end too soon.
 constexpr int bytes_ahead = 4096;
 
+// to[i] = the sum of the lanes of at(i), i < count.
+template <int count, class At>
+inline void fold_sums(float *to, At at) {
+    constexpr int fours = count / 4 * 4;
+    for (int i = 0; i < fours; i += 4) sum4(to + i, at(i), at(i + 1), at(i + 2), at(i + 3));
+    for (int i = fours; i < count; i++) to[i] = sum(at(i));
+}
+
 // out[v * out_stride + r * row_stride] = row r . vector v for Rows x Vectors of them; each row and each vector is read
 // once, and the sum of each result is the one of dot(), whatever the tile. `width` is an int or a constant.
 template <int Rows, int Vectors, class TileRows, class Width>
@@ -235,10 +243,7 @@ inline void dot_tile(float *out, size_t out_stride, TileRows rows, const float *
     }
     for (; i < whole; i += lanes) add_products(i);
     float finished[Vectors * Rows];
-    auto at = [&](int i) { return sums[i / Rows][i % Rows]; };
-    constexpr int fours = Vectors * Rows / 4 * 4;
-    for (int i = 0; i < fours; i += 4) sum4(finished + i, at(i), at(i + 1), at(i + 2), at(i + 3));
-    for (int i = fours; i < Vectors * Rows; i++) finished[i] = sum(at(i));
+    fold_sums<Vectors * Rows>(finished, [&](int i) { return sums[i / Rows][i % Rows]; });
     for (int i = 0; whole < width && i < Vectors * Rows; i++) {
         Vec row = rows.load_part(i % Rows, whole, width - whole);
         finished[i] += sum(mul(row, load_part(vectors[i / Rows] + whole, width - whole)));
