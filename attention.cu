@@ -51,14 +51,15 @@ struct DeviceStore {
     bool keep;                 // decoding: the newest block takes its vectors now, not after attention
 };
 
-// x (width) = RMSNorm(x) where there is one, rotated to `position`; by a warp, a pair of numbers in each lane.
+// x (width) = RMSNorm(x) where there is one, rotated to `position`; by a warp. A lane takes pairs of numbers, and reads
+// nothing here that another lane writes.
 __device__ inline void norm_and_rope(float *x, const Tensor &norm, float epsilon, const float *frequencies,
                                      int position, int width) {
+    const int half = width / 2;
     float squares = 0, factor = 1;
-    for (int i = lane_id(); i < width; i += warp_size) squares += x[i] * x[i];
+    for (int i = lane_id(); i < half; i += warp_size) squares += x[i] * x[i] + x[i + half] * x[i + half];
     if (norm.data) factor = 1 / sqrtf(warp_sum(squares) / width + epsilon);
-    __syncwarp();
-    for (int i = lane_id(), half = width / 2; i < half; i += warp_size) {
+    for (int i = lane_id(); i < half; i += warp_size) {
         float a = x[i], b = x[i + half], sine, cosine;
         if (norm.data) a *= factor * number_of(norm, i), b *= factor * number_of(norm, i + half);
         sincosf(rope_angle(position, frequencies[i]), &sine, &cosine);
@@ -177,9 +178,7 @@ __global__ void rope_and_store_kernel(DeviceStore task, const Span *spans, int r
     store_vectors<true>(task, span, keys);
     store_vectors<false>(task, span, values);
     store_sinks(task, span, task.key, task.value);
-    if (!task.keep) return;
-    __syncthreads();  // the full block has been read
-    keep_vectors(task, span);
+    if (task.keep) keep_vectors(task, span);
 }
 
 __global__ void keep_recent_kernel(DeviceStore task, const Span *spans) {

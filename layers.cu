@@ -859,7 +859,7 @@ __global__ void linear_plain_kernel(Products task) {
 constexpr int stream_warps = block_threads / warp_size;
 constexpr int rows_together = 4, stages = 4;  // copies in flight: 4 stages of a chunk of 4 rows
 constexpr int tile_of_rows = 64;              // rows at most whose partial sums wait to be added up
-constexpr int most_columns = 8;               // chunks of a row for one warp
+constexpr int most_columns = 16;              // chunks of a row for one warp
 
 // 16 bytes as float32.
 template <class Number>
@@ -972,6 +972,7 @@ inline void linear(const Device &device, const Products &task) {
         if (columns == 1) return launch(device, grid, linear_kernel<Number, 1>, task);
         if (columns == 2) return launch(device, grid, linear_kernel<Number, 2>, task);
         if (columns <= 4) return launch(device, grid, linear_kernel<Number, 4>, task);
+        if (columns <= 8) return launch(device, grid, linear_kernel<Number, 8>, task);
         launch(device, grid, linear_kernel<Number, most_columns>, task);
     });
 }

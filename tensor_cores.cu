@@ -798,12 +798,11 @@ struct ChunkSide {
     }
 };
 
-// to (D) = the key of sink i, turned to where a query at `position` sees it. By one warp, as is what follows.
+// to (D) = the key of sink i, turned to where a query at `position` sees it. By one warp, as is what follows, where
+// each lane reads the channels that it wrote here.
 __device__ inline void turn_sink(Shared<float> to, const ChunkHead &head, int i, int position) {
-    __syncwarp();
     for (int c = lane_id(); c < head.task.heads.width; c += warp_size)
         to[c] = sink_key(head.task, head.cached(position), i, c);
-    __syncwarp();
 }
 
 // Query . key; `key` is a sink's that was turned.
@@ -885,7 +884,6 @@ __global__ void __launch_bounds__(plain_threads) attend_chunk_plain_kernel(Devic
     float factor = 1.44269504f / sqrtf((float)key_width);
     for (int c = lane_id(); c < key_width; c += warp_size) query[c] = head.query(row)[c] * factor;
     for (int c = lane_id(); c < value_width; c += warp_size) sums[c] = 0;
-    __syncwarp();
 
     Partial total;
     for (int i = 0; i < task.visible.sinks && task.visible.dropped(position); i++) {
@@ -1109,8 +1107,7 @@ struct WarpRows {
     __device__ WarpRows(const ChunkHead &head, int first, Shared<int> tokens)
         : head(head), first(first), tokens(tokens) {
         UNROLL for (int m = 0; m < parts; m++) { most[m][0] = most[m][1] = -INFINITY; }
-        if (lane_id() < rows) tokens[lane_id()] = head.position(row(lane_id()));
-        __syncwarp();
+        if (lane_id() < rows) tokens[lane_id()] = head.position(row(lane_id()));  // read behind the block's barrier
     }
     // Behind the last row there are copies of it, which are not stored.
     __device__ int row(int r) const { return min(first + r, head.rows() - 1); }

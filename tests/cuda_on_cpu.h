@@ -294,12 +294,52 @@ inline void keep_failure(void *kernel) {
     failures.push_back(text.substr(0, text.find_last_not_of(',') + 1));
 }
 
+// ---- Planted faults ----------------------------------------------------------------------------------------
+
+inline std::vector<Site> places;       // where threads met, once each, while it is noted
+inline bool noting_places = false;     // whether it is
+inline const Site *planted = nullptr;  // there barriers and waits are left out, shuffles read elsewhere, votes are lost
+
+inline bool same_place(const Site &a, const Site &b) {
+    return a.line == b.line && a.word == b.word && (a.file == b.file || strcmp(a.file, b.file) == 0);
+}
+
+// Whether the fault is in this place.
+inline bool is_planted(const Site &site) {
+    auto here = [&](const Site &place) { return same_place(place, site); };
+    if (noting_places && std::none_of(places.begin(), places.end(), here)) places.push_back(site);
+    return planted && here(*planted);
+}
+
+// Would anybody notice? The places of a kernel where all of `checks`, which are true of the kernel as it is, stay true
+// with a fault planted. A launch that fails is noticed, too.
+inline std::vector<std::string> unnoticed_faults(const std::vector<std::function<bool()>> &checks) {
+    std::vector<std::string> unnoticed;
+    size_t known = failures.size();
+    auto all_true = [&] {
+        try {
+            return std::all_of(checks.begin(), checks.end(), [](auto &check) { return check(); });
+        } catch (const std::exception &) {
+            failures.resize(known);
+            return false;
+        }
+    };
+    places.clear();
+    noting_places = true;
+    if (!all_true()) return {"something is wrong without any fault"};
+    noting_places = false;
+    for (const Site &place : places) {
+        planted = &place;
+        if (all_true()) unnoticed.push_back(text_of(place));
+    }
+    planted = nullptr;
+    return unnoticed;
+}
+
 // ---- Barriers, shuffles, votes -----------------------------------------------------------------------------
 
 inline bool meets(const Thread &a, const Thread &b) {
-    return a.state == b.state && a.site.line == b.site.line && a.site.word == b.site.word &&
-           (a.site.file == b.site.file || strcmp(a.site.file, b.site.file) == 0) &&
-           (a.state == Thread::at_barrier || a.mask == b.mask);
+    return a.state == b.state && same_place(a.site, b.site) && (a.state == Thread::at_barrier || a.mask == b.mask);
 }
 
 // For whom a thread waits in vain.
@@ -359,6 +399,7 @@ template <class T>
 T shuffle(const Site &site, unsigned mask, T value, int source) {
     static_assert(std::is_arithmetic_v<T>, "shuffles take a number; one from Shared<T> must be read before");
     Thread &me = *running;
+    if (is_planted(site)) source = (source + 5) % 32;  // xor would lead a butterfly to all lanes again
     if (!(mask >> source & 1)) broken("%s reads lane %d, not in mask %08x", text_of(site).c_str(), source, mask);
     memcpy(&me.value, &value, sizeof value);
     me.source = source - lane_number();
@@ -377,7 +418,7 @@ inline int segment(int width) {
 // A bit for each lane of the mask.
 inline unsigned vote(const Site &site, unsigned mask, bool predicate) {
     Thread &me = *running;
-    me.value = predicate;
+    me.value = predicate && !is_planted(site);
     meet_warp(site, mask, [&] {
         unsigned bits = 0;
         for_lanes(mask, [&](Thread &lane) { bits |= (unsigned)lane.value << lane.number % 32; });
@@ -413,7 +454,8 @@ const T *exchange(const T &value, FROM_HERE) {
 inline namespace words {
 
 inline void __syncthreads(FROM_HERE) {
-    meet_block({"__syncthreads", file, line}, [] {});
+    const Site site = {"__syncthreads", file, line};
+    if (!is_planted(site)) meet_block(site, [] {});
 }
 inline int __syncthreads_count(int predicate, FROM_HERE) {
     return count_block({"__syncthreads_count", file, line}, predicate);
@@ -425,7 +467,8 @@ inline int __syncthreads_and(int predicate, FROM_HERE) {
     return count_block({"__syncthreads_and", file, line}, predicate) == block.threads;
 }
 inline void __syncwarp(unsigned mask = 0xffffffff, FROM_HERE) {
-    meet_warp({"__syncwarp", file, line}, mask, [&] { warp().barriers += mask == 0xffffffff; });
+    const Site site = {"__syncwarp", file, line};
+    if (!is_planted(site)) meet_warp(site, mask, [&] { warp().barriers += mask == 0xffffffff; });
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate, FROM_HERE) {
     return vote({"__ballot_sync", file, line}, mask, predicate);
@@ -457,8 +500,6 @@ T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, FROM_HERE) {
 }
 
 }  // namespace words
-
-#undef FROM_HERE
 
 // ---- Shared memory -----------------------------------------------------------------------------------------
 
@@ -641,7 +682,8 @@ void copy_async(Shared<T> to, int i, const void *from, bool there) {
 
 inline void commit_copies() { running->batches++; }
 
-inline void wait_copies(int most) {
+inline void wait_copies(int most, FROM_HERE) {
+    if (is_planted({"wait_copies", file, line})) return;
     std::vector<Copy> &copies = running->copies;
     auto next = copies.begin();
     for (; next != copies.end() && next->batch < running->batches - most; ++next) {
@@ -663,6 +705,8 @@ T atomic(Address<T> at, Change change) {
     use_shared(Use::change, at.spot, sizeof(T));
     return atomic((T *)(shared_bytes + at.spot.at), change);
 }
+
+#undef FROM_HERE
 
 inline namespace words {
 

@@ -543,3 +543,28 @@ TEST_CASE("a captured launch reads the position that stands in its rows when it 
     check(cudaGraphExecDestroy(exec), "cudaGraphExecDestroy");
     check(cudaGraphDestroy(graph), "cudaGraphDestroy");
 }
+
+#ifdef CUDA_ON_CPU
+// ---- Faults ------------------------------------------------------------------------------------------------
+
+TEST_CASE("a barrier left out, a shuffle from the wrong lane, a vote lost: nowhere does one go unnoticed") {
+    Random random{14};
+    const Place ring = {Ring{}, 16, 40, 3};
+    for (Rung rung : {Rung::plain, Rung::fast}) {
+        std::vector<std::function<bool()>> checks;
+        for (auto [type_k, type_v] :
+             {std::pair{Precision(BF16{}), Precision(F16{})}, {Int4{}, Int8{}}, {Int8{}, Int2{}}}) {
+            for (const Place &place : {Place{Contiguous{}}, ring}) {
+                Scene scene = scene_of(random, {4, 1, 64}, 300, type_k, type_v, place);
+                std::vector<float> &queries = scene.stories[0].queries;  // lanes and heads differ in size
+                for (size_t i = 0; i < queries.size(); i++) queries[i] *= std::exp2f((float)(i / 64) - 3 * (i % 4));
+                checks.push_back([scene, rung] {
+                    How how = {rung, 2, 0};
+                    return worst(attended_by_card(scene, {0}, how), expected_of(scene, {0}, how)) <= 1;
+                });
+            }
+        }
+        for (const std::string &place : cuda_on_cpu::unnoticed_faults(checks)) FAIL_CHECK(place);
+    }
+}
+#endif

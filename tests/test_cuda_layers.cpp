@@ -171,7 +171,7 @@ static double run_products(Random &random, const ProductCase &shape, bool plain)
 TEST_CASE("products of one vector: both rungs, every type, narrow and wide rows, ends of tiles") {
     Random random{1};
     for (DType type : dtypes) {
-        for (int inputs : {1, 7, 8, 64, 200, 576, 1000, 2048, 4104}) {
+        for (int inputs : {1, 7, 8, 64, 200, 576, 1000, 2048, 4104, 9000, 18944, 33000}) {
             for (int outputs : {1, 3, 66, 131}) {
                 if (inputs > 1000 && outputs > 3) continue;
                 CAPTURE(dtype_name(type));
@@ -295,17 +295,19 @@ TEST_CASE("embedding, RMSNorm, SwiGLU and conversion write each number as their 
     });
 }
 
+static std::vector<int> likeliest_of(const std::vector<float> &logits, int vocabulary) {
+    int count = (int)logits.size() / vocabulary;
+    DeviceArray<float> there = upload(card(), logits);
+    DeviceArray<unsigned long long> best = upload(card(), std::vector<unsigned long long>(count, 0));
+    argmax(card(), best.data(), there.data(), count, vocabulary);
+    std::vector<int> tokens;
+    for (unsigned long long rank : download(card(), best.data(), count)) tokens.push_back(token_of(rank));
+    return tokens;
+}
+
 TEST_CASE("the likeliest token is the first of equals, and a logit that is not finite is told") {
     const int vocabulary = 3001;
-    auto likeliest = [&](const std::vector<float> &logits) {
-        int count = (int)logits.size() / vocabulary;
-        DeviceArray<float> there = upload(card(), logits);
-        DeviceArray<unsigned long long> best = upload(card(), std::vector<unsigned long long>(count, 0));
-        argmax(card(), best.data(), there.data(), count, vocabulary);
-        std::vector<int> tokens;
-        for (unsigned long long rank : download(card(), best.data(), count)) tokens.push_back(token_of(rank));
-        return tokens;
-    };
+    auto likeliest = [](const std::vector<float> &logits) { return likeliest_of(logits, vocabulary); };
     Random random{6};
     std::vector<float> logits = random_floats(random, 2 * vocabulary, -9, -1);
     logits[17] = logits[2900] = -0.5f;
@@ -383,6 +385,26 @@ static void bring_back(const Device &device, const CacheView &view, Cache &cache
     device.wait();
 }
 
+// The vectors of a pass as the card has them once they are stored.
+struct StoredPass {
+    std::vector<float> query, key, value;
+};
+
+static StoredPass store_on_card(const Storing &pass, const CardCache &cache, int layer, const std::vector<Span> &spans,
+                                bool norm) {
+    DeviceArray<float> query = upload(card(), pass.query), key = upload(card(), pass.key);
+    DeviceArray<float> value = upload(card(), pass.value), frequencies = upload(card(), pass.frequencies);
+    DeviceArray<Span> there = upload(card(), spans);
+    bool decoding = pass.count == 1;
+    DeviceStore task = {query.data(), key.data(),       value.data(),       {},      {}, 1e-6f, cache.view, layer,
+                        pass.heads,   pass.heads.width, frequencies.data(), decoding};
+    if (norm) task.query_norm = pass.query_norm.tensor, task.key_norm = pass.key_norm.tensor;
+    rope_and_store(card(), task, there.data(), (int)spans.size(), group_size);
+    if (!decoding) keep_recent(card(), task, there.data(), (int)spans.size());
+    return {download(card(), query.data(), pass.query.size()), download(card(), key.data(), pass.key.size()),
+            download(card(), value.data(), pass.value.size())};
+}
+
 // Passes of these sizes, the ones marked as decoding a token at a time, into one sequence of a cache on the card; what
 // is there then is what the CPU stores of the same vectors, byte for byte.
 static void check_storing(const Layout &layout, const Precision &type_k, const Precision &type_v, bool norm) {
@@ -400,22 +422,12 @@ static void check_storing(const Layout &layout, const Precision &type_k, const P
         grow(cache, sequence, size), grow(other, sequence, size);
         Storing pass(random, heads, size);
         CardCache there(card(), cache);
-        DeviceArray<float> query = upload(card(), pass.query), key = upload(card(), pass.key);
-        DeviceArray<float> value = upload(card(), pass.value), frequencies = upload(card(), pass.frequencies);
         std::vector<int> sequences(size, sequence), positions;
         for (int t = 0; t < size; t++) positions.push_back(position + t);
         std::vector<Span> spans = spans_of(sequences.data(), positions.data(), size, group_size, true);
-        DeviceArray<Span> spans_there = upload(card(), spans);
-        DeviceStore task = {query.data(), key.data(),  value.data(),       {},       {}, 1e-6f, there.view, layer,
-                            heads,        heads.width, frequencies.data(), size == 1};
-        if (norm) task.query_norm = pass.query_norm.tensor, task.key_norm = pass.key_norm.tensor;
-        rope_and_store(card(), task, spans_there.data(), (int)spans.size(), group_size);
-        if (size > 1) keep_recent(card(), task, spans_there.data(), (int)spans.size());
-        CHECK(worst(download(card(), query.data(), pass.query.size()),
-                    pass.turned(pass.query, pass.query_norm, norm, position)) <= 1);
+        auto [query, keys, values] = store_on_card(pass, there, layer, spans, norm);
+        CHECK(worst(query, pass.turned(pass.query, pass.query_norm, norm, position)) <= 1);
         // The vectors as the card has them, stored by the CPU.
-        std::vector<float> keys = download(card(), key.data(), pass.key.size());
-        std::vector<float> values = download(card(), value.data(), pass.value.size());
         if (!has_blocks(type_k)) CHECK(worst(keys, pass.turned(pass.key, pass.key_norm, norm, position)) <= 1);
         for (const Span &span : spans)
             for (int head = 0; head < heads.kv; head++)
@@ -521,3 +533,76 @@ TEST_CASE("what does not fit on the card is told in one line, with both numbers 
         CHECK(line.find('\n') == std::string::npos);
     }
 }
+
+#ifdef CUDA_ON_CPU
+// ---- Faults ------------------------------------------------------------------------------------------------
+
+// The bytes that a kernel leaves are the same as before.
+static std::function<bool()> repeats(std::function<std::vector<char>()> run) {
+    return [run, expected = run()] { return run() == expected; };
+}
+
+static void append(std::vector<char> &bytes, const std::vector<float> &numbers) {
+    bytes.insert(bytes.end(), (const char *)numbers.data(), (const char *)(numbers.data() + numbers.size()));
+}
+
+static std::vector<char> bytes_after_storing(const Precision &type_k, const Precision &type_v) {
+    Random random{9};
+    CacheShape shape{2, 2, 80, 80, 1, 100};
+    shape.window = 60, shape.sinks = 3;
+    Cache cache = open_cache(shape, Ring{}, type_k, type_v);
+    CardCache there(card(), cache);
+    std::vector<char> bytes;
+    for (int size : {40, 23, 1, 1}) {
+        int position = grow(cache, 0, size);
+        std::vector<int> sequences(size, 0), positions;
+        for (int t = 0; t < size; t++) positions.push_back(position + t);
+        std::vector<Span> spans = spans_of(sequences.data(), positions.data(), size, group_size, true);
+        StoredPass stored = store_on_card(Storing(random, {6, 2, 80}, size), there, 1, spans, true);
+        for (const std::vector<float> *vectors : {&stored.query, &stored.key, &stored.value}) append(bytes, *vectors);
+    }
+    bring_back(card(), there.view, cache);
+    for (const CacheRows *side : {&cache.keys, &cache.values, &cache.sink_keys, &cache.sink_values})
+        if (side->data) bytes.insert(bytes.end(), side->data, side->data + side->bytes(shape.layers));
+    return bytes;
+}
+
+TEST_CASE("a barrier or a wait left out, a shuffle from the wrong lane: nowhere does one go unnoticed") {
+    auto products = [](const ProductCase &shape, bool plain) {
+        return [=] {
+            Random random{10};
+            return run_products(random, shape, plain) <= 1;
+        };
+    };
+    const ProductCase gated = {{300, 300}, 1100, 2, DType::bf16, true, true, false, true};
+    auto normed = repeats([] {
+        Random random{11};
+        OnCard gain = random_on_card(random, DType::f16, 1, 500);
+        DeviceArray<float> x = upload(card(), random_floats(random, 1000, -3, 4)), out = unwritten(1000);
+        rms_norm(card(), out.data(), x.data(), gain.tensor, 2, 1e-6);
+        std::vector<char> bytes;
+        append(bytes, download(card(), out.data(), 1000));
+        return bytes;
+    });
+    auto likeliest = [] {
+        bool right = true;
+        for (int token = 1200; token < 1200 + warp_size; token++) {
+            std::vector<float> logits(3000, 0);
+            logits[token] = 1;
+            right = right && likeliest_of(logits, 3000) == std::vector<int>{token};
+        }
+        return right;
+    };
+    auto storing = [](const Precision &type_k, const Precision &type_v) {
+        return repeats([=] { return bytes_after_storing(type_k, type_v); });
+    };
+    const std::vector<std::function<bool()>> kernels[] = {
+        {products(gated, true)},
+        {products(gated, false)},
+        {normed},
+        {likeliest},
+        {storing(Int4{}, Int4{}), storing(Int8{}, F16{}), storing(FP8{}, Int8{})}};
+    for (const auto &checks : kernels)
+        for (const std::string &place : cuda_on_cpu::unnoticed_faults(checks)) FAIL_CHECK(place);
+}
+#endif

@@ -604,3 +604,28 @@ TEST_CASE("the plain twin is the CPU's attend(), from the same bytes") {
         check_plain(scene);
     }
 }
+
+#ifdef CUDA_ON_CPU
+// ---- Faults ------------------------------------------------------------------------------------------------
+
+TEST_CASE("a barrier or a wait left out, a shuffle from the wrong lane, a vote lost: nowhere does one go unnoticed") {
+    Random random{12};
+    Heads heads = {2, 1, 64};
+    Story story = any_story(random, heads, 64, 300);
+    for (bool exact : {true, false}) {
+        std::vector<std::function<bool()>> checks;
+        for (auto [k, v] : {std::pair{Precision(BF16{}), Precision(F16{})}, {Int4{}, Int8{}}, {Int8{}, Int2{}}}) {
+            for (const Place &place : {Place{Paged{}, 7}, Place{Ring{}, 16, 100, 3, 0}}) {
+                auto scene = std::make_shared<Scene>(heads, 64, place, k, v, story, 300);
+                scene->grow_to(200);
+                scene->begin(60);
+                checks.push_back([scene, exact] {
+                    Rounding rounding = rounding_of(*scene, DType::f16, Numbers::any);
+                    return worst_of(*scene, scene->attended(exact), exact ? nullptr : &rounding) <= 1;
+                });
+            }
+        }
+        for (const std::string &place : cuda_on_cpu::unnoticed_faults(checks)) FAIL_CHECK(place);
+    }
+}
+#endif
