@@ -684,8 +684,8 @@ inline void find_rows(SplitRows &rows, const AttentionTask &task, const CacheRow
     zeros.resize(side.stride());
     rows.side = &side;
     rows.origin = origin, rows.begin = begin, rows.end = end;
-    std::fill(rows.start, rows.start + begin - origin, zeros.data());
-    std::fill(rows.start + end - origin, rows.start + split_positions, zeros.data());
+    std::fill(rows.start, rows.start + (begin - origin), zeros.data());
+    std::fill(rows.start + (end - origin), rows.start + split_positions, zeros.data());
     find_runs(runs, task.cache, tile.sequence, begin, end);
     for (const Run &run : runs) {
         const char *row = side.at(task.layer, run.row, kv_head);

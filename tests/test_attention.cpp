@@ -717,8 +717,9 @@ TEST_CASE("equal huge scores share the weight equally") {
 
 TEST_CASE("rows so wide that sums of codes times 32,767 would not fit 32 bits") {
     Random random{27};
-    for (auto [width, type] : {std::pair<int, Precision>{16384, Int8{}}, {8192, Int4{}}}) {
-        CAPTURE(width);
+    for (const Precision &type : {Precision(Int8{}), Precision(Int4{})}) {
+        CAPTURE(std::string(name_of(type)));
+        const int width = std::holds_alternative<Int8>(type) ? 16384 : 8192;
         Scene scene({1, 1, width}, 8, 1, 70, Contiguous{}, type, F32{});
         scene.tell(random, 0, 70);
         Story &story = scene.stories[0];
