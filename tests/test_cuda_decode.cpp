@@ -1,6 +1,6 @@
 // Attention of decoding on the card, number by number and on tensor cores: both against the equation in double
 // precision and against attend() on the CPU, over every cache there is; and the promise of the same bits.
-// g++ compiles it with tests/cuda_on_cpu.h, which runs the kernels on the CPU; nvcc, for a real card.
+// With tests/cuda_on_cpu.h the kernels run on the CPU; nvcc compiles the same for a real card.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #ifndef __CUDACC__
 #include "cuda_on_cpu.h"

@@ -1,5 +1,5 @@
 // layers.cu and what stores a pass, on the card: every kernel against double precision, or against the CPU's bytes.
-// g++ compiles it with tests/cuda_on_cpu.h, which runs the kernels on the CPU; nvcc, for a real card.
+// With tests/cuda_on_cpu.h the kernels run on the CPU; nvcc compiles the same for a real card.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #ifndef __CUDACC__
 #include "cuda_on_cpu.h"

@@ -1,5 +1,5 @@
 // A whole model on the card beside the same model on the CPU: naive and cached, every layout, the tokens that are
-// generated, and what is told when there is no room. g++ compiles it with tests/cuda_on_cpu.h, nvcc for a real card.
+// generated, and what is told when there is no room. The CPU runs it with tests/cuda_on_cpu.h; nvcc, for a card.
 // Run from the repository's root.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #define LLM_WITHOUT_MAIN

@@ -1,6 +1,5 @@
 // Attention of prefill on the card: the plain twin and the tensor cores against the equation in double precision, over
-// every cache there is. g++ compiles it with tests/cuda_on_cpu.h, which runs the kernels on the CPU; nvcc, for a real
-// card.
+// every cache there is. With tests/cuda_on_cpu.h the kernels run on the CPU; nvcc compiles the same for a real card.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #define POISON_FREED_PAGES
 #ifndef __CUDACC__
