@@ -294,10 +294,11 @@ TEST_CASE("both rungs are the equation for every head dimension, group, length a
 
 TEST_CASE("a thousand positions, in any number of splits") {
     Random random{3};
-    const Precision types[] = {BF16{}, Int8{}, Int4{}};
-    for (int i = 0; i < 3; i++) {
+    const Precision types[] = {BF16{}, Int8{}, Int4{}, FP8{}, Int2{}};
+    const Heads shapes[] = {{8, 1, 128}, {3, 1, 64}, {7, 1, 80}, {1, 1, 96}, {8, 1, 256}};
+    for (int i = 0; i < 5; i++) {
         CAPTURE(i);
-        Scene scene = scene_of(random, {8, 1, 128}, 1000, types[i], types[(i + 1) % 3]);
+        Scene scene = scene_of(random, shapes[i], 1000, types[i], types[(i + 1) % 5]);
         for (int splits : {1, 3, 7, 50}) {
             CAPTURE(splits);
             check_rungs(scene, splits, 0);

@@ -407,9 +407,9 @@ static StoredPass store_on_card(const Storing &pass, const CardCache &cache, int
 
 // Passes of these sizes, the ones marked as decoding a token at a time, into one sequence of a cache on the card; what
 // is there then is what the CPU stores of the same vectors, byte for byte.
-static void check_storing(const Layout &layout, const Precision &type_k, const Precision &type_v, bool norm) {
+static void check_storing(const Layout &layout, const Precision &type_k, const Precision &type_v, bool norm,
+                          const Heads &heads = {6, 2, 20}) {
     Random random{7};
-    const Heads heads = {6, 2, 20};
     const int layer = 1, sequence = 1;
     CacheShape shape{2, heads.kv, heads.width, heads.width, 2, 100};
     shape.page = 4;
@@ -484,6 +484,19 @@ TEST_CASE("a pass's keys and values are stored as the CPU stores them: every lay
         check_storing(layout, Int4{}, Int8{}, true);
         check_storing(layout, F16{}, Int2{}, true);
     });
+}
+
+TEST_CASE("so they are for every head dimension and group") {
+    const Precision types[] = {Int4{}, BF16{}, Int8{}, Int2{}, FP8{}};
+    int turn = 0;
+    for (int width : {64, 80, 96, 128, 256}) {
+        for (int group : {1, 3, 7, 8}) {
+            CAPTURE(width);
+            CAPTURE(group);
+            check_storing(Paged{}, types[turn % 5], types[(turn + turn / 5) % 5], turn % 2, {group, 1, width});
+            turn++;
+        }
+    }
 }
 
 TEST_CASE("a cut sequence's block is recent again, as it reads") {
