@@ -190,7 +190,7 @@ template <class Format>
 struct StreamRows : StoredRows<Format> {
     template <int Rows>
     void ask(int r, int line) const {
-        ask_stream(this->start + r * this->stride + line * cache_line);
+        ask_stream_twice(this->start + r * this->stride + line * cache_line);
     }
 };
 
@@ -400,7 +400,7 @@ inline void int8_tile(float *out, size_t out_stride, size_t panel_stride, const 
         for (int step = 0; step < int8_group / 4; step++) {
             for (int p = 0; p < Panels; p++) {
                 const auto *weights = blocks[p * apart + g].weight[step];
-                if (Panels > 1) ask_stream(weights);
+                if (Panels > 1) ask_stream_twice(weights);
                 for (int v = 0; v < Vectors; v++)
                     sums[p][v] = add_products(sums[p][v], weights, x[v * stride + g].four[step]);
             }

@@ -610,7 +610,7 @@ private:
         for (size_t i = 0; i < count / streams; i += line) {
             for (int s = 0; s < streams; s++) {
                 const float *from = at + s * (count / streams) + i;
-                ask_stream(from);
+                ask_stream_twice(from);
                 for (int part = 0; part < line; part += lanes) sums[s] = add(sums[s], load(from + part));
             }
         }
