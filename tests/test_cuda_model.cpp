@@ -243,6 +243,21 @@ TEST_CASE("damaged weights are told, whoever computes") {
     CHECK_THROWS_WITH_AS(next_token(card, greedy, 0, 2), doctest::Contains("are the weights damaged?"), Error);
 }
 
+#ifdef CUDA_ON_CPU
+TEST_CASE("without a card the same program computes on the CPU and says why in one line") {
+    Options options;
+    options.threads = 1;
+    int cards = std::exchange(cuda_on_cpu::devices, 0);
+    Engine engine = open_engine(options, fixtures + "llama_bf16");
+    std::string line = failure_of({"generate", "-m", fixtures + "llama_bf16", "--ids", "1", "--device", "cuda"});
+    cuda_on_cpu::devices = cards;
+    CHECK(engine.gpu == nullptr);
+    CHECK(engine.device_name == "CPU, 1 thread (no CUDA-capable device is detected)");
+    CHECK(line == "--device cuda: no CUDA-capable device is detected: --device auto computes on the CPU then");
+    CHECK(cudaGetLastError() == cudaErrorNoDevice);
+}
+#endif
+
 TEST_CASE("a model or a cache without room on the card is told in one line") {
     std::string line = failure_of({"generate", "-m", fixtures + "llama_bf16", "--ids", "1", "--device", "cuda",
                                    "--cache", "ring", "--window", "16000000", "--kv", "f32"});
