@@ -707,21 +707,7 @@ struct TableRows {
     const char *row(int r) const { return start[r * apart] + offset; }
     Vec load(int r, int i) const { return Format::decode(row(r), i); }
     Vec load_part(int r, int i, int count) const { return Format::decode_part(row(r), i, count); }
-    // The scales of all rows of a tile; 1 where there are none.
-    template <int Rows>
-    void take_scales(float (&scales)[Rows]) const {
-        if constexpr (Format::scale_channels > 0 && Rows == 4) {
-            f16 four[4];
-            for (int r = 0; r < 4; r++) four[r] = Format::scale_and_zero(row(r), 0).scale;
-            to_floats(scales, four);
-        } else {
-            for (int r = 0; r < Rows; r++) scales[r] = scale(r);
-        }
-    }
-    float scale(int r) const {
-        if constexpr (Format::scale_channels > 0) return to_float(Format::scale_and_zero(row(r), 0).scale);
-        return 1;
-    }
+    f16 scale(int r) const { return Format::scale_and_zero(row(r), 0).scale; }
 };
 
 // What is asked for while groups are read: `step` bytes for each.
@@ -838,17 +824,22 @@ inline void fold_scales(const Factors &to, Numbers numbers, const ScaleAndZero *
     }
 }
 
-// A row has one scale: scaled = numbers * scales, both (queries, split_positions), for the positions [begin, end) of a
-// stretch.
+// A row has one scale: scaled = numbers * scales, both (queries, split_positions), for the first `count` rows and their
+// positions; times units (queries), where there are some.
 template <class Format>
-inline void scale_rows(float *scaled, const float *numbers, int queries, const Stretch &stretch, int begin, int end) {
-    thread_local Floats scales;
-    scales.resize(split_positions);
-    TableRows<Format> rows{stretch.starts(begin), stretch.offset};
-    for (int r = 0; r < end - begin; r++) scales[r] = rows.scale(r);
+inline void scale_rows(float *scaled, const float *numbers, int queries, TableRows<Format> rows, int count,
+                       const float *units = nullptr) {
+    alignas(cache_line) float scales[split_positions];
+    int r = 0;
+    for (; r + 4 <= count; r += 4) {
+        const f16 four[4] = {rows.scale(r), rows.scale(r + 1), rows.scale(r + 2), rows.scale(r + 3)};
+        to_floats(scales + r, four);
+    }
+    for (; r < count; r++) scales[r] = to_float(rows.scale(r));
     for (int q = 0; q < queries; q++) {
-        size_t at = (size_t)q * split_positions + begin - stretch.rows.origin;
-        multiply(scaled + at, numbers + at, scales.data(), end - begin);
+        float *to = scaled + (size_t)q * split_positions;
+        multiply(to, numbers + (size_t)q * split_positions, scales, count);
+        if (units) multiply(to, units[q], count);
     }
 }
 
@@ -1049,10 +1040,10 @@ inline void score_stretch(float *scores, const float *const *queries, int query_
             for (int t = stretch.begin / group_size * group_size; t < recent; t += group_size)
                 score_block<Format>(at(t), queries, query_count, stretch, t);
         } else {
-            score_many(stretch.begin, TableRows<Format>{stretch.starts(stretch.begin), stretch.offset},
-                       recent - stretch.begin);
+            TableRows<Format> stored{stretch.starts(stretch.begin), stretch.offset};
+            score_many(stretch.begin, stored, recent - stretch.begin);
             if constexpr (Format::scale_channels > 0)
-                scale_rows<Format>(scores, scores, query_count, stretch, stretch.begin, recent);
+                scale_rows(at(stretch.begin), at(stretch.begin), query_count, stored, recent - stretch.begin);
         }
         for_each_recent_run(stretch, cache.recent_keys, fresh, std::max(stretch.begin, recent), score_recent);
     };
@@ -1074,14 +1065,15 @@ inline void weigh_stretch(float *values, const float *weights, int queries, cons
         if constexpr (Format::key_groups) {
             if (recent > stretch.begin) weigh_groups<Format>(values, weights, queries, stretch, recent);
         } else {
+            TableRows<Format> stored{stretch.starts(stretch.begin), stretch.offset};
             if constexpr (Format::scale_channels > 0) {
                 thread_local Floats scaled;  // (queries, split_positions)
                 scaled.resize((size_t)queries * split_positions);
-                scale_rows<Format>(scaled.data(), weights, queries, stretch, stretch.begin, recent);
+                size_t at = stretch.in_split(stretch.begin);
+                scale_rows(&scaled[at], weights + at, queries, stored, recent - stretch.begin);
                 factors = scaled.data();
             }
-            weigh_rows(stretch.begin, TableRows<Format>{stretch.starts(stretch.begin), stretch.offset},
-                       recent - stretch.begin);
+            weigh_rows(stretch.begin, stored, recent - stretch.begin);
         }
         factors = weights;
         for_each_recent_run(stretch, cache.recent_values, fresh, recent, weigh_rows);
@@ -1099,12 +1091,15 @@ inline void weigh_stretch(float *values, const float *weights, int queries, cons
 
 constexpr int stream_positions = split_positions / tile_rows;
 
-// use(count, t) for all tiles: `count` rows from position t of the split on, a stream apart, of which it is a constant
-// whether there is one or more.
+// Tiles that are read between two looks at their scales: 16 positions of each stream, which stay in the L1.
+constexpr int scaled_tiles = 16;
+
+// use(count, t) for some tiles from `first` on: `count` rows from position t of the split on, a stream apart, of which
+// it is a constant whether there is one or more.
 template <class Use>
-inline void for_each_tile(const SplitRows &rows, Use use) {
+inline void for_each_tile(const SplitRows &rows, int first, int tiles, Use use) {
     int begin = rows.begin - rows.origin, end = rows.end - rows.origin;
-    for (int i = 0; i < stream_positions; i++) {
+    for (int i = first; i < first + tiles; i++) {
         int t = i;
         while (t < begin) t += stream_positions;
         if (t + stream_positions < end)
@@ -1117,13 +1112,15 @@ inline void for_each_tile(const SplitRows &rows, Use use) {
 inline bool as_streams(const AttentionTask &task, const Precision &type) { return !task.many && !has_blocks(type); }
 
 // Calls use(format, width) for a format of such rows; their width is a constant where it is 64 or 128, so that no loop
-// over it is left. Measured, one thread of a Zen 3, f16: scores 1.06 -> 0.78 ns for 8 numbers, values 0.58 -> 0.52.
+// over it is left, and rows of bf16 are then read in pairs. Measured, one thread of a Zen 3, f16: scores 1.06 -> 0.78
+// ns for 8 numbers, values 0.58 -> 0.52.
 template <class Use>
 inline void with_rows(const Precision &type, int width, Use use) {
     auto with_width = [&](auto format) {
         if constexpr (!decltype(format)::key_groups) {
-            if (width == 64) return use(format, std::integral_constant<int, 64>{});
-            if (width == 128) return use(format, std::integral_constant<int, 128>{});
+            using Constant = std::conditional_t<std::is_same_v<decltype(format), BF16>, PairedRow, decltype(format)>;
+            if (width == 64) return use(Constant(), std::integral_constant<int, 64>{});
+            if (width == 128) return use(Constant(), std::integral_constant<int, 128>{});
             use(format, width);
         }
     };
@@ -1137,7 +1134,8 @@ inline void with_rows(const Precision &type, int width, Use use) {
 // lost as codes of 8 bits.
 //
 // Predicted, for 4 rows of 64 and 3 queries with AVX-512: 86 instructions instead of 130. Measured, one thread of an
-// Emerald Rapids, keys and values in the L2, for 8 numbers: 1.05 -> 0.96 ns, with AVX2 alone 1.34 -> 1.22.
+// Emerald Rapids, keys and values in the L2, for 8 numbers: 1.05 -> 0.96 ns, with AVX2 alone 1.34 -> 1.22. Then the
+// sums were folded as whole numbers, too, and scales applied a Vec of positions at a time: scale_tiles().
 
 // Vectors as whole numbers of 16 bits: number i of vector v is about units[v] * whole[v * stride + i], up to stride.
 struct WholeVectors {
@@ -1160,8 +1158,8 @@ inline WholeVectors whole_vectors(const float *const *vectors, int count, int wi
             most = max(magnitude(load(&padded[i])), most);
             nan = fma(load(&padded[i]), set(0), nan);
         }
-        // So that 32 bits hold a lane's sum of 127 times them.
-        float most_whole = std::min(32767.0f, 0x1p24f * lanes / (float)width);
+        float most_whole =
+            std::min(32767.0f, 0x1p24f / (float)width);  // so that 32 bits hold the sum of 127 times them
         units[v] = round_factors(&whole[v * stride], padded.data(), (int)stride, largest(most), most_whole) + sum(nan);
     }
     return {whole.data(), units.data(), stride};
@@ -1192,24 +1190,53 @@ inline void dot_codes_tile(float *out, size_t out_stride, TableRows<Int8> rows, 
         memcpy(rest, Int8::codes(rows.row(r)) + i, width - i);
         add_row(r, i, rest);
     }
-    float finished[Vectors * Rows], scales[Rows];
-    fold_sums<Vectors * Rows>(finished, [&](int i) { return to_floats(sums[i / Rows][i % Rows]); });
-    rows.take_scales(scales);
-    for (int v = 0; v < Vectors; v++) {
-        for (int r = 0; r < Rows; r++)
-            out[v * out_stride + r * row_stride] = finished[v * Rows + r] * (vectors.units[first + v] * scales[r]);
-    }
+    float finished[Vectors * Rows];
+    fold_sums<Vectors * Rows>(finished, [&](int i) { return sums[i / Rows][i % Rows]; });
+    for (int v = 0; v < Vectors; v++)
+        for (int r = 0; r < Rows; r++) out[v * out_stride + r * row_stride] = finished[v * Rows + r];
 }
 
 // Asks for row i of each stream of what is read next: the values while the keys are read, and the next split's keys
 // while the values are. Otherwise each of them begins with 1.2 us of waiting (f16: 5.8 us of reading), as what is asked
 // for ahead ends with the stream. Predicted: half of that. Measured, 2 threads of an Emerald Rapids, 8,000 positions:
 // attention over f16 1.36 -> 1.26 ns for 8 numbers, int8 1.09 -> 1.00, f32 the same. Where streams are not asked for
-// (stream_ahead), the values' first rows while the softmax is computed: 1.02 x.
-inline void ask_rows(const SplitRows &rows, int i, int heads) {
+// (stream_ahead), the values' first rows while the softmax is computed: 1.02 x. To GCC a function that only asks has no
+// effect: if it is not inlined before that is noticed, its calls are removed.
+__attribute__((always_inline)) inline void ask_rows(const SplitRows &rows, int i, int heads) {
     for (int t = i; i < stream_positions && t < split_positions; t += stream_positions)
         for (size_t at = 0; at < heads * rows.side->row_bytes; at += cache_line)
             __builtin_prefetch(rows.start[t] + at, 0, 2);
+}
+
+// The vectors in the order of PairedRow. They stay until the thread's next call.
+inline const float *const *vectors_in_pairs(const float *const *vectors, int count, int width) {
+    thread_local std::vector<const float *> starts;
+    thread_local Floats ordered;
+    starts.resize(count);
+    ordered.resize((size_t)count * width);
+    for (int v = 0; v < count; v++) {
+        in_pairs(&ordered[(size_t)v * width], vectors[v], width);
+        starts[v] = &ordered[(size_t)v * width];
+    }
+    return starts.data();
+}
+
+// What belongs to the rows of some tiles from `first` on, numbers (head, query, split_positions), times the rows'
+// scales, where rows have any, and times units (head, query), if there are some. A Vec of positions at a time, as one
+// product for each row and query and its broadcast were a fifth of the instructions. Predicted: 1.2 x as fast, with the
+// fold of whole numbers 1.3 x. Measured, int8 as above: 0.99 -> 0.92 ns.
+template <class Format>
+inline void scale_tiles(float *numbers, int queries, const SplitRows &rows, int first, int heads,
+                        const float *units = nullptr) {
+    if constexpr (Format::scale_channels > 0) {
+        for (int i = 0; i < heads * tile_rows; i++) {
+            int head = i / tile_rows, t = first + i % tile_rows * stream_positions;
+            if (t + scaled_tiles <= rows.begin - rows.origin || t >= rows.end - rows.origin) continue;
+            float *at = numbers + (size_t)head * queries * split_positions + t;
+            TableRows<Format> of_head{rows.start + t, head * rows.side->row_bytes};
+            scale_rows(at, at, queries, of_head, scaled_tiles, units ? units + head * queries : nullptr);
+        }
+    }
 }
 
 // The raw scores q . k of a split, (head, query, split_positions). `then`, if anything, is what is read after it.
@@ -1219,7 +1246,8 @@ __attribute__((flatten, noinline)) void score_streams(float *scores, const float
                                                       Width width) {
     WholeVectors whole{};
     if constexpr (std::is_same_v<Format, Int8>) whole = whole_vectors(vectors, heads * queries, width);
-    for_each_tile(rows, [&](auto count, int t) {
+    if constexpr (vecs_together<Format> == 2) vectors = vectors_in_pairs(vectors, heads * queries, width);
+    auto score_tile = [&](auto count, int t) {
         if (stream_ahead && then) ask_rows(*then, t, heads);
         for (int head = 0; head < heads; head++) {
             TableRows<Format> tile{rows.start + t, head * rows.side->row_bytes, stream_positions};
@@ -1232,28 +1260,35 @@ __attribute__((flatten, noinline)) void score_streams(float *scores, const float
                     dot_tile<count, size>(to, split_positions, tile, vectors + first, width, stream_positions);
             });
         }
-    });
+    };
+    for (int first = 0; first < stream_positions; first += scaled_tiles) {
+        for_each_tile(rows, first, scaled_tiles, score_tile);
+        scale_tiles<Format>(scores, queries, rows, first, heads, whole.units);
+    }
 }
 
 // values (Queries, width) += the rows of a tile, times weights[q * split_positions + r * stream_positions].
 template <int Rows, int Queries, class Format, class Width>
 inline void weigh_rows(float *values, const float *weights, TableRows<Format> rows, Width width) {
     Vec weight[Queries][Rows];
-    float scales[Rows];
-    rows.take_scales(scales);
     for (int q = 0; q < Queries; q++)
-        for (int r = 0; r < Rows; r++)
-            weight[q][r] = set(weights[q * split_positions + r * stream_positions] * scales[r]);
+        for (int r = 0; r < Rows; r++) weight[q][r] = set(weights[q * split_positions + r * stream_positions]);
     auto add = [&](Vec sum, Vec row, int q, int r) { return fma(weight[q][r], row, sum); };
+    constexpr int together = vecs_together<Format>;
     int c = 0;
-    for (; c + lanes <= width; c += lanes) {
-        Vec sums[Queries];
-        for (int q = 0; q < Queries; q++) sums[q] = load(values + q * (size_t)width + c);
+    for (; c + together * lanes <= width; c += together * lanes) {
+        Vec sums[Queries][together], row[together];
+        auto each_sum = [&](auto use) {
+            for (int q = 0; q < Queries; q++)
+                for (int k = 0; k < together; k++) use(sums[q][k], values + q * (size_t)width + c + k * lanes);
+        };
+        each_sum([](Vec &sum, const float *at) { sum = load(at); });
         for (int r = 0; r < Rows; r++) {
-            Vec row = rows.load(r, c);
-            for (int q = 0; q < Queries; q++) sums[q] = add(sums[q], row, q, r);
+            decode<Format>(row, rows.row(r), c);
+            for (int q = 0; q < Queries; q++)
+                for (int k = 0; k < together; k++) sums[q][k] = add(sums[q][k], row[k], q, r);
         }
-        for (int q = 0; q < Queries; q++) store(values + q * (size_t)width + c, sums[q]);
+        each_sum([](const Vec &sum, float *at) { store(at, sum); });
     }
     for (int q = 0; c < width && q < Queries; q++) {
         float *at = values + q * (size_t)width + c;
@@ -1266,10 +1301,10 @@ inline void weigh_rows(float *values, const float *weights, TableRows<Format> ro
 // to (head, query, width), `step` numbers from head to head, += the weighted rows of a split; weights (head, query,
 // split_positions).
 template <class Format, class Width>
-__attribute__((flatten, noinline)) void weigh_streams(float *to, size_t step, const float *weights, int queries,
+__attribute__((flatten, noinline)) void weigh_streams(float *to, size_t step, float *weights, int queries,
                                                       const SplitRows &rows, const SplitRows *then, int heads,
                                                       Width width) {
-    for_each_tile(rows, [&](auto count, int t) {
+    auto weigh_tile = [&](auto count, int t) {
         if (stream_ahead && then) ask_rows(*then, t, heads);
         for (int head = 0; head < heads; head++) {
             TableRows<Format> tile{rows.start + t, head * rows.side->row_bytes, stream_positions};
@@ -1278,7 +1313,17 @@ __attribute__((flatten, noinline)) void weigh_streams(float *to, size_t step, co
                                         weights + (size_t)(head * queries + q) * split_positions + t, tile, width);
             });
         }
-    });
+    };
+    for (int first = 0; first < stream_positions; first += scaled_tiles) {
+        scale_tiles<Format>(weights, queries, rows, first, heads);
+        for_each_tile(rows, first, scaled_tiles, weigh_tile);
+    }
+    for (int q = 0; vecs_together<Format> == 2 && q < heads * queries; q++) {
+        thread_local Floats ordered;
+        float *values = to + q / queries * step + q % queries * (size_t)width;
+        ordered.assign(values, values + width);
+        out_of_pairs(values, ordered.data(), width);
+    }
 }
 
 // The scores of a split's first `count` positions, of which [low, high) are visible, become e^(factor * score - most),

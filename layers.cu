@@ -169,12 +169,9 @@ struct StoredRows {
     size_t stride;
     const char *ahead = nullptr;
     size_t ahead_stride = 0;
-    Vec load(int row, int i) const { return Format::decode(start + row * stride, i); }
-    Vec load_part(int row, int i, int count) const { return Format::decode_part(start + row * stride, i, count); }
-    template <int Rows>
-    void take_scales(float (&scales)[Rows]) const {
-        for (float &scale : scales) scale = 1;  // what has one is scaled by others: see attention
-    }
+    const char *row(int r) const { return start + r * stride; }
+    Vec load(int r, int i) const { return Format::decode(row(r), i); }
+    Vec load_part(int r, int i, int count) const { return Format::decode_part(row(r), i, count); }
     // Asked for with line `line` of row r of a tile: line after line, as the tile's rows lie in memory.
     template <int Rows>
     void ask(int r, int line) const {
@@ -190,7 +187,7 @@ template <class Format>
 struct StreamRows : StoredRows<Format> {
     template <int Rows>
     void ask(int r, int line) const {
-        ask_stream_twice(this->start + r * this->stride + line * cache_line);
+        ask_stream_twice(this->row(r) + line * cache_line);
     }
 };
 
@@ -215,7 +212,7 @@ template <int count, class At>
 inline void fold_sums(float *to, At at) {
     constexpr int fours = count / 4 * 4;
     for (int i = 0; i < fours; i += 4) sum4(to + i, at(i), at(i + 1), at(i + 2), at(i + 3));
-    for (int i = fours; i < count; i++) to[i] = sum(at(i));
+    for (int i = fours; i < count; i++) to[i] = (float)sum(at(i));
 }
 
 // out[v * out_stride + r * row_stride] = row r . vector v for Rows x Vectors of them; each row and each vector is read
@@ -227,31 +224,33 @@ inline void dot_tile(float *out, size_t out_stride, TileRows rows, const float *
     Vec sums[Vectors][Rows];
     for (int v = 0; v < Vectors; v++)
         for (int r = 0; r < Rows; r++) sums[v][r] = set(0);
+    constexpr int together = vecs_together<Format>;
     auto add_products = [&](int i) {
-        Vec vector[Vectors];
-        for (int v = 0; v < Vectors; v++) vector[v] = load(vectors[v] + i);
+        Vec vector[Vectors][together], row[together];
+        for (int v = 0; v < Vectors; v++)
+            for (int k = 0; k < together; k++) vector[v][k] = load(vectors[v] + i + k * lanes);
         for (int r = 0; r < Rows; r++) {
-            Vec row = rows.load(r, i);
-            for (int v = 0; v < Vectors; v++) sums[v][r] = fma(row, vector[v], sums[v][r]);
+            decode<Format>(row, rows.row(r), i);
+            for (int k = 0; k < together; k++)
+                for (int v = 0; v < Vectors; v++) sums[v][r] = fma(row[k], vector[v][k], sums[v][r]);
         }
     };
-    const int whole = width / lanes * lanes;
+    const int whole = width / lanes * lanes, lines = width / Format::line_numbers;
     int i = 0;
-    for (; i + Format::line_numbers <= whole; i += Format::line_numbers) {
-        for (int r = 0; r < Rows; r++) rows.template ask<Rows>(r, i / Format::line_numbers);
-        for (int part = 0; part < Format::line_numbers; part += lanes) add_products(i + part);
+    for (int line = 0; line < lines; line++) {
+        for (int r = 0; r < Rows; r++) rows.template ask<Rows>(r, line);
+        for (int part = 0; part < Format::line_numbers; part += together * lanes, i += together * lanes)
+            add_products(i);
     }
-    for (; i < whole; i += lanes) add_products(i);
+    for (; i < whole; i += together * lanes) add_products(i);
     float finished[Vectors * Rows];
     fold_sums<Vectors * Rows>(finished, [&](int i) { return sums[i / Rows][i % Rows]; });
     for (int i = 0; whole < width && i < Vectors * Rows; i++) {
         Vec row = rows.load_part(i % Rows, whole, width - whole);
         finished[i] += sum(mul(row, load_part(vectors[i / Rows] + whole, width - whole)));
     }
-    float scales[Rows];
-    rows.take_scales(scales);
     for (int v = 0; v < Vectors; v++)
-        for (int r = 0; r < Rows; r++) out[v * out_stride + r * row_stride] = finished[v * Rows + r] * scales[r];
+        for (int r = 0; r < Rows; r++) out[v * out_stride + r * row_stride] = finished[v * Rows + r];
 }
 
 // All rows with `Vectors` vectors, in tiles.
@@ -540,6 +539,43 @@ inline Inputs inputs_of(InputBuffers &buffers, const float *x, int count, const 
     return {x, count, nullptr, nullptr, buffer.data()};
 }
 
+// As with_numbers(), and the format in which products with a few vectors read the rows: use(numbers, format).
+template <class Use>
+inline void with_rows_of(const Tensor &weight, Use use) {
+    with_numbers(weight, [&](auto *numbers) {
+        using Number = std::decay_t<decltype(*numbers)>;
+        if constexpr (std::is_same_v<Number, bf16>)
+            if (weight.cols % PairedRow::line_numbers == 0) return use(numbers, PairedRow());
+        use(numbers, PlainRow<Number>());
+    });
+}
+
+// The vectors, their numbers in the order of such rows. They stay until the thread's next call.
+template <class Format>
+inline const float *const *vectors_for(const Inputs &in, int inputs) {
+    constexpr bool pairs = vecs_together<Format> == 2;
+    thread_local std::vector<const float *> vectors;
+    thread_local Floats ordered;
+    vectors.resize(in.count);
+    ordered.resize(pairs ? (size_t)in.count * inputs : 0);
+    if (pairs) in_pairs(ordered.data(), in.x, (size_t)in.count * inputs);
+    for (int t = 0; t < in.count; t++) vectors[t] = (pairs ? ordered.data() : in.x) + (size_t)t * inputs;
+    return vectors.data();
+}
+
+// to = the numbers of such a row, in its order.
+template <class Format>
+inline void widen_row(float *to, const char *row, int width) {
+    constexpr int together = vecs_together<Format>;
+    int i = 0;
+    for (; i + together * lanes <= width; i += together * lanes) {
+        Vec part[together];
+        decode<Format>(part, row, i);
+        for (int k = 0; k < together; k++) store(to + i + k * lanes, part[k]);
+    }
+    if (i < width) store_part(to + i, Format::decode_part(row, i, width - i), width - i);
+}
+
 // Rung 2: threads share the rows of the weight in blocks. A block is read from memory once for all tokens; with many
 // tokens it is first widened to float32, so that the conversion is paid once and not once a tile.
 inline void linear_vectors(float *y, const Inputs &in, const Linear &linear, Store store) {
@@ -548,26 +584,23 @@ inline void linear_vectors(float *y, const Inputs &in, const Linear &linear, Sto
     int outputs = (int)linear.weight.rows, inputs = (int)linear.weight.cols;
     bool widen = count > tile_vectors && linear.weight.type != DType::f32;
     thread_local Floats wide, out;
-    thread_local std::vector<const float *> vectors;
     wide.resize(widen ? (size_t)block_rows * inputs : 0);
     out.resize((size_t)block_rows * count);
-    vectors.resize(count);
-    for (int t = 0; t < count; t++) vectors[t] = in.x + (size_t)t * inputs;
-    with_numbers(linear.weight, [&](auto *weight) {
-        using Number = std::remove_cv_t<std::remove_reference_t<decltype(*weight)>>;
+    with_rows_of(linear.weight, [&](auto *weight, auto format) {
+        using Format = decltype(format);
+        const float *const *vectors = vectors_for<Format>(in, inputs);
+        const size_t stride = inputs * sizeof *weight;
 #pragma omp for schedule(static) nowait
         for (int first = 0; first < outputs; first += block_rows) {
             int block = std::min(block_rows, outputs - first);
-            const Number *rows = weight + (size_t)first * inputs;
+            const char *rows = (const char *)(weight + (size_t)first * inputs);
             if (widen) {
-                for (size_t i = 0; i < (size_t)block * inputs; i++) wide[i] = to_float(rows[i]);
-                dots(out.data(), block, Wide{(const char *)wide.data(), inputs * sizeof(float)}, block, vectors.data(),
-                     count, inputs);
+                for (int r = 0; r < block; r++) widen_row<Format>(&wide[(size_t)r * inputs], rows + r * stride, inputs);
+                dots(out.data(), block, Wide{(const char *)wide.data(), inputs * sizeof(float)}, block, vectors, count,
+                     inputs);
             } else {
-                size_t stride = inputs * sizeof(Number);
-                const char *start = (const char *)rows, *ahead = start + bytes_ahead;
-                dots(out.data(), block, StoredRows<PlainRow<Number>>{start, stride, ahead, stride}, block,
-                     vectors.data(), count, inputs);
+                dots(out.data(), block, StoredRows<Format>{rows, stride, rows + bytes_ahead, stride}, block, vectors,
+                     count, inputs);
             }
             store_block(y, out.data(), block, linear, count, first, block, store);
         }
@@ -598,17 +631,18 @@ inline void linear_streams(float *y, const Inputs &in, const Linear &linear, Sto
     int inputs = (int)linear.weight.cols, apart = share.count() / streams;
     thread_local Floats out;
     out.resize(share.count());
-    with_numbers(linear.weight, [&](auto *weight) {
-        using Row = PlainRow<std::decay_t<decltype(*weight)>>;
+    with_rows_of(linear.weight, [&](auto *weight, auto format) {
+        using Format = decltype(format);
+        const float *const *x = vectors_for<Format>(in, inputs);
         auto rows_from = [&](int row) { return (const char *)(weight + (size_t)(share.first + row) * inputs); };
         for (int r = 0; r < apart; r++) {
             float tile[streams];
-            StreamRows<Row> rows{{rows_from(r), (size_t)apart * inputs * sizeof *weight}};
-            dot_tile<streams, 1>(tile, streams, rows, &in.x, inputs);
+            StreamRows<Format> rows{{rows_from(r), (size_t)apart * inputs * sizeof *weight}};
+            dot_tile<streams, 1>(tile, streams, rows, x, inputs);
             for (int i = 0; i < streams; i++) out[i * apart + r] = tile[i];
         }
         for (int r = apart * streams; r < share.count(); r++)
-            dot_tile<1, 1>(&out[r], 1, StoredRows<Row>{rows_from(r), 0}, &in.x, inputs);
+            dot_tile<1, 1>(&out[r], 1, StoredRows<Format>{rows_from(r), 0}, x, inputs);
     });
     store_block(y, out.data(), share.count(), linear, 1, share.first, share.count(), store);
 }

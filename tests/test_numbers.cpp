@@ -354,6 +354,25 @@ TEST_CASE("sum4() is sum() of each of four") {
     }
 }
 
+TEST_CASE("sum4() of whole numbers is their exact sum, rounded once") {
+    Random random{20};
+    for (int round = 0; round < 1000; round++) {
+        Ints four[4];
+        float sums[4];
+        int64_t exact[4] = {};
+        for (int i = 0; i < 4; i++) {
+            std::vector<float> x(lanes);
+            for (float &number : x) {
+                number = std::floor(random.uniform(-(float)INT_MAX / lanes, (float)INT_MAX / lanes));
+                exact[i] += (int64_t)number;
+            }
+            four[i] = to_ints(lanes_of(x));
+        }
+        sum4(sums, four[0], four[1], four[2], four[3]);
+        for (int i = 0; i < 4; i++) REQUIRE((sums[i] == (float)exact[i] && sum(four[i]) == exact[i]));
+    }
+}
+
 // ---- exp ---------------------------------------------------------------------------------------------------
 
 // Distance to e^x in units of the last place that float32 has there, or of 2^-127 where that is more.
@@ -451,8 +470,8 @@ TEST_CASE("neighbours of 8 and of 16 bits times each other are exact sums, lane 
 
 // ---- dot and axpy ------------------------------------------------------------------------------------------
 
-TEST_CASE("load_pairs() takes pairs apart, lane by lane") {
-    f16 pairs[2 * lanes];
+TEST_CASE_TEMPLATE("load_pairs() takes pairs apart, lane by lane", Number, f16, bf16) {
+    Number pairs[2 * lanes];
     for (int i = 0; i < lanes; i++) {
         from_float(pairs[2 * i], -1.5f - i);
         from_float(pairs[2 * i + 1], 0x1p-24f * (i + 1));
@@ -463,6 +482,25 @@ TEST_CASE("load_pairs() takes pairs apart, lane by lane") {
         CHECK(numbers_of(first)[i] == -1.5f - i);
         CHECK(numbers_of(second)[i] == 0x1p-24f * (i + 1));
     }
+}
+
+TEST_CASE("a row in pairs is decoded in the order of in_pairs(), which out_of_pairs() undoes") {
+    Random random{19};
+    const int width = 3 * PairedRow::line_numbers;
+    std::vector<float> x = reference::random_floats(random, width), ordered(width), back(width), decoded(width);
+    std::vector<bf16> row(width);
+    for (int i = 0; i < width; i++) from_float(row[i], x[i]), x[i] = to_float(row[i]);
+    in_pairs(ordered.data(), x.data(), width);
+    out_of_pairs(back.data(), ordered.data(), width);
+    for (int i = 0; i < width; i += 2 * lanes) {
+        Vec two[2];
+        decode<PairedRow>(two, (const char *)row.data(), i);
+        store(&decoded[i], two[0]);
+        store(&decoded[i + lanes], two[1]);
+    }
+    CHECK(decoded == ordered);
+    CHECK(back == x);
+    CHECK(ordered != x);
 }
 
 TEST_CASE("dot() adds in the documented order") {
