@@ -18,8 +18,13 @@ PROMPT ?= Once upon a time
 
 # CUDA_HOME if it is given, then PATH, then the usual places.
 IN_PATH := $(shell command -v nvcc)
-NVCC := $(if $(filter 0,$(CUDA)),,$(firstword $(if $(filter file,$(origin CUDA_HOME)),$(IN_PATH)) \
+NVCC_FOUND := $(if $(filter 0,$(CUDA)),,$(firstword $(if $(filter file,$(origin CUDA_HOME)),$(IN_PATH)) \
   $(wildcard $(CUDA_HOME)/bin/nvcc) $(IN_PATH) $(wildcard /usr/local/cuda-*/bin/nvcc /opt/cuda/bin/nvcc)))
+# An older one, such as Debian 12's, does not know all GPUs: it is as good as none.
+NVCC_MISSES := $(if $(NVCC_FOUND),$(filter-out $(shell $(NVCC_FOUND) --list-gpu-arch 2>/dev/null),$(CUDA_ARCH:%=compute_%)))
+NVCC := $(if $(NVCC_MISSES),,$(NVCC_FOUND))
+NO_NVCC := $(if $(filter 0,$(CUDA)),left out by CUDA=0,$(if $(NVCC_MISSES),$(NVCC_FOUND) does not know $(NVCC_MISSES) \
+  (CUDA_HOME names another toolkit, CUDA_ARCH other GPUs),not found (CUDA_HOME says where the toolkit is)))
 # clang++ compiles the kernels' tests in half the time, and they run in half: it is taken where it is and none is given.
 KERNEL_CXX := $(or $(if $(filter file,$(origin CXX)),$(shell echo 'int main() {}' | \
   clang++ -fopenmp -fsanitize=address -x c++ - -o /dev/null 2>/dev/null && echo clang++)),$(CXX))
@@ -142,12 +147,12 @@ need-simd: need-tests
 	  qemu-aarch64:qemu-user)
 
 need-nvcc:
-	@[ -n "$(NVCC)" ] || { echo "nvcc: not found: install the CUDA toolkit, or set CUDA_HOME to where it is"; exit 1; }
+	@[ -n "$(NVCC)" ] || { echo "nvcc: $(NO_NVCC): install the CUDA toolkit 13"; exit 1; }
 
 found:
 	@echo "✓ $$($(CXX) --version | head -n 1),$(if $(NATIVE), -march=native:)$(SIMD)"
 	@echo "$(if $(OPENMP),✓ OpenMP: $$(nproc) cores,✗ OpenMP: $(CXX) has none$(comma) one thread)"
-	@echo "$(if $(NVCC),✓ $(NVCC),✗ nvcc: $(if $(filter 0,$(CUDA)),left out by CUDA=0,not found (set CUDA_HOME to change that)), building for the CPU only)"
+	@echo "$(if $(NVCC),✓ $(NVCC),✗ nvcc: $(NO_NVCC)$(comma) building for the CPU only)"
 
 # ---- Building ------------------------------------------------------------------------------------------------
 

@@ -1094,19 +1094,16 @@ constexpr int stream_positions = split_positions / tile_rows;
 // Tiles that are read between two looks at their scales: 16 positions of each stream, which stay in the L1.
 constexpr int scaled_tiles = 16;
 
-// use(count, t) for some tiles from `first` on: `count` rows from position t of the split on, a stream apart, of which
-// it is a constant whether there is one or more.
+// use(count, t) for tile i, if there is something in it: `count` rows from position t of the split on, a stream apart,
+// of which it is a constant whether there is one or more.
 template <class Use>
-inline void for_each_tile(const SplitRows &rows, int first, int tiles, Use use) {
-    int begin = rows.begin - rows.origin, end = rows.end - rows.origin;
-    for (int i = first; i < first + tiles; i++) {
-        int t = i;
-        while (t < begin) t += stream_positions;
-        if (t + stream_positions < end)
-            use(std::integral_constant<int, tile_rows>{}, i);
-        else if (t < end)
-            use(std::integral_constant<int, 1>{}, t);
-    }
+inline void with_tile(const SplitRows &rows, int i, Use use) {
+    int begin = rows.begin - rows.origin, end = rows.end - rows.origin, t = i;
+    while (t < begin) t += stream_positions;
+    if (t + stream_positions < end)
+        use(std::integral_constant<int, tile_rows>{}, i);
+    else if (t < end)
+        use(std::integral_constant<int, 1>{}, t);
 }
 
 inline bool as_streams(const AttentionTask &task, const Precision &type) { return !task.many && !has_blocks(type); }
@@ -1261,9 +1258,10 @@ __attribute__((flatten, noinline)) void score_streams(float *scores, const float
             });
         }
     };
-    for (int first = 0; first < stream_positions; first += scaled_tiles) {
-        for_each_tile(rows, first, scaled_tiles, score_tile);
-        scale_tiles<Format>(scores, queries, rows, first, heads, whole.units);
+    for (int i = 0; i < stream_positions; i++) {
+        with_tile(rows, i, score_tile);
+        if (i % scaled_tiles == scaled_tiles - 1)
+            scale_tiles<Format>(scores, queries, rows, i + 1 - scaled_tiles, heads, whole.units);
     }
 }
 
@@ -1314,9 +1312,9 @@ __attribute__((flatten, noinline)) void weigh_streams(float *to, size_t step, fl
             });
         }
     };
-    for (int first = 0; first < stream_positions; first += scaled_tiles) {
-        scale_tiles<Format>(weights, queries, rows, first, heads);
-        for_each_tile(rows, first, scaled_tiles, weigh_tile);
+    for (int i = 0; i < stream_positions; i++) {
+        if (i % scaled_tiles == 0) scale_tiles<Format>(weights, queries, rows, i, heads);
+        with_tile(rows, i, weigh_tile);
     }
     for (int q = 0; vecs_together<Format> == 2 && q < heads * queries; q++) {
         thread_local Floats ordered;

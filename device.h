@@ -3,7 +3,7 @@
 // A kernel is written once. nvcc compiles it for the GPU. Where there is none, tests/cuda_on_cpu.h gives g++ what the
 // toolkit would, and runs the same source thread by thread on the CPU, with checks; it defines CUDA_ON_CPU. For that,
 // kernels keep to CUDA's basic words (threadIdx, __syncthreads, __shfl_sync, ...) and to what stands here:
-//   Shared<T>            shared memory, taken piece by piece from SharedMemory
+//   Shared<T>            shared memory: of a size the launch gives, piece by piece from SharedMemory, or STATIC_SHARED
 //   wait_for_previous()  called by every thread of every kernel before it touches what another kernel writes or reads
 //   the last part        asynchronous copies, matrix fragments and products, each with its plain twin
 #pragma once
@@ -28,10 +28,30 @@ struct Device;
 
 // ---- Errors, memory ----------------------------------------------------------------------------------------
 
+inline const char *cure_of(cudaError_t error) {
+    switch (error) {
+        case cudaErrorMemoryAllocation:
+            return "lower -c, or free memory of the card";
+        case cudaErrorDevicesUnavailable:
+            return "end the program that has the card to itself";
+        case cudaErrorInsufficientDriver:
+        case cudaErrorUnsupportedPtxVersion:
+            return "install a driver as new as the toolkit";
+        case cudaErrorNoKernelImageForDevice:
+            return "build for this card, make CUDA_ARCH=...";
+        case cudaErrorIllegalAddress:
+        case cudaErrorMisalignedAddress:
+        case cudaErrorLaunchFailure:
+            return "this program is at fault, make sanitize-gpu says where";
+        default:
+            return "another driver or card may help";
+    }
+}
+
 // Throws unless `error` is success. `what` names the call.
 inline void check(cudaError_t error, const char *what) {
     if (error == cudaSuccess) return;
-    fail("CUDA: %s: %s: another driver or card may help, --device cpu needs neither", what, cudaGetErrorString(error));
+    fail("CUDA: %s: %s: %s; --device cpu needs no card", what, cudaGetErrorString(error), cure_of(error));
 }
 
 #ifdef CUDA_ON_CPU
@@ -51,7 +71,7 @@ inline void *cublas_symbol(const char *name) {
 
 inline void check(cublasStatus_t status, const char *what) {
     if (status == CUBLAS_STATUS_SUCCESS) return;
-    fail("cuBLAS: %s: %s: another driver or card may help, --device cpu needs neither", what,
+    fail("cuBLAS: %s: %s: another driver or card may help; --device cpu needs neither", what,
          CUBLAS(cublasGetStatusString)(status));
 }
 
@@ -186,6 +206,11 @@ struct Shared {
     }
     __device__ Shared from(int i) const { return {data + i}; }
 };
+
+// Room for `count` numbers, a constant, which no launch has to ask for: 48 KiB of a block at most.
+#define STATIC_SHARED(T, name, count)   \
+    __shared__ T name##_numbers[count]; \
+    Shared<T> name = {name##_numbers}
 
 // The block's shared memory, handed out from its beginning. All threads of a block take the same pieces.
 struct SharedMemory {

@@ -121,13 +121,15 @@ inline void rms_norm(float *out, const float *x, const Tensor &weight, int64_t c
 }
 
 #ifdef HAS_CUDA
-// The sum over a block's threads, in all of them. `room`: one number for each warp.
-__device__ inline float block_sum(float x, Shared<float> room) {
+// The sum over a block's threads, of which there are block_threads, in all of them. Once in a kernel: nobody waits
+// until all have read it.
+__device__ inline float block_sum(float x) {
+    STATIC_SHARED(float, room, block_threads / warp_size);
     x = warp_sum(x);
     if (lane_id() == 0) room[warp_id()] = x;
     __syncthreads();
     float total = 0;
-    for (int i = 0; i < (int)blockDim.x / warp_size; i++) total += room[i];
+    for (int i = 0; i < block_threads / warp_size; i++) total += room[i];
     return total;
 }
 
@@ -135,21 +137,19 @@ __device__ inline float block_sum(float x, Shared<float> room) {
 // number is within (width / 256 + 16) 2^-24 of it, relative to itself, before it is rounded to Number.
 template <class Number, class Gain>
 __global__ void rms_norm_kernel(Number *out, const float *x, const Gain *gain, int width, float epsilon) {
-    SharedMemory memory;
-    Shared<float> room = memory.take<float>(block_threads / warp_size);
     wait_for_previous();
     let_next_start();
     x += (size_t)blockIdx.x * width;
     out += (size_t)blockIdx.x * width;
     float squares = 0;
     for (int i = threadIdx.x; i < width; i += blockDim.x) squares += x[i] * x[i];
-    float factor = 1 / sqrtf(block_sum(squares, room) / width + epsilon);
+    float factor = 1 / sqrtf(block_sum(squares) / width + epsilon);
     for (int i = threadIdx.x; i < width; i += blockDim.x) from_float(out[i], x[i] * factor * to_float(gain[i]));
 }
 
 template <class Number>
 void rms_norm(const Device &device, Number *out, const float *x, const Tensor &weight, int64_t count, double epsilon) {
-    Grid grid = {dim3((unsigned)count), block_threads, shared_size(block_threads / warp_size * sizeof(float))};
+    Grid grid = {dim3((unsigned)count), block_threads};
     with_numbers(weight, [&](auto *gain) {
         launch(device, grid, rms_norm_kernel<Number, std::decay_t<decltype(*gain)>>, out, x, gain, (int)weight.cols,
                (float)epsilon);
@@ -847,11 +847,11 @@ __device__ inline void store_product(const Products &task, int vector, int v, fl
 }
 
 // 1 / sqrt(mean(x^2) + epsilon), or 1 where there is no norm. Called by the whole block.
-__device__ inline float norm_factor(const Products &task, const float *x, Shared<float> room) {
+__device__ inline float norm_factor(const Products &task, const float *x) {
     if (!task.norm.data) return 1;
     float squares = 0;
     for (int i = threadIdx.x; i < task.inputs; i += blockDim.x) squares += x[i] * x[i];
-    return 1 / sqrtf(block_sum(squares, room) / task.inputs + task.epsilon);
+    return 1 / sqrtf(block_sum(squares) / task.inputs + task.epsilon);
 }
 
 // The plain rung: a warp for each row, its lanes taking every 32nd number. Any type, any width.
@@ -860,12 +860,10 @@ __device__ inline float norm_factor(const Products &task, const float *x, Shared
 // next rung with its longer lanes: inputs / 256 * 8 additions in a row at most.
 template <class Number>
 __global__ void linear_plain_kernel(Products task) {
-    SharedMemory memory;
-    Shared<float> room = memory.take<float>(block_threads / warp_size);
     wait_for_previous();
     let_next_start();
     const float *x = task.x + (size_t)blockIdx.y * task.inputs;
-    float factor = norm_factor(task, x, room);
+    float factor = norm_factor(task, x);
     int per_result = task.swiglu ? 2 : 1, warps = blockDim.x / warp_size;
     int v = ((int)blockIdx.x * warps + warp_id()) * per_result;
     if (v >= task.rows()) return;
@@ -940,7 +938,6 @@ __global__ void __launch_bounds__(block_threads) linear_kernel(Products task) {
     using Stream = WeightStream<Number, columns>;
     constexpr int numbers = Stream::numbers;
     SharedMemory memory;
-    Shared<float> room = memory.take<float>(stream_warps);
     Shared<float> partial = memory.take<float>(tile_of_rows * stream_warps);
     Shared<uint4> ring = memory.take<uint4>(stream_warps * stages * rows_together * warp_size);
     // Narrow rows have fewer chunks than there are warps: then the warps form groups, each with rows of its own.
@@ -953,7 +950,7 @@ __global__ void __launch_bounds__(block_threads) linear_kernel(Products task) {
     let_next_start();
     wait_for_previous();
     const float *x = task.x + (size_t)blockIdx.y * task.inputs;
-    float factor = norm_factor(task, x, room), vector[columns][numbers];
+    float factor = norm_factor(task, x), vector[columns][numbers];
     UNROLL for (int c = 0; c < columns; c++) for (int i = 0, at = stream.channel(c); i < numbers; i++) vector[c][i] =
         at + i >= task.inputs ? 0 : x[at + i] * factor * (task.norm.data ? number_of(task.norm, at + i) : 1);
     int per_step = rows_together * groups, per_tile = tile_of_rows / per_step * per_step, step = 0;
@@ -995,12 +992,11 @@ inline void linear(const Device &device, const Products &task) {
         using Number = std::decay_t<decltype(*weight)>;
         constexpr int numbers = 16 / sizeof(Number);
         int columns = blocks_for(task.inputs, numbers * warp_size * stream_warps);
-        size_t room = shared_size(stream_warps * sizeof(float));
         if (task.inputs % numbers || columns > most_columns) {
             dim3 blocks(blocks_for(rows, stream_warps), task.count);
-            return launch(device, {blocks, block_threads, room}, linear_plain_kernel<Number>, task);
+            return launch(device, {blocks, block_threads}, linear_plain_kernel<Number>, task);
         }
-        room += shared_size(tile_of_rows * stream_warps * sizeof(float));
+        size_t room = shared_size(tile_of_rows * stream_warps * sizeof(float));
         room += shared_size(stream_warps * stages * rows_together * warp_size * sizeof(uint4));
         Grid grid = {dim3(std::min(rows, device.multiprocessors()), task.count), block_threads, room};
         if (columns == 1) return launch(device, grid, linear_kernel<Number, 1>, task);

@@ -1316,7 +1316,17 @@ inline std::string no_gpu() {
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess) return cudaGetErrorString(error);
-    return count == 0 ? "no CUDA device" : "";
+    if (count == 0) return "no CUDA device";
+    cudaFuncAttributes attributes;
+    error = cudaFuncGetAttributes(&attributes, embed_kernel<float>);
+    if (error != cudaErrorNoKernelImageForDevice) return error == cudaSuccess ? "" : cudaGetErrorString(error);
+    cudaGetLastError();  // was told
+    cudaDeviceProp card;
+    char reason[400];
+    check(cudaGetDeviceProperties(&card, 0), "cudaGetDeviceProperties");
+    snprintf(reason, sizeof reason, "%s has compute capability %d.%d; this program was built for others", card.name,
+             card.major, card.minor);
+    return reason;
 }
 
 inline void move_to_gpu(Engine &engine) {

@@ -172,11 +172,19 @@ struct Warp {
     alignas(16) char values[2][32 * 64];
 };
 
+// Shared memory that a place in the source has.
+struct Static {
+    Site site;
+    int begin, end;
+};
+
 struct Block {
     int threads = 0, arrived = 0;
     size_t shared_bytes = 0;
     uint32_t first_barrier = 0;               // barriers that had been passed when it began
     std::vector<std::pair<int, int>> pieces;  // of shared memory: begin, end
+    std::vector<Static> statics;              // STATIC_SHARED
+    size_t static_bytes = 0;                  // of all of them
     Warp warps[32];
     std::string failure;  // empty while all is well
     void *trace[24];      // return addresses of the thread that failed
@@ -544,8 +552,11 @@ UNCHECKED inline Touch both(const Touch &was, Touch now) {
 [[noreturn]] __attribute__((noinline)) inline void broken_use(Use use, const Spot &spot, const Touch &was,
                                                               const char *did) {
     const char *does[] = {"reads", "writes", "changes", "starts a copy to"};
-    std::string what = std::string(does[(int)use]) + " element " + std::to_string((spot.at - spot.piece) / spot.size) +
-                       " of the shared memory from byte " + std::to_string(spot.piece) + " on";
+    std::string piece = "the shared memory from byte " + std::to_string(spot.piece) + " on";
+    for (const Static &known : block.statics)
+        if (known.begin == spot.piece) piece = text_of(known.site);
+    std::string what =
+        std::string(does[(int)use]) + " element " + std::to_string((spot.at - spot.piece) / spot.size) + " of " + piece;
     if (was.barrier < block.first_barrier) broken("%s, which nobody wrote", what.c_str());
     if (was.copying) broken("%s before the copy that thread %d started has arrived", what.c_str(), (int)was.thread);
     broken("race: %s, which thread %d %s, with no barrier between", what.c_str(), (int)was.thread, did);
@@ -653,7 +664,26 @@ struct SharedMemory {
     }
 };
 
+#define STATIC_SHARED(T, name, count) Shared<T> name = cuda_on_cpu::static_shared<T>(count)
+
 }  // namespace words
+
+// The same for each thread of a block that comes here. It lies behind what the launch gave, from the end down.
+template <class T>
+Shared<T> static_shared(int count, FROM_HERE) {
+    constexpr size_t most_static_bytes = 48 << 10;
+    const Site site = {"STATIC_SHARED", file, line};
+    size_t bytes = count * sizeof(T);
+    for (const Static &known : block.statics)
+        if (same_place(known.site, site) && known.end - known.begin == (int)bytes)
+            return {known.begin, known.end, known.begin};
+    block.static_bytes += (bytes + 15) / 16 * 16;
+    if (block.static_bytes > most_static_bytes || block.static_bytes + block.shared_bytes > most_shared_bytes)
+        broken("has %zu bytes of static shared memory beside the launch's %zu", block.static_bytes, block.shared_bytes);
+    int begin = (int)(most_shared_bytes - block.static_bytes);
+    block.statics.push_back({site, begin, begin + (int)bytes});
+    return {begin, begin + (int)bytes, begin};
+}
 
 // ---- Loads, copies, atomics --------------------------------------------------------------------------------
 
@@ -769,6 +799,8 @@ inline void start_block(int count, size_t bytes) {
     block.shared_bytes = bytes;
     block.first_barrier = ++barriers;
     block.pieces.clear();
+    block.statics.clear();
+    block.static_bytes = 0;
     block.failure.clear();
     for (Warp &warp : block.warps) warp.arrived = 0;
     for (int i = 0; i < count; i++) {

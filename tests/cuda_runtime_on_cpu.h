@@ -24,9 +24,15 @@ enum cudaError_t {
     cudaErrorInvalidValue = 1,
     cudaErrorMemoryAllocation = 2,
     cudaErrorInvalidConfiguration = 9,
+    cudaErrorInsufficientDriver = 35,
+    cudaErrorDevicesUnavailable = 46,
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
+    cudaErrorNoKernelImageForDevice = 209,
+    cudaErrorUnsupportedPtxVersion = 222,
     cudaErrorIllegalState = 401,
+    cudaErrorIllegalAddress = 700,
+    cudaErrorMisalignedAddress = 716,
     cudaErrorLaunchFailure = 719,
     cudaErrorStreamCaptureUnsupported = 900,
     cudaErrorStreamCaptureInvalidated = 901
@@ -43,6 +49,7 @@ struct cudaDeviceProp {
 
 // For tests to change. cudaMalloc() keeps to totalGlobalMem.
 inline int devices = 1;
+inline bool built_for_card = true;
 inline cudaDeviceProp properties;
 
 struct Memory {
@@ -118,6 +125,8 @@ inline const char *cudaGetErrorString(cudaError_t error) {
         {cudaErrorInvalidConfiguration, "invalid configuration argument"},
         {cudaErrorNoDevice, "no CUDA-capable device is detected"},
         {cudaErrorInvalidDevice, "invalid device ordinal"},
+        {cudaErrorNoKernelImageForDevice, "no kernel image is available for execution on the device"},
+        {cudaErrorIllegalAddress, "an illegal memory access was encountered"},
         {cudaErrorIllegalState, "the operation cannot be performed in the present state"},
         {cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing"},
         {cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture"}};
@@ -307,6 +316,7 @@ inline cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, c
 // ---- Launching ---------------------------------------------------------------------------------------------
 
 enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+struct cudaFuncAttributes {};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 struct cudaLaunchAttribute {
     cudaLaunchAttributeID id;
@@ -361,6 +371,10 @@ cudaError_t run_kernel(const cudaLaunchConfig_t &config, void (*kernel)(Paramete
 
 inline namespace words {
 
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *, Kernel *) {
+    return result(built_for_card ? cudaSuccess : cudaErrorNoKernelImageForDevice);
+}
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel *kernel, cudaFuncAttribute, int bytes) {
     if (bytes < 0 || bytes > most_shared_bytes) return result(cudaErrorInvalidValue);

@@ -256,6 +256,37 @@ TEST_CASE("without a card the same program computes on the CPU and says why in o
     CHECK(line == "--device cuda: no CUDA-capable device is detected: --device auto computes on the CPU then");
     CHECK(cudaGetLastError() == cudaErrorNoDevice);
 }
+
+TEST_CASE("a card for which the program was not built is as good as none") {
+    bool built = std::exchange(cuda_on_cpu::built_for_card, false);
+    Engine engine = open_engine(Options(), fixtures + "llama_bf16");
+    std::string line = failure_of({"generate", "-m", fixtures + "llama_bf16", "--ids", "1", "--device", "cuda"});
+    cuda_on_cpu::built_for_card = built;
+    CHECK(engine.gpu == nullptr);
+    CHECK(line ==
+          "--device cuda: a CPU that plays a GPU has compute capability 9.0; this program was built for others: "
+          "--device auto computes on the CPU then");
+    CHECK(cudaGetLastError() == cudaSuccess);
+}
+
+TEST_CASE("an error of the card is told with the call and what helps against it") {
+    auto line = [](cudaError_t error) {
+        try {
+            check(error, "cudaCall");
+        } catch (const Error &error) {
+            return std::string(error.what());
+        }
+        return std::string();
+    };
+    CHECK(line(cudaSuccess) == "");
+    CHECK(line(cudaErrorMemoryAllocation) ==
+          "CUDA: cudaCall: out of memory: lower -c, or free memory of the card; --device cpu needs no card");
+    CHECK(line(cudaErrorIllegalAddress) ==
+          "CUDA: cudaCall: an illegal memory access was encountered: this program is at fault, make sanitize-gpu says "
+          "where; --device cpu needs no card");
+    CHECK(line(cudaErrorInvalidValue) ==
+          "CUDA: cudaCall: invalid argument: another driver or card may help; --device cpu needs no card");
+}
 #endif
 
 TEST_CASE("a model or a cache without room on the card is told in one line") {

@@ -816,6 +816,72 @@ TEST_CASE("a barrier stands between a write and another thread's read") {
         "race: reads element 0");
 }
 
+// Static, whoever calls; other memory each time it is another place.
+__device__ Shared<int> static_ints() {
+    STATIC_SHARED(int, ints, 64);
+    return ints;
+}
+
+TEST_CASE("static shared memory: a place in the source has one, beside what the launch gives") {
+    auto kernel = +[](int *out) {
+        STATIC_SHARED(int, own, 64);
+        STATIC_SHARED(uint8_t, three, 3);
+        Shared<int> given = take_ints(64), shared = static_ints();
+        wait_for_previous();
+        own[thread()] = thread();
+        given[thread()] = 100 * thread();
+        shared[thread()] = 10000 * thread();
+        if (thread() < 3) three[thread()] = (uint8_t)thread();
+        __syncthreads();
+        int next = (thread() + 1) % 64;
+        out[thread()] = own[next] + given[next] + static_ints()[next] + three[thread() % 3];
+    };
+    Numbers<int> out(64);
+    REQUIRE(failure_of({dim3(2), 64, shared_size(64 * sizeof(int))}, kernel, out.data()) == "");
+    std::vector<int> got = out.get();
+    for (int i = 0; i < 64; i++) CHECK(got[i] == 10101 * ((i + 1) % 64) + i % 3);
+}
+
+TEST_CASE("static shared memory is watched like any other, and there are 48 KiB of it") {
+    check_twins(
+        64, 0,
+        +[](int *out, bool right) {
+            wait_for_previous();
+            Shared<int> s = static_ints();
+            if (right || thread() != 5) s[thread()] = thread();
+            __syncthreads();
+            out[thread()] = s[thread() ^ 1];
+        },
+        "thread (4, 0, 0): reads element 5 of STATIC_SHARED (test_cuda_on_cpu.cpp");
+    check_twins(
+        64, 0,
+        +[](int *out, bool right) {
+            wait_for_previous();
+            Shared<int> s = static_ints();
+            s[thread()] = thread();
+            if (right) __syncthreads();
+            out[thread()] = s[max(thread() - 1, 0)];
+        },
+        "thread (1, 0, 0): race: reads element 0 of STATIC_SHARED (test_cuda_on_cpu.cpp");
+    check_twins(
+        64, 0,
+        +[](int *, bool right) {
+            wait_for_previous();
+            static_ints()[thread() + (right ? 0 : 1)] = 0;
+        },
+        "4 bytes at element 64 of a piece of 64");
+    check_twins(
+        64, 0,
+        +[](int *, bool right) {
+            wait_for_previous();
+            if (right) return;
+            STATIC_SHARED(int, large, 12 << 10);
+            STATIC_SHARED(int, one_more, 1);
+            large[0] = one_more[0] = thread();
+        },
+        "has 49168 bytes of static shared memory beside the launch's 0");
+}
+
 TEST_CASE("a barrier stands between a read and another thread's write") {
     check_twins(
         64, 256,
