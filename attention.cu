@@ -574,6 +574,7 @@ inline void attend_rows_plain(const Device &device, DeviceScratch &scratch, cons
 // contiguous, -n 0): 512 tokens 0.39 -> 0.30 s, 2,048 tokens 4.9 -> 1.7 s.
 
 constexpr int split_positions = 256;
+constexpr int stream_positions = split_positions / tile_rows;
 constexpr int tile_queries = 32;    // query vectors that share a read of the cache; their scores stay in the L2
 constexpr int prompt_queries = 96;  // the same in a pass over many tokens, where rows are decoded for more of them
 
@@ -675,6 +676,11 @@ struct SplitRows {
     const CacheRows *side;  // keys or values
     int origin, begin, end;
     const char *start[split_positions];  // (position - origin)
+    // Positions that are read: where some lie in all streams, all, else whole groups. What none needs is not touched,
+    // as after a layer's weights the lines have left the caches.
+    int read() const {
+        return end - origin > stream_positions ? split_positions : padded_count(end - origin, group_size);
+    }
 };
 
 inline void find_rows(SplitRows &rows, const AttentionTask &task, const CacheRows &side, const Span &tile, int kv_head,
@@ -685,7 +691,7 @@ inline void find_rows(SplitRows &rows, const AttentionTask &task, const CacheRow
     rows.side = &side;
     rows.origin = origin, rows.begin = begin, rows.end = end;
     std::fill(rows.start, rows.start + (begin - origin), zeros.data());
-    std::fill(rows.start + (end - origin), rows.start + split_positions, zeros.data());
+    std::fill(rows.start + (end - origin), rows.start + rows.read(), zeros.data());
     find_runs(runs, task.cache, tile.sequence, begin, end);
     for (const Run &run : runs) {
         const char *row = side.at(task.layer, run.row, kv_head);
@@ -1089,8 +1095,6 @@ inline void weigh_stretch(float *values, const float *weights, int queries, cons
 // against one stream that was asked for ahead: f32 1.4 to 1.5 x as fast, bf16 and f16 1.1 to 1.25 x, fp8 1.03 x, int8
 // the same: they wait for their arithmetic. Asking for the next tiles as well made all of them slower.
 
-constexpr int stream_positions = split_positions / tile_rows;
-
 // Tiles that are read between two looks at their scales: 16 positions of each stream, which stay in the L1.
 constexpr int scaled_tiles = 16;
 
@@ -1200,7 +1204,7 @@ inline void dot_codes_tile(float *out, size_t out_stride, TableRows<Int8> rows, 
 // (stream_ahead), the values' first rows while the softmax is computed: 1.02 x. To GCC a function that only asks has no
 // effect: if it is not inlined before that is noticed, its calls are removed.
 __attribute__((always_inline)) inline void ask_rows(const SplitRows &rows, int i, int heads) {
-    for (int t = i; i < stream_positions && t < split_positions; t += stream_positions)
+    for (int t = i; i < stream_positions && t < rows.end - rows.origin; t += stream_positions)
         for (size_t at = 0; at < heads * rows.side->row_bytes; at += cache_line)
             __builtin_prefetch(rows.start[t] + at, 0, 2);
 }
@@ -1325,12 +1329,12 @@ __attribute__((flatten, noinline)) void weigh_streams(float *to, size_t step, fl
 }
 
 // The scores of a split's first `count` positions, of which [low, high) are visible, become e^(factor * score - most),
-// and 0 where nothing is visible, up to the end of the split: streams go on to there, and 0 times what another sequence
-// left could be NaN. A position's lane is fixed by its place in the split: no bound moves the sum.
-inline Partial softmax_split(float *scores, int low, int high, int count, float factor) {
+// and 0 where nothing is visible, as far as values are read: 0 times what another sequence left there could be NaN. A
+// position's lane is fixed by its place in the split: no bound moves the sum.
+inline Partial softmax_split(float *scores, int low, int high, int count, int read, float factor) {
     Partial partial;
     if (low >= high) count = 0;
-    std::fill(scores + count, scores + split_positions, 0.0f);
+    std::fill(scores + count, scores + read, 0.0f);
     if (count == 0) return partial;
     const float invisible = -std::numeric_limits<float>::infinity();
     std::fill(scores, scores + low, invisible);
@@ -1370,6 +1374,7 @@ struct AttentionPlan {
     Floats sink_turn;               // (row, sink, D): angles of the sinks where a row's query sees them
     std::vector<Partial> partials;  // (tile, kv_head, part, query); part 0 is that of the sinks, then come the splits
     Floats values;                  // (tile, kv_head, part, query, value_width)
+    int first_part() const { return widest.sinks ? 0 : 1; }
     int first_split(const Span &tile) const { return widest.first(tile.position) / split_positions; }
     int parts_of(const Span &tile) const { return splits_of(tile) - first_split(tile) + 1; }
     size_t index(int tile, int kv_head, int part) const {
@@ -1406,7 +1411,7 @@ inline AttentionPlan plan_attention(const int *sequences, const int *positions, 
     plan.partials.resize(plan.share_splits ? room : 0);
     plan.values.resize(plan.share_splits ? room * plan.value_width : 0);
     for (int tile = 0; plan.share_splits && tile < (int)plan.tiles.size(); tile++)
-        for (int part = 0; part < plan.parts_of(plan.tiles[tile]); part++)
+        for (int part = plan.first_part(); part < plan.parts_of(plan.tiles[tile]); part++)
             for (int set = 0; set < plan.head_sets(); set++) plan.parts.push_back({tile, set, part});
     std::vector<int> sinks;
     for (int row = 0; row < count; row++)
@@ -1515,7 +1520,7 @@ inline void attend_split(const Results &to, const AttentionTask &task, const Hea
         int low = std::max(0, task.visible.first(position) - origin), high = std::min(end, position + 1) - origin;
         to.of(item / queries)[q] =
             softmax_split(&scores[(size_t)item * split_positions], low, high, padded_count(end - origin, group_size),
-                          1 / std::sqrt((float)heads.width));
+                          value_rows.read(), 1 / std::sqrt((float)heads.width));
     }
     if (value_streams) {
         more = more && key_streams;
@@ -1640,8 +1645,8 @@ inline void attend(const AttentionTask &task, AttentionPlan &plan) {
 #pragma omp for schedule(static) nowait
     for (int item = 0; item < tiles * kv_heads; item++) {
         int kv_head = item % kv_heads, tile = item / kv_heads, queries = plan.tiles[tile].count * plan.heads.group();
-        size_t total = plan.index(tile, kv_head, 0);
-        for (int i = 1; i < plan.parts_of(plan.tiles[tile]); i++) {
+        size_t total = plan.index(tile, kv_head, plan.first_part());
+        for (int i = plan.first_part() + 1; i < plan.parts_of(plan.tiles[tile]); i++) {
             size_t part = plan.index(tile, kv_head, i);
             merge_part(&plan.partials[total], &plan.values[total * width], &plan.partials[part],
                        &plan.values[part * width], queries, width);
