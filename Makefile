@@ -18,12 +18,13 @@ PROMPT ?= Once upon a time
 
 # CUDA_HOME if it is given, then PATH, then the usual places.
 IN_PATH := $(shell command -v nvcc)
-NVCC_FOUND := $(if $(filter 0,$(CUDA)),,$(firstword $(if $(filter file,$(origin CUDA_HOME)),$(IN_PATH)) \
-  $(wildcard $(CUDA_HOME)/bin/nvcc) $(IN_PATH) $(wildcard /usr/local/cuda-*/bin/nvcc /opt/cuda/bin/nvcc)))
-# An older one, such as Debian 12's, does not know all GPUs: it is as good as none.
-NVCC_MISSES := $(if $(NVCC_FOUND),$(filter-out $(shell $(NVCC_FOUND) --list-gpu-arch 2>/dev/null),$(CUDA_ARCH:%=compute_%)))
-NVCC := $(if $(NVCC_MISSES),,$(NVCC_FOUND))
-NO_NVCC := $(if $(filter 0,$(CUDA)),left out by CUDA=0,$(if $(NVCC_MISSES),$(NVCC_FOUND) does not know $(NVCC_MISSES) \
+ALL_NVCC := $(if $(filter 0,$(CUDA)),,$(if $(filter file,$(origin CUDA_HOME)),$(IN_PATH)) \
+  $(wildcard $(CUDA_HOME)/bin/nvcc) $(IN_PATH) $(wildcard /usr/local/cuda-*/bin/nvcc /opt/cuda/bin/nvcc))
+# An older one, such as Debian 12's, does not know all GPUs: the first that does is taken.
+misses = $(filter-out $(shell $(1) --list-gpu-arch 2>/dev/null),$(CUDA_ARCH:%=compute_%))
+NVCC := $(firstword $(foreach nvcc,$(ALL_NVCC),$(if $(call misses,$(nvcc)),,$(nvcc))))
+OLD_NVCC := $(if $(NVCC),,$(firstword $(ALL_NVCC)))
+NO_NVCC := $(if $(filter 0,$(CUDA)),left out by CUDA=0,$(if $(OLD_NVCC),$(OLD_NVCC) does not know $(call misses,$(OLD_NVCC)) \
   (CUDA_HOME names another toolkit, CUDA_ARCH other GPUs),not found (CUDA_HOME says where the toolkit is)))
 # clang++ compiles the kernels' tests in half the time, and they run in half: it is taken where it is and none is given.
 KERNEL_CXX := $(or $(if $(filter file,$(origin CXX)),$(shell echo 'int main() {}' | \

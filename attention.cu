@@ -333,7 +333,8 @@ HOST_DEVICE inline int batches_of(const Heads &heads) { return (heads.group() + 
 
 // For passes of up to `count` rows, of sequences of up to `capacity` visible positions. There are as many splits as let
 // a single sequence fill the card, `resident` blocks on a multiprocessor. Allocates: not while a graph is captured.
-inline void prepare_scratch(const Device &device, DeviceScratch &scratch, const Heads &heads, int value_width,
+// Returns whether anything is elsewhere now.
+inline bool prepare_scratch(const Device &device, DeviceScratch &scratch, const Heads &heads, int value_width,
                             int count, int64_t capacity) {
     constexpr int resident = 3;
     int64_t fill = device.multiprocessors() * resident / (heads.kv * batches_of(heads));
@@ -341,8 +342,8 @@ inline void prepare_scratch(const Device &device, DeviceScratch &scratch, const 
     scratch.splits = (int)std::max<int64_t>(1, std::min(fill, most));
     scratch.value_width = value_width;
     size_t parts = (size_t)count * heads.query * scratch.parts().count();
-    scratch.partials.resize(device, parts);
-    scratch.values.resize(device, parts * value_width);
+    bool moved = scratch.partials.resize(device, parts);
+    return scratch.values.resize(device, parts * value_width) || moved;
 }
 
 // The positions that a row's query sees, cut into at most so many splits; cuts are at multiples of 32.
@@ -1329,7 +1330,7 @@ __attribute__((flatten, noinline)) void weigh_streams(float *to, size_t step, fl
 }
 
 // The scores of a split's first `count` positions, of which [low, high) are visible, become e^(factor * score - most),
-// and 0 where nothing is visible, as far as values are read: 0 times what another sequence left there could be NaN. A
+// and 0 behind them as far as values are read: 0 times what another sequence left there could be NaN. A
 // position's lane is fixed by its place in the split: no bound moves the sum.
 inline Partial softmax_split(float *scores, int low, int high, int count, int read, float factor) {
     Partial partial;

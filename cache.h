@@ -229,24 +229,24 @@ struct Contiguous {
 //   table 91 17 44 203, P = 16, position 37  ->  logical page 2, offset 5  ->  row 44 * 16 + 5
 struct Paged {
     static constexpr const char *name = "paged";
-    int page = 16;               // P
-    int pages_per_sequence = 0;  // entries of a sequence's table
-    int capacity = 0;            // positions per sequence
-    const int *table = nullptr;  // (sequence, pages_per_sequence): physical page, or -1 where none was handed out
+    int page = 16;                   // P
+    int capacity = 0;                // positions per sequence
+    int64_t pages_per_sequence = 0;  // entries of a sequence's table
+    const int *table = nullptr;      // (sequence, pages_per_sequence): physical page, or -1 where none was handed out
     void open(const CacheShape &shape) {
         page = shape.page;
         capacity = shape.capacity;
-        pages_per_sequence = (int)(((int64_t)capacity + page - 1) / page);
+        pages_per_sequence = ((int64_t)capacity + page - 1) / page;
     }
     HOST_DEVICE int64_t row(int sequence, int position) const {
-        return (int64_t)table[(int64_t)sequence * pages_per_sequence + position / page] * page + position % page;
+        return (int64_t)table[sequence * pages_per_sequence + position / page] * page + position % page;
     }
     HOST_DEVICE int run(int position) const { return page - position % page; }
     int64_t rows(const CacheShape &shape) const { return pages(shape) * page; }
     int limit() const { return capacity; }
     int chunk() const { return INT_MAX; }
     int64_t pages(const CacheShape &shape) const {
-        return shape.pages ? shape.pages : (int64_t)shape.sequences * pages_per_sequence;
+        return shape.pages ? shape.pages : shape.sequences * pages_per_sequence;
     }
     Visible visible(int layer_window) const { return {layer_window, 0}; }
 };
@@ -405,7 +405,7 @@ inline CacheBytes bytes_of(const CacheShape &shape, const Layout &layout, const 
     add(type_v, shape.value_width);
     if (auto *paged = std::get_if<Paged>(&layout))
         bytes.metadata +=
-            sizeof(int) * ((double)shape.sequences * paged->pages_per_sequence + 2.0 * paged->pages(shape));
+            sizeof(int) * ((double)shape.sequences * (double)paged->pages_per_sequence + 2.0 * paged->pages(shape));
     return bytes;
 }
 
@@ -468,7 +468,11 @@ inline Room room_for_cache([[maybe_unused]] const Device *device) {
 
 inline std::shared_ptr<void> reserve_on([[maybe_unused]] const Device *device, size_t bytes) {
 #ifdef HAS_CUDA
-    if (device) return device_memory(*device, bytes, "the KV cache", "lower -c or --window");
+    if (device) {  // zeros: rows that nobody wrote yet are read, too, and count for nothing
+        auto memory = device_memory(*device, bytes, "the KV cache", "lower -c or --window");
+        check(cudaMemsetAsync(memory.get(), 0, bytes, device->stream), "cudaMemsetAsync");
+        return memory;
+    }
 #endif
     return reserve(bytes, "the KV cache");
 }
@@ -569,7 +573,8 @@ inline void find_runs(std::vector<Run> &runs, const Cache &cache, int sequence, 
 // ---- As kernels see it -------------------------------------------------------------------------------------
 
 #ifdef HAS_CUDA
-// One of the types of a list, as std::variant holds it: kernels can visit this.
+// One of the types of a list, as std::variant holds it: kernels can visit this. Two are equal if their bytes are: the
+// types have no padding.
 template <class List>
 struct OnDevice;
 template <class... Types>
@@ -579,7 +584,14 @@ struct OnDevice<std::variant<Types...>> {
     alignas(Types...) char bytes[std::max({sizeof(Types)...})] = {};
     OnDevice() = default;
     OnDevice(const List &choice) : index((int)choice.index()) {
-        std::visit([&](auto &chosen) { memcpy(bytes, &chosen, sizeof chosen); }, choice);
+        static_assert(((std::is_empty_v<Types> || std::has_unique_object_representations_v<Types>)&&...));
+        auto keep = [&](auto &chosen) {
+            if (!std::is_empty_v<std::decay_t<decltype(chosen)>>) memcpy(bytes, &chosen, sizeof chosen);
+        };
+        std::visit(keep, choice);
+    }
+    bool operator==(const OnDevice &other) const {
+        return index == other.index && memcmp(bytes, other.bytes, sizeof bytes) == 0;
     }
     // use(chosen). All threads of a warp take the same way.
     template <int i = 0, class Use>

@@ -75,13 +75,22 @@ inline void check(cublasStatus_t status, const char *what) {
          CUBLAS(cublasGetStatusString)(status));
 }
 
+__global__ void nothing() {}
+
+// What the compiler says about a kernel; an error if the program was not built for this card.
+inline cudaError_t about_build(cudaFuncAttributes &about) { return cudaFuncGetAttributes(&about, nothing); }
+
 // The card that computes: a stream on which all its work goes, in order. Lives longer than all memory taken from it.
 struct Device {
     cudaDeviceProp properties = {};
     cudaStream_t stream = nullptr;
     cublasHandle_t blas = nullptr;
+    bool early = false;  // kernels wait for the one before where they must: see launch()
     Device() {
         check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
+        cudaFuncAttributes about;
+        check(about_build(about), "cudaFuncGetAttributes");
+        early = properties.major >= 9 && about.ptxVersion >= 90;
         check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
         check(CUBLAS(cublasCreate)(&blas), "cublasCreate");
         check(CUBLAS(cublasSetStream)(blas, stream), "cublasSetStream");
@@ -101,7 +110,7 @@ inline size_t free_memory() {
     return available;
 }
 
-// Memory on the card, zeroed. `what` needs it, `cure` says what to do if it cannot be had.
+// Memory on the card, whatever is in it. `what` needs it, `cure` says what to do if it cannot be had.
 inline std::shared_ptr<void> device_memory(const Device &device, size_t bytes, const char *what, const char *cure) {
     void *data = nullptr;
     size_t available = free_memory();
@@ -110,23 +119,25 @@ inline std::shared_ptr<void> device_memory(const Device &device, size_t bytes, c
         fail("%s: %.3f GiB are needed, %s has %.3f GiB free: %s", what, (double)bytes / 0x1p30, device.properties.name,
              (double)available / 0x1p30, cure);
     }
-    check(cudaMemsetAsync(data, 0, bytes, device.stream), "cudaMemsetAsync");
     return std::shared_ptr<void>(data, [](void *start) { cudaFree(start); });
 }
 
-// Numbers on the card. resize() keeps none of them.
+// Numbers on the card. resize() keeps none of them; it says whether they are elsewhere now. One token more a step, as
+// on the naive path, does not move them each time.
 template <class T>
 struct DeviceArray {
     std::shared_ptr<void> memory;
     size_t room = 0;
     T *data() const { return (T *)memory.get(); }
-    void resize(const Device &device, size_t count) {
-        if (count <= room) return;
+    bool resize(const Device &device, size_t count) {
+        if (count <= room) return false;
         device.wait();  // what was launched may still use the old memory
         memory.reset();
-        memory = device_memory(device, count * sizeof(T), "the activations of this many tokens",
+        size_t more = std::max(count, room + room / 2);
+        room = more * sizeof(T) <= free_memory() ? more : count;
+        memory = device_memory(device, room * sizeof(T), "the activations of this many tokens",
                                "shorten the prompt or lower -c");
-        room = count;
+        return true;
     }
 };
 
@@ -165,7 +176,8 @@ struct Same {
 };
 
 // Starts kernel(arguments...). Its blocks may start while the last blocks of the kernel before are still at work
-// ("programmatic dependent launch", compute capability 9.0 and later), which is what wait_for_previous() is for.
+// ("programmatic dependent launch", compute capability 9.0 and later, in the card and in the code, which may be older
+// PTX), which is what wait_for_previous() is for.
 template <class... Parameters>
 void launch(const Device &device, const Grid &grid, void (*kernel)(Parameters...),
             typename Same<Parameters>::type... arguments) {
@@ -178,12 +190,21 @@ void launch(const Device &device, const Grid &grid, void (*kernel)(Parameters...
     config.dynamicSmemBytes = grid.shared_bytes;
     config.stream = device.stream;
     config.attrs = &early;
-    config.numAttrs = device.properties.major >= 9 ? 1 : 0;
+    config.numAttrs = device.early ? 1 : 0;
+    if (grid.shared_bytes > device.properties.sharedMemPerBlockOptin) {
+        fail(
+            "attention over heads this wide takes %zu bytes of a block's shared memory, %s has %zu: --device cpu has "
+            "room",
+            grid.shared_bytes, device.properties.name, device.properties.sharedMemPerBlockOptin);
+    }
     if (grid.shared_bytes > 48 << 10) {  // must be asked for
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)grid.shared_bytes),
               "cudaFuncSetAttribute");
     }
-    check(cudaLaunchKernelEx(&config, kernel, arguments...), "cudaLaunchKernelEx");
+    const char *name = "a kernel";
+    cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+    if (error != cudaSuccess) cudaFuncGetName(&name, (const void *)kernel);
+    check(error, name);
 }
 
 // ---- Shared memory -----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <filesystem>
 #include <functional>
+#include <list>
 #include <random>
 
 #include "cache.h"
@@ -410,28 +411,28 @@ struct Rows {
 
 #ifdef HAS_CUDA
 // The work of a decoding step, recorded once and replayed: else the host, some microseconds a launch, would be slower
-// than the card. Positions and tokens are data.
+// than the card. Positions and tokens are data. It holds the addresses of all that it touches.
 struct StepGraph {
     cudaGraphExec_t step = nullptr;
     CacheView cache;  // what it was recorded for
     int rows = 0;
+    StepGraph(cudaGraph_t graph, const CacheView &cache, int rows) : cache(cache), rows(rows) {
+        check(cudaGraphInstantiate(&step, graph, 0), "cudaGraphInstantiate");
+    }
+    StepGraph(const StepGraph &) = delete;
+    ~StepGraph() { cudaGraphExecDestroy(step); }
     bool is_for(const CacheView &other, int count) const {
         static_assert(std::has_unique_object_representations_v<CacheRows>, "equal if their bytes are");
-        bool same = step && rows == count && cache.sinks == other.sinks;
-        same = same && cache.type_k.index == other.type_k.index && cache.type_v.index == other.type_v.index;
-        same = same && cache.layout.index == other.layout.index &&
-               memcmp(cache.layout.bytes, other.layout.bytes, sizeof other.layout.bytes) == 0;
+        bool same = rows == count && cache.sinks == other.sinks && cache.layout == other.layout;
+        same = same && cache.type_k == other.type_k && cache.type_v == other.type_v;
         for (auto side : {&CacheView::keys, &CacheView::values, &CacheView::recent_keys, &CacheView::recent_values,
                           &CacheView::sink_keys, &CacheView::sink_values})
             same = same && memcmp(&(cache.*side), &(other.*side), sizeof(CacheRows)) == 0;
         return same;
     }
-    void drop() {
-        if (step) cudaGraphExecDestroy(step);
-        step = nullptr;
-    }
-    ~StepGraph() { drop(); }
 };
+
+constexpr size_t most_graphs = 64;  // as many caches decode in turn without a new recording
 
 // The model on the card, and what its passes need there.
 struct Gpu {
@@ -446,8 +447,8 @@ struct Gpu {
     DeviceArray<int> tokens;
     DeviceArray<Span> spans;
     DeviceScratch scratch;
-    StepGraph graph;
-    bool has_logits = false;  // of the last pass, for all its rows
+    std::list<StepGraph> graphs;  // the newest first
+    bool has_logits = false;      // of the last pass, for all its rows
 };
 #endif
 
@@ -610,15 +611,17 @@ inline void upload_weights(Gpu &gpu, const Model &model) {
 inline void make_room(Gpu &gpu, int rows) {
     const Config &config = gpu.model.config;
     size_t count = (size_t)rows, query_width = (size_t)config.heads * config.head_dim;
-    size_t kv_width = (size_t)config.kv_heads * config.head_dim, before = gpu.x.room;
-    gpu.x.resize(gpu.device, count * config.hidden);
-    for (auto *buffer : {&gpu.query, &gpu.attended}) buffer->resize(gpu.device, count * query_width);
-    for (auto *buffer : {&gpu.key, &gpu.value}) buffer->resize(gpu.device, count * kv_width);
-    for (auto *buffer : {&gpu.gate, &gpu.up}) buffer->resize(gpu.device, count * config.ffn);
-    gpu.inputs.resize(gpu.device, count * std::max({(size_t)config.hidden, (size_t)config.ffn, query_width}));
-    gpu.tokens.resize(gpu.device, count);
-    gpu.spans.resize(gpu.device, count);
-    if (gpu.x.room != before) gpu.graph.drop();  // it holds the old addresses
+    size_t kv_width = (size_t)config.kv_heads * config.head_dim;
+    bool moved = false;
+    auto resize = [&](auto &buffer, size_t width) { moved |= buffer.resize(gpu.device, count * width); };
+    for (auto *buffer : {&gpu.query, &gpu.attended}) resize(*buffer, query_width);
+    for (auto *buffer : {&gpu.key, &gpu.value}) resize(*buffer, kv_width);
+    for (auto *buffer : {&gpu.gate, &gpu.up}) resize(*buffer, config.ffn);
+    resize(gpu.inputs, std::max({(size_t)config.hidden, (size_t)config.ffn, query_width}));
+    resize(gpu.x, config.hidden);
+    resize(gpu.tokens, 1);
+    resize(gpu.spans, 1);
+    if (moved) gpu.graphs.clear();
 }
 
 // y = or += weight x for many rows and each of some products that read the same. prepare(inputs) writes it in the type
@@ -815,8 +818,7 @@ inline std::vector<float> logits(Gpu &gpu, int first, int count) {
     constexpr int few = 4;  // so many read the head's weights one after another
     const float *x = gpu.x.data() + (size_t)first * config.hidden;
     if (!gpu.has_logits) {
-        gpu.logits.resize(gpu.device, (size_t)count * config.vocabulary);
-        gpu.graph.drop();
+        if (gpu.logits.resize(gpu.device, (size_t)count * config.vocabulary)) gpu.graphs.clear();
         Linear head = {gpu.model.head, {}};
         if (count <= few) {
             Products products = products_of(x, count, gpu.model.final_norm, config.norm_epsilon);
@@ -927,30 +929,27 @@ inline void forward_rows(Gpu &gpu, const Cache &cache, const Rows &rows) {
     int count = rows.count();
     const Device &device = gpu.device;
     make_room(gpu, count);
-    size_t logits_before = gpu.logits.room;
-    gpu.logits.resize(device, (size_t)count * gpu.model.config.vocabulary);
-    gpu.best.resize(device, count);
-    if (gpu.logits.room != logits_before) gpu.graph.drop();
+    bool moved = gpu.logits.resize(device, (size_t)count * gpu.model.config.vocabulary);
+    if (gpu.best.resize(device, count) || moved) gpu.graphs.clear();
     CacheView view = view_of(cache);
     std::vector<Span> spans = spans_of(rows.sequences.data(), rows.positions.data(), count, 1, false);
     copy(device, gpu.tokens.data(), rows.tokens.data(), count * sizeof(int));
     copy(device, gpu.spans.data(), spans.data(), count * sizeof(Span));
     gpu.has_logits = true;
-    if (gpu.graph.is_for(view, count)) return check(cudaGraphLaunch(gpu.graph.step, device.stream), "cudaGraphLaunch");
-    gpu.graph.drop();
+    for (const StepGraph &graph : gpu.graphs)
+        if (graph.is_for(view, count)) return check(cudaGraphLaunch(graph.step, device.stream), "cudaGraphLaunch");
     const Config &config = gpu.model.config;
     int capacity = visible_of(cache.layout, 0).window ? visible_of(cache.layout, 0).window : limit_of(cache);
-    prepare_scratch(device, gpu.scratch, {config.heads, config.kv_heads, config.head_dim}, config.head_dim, count,
-                    capacity);
+    Heads heads = {config.heads, config.kv_heads, config.head_dim};
+    if (prepare_scratch(device, gpu.scratch, heads, heads.width, count, capacity)) gpu.graphs.clear();
     forward_step(gpu, cache.layout, view, count);
     cudaGraph_t graph = nullptr;
     check(cudaStreamBeginCapture(device.stream, cudaStreamCaptureModeRelaxed), "cudaStreamBeginCapture");
     forward_step(gpu, cache.layout, view, count);
     check(cudaStreamEndCapture(device.stream, &graph), "cudaStreamEndCapture");
-    check(cudaGraphInstantiate(&gpu.graph.step, graph, 0), "cudaGraphInstantiate");
+    if (gpu.graphs.size() == most_graphs) gpu.graphs.pop_back();
+    gpu.graphs.emplace_front(graph, view, count);
     cudaGraphDestroy(graph);
-    gpu.graph.cache = view;
-    gpu.graph.rows = count;
 }
 
 inline void forward_cached(Gpu &gpu, const Cache &cache, const Rows &rows) {
@@ -1318,7 +1317,7 @@ inline std::string no_gpu() {
     if (error != cudaSuccess) return cudaGetErrorString(error);
     if (count == 0) return "no CUDA device";
     cudaFuncAttributes attributes;
-    error = cudaFuncGetAttributes(&attributes, embed_kernel<float>);
+    error = about_build(attributes);
     if (error != cudaErrorNoKernelImageForDevice) return error == cudaSuccess ? "" : cudaGetErrorString(error);
     cudaGetLastError();  // was told
     cudaDeviceProp card;

@@ -867,12 +867,20 @@ __device__ inline void add_scores(Partial &total, Shared<float> sums, int width,
     __syncwarp();
 }
 
+// The blocks of a chunk: `each` rows of a KV head, the heads side by side, and late tokens first, which read most.
+inline dim3 chunk_blocks(const Heads &heads, const Span &chunk, int each) {
+    return dim3(heads.kv * blocks_for((int64_t)chunk.count * heads.group(), each));
+}
+__device__ inline int first_row(const Heads &heads, int each) {
+    return (int)((gridDim.x - 1 - blockIdx.x) / heads.kv) * each;
+}
+
 __global__ void __launch_bounds__(plain_threads) attend_chunk_plain_kernel(DeviceAttention task, Span chunk) {
     wait_for_previous();
     let_next_start();
-    ChunkHead head(task, chunk, blockIdx.x);
+    ChunkHead head(task, chunk, blockIdx.x % task.heads.kv);
     const int key_width = task.heads.width, value_width = task.cache.values.width, warp = warp_id();
-    const int first = (int)(gridDim.y - 1 - blockIdx.y) * plain_rows, last = min(first + plain_rows, head.rows()) - 1;
+    const int first = first_row(task.heads, plain_rows), last = min(first + plain_rows, head.rows()) - 1;
     const int row = min(first + warp, last), position = head.position(row);
     SharedMemory memory;
     Shared<float> keys = memory.take<float>(plain_positions * (key_width + 1));  // lanes are in different banks
@@ -913,7 +921,7 @@ __global__ void __launch_bounds__(plain_threads) attend_chunk_plain_kernel(Devic
 
 inline void attend_chunk_plain(const Device &device, const DeviceAttention &task, const Span &chunk) {
     int key_width = task.heads.width, value_width = task.cache.values.width;
-    dim3 blocks(task.heads.kv, blocks_for((int64_t)chunk.count * task.heads.group(), plain_rows));
+    dim3 blocks = chunk_blocks(task.heads, chunk, plain_rows);
     size_t numbers[] = {(size_t)plain_positions * (key_width + 1),
                         (size_t)plain_positions * value_width,
                         (size_t)plain_rows * key_width,
@@ -1295,9 +1303,8 @@ __global__ void __launch_bounds__(chunk_threads) attend_chunk_kernel(DeviceAtten
     let_next_start();
     using Rows = WarpRows<Number, D, positions>;
     constexpr int tile_numbers = positions * padded<D>;
-    ChunkHead head(task, chunk, blockIdx.x);
-    // Late tokens read most: they go first.
-    int first = (int)(gridDim.y - 1 - blockIdx.y) * chunk_warps * Rows::rows;
+    ChunkHead head(task, chunk, blockIdx.x % task.heads.kv);
+    int first = first_row(task.heads, chunk_warps * Rows::rows);
     TileWalk<positions> tiles(head, first, min(first + chunk_warps * Rows::rows, head.rows()) - 1);
     SharedMemory memory;
     Shared<Number> queries = memory.take<Number>(chunk_warps * Rows::rows * padded<D>);
@@ -1345,7 +1352,7 @@ bool holds(const OnDevice<Precision> &type) {
 template <class Number, int D>
 void attend_chunk_tiles(const Device &device, const DeviceAttention &task, const Span &chunk) {
     constexpr int rows = chunk_warps * WarpRows<Number, D, small_tile>::rows;
-    dim3 blocks(task.heads.kv, blocks_for((int64_t)chunk.count * task.heads.group(), rows));
+    dim3 blocks = chunk_blocks(task.heads, chunk, rows);
     if constexpr (D <= 128) {
         size_t room = chunk_shared<Number, D, large_tile>(), twice = 2 * (room + 1024);  // the card keeps 1 KiB a block
         bool copied = holds<PlainRow<Number>>(task.cache.type_k) && holds<PlainRow<Number>>(task.cache.type_v);

@@ -50,6 +50,7 @@ struct cudaDeviceProp {
 // For tests to change. cudaMalloc() keeps to totalGlobalMem.
 inline int devices = 1;
 inline bool built_for_card = true;
+inline int built_for = 90;  // ten times the compute capability
 inline cudaDeviceProp properties;
 
 struct Memory {
@@ -316,7 +317,9 @@ inline cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, c
 // ---- Launching ---------------------------------------------------------------------------------------------
 
 enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
-struct cudaFuncAttributes {};
+struct cudaFuncAttributes {
+    int ptxVersion = 0;
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 struct cudaLaunchAttribute {
     cudaLaunchAttributeID id;
@@ -372,7 +375,8 @@ cudaError_t run_kernel(const cudaLaunchConfig_t &config, void (*kernel)(Paramete
 inline namespace words {
 
 template <class Kernel>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *, Kernel *) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *about, Kernel *) {
+    about->ptxVersion = built_for;
     return result(built_for_card ? cudaSuccess : cudaErrorNoKernelImageForDevice);
 }
 template <class Kernel>
@@ -385,6 +389,7 @@ template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel *, int, size_t) {
     return *blocks = 2, cudaSuccess;
 }
+inline cudaError_t cudaFuncGetName(const char **name, const void *) { return *name = "the kernel", cudaSuccess; }
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Parameters...),
                                Arguments &&...arguments) {

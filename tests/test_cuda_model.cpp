@@ -209,12 +209,41 @@ static std::string failure_of(const std::vector<std::string> &arguments) {
     return "";
 }
 
+TEST_CASE("steps of caches that take turns are recorded once each, also with a naive pass between") {
+    Engine card = on_card("llama_gqa_9_on_3");
+    std::vector<Cache> caches;
+    caches.push_back(open_for(card, Contiguous{}, F32{}, F32{}, 64));
+    caches.push_back(open_for(card, Paged{}, F32{}, F32{}, 64));
+    caches.push_back(open_for(card, Ring{}, Int4{}, Int2{}, 64));
+    for (Cache &cache : caches) prefill(card, cache, 0, {1, 2});
+    forward_naive(card, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12});  // room for as many rows as come
+    auto round = [&] {
+        std::vector<std::vector<float>> logits;
+        for (Cache &cache : caches) {
+            logits.push_back(decode(card, cache, {0}, {3}));
+            forward_naive(card, {1, 2, 3});
+        }
+        return logits;
+    };
+    auto first = round();
+    REQUIRE(card.gpu->graphs.size() == caches.size());
+    const StepGraph *newest = &card.gpu->graphs.front();
+    for (int i = 0; i < 3; i++) round();
+    CHECK(card.gpu->graphs.size() == caches.size());
+    CHECK(&card.gpu->graphs.front() == newest);
+    // Room that moves takes all of them with it, and the next steps are right again.
+    for (Cache &cache : caches) shrink(cache, 0, 2);
+    forward_naive(card, std::vector<int>(60, 5));
+    CHECK(card.gpu->graphs.empty());
+    CHECK(round() == first);
+}
+
 TEST_CASE("a recorded step is for one cache, down to its sinks and its newest blocks") {
     Engine card = on_card("llama_gqa_9_on_3");
     Cache cache = open_for(card, Ring{}, Int4{}, Int2{}, 64);
     prefill(card, cache, 0, {1, 2});
     decode_pass(card, cache, {0}, {3});
-    const StepGraph &graph = card.gpu->graph;
+    const StepGraph &graph = card.gpu->graphs.front();
     const CacheView view = view_of(cache);
     CHECK(graph.is_for(view, 1));
     CHECK_FALSE(graph.is_for(view, 2));

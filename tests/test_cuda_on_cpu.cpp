@@ -24,11 +24,12 @@ const Device &card() {
     return device;
 }
 
+// Numbers on the card; zeros if none are given.
 template <class T>
 struct Numbers {
     size_t count;
     DeviceArray<T> array;
-    explicit Numbers(size_t count) : count(count) { array.resize(card(), count); }
+    explicit Numbers(size_t count) : Numbers(std::vector<T>(count)) {}
     explicit Numbers(const std::vector<T> &from) : count(from.size()), array(upload(card(), from)) {}
     T *data() const { return array.data(); }
     std::vector<T> get() const { return download(card(), array.data(), count); }
@@ -501,6 +502,27 @@ TEST_CASE("no card, and what a card is") {
     CHECK_THROWS_WITH_AS(Device{}, doctest::Contains("invalid device"), Error);
     cuda_on_cpu::devices = 1;
     cudaGetLastError();
+}
+
+TEST_CASE("kernels start early only if the card can and their code knows how to wait") {
+    CHECK(card().early);
+    cuda_on_cpu::built_for = 80;
+    CHECK_FALSE(Device().early);
+    cuda_on_cpu::built_for = 90;
+    cuda_on_cpu::properties.major = 8;
+    CHECK_FALSE(Device().early);
+    cuda_on_cpu::properties.major = 9;
+}
+
+TEST_CASE("more shared memory than a block can have is told in one line, as what it is") {
+    auto kernel = +[](int *) { wait_for_previous(); };
+    std::string told;
+    try {
+        launch(card(), {dim3(1), 32, 228 << 10}, kernel, nullptr);
+    } catch (const Error &error) {
+        told = error.what();
+    }
+    CHECK(told.find("takes 233472 bytes of a block's shared memory, a CPU that plays a GPU has 232448") != told.npos);
 }
 
 TEST_CASE("launches that no card takes are refused") {
