@@ -1101,8 +1101,8 @@ inline void rope(float *x, const float *turn, int count, int heads, int head_dim
 
 // ---- SwiGLU (Shazeer 2020) ---------------------------------------------------------------------------------
 
-// gate = silu(gate) * up, silu(x) = x / (1 + e^-x)
-inline void swiglu(float *gate, const float *up, int64_t count) {
+// out = silu(gate) * up, silu(x) = x / (1 + e^-x). `out` may be `gate`.
+inline void swiglu(float *out, const float *gate, const float *up, int64_t count) {
     constexpr int block = 256;
 #pragma omp for schedule(static) nowait
     for (int64_t first = 0; first < count; first += block) {
@@ -1112,7 +1112,7 @@ inline void swiglu(float *gate, const float *up, int64_t count) {
             Vec y = rest == lanes ? load(up + i) : load_part(up + i, rest);
             Vec grown = exp(mul(max(set(-88), x), set(-1)));
             Vec result = mul(div(x, add(set(1), grown)), y);
-            rest == lanes ? store(gate + i, result) : store_part(gate + i, result, rest);
+            rest == lanes ? store(out + i, result) : store_part(out + i, result, rest);
         }
     }
 }
@@ -1132,9 +1132,14 @@ void swiglu(const Device &device, Number *out, const float *gate, const float *u
     launch(device, {dim3(blocks_for(count, block_threads)), block_threads}, swiglu_kernel<Number>, out, gate, up,
            count);
 }
+#endif
 
-// ---- The likeliest token, on the GPU -----------------------------------------------------------------------
+// ---- The likeliest token -----------------------------------------------------------------------------------
 
+// The first of equals.
+inline int argmax(const float *logits, int count) { return (int)(std::max_element(logits, logits + count) - logits); }
+
+#ifdef HAS_CUDA
 // A number that is as a whole larger where the logit is larger, and, between equals, where the token comes first. A
 // logit that is not finite is larger than all.
 __device__ inline unsigned long long rank_of(float logit, int token) {

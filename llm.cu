@@ -732,7 +732,7 @@ void forward(Engine &engine, const Rows &rows, Attention attention) {
             linear(gate, in, weights.gate);
             linear(up, in, weights.up);
             barrier();
-            swiglu(gate, up, (int64_t)count * config.ffn);
+            swiglu(gate, gate, up, (int64_t)count * config.ffn);
             barrier();
             in = inputs_of(engine.inputs, gate, count, weights.down.weight, rows.many);
             linear(x, in, weights.down, Store::add);
@@ -1038,8 +1038,6 @@ struct Sampler {
     int top_k;
     std::mt19937_64 random;
 };
-
-inline int argmax(const float *logits, int count) { return (int)(std::max_element(logits, logits + count) - logits); }
 
 // The next token. At temperature 0 the likeliest one, the first of equals. Otherwise drawn from softmax(logits / T)
 // after top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024) have cut its tail.
