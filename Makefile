@@ -170,8 +170,8 @@ build/tokenizer.o: tokenizer.c tokenizer.h build/flags
 build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) build/tokenizer.o build/flags
 	$(TEST_CXX) $(CXXFLAGS) $< build/tokenizer.o $(LIBS) -o $@
 
-# What these two test is llm and tokenizer.o; their own code compiles in half the time so.
-build/test_cli build/test_tokenizer: CXXFLAGS += -O1
+# What these test is llm and tokenizer.o, or little of an engine's work: they compile in half the time so.
+build/test_cli build/test_tokenizer build/test_eval build/test_huge_keys build/test_sinks: CXXFLAGS += -O1
 
 build/test_%: TEST_CXX := $(CXX)
 
