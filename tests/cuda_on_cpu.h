@@ -8,7 +8,8 @@
 //   shared    bytes read that nobody wrote, or whose copy has not arrived; an index beyond its piece; a race: threads
 //             at the same bytes, one of them writing, with no barrier between, in whatever order they ran
 //   access    an address not aligned to what is read or written, or not in the card's memory
-//   order     a thread that ends without wait_for_previous(), or with copies that it never committed
+//   order     a thread that ends without wait_for_previous(), or with copies that it never committed; with early_start
+//             one that touches before it what a kernel has written since the host last waited (AddressSanitizer says)
 // The sanitizers see the rest: the memory of cuda_runtime_on_cpu.h ends where it ends.
 //
 // Limits. Races in the card's memory are not seen. Shared memory is ordered by __syncthreads() and by __syncwarp() of
@@ -197,9 +198,14 @@ struct Stop {};
 inline Block block;                               // the one that runs
 inline Thread host;                               // the stack from which kernels are launched
 inline Thread *running = &host, *before = &host;  // the one that runs, and the one that ran last
-inline Thread *threads[1024];                     // of the block; as many as were ever needed, never deleted
-inline std::function<void()> body;                // of the kernel
-inline uint32_t barriers = 0;                     // of blocks, passed since the program began
+
+// For tests to set: what kernels have written since the host last waited is out of reach until wait_for_previous(), as
+// on a card, where a kernel starts while those before it are still at work.
+inline bool early_start = false;
+inline void hide_written(bool hide);  // cuda_runtime_on_cpu.h
+inline Thread *threads[1024];         // of the block; as many as were ever needed, never deleted
+inline std::function<void()> body;    // of the kernel
+inline uint32_t barriers = 0;         // of blocks, passed since the program began
 
 inline int lane_number() { return running->number % 32; }
 inline Warp &warp() { return block.warps[running->number / 32]; }
@@ -218,6 +224,7 @@ inline void arrive(Thread &me, boost::context::fiber &&from) {
 #endif
     before->context = std::move(from);
     threadIdx = me.index;
+    if (early_start) hide_written(&me != &host && !me.waited);
 }
 
 inline void switch_to(Thread &next) {
@@ -687,7 +694,10 @@ Shared<T> static_shared(int count, FROM_HERE) {
 
 // ---- Loads, copies, atomics --------------------------------------------------------------------------------
 
-inline void note_wait() { running->waited = true; }
+inline void note_wait() {
+    running->waited = true;
+    if (early_start) hide_written(false);
+}
 
 inline bool reachable(const void *address);  // by the card: cuda_runtime_on_cpu.h
 

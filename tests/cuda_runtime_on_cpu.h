@@ -55,7 +55,8 @@ inline cudaDeviceProp properties;
 
 struct Memory {
     size_t bytes;
-    bool card;  // the card's; else the host's, which the card can reach
+    bool card;             // the card's; else the host's, which the card can reach
+    bool written = false;  // by a kernel, since the host last waited; only if early_start
 };
 inline std::map<const char *, Memory> memories;  // by where they begin
 inline cudaError_t last_error = cudaSuccess;
@@ -86,9 +87,23 @@ inline bool on_card(const void *address) {
     return memory && memory->card;
 }
 
+inline bool written_hidden = false;
+inline void hide_written(bool hide) {
+    if (hide == written_hidden) return;
+    written_hidden = hide;
+    for (auto &[start, memory] : memories) {
+        if (!memory.written) continue;
+        if (hide)
+            ASAN_POISON_MEMORY_REGION(start, memory.bytes);
+        else
+            ASAN_UNPOISON_MEMORY_REGION(start, memory.bytes);
+    }
+}
+
 // While one exists the card's memory can be touched.
 struct CardAtWork {
     CardAtWork() {
+        written_hidden = false;
         for (auto &[start, memory] : memories) ASAN_UNPOISON_MEMORY_REGION(start, memory.bytes);
     }
     ~CardAtWork() {
@@ -210,6 +225,7 @@ inline cudaError_t wait_for(Stream &stream) {
     stream.spoilt = stream.capturing;
     if (stream.capturing) return result(cudaErrorStreamCaptureUnsupported);
     let_arrive(stream, stream.arrived + stream.arrivals.size());
+    for (auto &[start, memory] : memories) memory.written = false;
     return cudaSuccess;
 }
 
@@ -356,6 +372,17 @@ void check_argument([[maybe_unused]] int number, [[maybe_unused]] const T &argum
             block.failure = "argument " + std::to_string(number) + " points to what is not the card's memory";
 }
 
+// What run() changes is `written` from then on.
+template <class Run>
+auto note_written(Run run) {
+    std::map<const char *, std::vector<char>> earlier;
+    for (auto &[start, memory] : memories)
+        if (early_start && !memory.written) earlier[start].assign(start, start + memory.bytes);
+    auto answer = run();
+    for (auto &[start, bytes] : earlier) memories[start].written = memcmp(start, bytes.data(), bytes.size()) != 0;
+    return answer;
+}
+
 template <class... Parameters>
 cudaError_t run_kernel(const cudaLaunchConfig_t &config, void (*kernel)(Parameters...),
                        const std::tuple<Parameters...> &arguments) {
@@ -367,7 +394,8 @@ cudaError_t run_kernel(const cudaLaunchConfig_t &config, void (*kernel)(Paramete
     block.trace_length = 0;
     int number = 0;
     std::apply([&](auto &...argument) { (check_argument(++number, argument), ...); }, arguments);
-    if (block.failure.empty() && run_blocks(config.dynamicSmemBytes)) return cudaSuccess;
+    auto run = [&] { return run_blocks(config.dynamicSmemBytes); };
+    if (block.failure.empty() && note_written(run)) return cudaSuccess;
     keep_failure((void *)kernel);
     return cudaErrorLaunchFailure;
 }

@@ -94,6 +94,32 @@ TEST_CASE("naive and cached path on the card give the CPU's logits: every family
     }
 }
 
+#ifdef CUDA_ON_CPU
+TEST_CASE("no kernel touches what those before it write until it has waited for them") {
+    for (const char *name : {"qwen3", "llama_bf16", "llama_f16"}) {
+        CAPTURE(name);
+        Engine card = on_card(name);
+        std::vector<int> tokens = random_tokens(card, 45);
+        auto all_rows = [&] {
+            std::vector<float> rows = forward_naive(card, part(tokens, 0, 20));
+            auto add = [&](auto layout, auto type_k, auto type_v) {
+                Cache cache = open_for(card, layout, type_k, type_v, 45);
+                std::vector<float> more = cached_rows(card, cache, 0, tokens, 33, 41);
+                rows.insert(rows.end(), more.begin(), more.end());
+            };
+            add(Contiguous{}, F32{}, BF16{});
+            add(Paged{}, Int8{}, F16{});
+            add(Ring{}, Int4{}, Int2{});
+            return rows;
+        };
+        std::vector<float> rows = all_rows();
+        cuda_on_cpu::early_start = true;
+        CHECK(all_rows() == rows);
+        cuda_on_cpu::early_start = false;
+    }
+}
+#endif
+
 TEST_CASE("a model in f32 is exact on the card: cached within 1e-4 of naive") {
     Engine card = on_card("llama_gqa_9_on_3");
     std::vector<int> tokens = random_tokens(card, 40);

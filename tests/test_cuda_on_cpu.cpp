@@ -525,6 +525,34 @@ TEST_CASE("more shared memory than a block can have is told in one line, as what
     CHECK(told.find("takes 233472 bytes of a block's shared memory, a CPU that plays a GPU has 232448") != told.npos);
 }
 
+TEST_CASE("before it waits a kernel may read what the host brought, but not what a kernel wrote") {
+    Numbers<int> brought(32), written(32), out(32);
+    auto write = +[](int *to) {
+        wait_for_previous();
+        to[thread()] = 7;
+    };
+    auto add = +[](int *to, const int *early, const int *late) {
+        int sum = early[thread()];
+        wait_for_previous();
+        __syncthreads();
+        to[thread()] = sum + late[thread()];
+    };
+    auto words = [&](const int *early, const int *late, bool host_waits) {
+        return dying_words([&] {
+            launch(card(), {dim3(2), 32}, write, written.data());
+            launch(card(), {dim3(1), 32}, write, out.data());  // which need not have waited itself by then
+            if (host_waits) card().wait();
+            launch(card(), {dim3(2), 32}, add, out.data(), early, late);
+        });
+    };
+    CHECK(words(written.data(), brought.data(), false) == "");
+    cuda_on_cpu::early_start = true;
+    check_says(words(written.data(), brought.data(), false), "AddressSanitizer: use-after-poison");
+    CHECK(words(written.data(), brought.data(), true) == "");
+    CHECK(words(brought.data(), written.data(), false) == "");
+    cuda_on_cpu::early_start = false;
+}
+
 TEST_CASE("launches that no card takes are refused") {
     auto kernel = +[](int *) { wait_for_previous(); };
     auto answer = [&](dim3 grid, dim3 threads, size_t bytes) {
