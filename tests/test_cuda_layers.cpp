@@ -405,19 +405,21 @@ static StoredPass store_on_card(const Storing &pass, const CardCache &cache, int
             download(card(), value.data(), pass.value.size())};
 }
 
-// Passes of these sizes, the ones marked as decoding a token at a time, into one sequence of a cache on the card; what
-// is there then is what the CPU stores of the same vectors, byte for byte.
+// Passes of these sizes, again in each round, the ones marked as decoding a token at a time, into one sequence of a
+// cache on the card; what is there then is what the CPU stores of the same vectors, byte for byte.
 static void check_storing(const Layout &layout, const Precision &type_k, const Precision &type_v, bool norm,
-                          const Heads &heads = {6, 2, 20}) {
+                          const Heads &heads = {6, 2, 20}, int rounds = 1) {
     Random random{7};
     const int layer = 1, sequence = 1;
-    CacheShape shape{2, heads.kv, heads.width, heads.width, 2, 100};
+    std::vector<int> sizes;
+    for (int round = 0; round < rounds; round++) sizes.insert(sizes.end(), {5, 31, 1, 1, 30, 1});
+    CacheShape shape{2, heads.kv, heads.width, heads.width, 2, 100 * rounds};
     shape.page = 4;
     shape.window = 70;
     shape.sinks = 3;
     Cache cache = open_cache(shape, layout, type_k, type_v), other = open_cache(shape, layout, type_k, type_v);
     grow(cache, 0, 5), grow(other, 0, 5);  // so that pages do not stand in order
-    for (int size : {5, 31, 1, 1, 30, 1}) {
+    for (int size : sizes) {
         int position = cache.lengths[sequence];
         grow(cache, sequence, size), grow(other, sequence, size);
         Storing pass(random, heads, size);
@@ -474,16 +476,23 @@ static void check_storing(const Layout &layout, const Precision &type_k, const P
 }
 
 TEST_CASE("a pass's keys and values are stored as the CPU stores them: every layout and precision") {
+    int turn = 0;
     for_each_type<Layout>([&](auto layout) {
-        for_each_type<Precision>([&](auto type) {
-            CAPTURE(layout.name);
-            CAPTURE(type.name);
-            check_storing(layout, type, type, false);
+        for_each_type<Precision>([&](auto type_k) {
+            for_each_type<Precision>([&](auto type_v) {
+                CAPTURE(layout.name);
+                CAPTURE(type_k.name);
+                CAPTURE(type_v.name);
+                check_storing(layout, type_k, type_v, turn++ % 2);
+            });
         });
-        CAPTURE(layout.name);
-        check_storing(layout, Int4{}, Int8{}, true);
-        check_storing(layout, F16{}, Int2{}, true);
     });
+}
+
+TEST_CASE("so they are over 1,000 positions") {
+    check_storing(Contiguous{}, FP8{}, Int4{}, false, {3, 1, 20}, 15);
+    check_storing(Paged{}, Int2{}, Int8{}, true, {3, 1, 20}, 15);
+    check_storing(Ring{}, Int4{}, Int2{}, false, {3, 1, 20}, 15);
 }
 
 TEST_CASE("so they are for every head dimension and group") {
