@@ -407,6 +407,21 @@ TEST_CASE("long chunks, and chunks behind much that is cached") {
     }
 }
 
+// The plain twin takes as many as it computes in some 10 seconds.
+TEST_CASE("a chunk of 1,000 tokens, and of several hundred in the plain twin") {
+    Random random{12};
+    for (Heads heads : {Heads{3, 1, 64}, Heads{4, 1, 128}}) {
+        CAPTURE(heads.width);
+        Story story = exact_story(random, heads, heads.width, 1000);
+        for (int tokens : {heads.width == 64 ? 800 : 600, 1000}) {
+            Scene scene(heads, heads.width, {Paged{}, 16}, F16{}, Int8{}, story, 1000);
+            scene.begin(tokens);
+            if (tokens < 1000) check_plain(scene);
+            check_tiles(scene, DType::f16);
+        }
+    }
+}
+
 TEST_CASE("any numbers: queries, keys and values are rounded once") {
     Random random{5};
     Heads heads = {4, 2, 64};
