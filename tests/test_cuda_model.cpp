@@ -287,6 +287,35 @@ TEST_CASE("a recorded step is for one cache, down to its sinks and its newest bl
     CHECK_FALSE(graph.is_for(other, 1));
 }
 
+// Leaves a byte where the next call will have its own.
+__attribute__((noinline)) static void soil_stack(char byte) {
+    volatile char below[4096];
+    for (volatile char &place : below) place = byte;
+}
+
+TEST_CASE("a recorded step is for a cache's view, whatever was in memory before the view") {
+    Engine card = on_card("llama_gqa_9_on_3");
+    for_each_type<Layout>([&](auto layout) {
+        CAPTURE(layout.name);
+        Cache cache = open_for(card, layout, F16{}, Int8{}, 64);
+        prefill(card, cache, 0, {1, 2});
+        Sampler greedy{};
+        soil_stack(1);
+        decode_pass(card, cache, {0}, {3});
+        next_token(card, greedy, 0, 3);
+        const StepGraph &graph = card.gpu->graphs.front();
+        for (char byte : {'\0', '\x5a', '\xff'}) {
+            alignas(CacheView) char bytes[sizeof(CacheView)];
+            memset(bytes, byte, sizeof bytes);
+            soil_stack(byte);
+            CHECK(graph.is_for(*new (bytes) CacheView(view_of(cache)), 1));
+        }
+        size_t recorded = card.gpu->graphs.size();
+        decode_pass(card, cache, {0}, {4});
+        CHECK(card.gpu->graphs.size() == recorded);
+    });
+}
+
 TEST_CASE("damaged weights are told, whoever computes") {
     Engine card = on_card("llama_gqa_9_on_3");
     Cache cache = open_for(card, Contiguous{}, F32{}, F32{}, 8);
