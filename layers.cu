@@ -22,6 +22,29 @@
 #include "model.h"
 #include "numbers.h"
 
+constexpr int streams = 4;  // in which a thread reads weights for one token
+
+// What a thread asks for while it waits: the beginning of its streams of the matrix that comes next, for the L2.
+// Predicted: of the 3 % of a token that threads wait for each other, half. Measured, 2 threads of an Emerald Rapids,
+// SmolLM2-135M's shape in bf16, short context: 1.02 x.
+class NextWeights {
+public:
+    NextWeights() = default;
+    NextWeights(const char *start, size_t apart) : start(start), apart(apart), count(std::min(most, apart)) {}
+    bool ask() {  // for a line of each; false: for all
+        if (asked >= count) return false;
+        for (int i = 0; i < streams; i++) __builtin_prefetch(start + i * apart + asked, 0, 2);
+        asked += cache_line;
+        return true;
+    }
+
+private:
+    static constexpr size_t most = 16384;  // bytes of a stream
+    const char *start = nullptr;
+    size_t apart = 0, asked = 0, count = 0;
+};
+inline thread_local NextWeights next_weights;
+
 // Waits until the whole team is here. OpenMP's own barrier may spin for 10 ms; the ten waits of a layer are of
 // microseconds. This one spins for a millisecond, about, and then sleeps: on a busy machine, whoever slept gets a core
 // at once when it is woken, but whoever spun or yielded waits for its turn among the other programs, some milliseconds
@@ -40,7 +63,8 @@ inline void barrier() {
         return;
     }
     const int spins = team <= cores ? 60000 : 0;  // with more threads than cores, somebody waits for this very core
-    for (int spin = 0; spin < spins && round.load(std::memory_order_acquire) == mine; spin++) pause_briefly();
+    for (int spin = 0; spin < spins && round.load(std::memory_order_acquire) == mine; spin++)
+        if (!next_weights.ask()) pause_briefly();
     if (round.load() != mine) return;
     sleeping.fetch_add(1);
     while (round.load() == mine) syscall(SYS_futex, &round, FUTEX_WAIT_PRIVATE, mine, nullptr);
@@ -620,7 +644,24 @@ inline Share share_of(int items) {
     return {(int)((int64_t)items * me / team), (int)((int64_t)items * (me + 1) / team)};
 }
 
-constexpr int streams = 4;  // in which a thread reads weights for one token
+// A thread's streams of a matrix: they begin `apart` bytes from one another.
+struct Streams {
+    const char *start;
+    size_t apart;
+};
+inline Streams streams_of(const Tensor &weight) {
+    bool int8 = weight.type == DType::int8;
+    size_t bytes = int8 ? int8_groups(weight.cols) * sizeof(Int8Block) : weight.cols * dtype_bytes(weight.type);
+    Share share = share_of((int)(int8 ? int8_panels(weight.rows) : weight.rows));
+    return {(const char *)weight.data + share.first * bytes, share.count() / streams * bytes};
+}
+
+// While this thread waits from here on, it asks for what it will read of this matrix, for `count` tokens.
+inline void comes_next(const Linear &linear, int count) {
+    if (!stream_ahead || count > 1) return;
+    Streams next = streams_of(linear.weight);
+    next_weights = {next.start, next.apart};
+}
 
 // Rung 3 for one token: a tile's rows lie a fourth of the thread's share apart, so that memory is read as four streams
 // that do not end with a row, and the processor's own prefetcher follows them. 2 threads of a Zen 3 read 28 GB/s as one

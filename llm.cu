@@ -709,6 +709,7 @@ void forward(Engine &engine, const Rows &rows, Attention attention) {
             linear(query, in, weights.query);
             linear(key, in, weights.key);
             linear(value, in, weights.value);
+            comes_next(weights.output, count);
             barrier();
             if (weights.query_norm.data) {
                 rms_norm(query, query, weights.query_norm, (int64_t)count * config.heads, epsilon);
@@ -724,6 +725,7 @@ void forward(Engine &engine, const Rows &rows, Attention attention) {
             barrier();
             in = inputs_of(engine.inputs, engine.attended.data(), count, weights.output.weight, rows.many);
             linear(x, in, weights.output, Store::add);
+            comes_next(weights.gate, count);
             barrier();
             // n = RMSNorm(x); x += W_down (silu(W_gate n) * W_up n)
             rms_norm(normed, x, weights.mlp_norm, count, epsilon);
@@ -731,11 +733,13 @@ void forward(Engine &engine, const Rows &rows, Attention attention) {
             in = inputs_of(engine.inputs, normed, count, weights.gate.weight, rows.many);
             linear(gate, in, weights.gate);
             linear(up, in, weights.up);
+            comes_next(weights.down, count);
             barrier();
             swiglu(gate, gate, up, (int64_t)count * config.ffn);
             barrier();
             in = inputs_of(engine.inputs, gate, count, weights.down.weight, rows.many);
             linear(x, in, weights.down, Store::add);
+            if (layer + 1 < config.layers) comes_next(model.layers[layer + 1].query, count);
             barrier();
         }
     }

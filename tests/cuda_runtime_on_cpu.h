@@ -471,7 +471,6 @@ struct Matrix {
 // c (m, n) = alpha a (m, k) b (k, n) + beta c. `b_turned` is b as (n, k). If beta is 0, c is not read.
 inline void multiply(const Matrix &a, const Matrix &b_turned, float *c, int m, int n, int k, int stride, float alpha,
                      float beta) {
-    CardAtWork work;
     Floats rows = a.rows(m, k), columns = b_turned.rows(n, k);
     for (int i = 0; i < m; i++)
         for (int j = 0; j < n; j++) {
@@ -512,9 +511,13 @@ inline cublasStatus_t cublasGemmEx_64(cublasHandle_t handle, cublasOperation_t t
         return CUBLAS_STATUS_INVALID_VALUE;
     Matrix left = {a, type_a, turn_a == CUBLAS_OP_T, lda}, right = {b, type_b, turn_b == CUBLAS_OP_N, ldb};
     float by = *(const float *)alpha, keep = *(const float *)beta;
-    cudaError_t error = submit(handle->stream, [=](Stream &) {
+    auto run = [=] {
         multiply(left, right, (float *)c, m, n, k, ldc, by, keep);
         return cudaSuccess;
+    };
+    cudaError_t error = submit(handle->stream, [=](Stream &) {
+        CardAtWork work;
+        return note_written(run);
     });
     return error == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
 }
