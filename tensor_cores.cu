@@ -1348,7 +1348,9 @@ bool holds(const OnDevice<Precision> &type) {
     return found;
 }
 
-// Large tiles where nothing is decoded and two blocks of threads fit on a multiprocessor.
+// Large tiles where nothing is decoded and two blocks of threads fit on a multiprocessor: the block meets, and a thread
+// rescales its sums (64 multiplications at D = 128), half as often. Predicted: of a tile of 32 positions that is 90
+// instructions beside some 400 cycles of products, so 1.1 x.
 template <class Number, int D>
 void attend_chunk_tiles(const Device &device, const DeviceAttention &task, const Span &chunk) {
     constexpr int rows = chunk_warps * WarpRows<Number, D, small_tile>::rows;

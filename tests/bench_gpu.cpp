@@ -245,7 +245,11 @@ static void bench_all(bool small) {
         Device device;
         int driver = 0;
         check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
-        printf("%s, driver for CUDA %d.%d\n", device.properties.name, driver / 1000, driver / 10 % 100);
+        char date[16];
+        time_t now = time(nullptr);
+        strftime(date, sizeof date, "%F", localtime(&now));
+        printf("make bench-gpu, %s, %s, driver for CUDA %d.%d\n", date, device.properties.name, driver / 1000,
+               driver / 10 % 100);
         printf("%-58s %10s %10s %-8s %8s  %6s  %-6s  %s\n", "", "ms", "rate", "", "share", "bar", "", "of");
         auto attention = [&](const Layout &layout, const Precision &type, int count, int layers, double bar) {
             measure_card(device);
