@@ -1201,13 +1201,20 @@ inline void dot_codes_tile(float *out, size_t out_stride, TableRows<Int8> rows, 
 // Asks for row i of each stream of what is read next: the values while the keys are read, and the next split's keys
 // while the values are. Otherwise each of them begins with 1.2 us of waiting (f16: 5.8 us of reading), as what is asked
 // for ahead ends with the stream. Predicted: half of that. Measured, 2 threads of an Emerald Rapids, 8,000 positions:
-// attention over f16 1.36 -> 1.26 ns for 8 numbers, int8 1.09 -> 1.00, f32 the same. Where streams are not asked for
-// (stream_ahead), the values' first rows while the softmax is computed: 1.02 x. To GCC a function that only asks has no
-// effect: if it is not inlined before that is noticed, its calls are removed.
+// attention over f16 1.36 -> 1.26 ns for 8 numbers, int8 1.09 -> 1.00, f32 the same. To GCC a function that only asks
+// has no effect: if it is not inlined before that is noticed, its calls are removed.
 __attribute__((always_inline)) inline void ask_rows(const SplitRows &rows, int i, int heads) {
     for (int t = i; i < stream_positions && t < rows.end - rows.origin; t += stream_positions)
         for (size_t at = 0; at < heads * rows.side->row_bytes; at += cache_line)
             __builtin_prefetch(rows.start[t] + at, 0, 2);
+}
+
+// Whether it does so while rows of this type are computed with. A Zen's prefetcher (stream_ahead) is disturbed by it
+// where rows wait for memory, but those of 8 bits wait for their arithmetic: 2 threads of a Zen 3, as above, f32 0.75 x
+// as fast, f16 and bf16 0.85 x, fp8 and int8 1.1 x. Where it does not, the values' first rows are asked for while the
+// softmax is computed: 1.02 x.
+inline bool asks_meanwhile(const Precision &type) {
+    return std::visit([](auto format) { return stream_ahead > 0 || decltype(format)::scale_channels > 0; }, type);
 }
 
 // The vectors in the order of PairedRow. They stay until the thread's next call.
@@ -1250,7 +1257,7 @@ __attribute__((flatten, noinline)) void score_streams(float *scores, const float
     if constexpr (std::is_same_v<Format, Int8>) whole = whole_vectors(vectors, heads * queries, width);
     if constexpr (vecs_together<Format> == 2) vectors = vectors_in_pairs(vectors, heads * queries, width);
     auto score_tile = [&](auto count, int t) {
-        if (stream_ahead && then) ask_rows(*then, t, heads);
+        if (then) ask_rows(*then, t, heads);
         for (int head = 0; head < heads; head++) {
             TableRows<Format> tile{rows.start + t, head * rows.side->row_bytes, stream_positions};
             in_batches<tile_vectors>(queries, [&](auto size, int q) {
@@ -1308,7 +1315,7 @@ __attribute__((flatten, noinline)) void weigh_streams(float *to, size_t step, fl
                                                       const SplitRows &rows, const SplitRows *then, int heads,
                                                       Width width) {
     auto weigh_tile = [&](auto count, int t) {
-        if (stream_ahead && then) ask_rows(*then, t, heads);
+        if (then) ask_rows(*then, t, heads);
         for (int head = 0; head < heads; head++) {
             TableRows<Format> tile{rows.start + t, head * rows.side->row_bytes, stream_positions};
             in_batches<weigh_queries>(queries, [&](auto size, int q) {
@@ -1329,28 +1336,29 @@ __attribute__((flatten, noinline)) void weigh_streams(float *to, size_t step, fl
     }
 }
 
-// The scores of a split's first `count` positions, of which [low, high) are visible, become e^(factor * score - most),
-// and 0 behind them as far as values are read: 0 times what another sequence left there could be NaN. A
-// position's lane is fixed by its place in the split: no bound moves the sum.
-inline Partial softmax_split(float *scores, int low, int high, int count, int read, float factor) {
-    Partial partial;
-    if (low >= high) count = 0;
-    std::fill(scores + count, scores + read, 0.0f);
-    if (count == 0) return partial;
+// Prepares the scores of a split's first `count` positions, of which [low, high) are visible, and finds the largest
+// factor * score.
+inline float largest_score(float *scores, int low, int high, int count, float factor) {
     const float invisible = -std::numeric_limits<float>::infinity();
     std::fill(scores, scores + low, invisible);
     std::fill(scores + high, scores + count, invisible);
-    Vec most = set(invisible), total = set(0);
+    Vec most = set(invisible);
     for (int i = 0; i < high; i += lanes) most = max(most, mul(set(factor), load(scores + i)));
-    partial.most = largest(most);
+    return largest(most);
+}
+
+// Those scores become e^(factor * score - most), and 0 behind them as far as values are read: 0 times what another
+// sequence left there could be NaN. A position's lane is fixed by its place in the split: no bound moves the sum.
+inline Partial softmax_split(float *scores, float most, int count, int read, float factor) {
+    std::fill(scores + count, scores + read, 0.0f);
+    Vec total = set(0);
     for (int i = 0; i < count; i += lanes) {
         // Rounded as for the maximum: with fma(), scores of 10^10 would leave it by more than e^x can hold.
-        Vec weight = exp(add(mul(set(factor), load(scores + i)), set(-partial.most)));
+        Vec weight = exp(add(mul(set(factor), load(scores + i)), set(-most)));
         store(scores + i, weight);
         total = add(total, weight);
     }
-    partial.sum = sum(total);
-    return partial;
+    return {most, sum(total)};
 }
 
 constexpr size_t most_shared = (size_t)1 << 22;  // floats of partial results, 16 MiB, however long the context is
@@ -1504,10 +1512,11 @@ inline void attend_split(const Results &to, const AttentionTask &task, const Hea
     find_rows(key_rows, task, keys, tile, some.first, origin, first_row(task.cache.type_k), end);
     find_rows(value_rows, task, values, tile, some.first, origin, first_row(task.cache.type_v), end);
     bool key_streams = as_streams(task, task.cache.type_k), value_streams = as_streams(task, task.cache.type_v);
+    bool values_meanwhile = key_streams && value_streams && asks_meanwhile(task.cache.type_k);
     if (key_streams) {
         with_rows(task.cache.type_k, keys.width, [&](auto format, auto width) {
             score_streams<decltype(format)>(scores.data(), vectors.data(), queries, key_rows,
-                                            value_streams ? &value_rows : nullptr, some.count, width);
+                                            values_meanwhile ? &value_rows : nullptr, some.count, width);
         });
     } else {
         for_each_stretch(task, tile, key_rows, begin, some, values, begin, [&](const Stretch &stretch, int i) {
@@ -1515,16 +1524,26 @@ inline void attend_split(const Results &to, const AttentionTask &task, const Hea
                           task.many ? &tiles[i * of_tiles] : nullptr, stretch, task.key);
         });
     }
-    for (int item = 0; item < some.count * queries; item++) {
-        if (value_streams && !stream_ahead) ask_rows(value_rows, item, some.count);
-        int q = item % queries, position = tile.position + q / heads.group();
-        int low = std::max(0, task.visible.first(position) - origin), high = std::min(end, position + 1) - origin;
-        to.of(item / queries)[q] =
-            softmax_split(&scores[(size_t)item * split_positions], low, high, padded_count(end - origin, group_size),
-                          value_rows.read(), 1 / std::sqrt((float)heads.width));
-    }
+    // First all maxima: a query's exponentials need not wait until the lanes of its own are folded.
+    int count = padded_count(end - origin, group_size);
+    float factor = 1 / std::sqrt((float)heads.width);
+    auto for_each_query = [&](auto use) {
+        for (int item = 0; item < some.count * queries; item++) {
+            int q = item % queries, position = tile.position + q / heads.group();
+            int low = std::max(0, task.visible.first(position) - origin), high = std::min(end, position + 1) - origin;
+            use(item, to.of(item / queries)[q], &scores[(size_t)item * split_positions], low, high);
+        }
+    };
+    for_each_query([&](int, Partial &partial, float *of_query, int low, int high) {
+        partial = Partial();
+        if (low < high) partial.most = largest_score(of_query, low, high, count, factor);
+    });
+    for_each_query([&](int item, Partial &partial, float *of_query, int low, int high) {
+        if (value_streams && !values_meanwhile) ask_rows(value_rows, item, some.count);
+        partial = softmax_split(of_query, partial.most, low < high ? count : 0, value_rows.read(), factor);
+    });
     if (value_streams) {
-        more = more && key_streams;
+        more = more && key_streams && asks_meanwhile(task.cache.type_v);
         if (more) {
             int last = std::min(end + split_positions, tile.position + tile.count);
             find_rows(key_rows, task, keys, tile, some.first, end, end, last);

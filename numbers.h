@@ -376,16 +376,17 @@ inline int piece_sum(IntPiece a) {
     __m128i d = _mm_add_epi32(c, _mm_unpackhi_epi64(c, c));
     return _mm_cvtsi128_si32(_mm_add_epi32(d, _mm_shuffle_epi32(d, 1)));
 }
+// As above. What both sides of an addition need of two registers is one blend and one shuffle, not two shuffles, of
+// which a cycle starts fewer.
 template <class Add>
-inline __m128 piece_fold4(__m256 a, __m256 b, __m256 c, __m256 d, Add add) {  // as above
-    auto fold = [&](__m256 p, __m256 q) {                                     // 4 lanes of p, 4 of q
-        return add(_mm256_permute2f128_ps(p, q, 0x20), _mm256_permute2f128_ps(p, q, 0x31));
+inline __m128 piece_fold4(__m256 a, __m256 b, __m256 c, __m256 d, Add add) {
+    auto halves = [&](__m256 p, __m256 q) {  // 4 lanes of p, 4 of q
+        return _mm256_castps_pd(add(_mm256_blend_ps(p, q, 0xf0), _mm256_permute2f128_ps(p, q, 0x21)));
     };
-    __m256d x = _mm256_castps_pd(fold(a, b)), y = _mm256_castps_pd(fold(c, d));
-    __m256 z = add(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
-    z = add(z, _mm256_movehdup_ps(z));  // the sums of a, c, b, d in lanes 0, 2, 4, 6
-    const __m256i order = _mm256_set_epi32(0, 0, 0, 0, 6, 2, 4, 0);
-    return _mm256_castps256_ps128(_mm256_permutevar8x32_ps(z, order));
+    __m256d x = halves(a, b), y = halves(c, d);
+    __m256 z = add(_mm256_castpd_ps(_mm256_blend_pd(x, y, 0xa)), _mm256_castpd_ps(_mm256_shuffle_pd(x, y, 0x5)));
+    z = add(z, _mm256_permute_ps(z, 0xb1));  // the sums of a, a, c, c, b, b, d, d
+    return _mm_blend_ps(_mm256_castps256_ps128(z), _mm256_extractf128_ps(z, 1), 0xa);
 }
 inline Piece piece_float_bits(IntPiece a) { return _mm256_castsi256_ps(a); }
 inline IntPiece piece_int_bits(Piece a) { return _mm256_castps_si256(a); }
