@@ -506,12 +506,14 @@ inline Config parse_config(const std::string &name, const std::string &text, con
 }
 
 inline Config load_config(const std::string &directory) {
+    const char *expected = "expected the directory that holds config.json and model.safetensors";
     struct stat status;
-    if (stat(directory.c_str(), &status) != 0) fail("%s: cannot open it: %s", directory.c_str(), strerror(errno));
-    if (!S_ISDIR(status.st_mode)) {
-        fail("%s: is a file, expected the directory that holds config.json and model.safetensors", directory.c_str());
-    }
-    std::string name = join_path(directory, "config.json"), text = read_file(name, max_json_bytes);
+    if (stat(directory.c_str(), &status) != 0)
+        fail("%s: cannot open it: %s; %s", directory.c_str(), strerror(errno), expected);
+    if (!S_ISDIR(status.st_mode)) fail("%s: is a file, %s", directory.c_str(), expected);
+    std::string name = join_path(directory, "config.json");
+    if (!file_exists(name)) fail("%s: no such file; %s", name.c_str(), expected);
+    std::string text = read_file(name, max_json_bytes);
     std::string generation = join_path(directory, "generation_config.json");
     return parse_config(name, text, generation,
                         file_exists(generation) ? read_file(generation, max_json_bytes) : std::string());

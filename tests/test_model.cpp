@@ -516,10 +516,11 @@ TEST_CASE("nothing stays open or mapped, whether it loads or not") {
 TEST_CASE("files that are not there, or are no files") {
     Scratch scratch;
     auto load = [&] { load_model(scratch.str()); };
-    check_contains(error_of([&] { load_model(scratch / "nowhere"); }), "/nowhere: cannot open it: No such file");
+    check_contains(error_of([&] { load_model(scratch / "nowhere"); }),
+                   "/nowhere: cannot open it: No such file or directory; expected the directory that holds");
     check_contains(error_of([&] { load_model(fixtures + "llama_mha/config.json"); }),
                    "is a file, expected the directory that holds config.json");
-    check_contains(error_of(load), "/config.json: cannot open it: No such file or directory");
+    check_contains(error_of(load), "/config.json: no such file; expected the directory that holds config.json");
     copy_fixture("llama_mha", scratch);
 
     SUBCASE("no weights") {
