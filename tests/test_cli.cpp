@@ -1268,7 +1268,9 @@ TEST_CASE("checkpoints that cannot be used") {
     const std::vector<Case> cases{
         {model, [](auto &d) { fs::remove_all(d); }, {"No such file or directory"}},
         {model, [](auto &d) { fs::remove_all(d), spill(d, "x"); }, {"is a file, expected the directory"}},
-        {model, [](auto &d) { fs::remove(d + "/config.json"); }, {"config.json", "No such file"}},
+        {model,
+         [](auto &d) { fs::remove(d + "/config.json"); },
+         {"config.json: no such file", "expected the directory"}},
         {model, [](auto &d) { spill(d + "/config.json", "{"); }, {"config.json", "not valid JSON"}},
         {model,
          [](auto &d) { replace(d + "/config.json", "Qwen3For", "Qwen9For"); },
