@@ -45,9 +45,18 @@ inline Vec to_floats(Ints a) { return hn::ConvertTo(Lanes(), a); }
 inline Ints to_ints(Vec a) { return hn::NearestInt(a); }
 
 inline Vec load(const float *p) { return hn::LoadU(Lanes(), p); }
-inline Vec load(const f16 *p) {
-    return hn::PromoteTo(Lanes(), hn::LoadU(As<hwy::float16_t>(), (const hwy::float16_t *)p));
+// One by one where the machine has no instruction for it: Highway's stand-in knows neither infinity nor NaN.
+template <class D>
+inline hn::Vec<D> load_halves(D d, const f16 *p) {
+#if defined(__F16C__) || defined(__aarch64__)
+    return hn::PromoteTo(d, hn::LoadU(hn::Rebind<hwy::float16_t, D>(), (const hwy::float16_t *)p));
+#else
+    float wide[hn::MaxLanes(D())];
+    for (size_t i = 0; i < hn::MaxLanes(D()); i++) wide[i] = to_float(p[i]);
+    return hn::LoadU(d, wide);
+#endif
 }
+inline Vec load(const f16 *p) { return load_halves(Lanes(), p); }
 inline Vec load(const bf16 *p) {
     return hn::PromoteTo(Lanes(), hn::LoadU(As<hwy::bfloat16_t>(), (const hwy::bfloat16_t *)p));
 }
@@ -159,8 +168,7 @@ inline void sum4(float *out, Vec a, Vec b, Vec c, Vec d) {
 // to[i] = four[i], in one conversion.
 inline void to_floats(float *to, const f16 (&four)[4]) {
     hn::Full128<float> d;
-    hn::Rebind<hwy::float16_t, decltype(d)> halves;
-    hn::StoreU(hn::PromoteTo(d, hn::LoadU(halves, (const hwy::float16_t *)four)), d, to);
+    hn::StoreU(load_halves(d, four), d, to);
 }
 
 // ---- Packed codes: 16-bit whole numbers, two to each lane ---------------------------------------------------------
