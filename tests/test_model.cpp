@@ -2,7 +2,7 @@
 // checkpoint ends in one line that says what is wrong. Run from the repository's root. Its parts: what is right loads,
 // the head and the embedding; then what is broken: a directory, a config, weights.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include "../model.h"
+#include "../base/model.h"
 
 #include <doctest/doctest.h>
 

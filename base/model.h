@@ -13,45 +13,14 @@
 // names the file, what was found, what was expected and, where there is one, the cure.
 #pragma once
 
-#include <cjson/cJSON.h>
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <cerrno>
-#include <cmath>
-#include <cstdarg>
 #include <cstdint>
-#include <cstdio>
-#include <cstring>
 #include <map>
 #include <memory>
-#include <set>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
-// ---- What went wrong, in one line ----------------------------------------------------------------------------------
-
-struct Error : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-
-// Throws Error with the formatted line, cut at 5,000 bytes (a path may have 4,096). Control characters become '?'.
-[[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char *format, ...) {
-    char line[5000];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(line, sizeof line, format, arguments);
-    va_end(arguments);
-    for (char *c = line; *c; c++) {
-        if ((unsigned char)*c < ' ' || *c == 127) *c = '?';
-    }
-    throw Error(line);
-}
+#include "json.h"
 
 // ---- What a checkpoint becomes -------------------------------------------------------------------------------------
 
@@ -115,12 +84,6 @@ struct Config {
     bool qkv_bias = false, output_bias = false, mlp_bias = false, qk_norm = false;
 };
 
-struct Unmap {
-    size_t size = 0;
-    void operator()(const char *data) const { munmap(const_cast<char *>(data), size); }
-};
-using Mapping = std::unique_ptr<const char, Unmap>;  // a whole file, read-only; its size is get_deleter().size
-
 // Move-only: tensors point into files (or copies), which live as long as the model.
 struct Model {
     Config config;
@@ -131,161 +94,6 @@ struct Model {
     int64_t weight_bytes = 0, parameters = 0;  // of all tensors above; a tied head counts once
     std::vector<Mapping> files;
     std::vector<std::unique_ptr<char[]>> copies;  // tensors that lie at an odd address in their file
-};
-
-// ---- Files ---------------------------------------------------------------------------------------------------------
-
-inline std::string join_path(const std::string &directory, const std::string &name) {
-    return !directory.empty() && directory.back() == '/' ? directory + name : directory + "/" + name;
-}
-
-inline bool file_exists(const std::string &path) {
-    struct stat status;
-    return stat(path.c_str(), &status) == 0;
-}
-
-// Maps a regular file that is not empty. O_NONBLOCK: opening a FIFO must not wait for somebody to write to it.
-inline Mapping map_file(const std::string &path) {
-    int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (descriptor < 0) fail("%s: cannot open it: %s", path.c_str(), strerror(errno));
-    struct stat status;
-    const char *problem = nullptr;
-    void *data = MAP_FAILED;
-    if (fstat(descriptor, &status) != 0) {
-        problem = strerror(errno);
-    } else if (!S_ISREG(status.st_mode)) {
-        problem = S_ISDIR(status.st_mode) ? "is a directory, expected a file" : "is not a regular file";
-    } else if (status.st_size == 0) {
-        problem = "is empty";
-    } else {
-        data = mmap(nullptr, (size_t)status.st_size, PROT_READ, MAP_PRIVATE, descriptor, 0);
-        if (data == MAP_FAILED) problem = strerror(errno);
-    }
-    close(descriptor);
-    if (problem) fail("%s: %s", path.c_str(), problem);
-    return Mapping((const char *)data, Unmap{(size_t)status.st_size});
-}
-
-// Gives the memory back that its pages take here. Who reads them again gets them from the kernel's cache, or the disk.
-inline void forget_pages(const Mapping &file) {
-    madvise(const_cast<char *>(file.get()), file.get_deleter().size, MADV_DONTNEED);
-}
-
-// The whole file as text. `limit` bounds what a wrong file can make us allocate.
-inline std::string read_file(const std::string &path, size_t limit) {
-    Mapping file = map_file(path);
-    size_t size = file.get_deleter().size;
-    if (size > limit) fail("%s: is %zu bytes long, expected at most %zu", path.c_str(), size, limit);
-    return std::string(file.get(), size);
-}
-
-// ---- JSON ----------------------------------------------------------------------------------------------------------
-
-// A node takes 64 bytes where the text may take 2, so the bound on the text bounds the memory, too. The header of a
-// model with 10,000 tensors is about 1 MiB long.
-constexpr size_t max_json_bytes = 16 << 20;
-
-struct DeleteJson {
-    void operator()(cJSON *item) const { cJSON_Delete(item); }
-};
-using Json = std::unique_ptr<cJSON, DeleteJson>;
-
-// What a file says, fit for a message, whatever it is: ASCII, and at most 80 characters of it.
-inline std::string printable(std::string text) {
-    if (text.size() > 80) text = text.substr(0, 77) + "...";
-    for (char &c : text) c = c < ' ' || c > '~' ? '?' : c;
-    return text;
-}
-
-inline std::string printable(const cJSON *item) {
-    char *text = cJSON_PrintUnformatted(item);
-    std::string result = printable(std::string(text ? text : "?"));
-    cJSON_free(text);
-    return result;
-}
-
-inline bool is_whole(const cJSON *item, double low, double high) {
-    if (!cJSON_IsNumber(item)) return false;
-    return item->valuedouble >= low && item->valuedouble <= high && item->valuedouble == std::floor(item->valuedouble);
-}
-
-// JSON leaves open which of two equal keys counts, so readers differ; a file that has any is refused.
-inline void refuse_duplicate_keys(const std::string &name, const cJSON *item) {
-    std::set<std::string> keys;
-    for (const cJSON *child = item->child; child; child = child->next) {
-        if (child->string && !keys.insert(child->string).second) {
-            fail("%s: key \"%s\" stands twice in one object", name.c_str(), printable(child->string).c_str());
-        }
-        if (child->child) refuse_duplicate_keys(name, child);
-    }
-}
-
-// `name` is what messages call the text. Throws unless it is one JSON object, with nothing behind it but white space.
-// cJSON refuses nesting deeper than 1,000, so recursion over the result is bounded.
-inline Json parse_json(const std::string &name, const std::string &text) {
-    if (text.size() > max_json_bytes) fail("%s: JSON of %zu bytes is too long", name.c_str(), text.size());
-    const char *end = text.c_str();
-    Json root(cJSON_ParseWithLengthOpts(text.c_str(), text.size() + 1, &end, /*require_null_terminated=*/true));
-    size_t position = std::min((size_t)(end - text.c_str()), text.size());
-    if (!root || text.find('\0') != std::string::npos) {
-        int line = 1 + (int)std::count(text.begin(), text.begin() + (std::ptrdiff_t)position, '\n');
-        fail("%s: not valid JSON near line %d, byte %zu", name.c_str(), line, position);
-    }
-    if (!cJSON_IsObject(root.get())) fail("%s: expected a JSON object", name.c_str());
-    refuse_duplicate_keys(name, root.get());
-    return root;
-}
-
-// A JSON object and the questions a loader asks of it. A key whose value is null counts as missing.
-struct Section {
-    std::string name;     // as messages call it: "DIR/config.json"
-    const cJSON *object;  // nullptr: every key is missing
-
-    const cJSON *find(const char *key) const {
-        const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
-        return item && !cJSON_IsNull(item) ? item : nullptr;
-    }
-    bool has_null(const char *key) const { return cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(object, key)); }
-    [[noreturn]] void refuse(const char *key, const cJSON *item, const std::string &expected) const {
-        fail("%s: %s is %s, expected %s", name.c_str(), key, printable(item).c_str(), expected.c_str());
-    }
-    int integer(const char *key, int low, int high) const {
-        const cJSON *item = find(key);
-        if (!item) fail("%s: %s is missing", name.c_str(), key);
-        if (!is_whole(item, low, high)) {
-            refuse(key, item, "a whole number from " + std::to_string(low) + " to " + std::to_string(high));
-        }
-        return (int)item->valuedouble;
-    }
-    int integer(const char *key, int low, int high, int otherwise) const {
-        return find(key) ? integer(key, low, high) : otherwise;
-    }
-    double number(const char *key, double low, double high, double otherwise) const {
-        const cJSON *item = find(key);
-        if (!item) return otherwise;
-        double value = cJSON_IsNumber(item) ? item->valuedouble : NAN;
-        if (!(value >= low && value <= high)) {
-            char expected[80];
-            snprintf(expected, sizeof expected, "a number from %g to %g", low, high);
-            refuse(key, item, expected);
-        }
-        return value;
-    }
-    bool flag(const char *key, bool otherwise) const {
-        const cJSON *item = find(key);
-        if (item && !cJSON_IsBool(item)) refuse(key, item, "true or false");
-        return item ? cJSON_IsTrue(item) : otherwise;
-    }
-    std::string text(const char *key, const std::string &otherwise) const {
-        const cJSON *item = find(key);
-        if (item && !cJSON_IsString(item)) refuse(key, item, "a text");
-        return item ? item->valuestring : otherwise;
-    }
-    Section section(const char *key) const {
-        const cJSON *item = find(key);
-        if (item && !cJSON_IsObject(item)) refuse(key, item, "an object");
-        return {name + ": " + key, item};
-    }
 };
 
 // ---- config.json ---------------------------------------------------------------------------------------------------
