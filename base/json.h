@@ -179,23 +179,27 @@ struct Section {
     [[noreturn]] void refuse(const char *key, const cJSON *item, const std::string &expected) const {
         fail("%s: %s is %s, expected %s", name.c_str(), key, printable(item).c_str(), expected.c_str());
     }
-    int integer(const char *key, int low, int high) const {
+    const cJSON *need(const char *key) const {
         const cJSON *item = find(key);
         if (!item) fail("%s: %s is missing", name.c_str(), key);
+        return item;
+    }
+    int integer(const char *key, int low, int high) const {
+        const cJSON *item = need(key);
         if (!is_whole(item, low, high)) refuse(key, item, formatted("a whole number from %d to %d", low, high));
         return (int)item->valuedouble;
     }
     int integer(const char *key, int low, int high, int otherwise) const {
         return find(key) ? integer(key, low, high) : otherwise;
     }
-    double number(const char *key, double low, double high, double otherwise) const {
-        const cJSON *item = find(key);
-        if (!item) return otherwise;
+    double number(const char *key, double low, double high) const {
+        const cJSON *item = need(key);
         double value = cJSON_IsNumber(item) ? item->valuedouble : NAN;
-        if (!(value >= low && value <= high)) {
-            refuse(key, item, formatted("a number from %g to %g", low, high));
-        }
+        if (!(value >= low && value <= high)) refuse(key, item, formatted("a number from %g to %g", low, high));
         return value;
+    }
+    double number(const char *key, double low, double high, double otherwise) const {
+        return find(key) ? number(key, low, high) : otherwise;
     }
     bool flag(const char *key, bool otherwise) const {
         const cJSON *item = find(key);
@@ -244,9 +248,10 @@ inline std::string joined(const std::vector<std::string> &items, const char *bet
     return all;
 }
 
-inline std::string json_of(const std::vector<int> &ids) {
+template <class Number>
+std::string json_of(const std::vector<Number> &list) {
     std::vector<std::string> items;
-    for (int id : ids) items.push_back(std::to_string(id));
+    for (Number number : list) items.push_back(json_of(number));
     return "[" + joined(items, ", ") + "]";
 }
 
@@ -258,8 +263,7 @@ inline std::string json_of(const std::vector<int> &ids) {
 class Report {
 public:
     std::string text;
-    std::string
-        heads;  // over the columns, where these are rows: over numbers on the right, else behind the text's blanks
+    std::string heads;  // over the columns of such rows: over numbers on the right, else behind the text's blanks
 
     template <class Value>
     Report &add(const char *key, const Value &value, const std::string &shown = "", const std::string &head = "") {
