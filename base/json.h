@@ -13,11 +13,14 @@
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <vector>
 
 // ---- What went wrong, in one line ----------------------------------------------------------------------------------
 
@@ -25,16 +28,31 @@ struct Error : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Throws Error with the formatted line, cut at 5,000 bytes (a path may have 4,096). Control characters become '?'.
-[[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char *format, ...) {
-    char line[5000];
+// printf into a string.
+__attribute__((format(printf, 1, 0))) inline std::string vformatted(const char *format, va_list arguments) {
+    va_list again;
+    va_copy(again, arguments);
+    std::string text((size_t)std::max(0, vsnprintf(nullptr, 0, format, again)), '\0');
+    va_end(again);
+    vsnprintf(text.data(), text.size() + 1, format, arguments);
+    return text;
+}
+
+__attribute__((format(printf, 1, 2))) inline std::string formatted(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(line, sizeof line, format, arguments);
+    std::string text = vformatted(format, arguments);
     va_end(arguments);
-    for (char *c = line; *c; c++) {
-        if ((unsigned char)*c < ' ' || *c == 127) *c = '?';
-    }
+    return text;
+}
+
+// Throws Error with the formatted line, cut at 5,000 bytes (a path may have 4,096). Control characters become '?'.
+[[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    std::string line = vformatted(format, arguments).substr(0, 5000);
+    va_end(arguments);
+    for (char &c : line) c = (unsigned char)c < ' ' || c == 127 ? '?' : c;
     throw Error(line);
 }
 
@@ -90,7 +108,8 @@ inline std::string read_file(const std::string &path, size_t limit) {
     return std::string(file.get(), size);
 }
 
-// ---- JSON ----------------------------------------------------------------------------------------------------------
+// ---- JSON, read
+// ----------------------------------------------------------------------------------------------------------
 
 // A node takes 64 bytes where the text may take 2, so the bound on the text bounds the memory, too. The header of a
 // model with 10,000 tensors is about 1 MiB long.
@@ -160,27 +179,27 @@ struct Section {
     [[noreturn]] void refuse(const char *key, const cJSON *item, const std::string &expected) const {
         fail("%s: %s is %s, expected %s", name.c_str(), key, printable(item).c_str(), expected.c_str());
     }
-    int integer(const char *key, int low, int high) const {
+    const cJSON *need(const char *key) const {
         const cJSON *item = find(key);
         if (!item) fail("%s: %s is missing", name.c_str(), key);
-        if (!is_whole(item, low, high)) {
-            refuse(key, item, "a whole number from " + std::to_string(low) + " to " + std::to_string(high));
-        }
+        return item;
+    }
+    int integer(const char *key, int low, int high) const {
+        const cJSON *item = need(key);
+        if (!is_whole(item, low, high)) refuse(key, item, formatted("a whole number from %d to %d", low, high));
         return (int)item->valuedouble;
     }
     int integer(const char *key, int low, int high, int otherwise) const {
         return find(key) ? integer(key, low, high) : otherwise;
     }
-    double number(const char *key, double low, double high, double otherwise) const {
-        const cJSON *item = find(key);
-        if (!item) return otherwise;
+    double number(const char *key, double low, double high) const {
+        const cJSON *item = need(key);
         double value = cJSON_IsNumber(item) ? item->valuedouble : NAN;
-        if (!(value >= low && value <= high)) {
-            char expected[80];
-            snprintf(expected, sizeof expected, "a number from %g to %g", low, high);
-            refuse(key, item, expected);
-        }
+        if (!(value >= low && value <= high)) refuse(key, item, formatted("a number from %g to %g", low, high));
         return value;
+    }
+    double number(const char *key, double low, double high, double otherwise) const {
+        return find(key) ? number(key, low, high) : otherwise;
     }
     bool flag(const char *key, bool otherwise) const {
         const cJSON *item = find(key);
@@ -196,5 +215,97 @@ struct Section {
         const cJSON *item = find(key);
         if (item && !cJSON_IsObject(item)) refuse(key, item, "an object");
         return {name + ": " + key, item};
+    }
+};
+
+// ---- Results, described once: as text for a reader, as JSON for a program ------------------------------------------
+
+// A number with all its digits, as few as give it back; null if it is infinite or none.
+template <class Number, class = std::enable_if_t<std::is_arithmetic_v<Number>>>
+std::string json_of(Number number) {
+    if constexpr (std::is_same_v<Number, bool>) return number ? "true" : "false";
+    if constexpr (std::is_integral_v<Number>) return std::to_string(number);
+    const double value = (double)number;
+    if (!std::isfinite(value)) return "null";
+    if (value == std::floor(value) && std::fabs(value) < 1e18) return formatted("%.0f", value);
+    int digits = 15;
+    while (digits < 17 && strtod(formatted("%.*g", digits, value).c_str(), nullptr) != value) digits++;
+    return formatted("%.*g", digits, value);
+}
+
+inline std::string json_of(const std::string &text) {  // which may hold NUL
+    std::string json = "\"";
+    for (char c : text) {
+        if (c == '"' || c == '\\') json += '\\';
+        json += c == '\n' ? "\\n" : (unsigned char)c < ' ' ? formatted("\\u%04x", c) : std::string(1, c);
+    }
+    return json + '"';
+}
+
+inline std::string joined(const std::vector<std::string> &items, const char *between) {
+    std::string all;
+    for (const std::string &item : items) all += (all.empty() ? "" : between) + item;
+    return all;
+}
+
+template <class Number>
+std::string json_of(const std::vector<Number> &list) {
+    std::vector<std::string> items;
+    for (Number number : list) items.push_back(json_of(number));
+    return "[" + joined(items, ", ") + "]";
+}
+
+// What a command found, or a row or a part of it. In the order of the calls: what has a key stands in the JSON, what
+// has a text stands in the text, as it is given (several values may share a line). For example
+//   Report report;
+//   report.add("tokens", 12, formatted("prefill  %6d tokens", 12)).add("seconds", 0.5, "  24.0 tokens/s\n");
+// says "prefill      12 tokens  24.0 tokens/s" or {"tokens": 12, "seconds": 0.5}.
+class Report {
+public:
+    std::string text;
+    std::string heads;  // over the columns of such rows: over numbers on the right, else behind the text's blanks
+
+    template <class Value>
+    Report &add(const char *key, const Value &value, const std::string &shown = "", const std::string &head = "") {
+        put(key, json_of(value), json_of(value));
+        size_t missing = shown.size() - std::min(shown.size(), head.size());
+        size_t before = std::is_arithmetic_v<Value> ? missing : std::min(missing, shown.find_first_not_of(' '));
+        heads += std::string(before, ' ') + head + std::string(missing - before, ' ');
+        text += shown;
+        return *this;
+    }
+    Report &add(const char *key, const Report &object) {
+        put(key, object.json(), object.json());
+        return say(object.text);
+    }
+    Report &say(const std::string &shown) {
+        text += shown;
+        heads += std::string(shown.size(), ' ');
+        return *this;
+    }
+    // Rows whose text is shown elsewhere; table() shows it here, under the heads, a line a row.
+    Report &list(const char *key, const std::vector<Report> &rows) {
+        std::vector<std::string> items;
+        for (const Report &row : rows) items.push_back(row.json());
+        put(key, "[" + joined(items, ", ") + "]", rows.empty() ? "[]" : "[\n    " + joined(items, ",\n    ") + "\n  ]");
+        return *this;
+    }
+    Report &table(const char *key, const std::vector<Report> &rows) {
+        if (!rows.empty()) say(rows[0].heads.substr(0, rows[0].heads.find_last_not_of(' ') + 1) + "\n");
+        for (const Report &row : rows) say(row.text + "\n");
+        return list(key, rows);
+    }
+    std::string json() const { return "{" + joined(short_items, ", ") + "}"; }
+    // The JSON to standard output, a key a line; or else the text to `readers`.
+    void print(bool as_json, FILE *readers = stdout) const {
+        std::string all = as_json ? "{\n  " + joined(long_items, ",\n  ") + "\n}\n" : text;
+        fwrite(all.data(), 1, all.size(), as_json ? stdout : readers);
+    }
+
+private:
+    std::vector<std::string> short_items, long_items;  // "key": value; the long ones have a line for each row of a list
+    void put(const std::string &key, const std::string &brief, const std::string &broken) {
+        short_items.push_back(json_of(key) + ": " + brief);
+        long_items.push_back(json_of(key) + ": " + broken);
     }
 };
