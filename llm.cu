@@ -14,6 +14,7 @@
 
 #include "attention.cu"
 #include "base/device.h"
+#include "base/limits.h"
 #include "base/tokenizer.h"
 #include "cache.h"
 #include "layers.cu"
@@ -308,3 +309,354 @@ inline std::vector<float> decode(Engine &engine, Cache &cache, const std::vector
     decode_pass(engine, cache, sequences, tokens);
     return logits(engine, 0, (int)sequences.size());
 }
+
+// ---- Sampling ----------------------------------------------------------------------------------------------
+
+struct Sampler {
+    double temperature = 0, top_p = 1, min_p = 0;
+    int top_k = 0;
+    uint64_t seed = 0;
+};
+
+// From 0 to below 1, a function of seed and position alone: so a text does not depend on what else is computed, or
+// where it began (splitmix64, Steele et al. 2014).
+inline double draw(uint64_t seed, int position) {
+    uint64_t z = seed * 0x9e3779b97f4a7c15 + (uint64_t)position;
+    for (int i = 0; i < 2; i++) {  // twice: neighbouring seeds and positions have nothing to do with each other
+        z += 0x9e3779b97f4a7c15;
+        z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+        z = (z ^ z >> 27) * 0x94d049bb133111eb;
+        z ^= z >> 31;
+    }
+    return (double)(z >> 11) * 0x1p-53;
+}
+
+// The token after `position`. At temperature 0 the likeliest one, the first of equals. Otherwise drawn from
+// softmax(logits / T) after top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024) have cut its
+// tail.
+inline int sample(const Sampler &sampler, const std::vector<float> &logits, int position) {
+    int likeliest = argmax(logits.data(), (int)logits.size());
+    if (sampler.temperature == 0) return likeliest;
+    std::vector<std::pair<double, int>> candidates;  // probability (not normalised: the likeliest has 1), token
+    for (size_t i = 0; i < logits.size(); i++)
+        candidates.push_back({std::exp(((double)logits[i] - logits[likeliest]) / sampler.temperature), (int)i});
+    auto likelier = [](const auto &a, const auto &b) {
+        return a.first > b.first || (a.first == b.first && a.second < b.second);
+    };
+    size_t kept_by_k = sampler.top_k > 0 ? std::min((size_t)sampler.top_k, candidates.size()) : candidates.size();
+    std::partial_sort(candidates.begin(), candidates.begin() + (int64_t)kept_by_k, candidates.end(), likelier);
+    candidates.resize(kept_by_k);
+    double total = 0, kept = 0;
+    for (auto &candidate : candidates) total += candidate.first;
+    size_t count = 0;
+    while (count < candidates.size() && (count == 0 || kept < sampler.top_p * total)) kept += candidates[count++].first;
+    while (count > 1 && candidates[count - 1].first < sampler.min_p) kept -= candidates[--count].first;
+    double point = draw(sampler.seed, position) * kept;
+    for (size_t i = 0; i + 1 < count; i++) {
+        if (point < candidates[i].first) return candidates[i].second;
+        point -= candidates[i].first;
+    }
+    return candidates[count - 1].second;
+}
+
+// A damaged checkpoint shows here first. Says where instead of generating from nonsense.
+inline void require_finite(const std::vector<float> &logits, int position) {
+    for (float logit : logits)
+        if (!std::isfinite(logit))
+            fail("position %d: a logit is %g, expected a finite number: are the weights damaged?", position, logit);
+}
+
+// ---- Text in, text out -------------------------------------------------------------------------------------
+
+using TokenizerPointer = std::unique_ptr<Tokenizer, decltype(&tokenizer_free)>;
+
+inline TokenizerPointer load_tokenizer(const std::string &directory) {
+    char error[1000];
+    Tokenizer *tokenizer = tokenizer_load(join_path(directory, "tokenizer.json").c_str(), error, sizeof error);
+    if (!tokenizer) fail("%s", error);
+    return TokenizerPointer(tokenizer, tokenizer_free);
+}
+
+inline std::vector<int> encode(const Tokenizer *tokenizer, const std::string &text,
+                               const std::string &what = "the prompt") {
+    char error[1000];
+    int *ids = nullptr;
+    int count = tokenizer_encode(tokenizer, text.data(), text.size(), true, &ids, error, sizeof error);
+    if (count < 0) fail("%s: %s", what.c_str(), error);
+    std::vector<int> result(ids, ids + count);
+    free(ids);
+    return result;
+}
+
+// Tokens of one sequence as text that can be printed at once. Without a tokenizer: the ids.
+struct TextStream {
+    const Tokenizer *tokenizer;
+    std::unique_ptr<TokenizerStream, decltype(&tokenizer_stream_free)> stream{nullptr, tokenizer_stream_free};
+    explicit TextStream(const Tokenizer *source) : tokenizer(source) {
+        if (tokenizer) stream.reset(tokenizer_stream_begin(tokenizer, true));
+    }
+    std::string next(int id) {
+        if (!tokenizer) return std::to_string(id) + " ";
+        size_t length;
+        const char *text = tokenizer_stream_next(stream.get(), id, &length);
+        return text ? std::string(text, length) : "";
+    }
+    std::string flush() {
+        size_t length;
+        const char *text = tokenizer ? tokenizer_stream_flush(stream.get(), &length) : nullptr;
+        return text ? std::string(text, length) : "";
+    }
+};
+
+// ---- What is asked for ---------------------------------------------------------------------------------------
+
+// Ctrl-C ends a text, not the program: what there is so far is said first.
+inline volatile sig_atomic_t interrupts = 0;
+inline bool interrupted() { return interrupts > 0; }
+
+// What the command line asks for (commands/flags.h reads it).
+struct CacheChoice {
+    Layout layout;
+    Precision type_k, type_v;
+};
+
+struct Options {
+    std::string command;                       // "generate"
+    std::map<std::string, std::string> given;  // flags that stood on the command line: first name -> value
+    bool help = false, version = false, json = false;
+
+    std::string directory;            // of the checkpoint; "": the built-in one
+    std::string prompt, prompt_file;  // the text of -p, or what stood in the file
+    std::vector<int> prompt_ids;
+    int count = 256, context = 0;  // tokens to generate at most; positions the cache holds, 0: as many as are needed
+    int threads = usable_threads();
+    int chunk = 0;  // tokens of a prefill pass at most; 0: as many as the machine likes
+    std::string device = "auto", weights = "stored", dump_logits;
+    bool ignore_end = false;  // go on after an end id
+
+    // The caches: eval, bench and memory take several, the others the first of caches().
+    bool naive = false;  // --cache none is among them, which has no cache
+    std::vector<Layout> layouts = {Contiguous{}};
+    std::vector<Precision> types_k = {F16{}}, types_v = {F16{}};
+    int page = 16, window = 0, sinks = -1;  // window 0, sinks -1: as the model has it
+
+    double temperature = 0, top_p = 1, min_p = 0;
+    int top_k = 0;
+    int64_t seed = 0;  // drawn where there is a temperature, but no seed
+
+    double tolerance = -1;                                                        // diff; -1: by the cache's types
+    std::vector<int> depths = {0, 1024, 4096, 8000}, prompts = {128, 512, 2048};  // bench
+    int repeats = 3;                                                              // bench, eval
+    bool standard_set = false;                                                    // eval
+
+    // memory: a shape in place of a model's; bytes; 10^9 bytes a second; 0: not given
+    int layers = 0, kv_heads = 0, head_dim = 0, batch = 1;
+    double weight_bytes = 0, budget = 0, bandwidth = 0;
+
+    bool has(const std::string &flag) const { return given.count(flag) > 0; }
+
+    // Each layout with each pair of types; --kv pairs a type with itself.
+    std::vector<CacheChoice> caches() const {
+        std::vector<CacheChoice> list;
+        for (const Layout &layout : layouts)
+            for (const Precision &k : types_k)
+                for (const Precision &v : types_v)
+                    if (!has("--kv") || k.index() == v.index()) list.push_back({layout, k, v});
+        return list;
+    }
+};
+
+// All that one sequence needs to go on, on either path.
+struct Session {
+    Engine engine;
+    TokenizerPointer tokenizer;
+    Cache cache;
+    std::vector<int> tokens;  // the prompt, then what was generated
+    int prompt = 0;           // tokens of the prompt
+    int limit = 0;            // tokens that may stand in the context
+    bool naive = false;
+};
+
+// Why nothing follows the tokens so far, or nullptr if something may.
+inline const char *reason_to_stop(const Session &session, const Options &options) {
+    const Config &config = session.engine.model.config;
+    bool generated = (int)session.tokens.size() > session.prompt;
+    bool ended = generated && std::count(config.end_ids.begin(), config.end_ids.end(), session.tokens.back());
+    if (interrupted()) return "interrupted";
+    if (ended && !options.ignore_end) return "end id";
+    if ((int)session.tokens.size() - session.prompt >= options.count) return "-n";
+    if ((int)session.tokens.size() >= session.limit) return "context full";
+    return nullptr;
+}
+
+// ---- llm generate ------------------------------------------------------------------------------------------
+
+struct Generation {
+    std::string text, stop;
+    double prefill_seconds = 0, decode_seconds = 0;
+    int decoded = 0;  // decoding steps
+};
+
+using UseLogits = std::function<void(const std::vector<float> &)>;  // rows of them
+
+// Prefill, then token by token. show(text) gets the new text as it comes; `dump`, if there is one, all
+// logits, a few tokens' at a time: a vocabulary is wide.
+inline Generation generate(Session &session, const Options &options, const UseLogits &dump,
+                           const std::function<void(const std::string &)> &show) {
+    Engine &engine = session.engine;
+    std::vector<int> &tokens = session.tokens;
+    Sampler sampler{options.temperature, options.top_p, options.min_p, options.top_k, (uint64_t)options.seed};
+    TextStream text(session.tokenizer.get());
+    for (int token : tokens) text.next(token);
+    Generation result;
+    auto say = [&](const std::string &piece) { result.text += piece, show(piece); };
+    auto next_token = [&](int row) {
+        std::vector<float> found = logits(engine, row, 1);
+        require_finite(found, (int)tokens.size() - 1);
+        return sample(sampler, found, (int)tokens.size() - 1);
+    };
+    auto after_chunk = [&](int count) {
+        for (int first = 0; dump && first < count; first += 32)
+            dump(logits(engine, first, std::min(32, count - first)));
+    };
+
+    double start = now();
+    int row = session.prompt - 1;
+    if (session.naive)
+        naive_pass(engine, tokens), after_chunk(session.prompt);
+    else
+        row = prefill_pass(engine, session.cache, 0, tokens, after_chunk);
+    int next = next_token(row);
+    result.prefill_seconds = now() - start;
+
+    const char *stop;
+    while (!(stop = reason_to_stop(session, options))) {
+        tokens.push_back(next);
+        say(text.next(next));
+        if (reason_to_stop(session, options) && !dump) continue;  // nobody asks what follows the last token
+        start = now();
+        if (session.naive)
+            naive_pass(engine, tokens), row = (int)tokens.size() - 1;
+        else
+            decode_pass(engine, session.cache, {0}, {next}), row = 0;
+        next = next_token(row);
+        result.decode_seconds += now() - start;
+        result.decoded++;
+        if (dump) dump(logits(engine, row, 1));
+    }
+    say(text.flush());
+    result.stop = stop;
+    return result;
+}
+
+// ---- llm diff ----------------------------------------------------------------------------------------------
+
+struct DiffStep {
+    int token = 0, cached_token = 0;               // what each path finds likeliest
+    double difference = 0, kl = 0;                 // max |logit - logit|; Kullback-Leibler divergence, nats
+    double spread = 0;                             // standard deviation of the naive logits
+    double margin = 0;                             // naive logit of its token less that of the cached path's
+    double naive_seconds = 0, cached_seconds = 0;  // for the logits of this step
+};
+
+inline double log_sum_exp(const float *logits, int count) {
+    double most = *std::max_element(logits, logits + count), total = 0;
+    for (int i = 0; i < count; i++) total += std::exp(logits[i] - most);
+    return most + std::log(total);
+}
+
+// How far cached logits lie from naive ones, in double precision. KL: sum p log(p / q) for p, q = softmax of each.
+inline DiffStep compare(const std::vector<float> &naive, const std::vector<float> &cached) {
+    DiffStep step;
+    int count = (int)naive.size();
+    double p_sum = log_sum_exp(naive.data(), count), q_sum = log_sum_exp(cached.data(), count), sum = 0, squares = 0;
+    for (int i = 0; i < count; i++) {
+        step.difference = std::max(step.difference, std::fabs((double)naive[i] - cached[i]));
+        step.kl += std::exp(naive[i] - p_sum) * ((naive[i] - p_sum) - (cached[i] - q_sum));
+        sum += naive[i], squares += (double)naive[i] * naive[i];
+    }
+    step.kl = std::max(0.0, step.kl);
+    step.spread = std::sqrt(std::max(0.0, squares / count - sum / count * sum / count));
+    step.token = argmax(naive.data(), count);
+    step.cached_token = argmax(cached.data(), count);
+    step.margin = (double)naive[step.token] - naive[step.cached_token];
+    return step;
+}
+
+// Both paths get the tokens that the naive one finds likeliest. show(step) is called after each.
+inline std::vector<DiffStep> run_lockstep(Session &session, const Options &options,
+                                          const std::function<void(const DiffStep &)> &show) {
+    std::vector<DiffStep> steps;
+    while (!reason_to_stop(session, options)) {
+        double start = now();
+        std::vector<float> naive = forward_naive(session.engine, session.tokens, session.cache.layout);
+        double middle = now();
+        std::vector<float> cached = steps.empty() ? prefill(session.engine, session.cache, 0, session.tokens)
+                                                  : decode(session.engine, session.cache, {0}, {session.tokens.back()});
+        double end = now();
+        require_finite(naive, (int)session.tokens.size() - 1);
+        require_finite(cached, (int)session.tokens.size() - 1);
+        DiffStep step = compare(naive, cached);
+        step.naive_seconds = middle - start;
+        step.cached_seconds = end - middle;
+        session.tokens.push_back(step.token);
+        steps.push_back(step);
+        show(step);
+    }
+    return steps;
+}
+
+// ---- The commands ------------------------------------------------------------------------------------------
+
+#include "commands/bench.h"
+#include "commands/diff.h"
+#include "commands/eval.h"
+#include "commands/flags.h"
+#include "commands/generate.h"
+#include "commands/info.h"
+#include "commands/memory.h"
+
+inline int run(const std::vector<std::string> &words) {
+    Options options = parse_options(words);
+    int status = 0;
+    if (options.help || options.version)
+        print_help(options);
+    else if (options.command == "generate")
+        status = run_generate(options);
+    else if (options.command == "diff")
+        status = run_diff(options);
+    else if (options.command == "eval")
+        status = run_eval(options);
+    else if (options.command == "bench")
+        status = run_bench(options);
+    else if (options.command == "memory")
+        status = run_memory(options);
+    else if (options.command == "tokenize")
+        status = run_tokenize(options);
+    else
+        status = run_info(options);
+    flush_output();
+    return status;
+}
+
+#ifndef LLM_WITHOUT_MAIN
+int main(int argc, char **argv) {
+    // Also where no exception may pass: in the threads of a parallel region.
+    std::set_new_handler([] {
+        fputs("llm: not enough memory: shorten the prompt or lower -c\n", stderr);
+        _exit(2);
+    });
+    signal(SIGINT, [](int) {
+        if (interrupts++) _exit(130);  // asked twice
+    });
+    try {
+        return run({argv + 1, argv + argc});
+    } catch (const Error &error) {
+        fprintf(stderr, "llm: %s\n", error.what());
+        return error.status;
+    } catch (const std::exception &error) {
+        fprintf(stderr, "llm: %s: shorten the prompt or lower -c\n", error.what());
+    }
+    return 2;
+}
+#endif

@@ -21,6 +21,7 @@
 
 #include "formats.h"
 #include "json.h"
+#include "limits.h"
 
 // A team of one. Items of a loop are shared as  for (i = first(); i < n; i += step()).
 struct Alone {
@@ -178,7 +179,8 @@ public:
     void write(void *to, const void *from, size_t bytes) override { memcpy(to, from, bytes); }
     void read(void *to, const void *from, size_t bytes) override { memcpy(to, from, bytes); }
     Room room() const override {
-        return {(double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE), "this machine"};
+        FreeMemory free = free_memory_of_host();
+        return {free.bytes, free.where};
     }
     std::string name() const { return "CPU, " + std::to_string(threads) + (threads == 1 ? " thread" : " threads"); }
 
@@ -186,7 +188,7 @@ private:
     struct State {
         std::atomic<unsigned> arrived{0}, round{0}, sleeping{0};
         std::atomic<int64_t> late{0};  // ns that threads of this run have waited longer than a short spin
-        int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
+        int cores = usable_threads();
         int team = 1;
         double again = 0, patience = 0;  // when the whole team is tried again; seconds from one try to the next
     };
