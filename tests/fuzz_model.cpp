@@ -7,7 +7,7 @@
 // No seeds are needed: the mutator starts from small whole checkpoints of each family, and comes back to them.
 #include <cstdlib>
 
-#include "../model.h"
+#include "../base/model.h"
 
 extern "C" size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t max_size);
 

@@ -1,14 +1,18 @@
-// model.h: every fixture loads with the config and the weights Transformers sees in it, and every kind of broken
-// checkpoint ends in one line that says what is wrong. Run from the repository's root. Its parts: what is right loads,
-// the head and the embedding; then what is broken: a directory, a config, weights.
+// base/model.h, json.h, limits.h: every fixture loads with the config and the weights Transformers sees in it, and
+// every kind of broken checkpoint ends in one line that says what is wrong. Run from the repository's root. Its parts:
+// what is right loads, the head and the embedding; what is broken: a directory, a config, weights; the cache of any
+// config; results as text and JSON; what this process may use.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include "../model.h"
+#include "../base/model.h"
+
+#include "../base/limits.h"
 
 #include <doctest/doctest.h>
 
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <random>
 
 namespace fs = std::filesystem;
 
@@ -121,6 +125,28 @@ std::string config_text(const Keys &changes, const std::string &architecture = "
         if (!value.empty()) text += (text.empty() ? "{\"" : ", \"") + key + "\": " + value;
     }
     return text + "}";
+}
+
+// What a config with these keys is refused with; "": it loads. A line that begins with "config.json: " is the whole
+// one.
+struct Case {
+    Keys keys;
+    std::string line;
+};
+
+void check_cases(const std::string &family, const std::vector<Case> &cases) {
+    for (const auto &[keys, expected] : cases) {
+        std::string config = config_text(keys, family), line = error_of([&] { parse(config); });
+        bool whole = expected.empty() || expected.rfind("config.json: ", 0) == 0;
+        bool good = whole ? line == expected : line.find(expected) != std::string::npos;
+        CHECK_MESSAGE(good, config.substr(0, 300) << " says \"" << line << "\", not \"" << expected << "\"");
+    }
+}
+
+// Chance, the same with the same seed, which a failure prints.
+std::mt19937 random_numbers(unsigned seed = std::random_device()()) {
+    MESSAGE("seed " << seed);
+    return std::mt19937(seed);
 }
 
 // ---- What is right loads -------------------------------------------------------------------------------------------
@@ -632,110 +658,143 @@ TEST_CASE("config keys that must be there") {
 }
 
 TEST_CASE("sizes that do not fit each other") {
-    check_contains(error_of([] {
-                       parse(config_text({{"num_key_value_heads", "3"}}));
-                   }),
-                   "num_attention_heads is 8, expected a multiple of num_key_value_heads, 3");
-    check_contains(error_of([] {
-                       parse(config_text({{"num_key_value_heads", "16"}}));
-                   }),
-                   "num_attention_heads is 8, expected a multiple of num_key_value_heads, 16");
-    check_contains(error_of([] {
-                       parse(config_text({{"hidden_size", "65"}}));
-                   }),
-                   "hidden_size is 65, expected a multiple of num_attention_heads, 8 (or a head_dim)");
-    CHECK(parse(config_text({{"hidden_size", "65"}, {"head_dim", "8"}})).head_dim == 8);
-    check_contains(error_of([] {
-                       parse(config_text({{"head_dim", "7"}}));
-                   }),
-                   "head_dim is 7, expected an even number: RoPE turns pairs");
-    check_contains(error_of([] { parse(config_text({{"hidden_size", "72"}})); }), "head_dim is 9, expected an even");
-    check_contains(error_of([] { parse(config_text({{"hidden_size", "4"}})); }), "hidden_size is 4, expected a mult");
-    check_contains(error_of([] {
-                       parse(config_text({{"head_dim", "16777216"}}));
-                   }),
-                   "num_attention_heads * head_dim is 134217728, expected at most 16777216");
+    check_cases(
+        "LlamaForCausalLM",
+        {{{{"num_key_value_heads", "3"}}, "num_attention_heads is 8, expected a multiple of num_key_value_heads, 3"},
+         {{{"num_key_value_heads", "16"}}, "num_attention_heads is 8, expected a multiple of num_key_value_heads, 16"},
+         {{{"hidden_size", "65"}}, "hidden_size is 65, expected a multiple of num_attention_heads, 8 (or a head_dim)"},
+         {{{"hidden_size", "65"}, {"head_dim", "8"}}, ""},
+         {{{"head_dim", "7"}}, "head_dim is 7, expected an even number: RoPE turns pairs"},
+         {{{"hidden_size", "72"}}, "head_dim is 9, expected an even"},
+         {{{"hidden_size", "4"}}, "hidden_size is 4, expected a mult"},
+         {{{"head_dim", "16777216"}}, "num_attention_heads * head_dim is 134217728, expected at most 16777216"}});
 }
 
 TEST_CASE("what is not supported is said, with what is") {
-    auto line = [](const std::string &key, const std::string &value, const std::string &family = "LlamaForCausalLM") {
-        return error_of([&] { parse(config_text({{key, value}}, family)); });
-    };
-    CHECK(line("architectures", "[\"GPT2LMHeadModel\"]") ==
+    check_cases(
+        "LlamaForCausalLM",
+        {{{{"architectures", "[\"GPT2LMHeadModel\"]"}},
           "config.json: architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM "
-          "MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM");
-    check_contains(line("architectures", "[\"LlamaModel\"]"), "architecture LlamaModel is not supported");
-    check_contains(line("architectures", "[\"LlamaForCausalLM\", \"X\"]"), "expected a list of one name");
-    check_contains(line("architectures", "[]"), "architectures is [], expected a list of one name");
-    check_contains(line("architectures", "\"LlamaForCausalLM\""), "expected a list of one name");
-    check_contains(line("architectures", "[7]"), "expected a list of one name");
-    check_contains(line("model_type", "\"mistral\""), "model_type is mistral, but LlamaForCausalLM asks for llama");
-    check_contains(error_of([] {
-                       parse(config_text({{"architectures", ""}, {"model_type", "\"gemma2\""}}));
-                   }),
-                   "architecture gemma2 is not supported");
-    CHECK(line("hidden_act", "\"gelu\"") == "config.json: hidden_act gelu is not supported; supported is silu");
-    check_contains(line("torch_dtype", "\"float64\""),
-                   "dtype float64 is not supported; supported are float32 float16 bfloat16");
-    check_contains(line("dtype", "\"float8_e4m3fn\""), "dtype float8_e4m3fn is not supported");
-    check_contains(line("quantization_config", R"({"quant_method": "gptq", "bits": 4})"),
-                   R"(quantization_config {"quant_method":"gptq","bits":4}: quantized weights are not supported)");
-    check_contains(line("partial_rotary_factor", "0.5"), "partial_rotary_factor is not supported; supported is 1");
-    CHECK(line("partial_rotary_factor", "1.0") == "");
-    CHECK(line("hidden_act", "\"swish\"") == "");
+          "MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM"},
+         {{{"architectures", "[\"LlamaModel\"]"}}, "architecture LlamaModel is not supported"},
+         {{{"architectures", "[\"LlamaForCausalLM\", \"X\"]"}}, "expected a list of one name"},
+         {{{"architectures", "[]"}}, "architectures is [], expected a list of one name"},
+         {{{"architectures", "\"LlamaForCausalLM\""}}, "expected a list of one name"},
+         {{{"architectures", "[7]"}}, "expected a list of one name"},
+         {{{"architectures", ""}, {"model_type", "\"gemma2\""}}, "architecture gemma2 is not supported"},
+         {{{"architectures", ""}, {"model_type", "\"LlamaForCausalLM\""}}, "LlamaForCausalLM is not supported"},
+         {{{"model_type", "\"mistral\""}}, "model_type is mistral, but LlamaForCausalLM asks for llama"},
+         {{{"hidden_act", "\"gelu\""}}, "config.json: hidden_act gelu is not supported; supported is silu"},
+         {{{"hidden_activation", "\"gelu_pytorch_tanh\""}}, "hidden_activation gelu_pytorch_tanh is not supported"},
+         {{{"hidden_act", "\"swish\""}}, ""},
+         {{{"torch_dtype", "\"float64\""}}, "dtype float64 is not supported; supported are float32 float16 bfloat16"},
+         {{{"dtype", "\"float8_e4m3fn\""}}, "dtype float8_e4m3fn is not supported"},
+         {{{"dtype", "\"float32 float16\""}}, "dtype float32 float16 is not supported"},
+         {{{"quantization_config", R"({"quant_method": "gptq", "bits": 4})"}},
+          R"(quantization_config is {"quant_method":"gptq","bits":4}, expected weights as they were trained)"}});
+}
+
+TEST_CASE("keys by which another architecture's config gives itself away") {
+    struct Key {
+        std::string key;
+        std::vector<std::string> foreign, neutral;
+    };
+    const std::vector<Key> keys = {
+        {"embedding_multiplier", {"12.0", "0"}, {"1", "1.0"}},  // Granite
+        {"residual_multiplier", {"0.22"}, {"1.0", "null"}},
+        {"attention_multiplier", {"0.0078125", "1.0"}, {"0.35355339059327379", "0.353553"}},  // 1 / sqrt(8)
+        {"logits_scaling", {"8.0", "\"8\""}, {"1"}},
+        {"scale_emb", {"12"}, {"1"}},  // MiniCPM
+        {"scale_depth", {"1.4"}, {"1.4142136"}},
+        {"dim_model_base", {"256"}, {"64"}},
+        {"attn_logit_softcapping", {"50.0", "true"}, {"null", "false", "0"}},  // Gemma 2
+        {"final_logit_softcapping", {"30.0"}, {"null"}},
+        {"query_pre_attn_scalar", {"224"}, {"8"}},
+        {"clip_qkv", {"8.0"}, {"null"}},                             // OLMo
+        {"no_rope_layers", {"[1, 0]", "[0, 0]"}, {"[1, 1]", "[]"}},  // SmolLM3: 0 is a layer without
+        {"no_rope_layer_interval", {"4"}, {"null"}},
+        {"partial_rotary_factor", {"0.5", "\"half\""}, {"1", "1.0"}},  // Phi
+        {"attention_chunk_size", {"8192"}, {"null"}},                  // Llama 4
+        {"num_experts", {"128"}, {"0", "null"}},
+        {"num_local_experts", {"8"}, {"0"}},
+        {"n_routed_experts", {"64", "[64]"}, {"[]", "{}"}},
+        {"kv_lora_rank", {"512"}, {"null"}},  // DeepSeek
+        {"use_qk_norm", {"true"}, {"false"}},
+        {"alibi", {"true", "{\"a\": 1}"}, {"false", "\"\""}}};
+    for (const auto &[key, foreign, neutral] : keys) {
+        for (const std::string &value : neutral) check_cases("LlamaForCausalLM", {{{{key, value}}, ""}});
+        for (const std::string &value : foreign) {
+            std::string line = error_of([&] { parse(config_text({{key, value}})); });
+            check_contains(line, "config.json: " + key + " is " + value.substr(0, 2));
+            check_contains(line, ", or no such key: LlamaForCausalLM computes without it");
+        }
+    }
+    CHECK(error_of([] {
+              parse(config_text({{"residual_multiplier", "0.22"}}));
+          }) ==
+          "config.json: residual_multiplier is 0.22, expected 1, or no such key: LlamaForCausalLM computes without it");
+    check_cases("Qwen3ForCausalLM",
+                {{{{"use_qk_norm", "true"}}, ""}, {{{"use_qk_norm", "false"}}, "expected 1, or no"}});
 }
 
 TEST_CASE("rope scaling that is not supported, or half of one") {
-    auto line = [](const std::string &scaling) {
-        return error_of([&] { parse(config_text({{"rope_scaling", scaling}})); });
+    auto scaled = [](const std::string &line, const std::string &scaling) {
+        return Case{{{"rope_scaling", scaling}}, line};
     };
-    for (const char *type : {"yarn", "dynamic", "longrope", "mrope", "su", "LLAMA3", ""}) {
-        CHECK(line(std::string(R"({"factor": 2, "type": ")") + type + "\"}") ==
-              std::string("config.json: rope_scaling: rope_type ") + type +
-                  " is not supported; supported are default linear llama3");
+    for (const std::string type : {"yarn", "dynamic", "longrope", "mrope", "su", "LLAMA3", ""}) {
+        check_cases("LlamaForCausalLM", {scaled("config.json: rope_scaling: rope_type " + type +
+                                                    " is not supported; supported are default linear llama3",
+                                                R"({"factor": 2, "type": ")" + type + "\"}")});
     }
-    CHECK(line(R"({"type": "linear"})") == "config.json: rope_scaling: factor is missing");
-    check_contains(line(R"({"type": "linear", "factor": 0})"), "factor is 0, expected a number from 1e-06 to 1e+06");
-    check_contains(line(R"({"type": "linear", "factor": "2"})"), "factor is \"2\", expected a number");
-    check_contains(line(R"({"type": "linear", "factor": 2, "rope_theta": -1})"), "rope_theta is -1, expected a number");
-    check_contains(line(R"({"rope_type": "llama3", "factor": 8})"), "rope_scaling: low_freq_factor is missing");
-    check_contains(line(R"({"rope_type": "llama3", "factor": 8, "low_freq_factor": 1})"),
-                   "high_freq_factor is missing");
-    check_contains(line(R"({"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4})"),
-                   "high_freq_factor is 4, expected more than low_freq_factor, 4");
-    check_contains(line(R"({"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
-                            "original_max_position_embeddings": 0})"),
-                   "original_max_position_embeddings is 0, expected a whole number from 1");
-    check_contains(line(R"({"type": 5})"), "rope_scaling: type is 5, expected a text");
-    check_contains(line("[]"), "rope_scaling is [], expected an object");
-    check_contains(line("\"linear\""), "rope_scaling is \"linear\", expected an object");
-    check_contains(
-        error_of([] {
-            parse(config_text({{"rope_parameters", R"({"full_attention": {"rope_type": "default"}})"}}));
-        }),
-        "rope_parameters: full_attention is {\"rope_type\":\"default\"}, expected no object: one RoPE for all layers");
-    CHECK(line("{}") == "");
+    check_cases(
+        "LlamaForCausalLM",
+        {scaled("config.json: rope_scaling: factor is missing", R"({"type": "linear"})"),
+         scaled("factor is 0, expected a number from 1e-06 to 1e+06", R"({"type": "linear", "factor": 0})"),
+         scaled("factor is \"2\", expected a number", R"({"type": "linear", "factor": "2"})"),
+         scaled("rope_theta is -1, expected a number", R"({"type": "linear", "factor": 2, "rope_theta": -1})"),
+         scaled("partial_rotary_factor is not supported", R"({"rope_type": "default", "partial_rotary_factor": 0.5})"),
+         scaled("rope_scaling: low_freq_factor is missing", R"({"rope_type": "llama3", "factor": 8})"),
+         scaled("high_freq_factor is missing", R"({"rope_type": "llama3", "factor": 8, "low_freq_factor": 1})"),
+         scaled("high_freq_factor is 4, expected more than low_freq_factor, 4",
+                R"({"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4})"),
+         scaled("original_max_position_embeddings is 0, expected a whole number from 1",
+                R"({"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
+                   "original_max_position_embeddings": 0})"),
+         scaled("rope_scaling: type is 5, expected a text", R"({"type": 5})"),
+         scaled("rope_scaling is [], expected an object", "[]"),
+         scaled("rope_scaling is \"linear\", expected an object", "\"linear\""),
+         scaled("", "{}"),
+         {{{"rope_parameters", R"({"full_attention": {"rope_type": "default"}})"}},
+          "full_attention is {\"rope_type\":\"default\"}, expected no object: one RoPE for all layers"}});
 }
 
 TEST_CASE("windows that make no sense") {
-    auto line = [](Keys keys) { return error_of([&] { parse(config_text(keys, "Qwen2ForCausalLM")); }); };
-    Keys on = {{"use_sliding_window", "true"}, {"sliding_window", "16"}};
-    auto with = [&](const std::string &key, const std::string &value) {
-        Keys keys = on;
+    const std::string full = "\"full_attention\"", sliding = "\"sliding_attention\"",
+                      both = "[" + full + ", " + sliding + "]";
+    auto with = [](const std::string &key, const std::string &value) {
+        Keys keys = {{"use_sliding_window", "true"}, {"sliding_window", "16"}};
         keys[key] = value;
         return keys;
     };
-    check_contains(line(with("sliding_window", "0")), "sliding_window is 0, expected a whole number from 1");
-    check_contains(line(with("sliding_window", "-4")), "sliding_window is -4, expected a whole number from 1");
-    check_contains(line(with("max_window_layers", "-1")), "max_window_layers is -1, expected a whole number from 0");
-    check_contains(line(with("use_sliding_window", "1")), "use_sliding_window is 1, expected true or false");
-    check_contains(line(with("layer_types", "[\"full_attention\"]")), "expected a list of 2 (num_hidden_layers) names");
-    check_contains(line(with("layer_types", "{\"a\": 1, \"b\": 2}")), "expected a list of 2");
-    check_contains(line(with("layer_types", "[\"full_attention\", \"linear_attention\"]")),
-                   "layer_types is \"linear_attention\", expected full_attention or sliding_attention");
-    check_contains(line(with("layer_types", "[\"full_attention\", 3]")), "layer_types is 3, expected full_attention");
-    check_contains(line({{"layer_types", "[\"full_attention\", \"sliding_attention\"]"}}),
-                   "layer_types has sliding_attention, but use_sliding_window and sliding_window give no window");
+    check_cases("Qwen2ForCausalLM",
+                {{with("sliding_window", "0"), "sliding_window is 0, expected a whole number from 1"},
+                 {with("sliding_window", "-4"), "sliding_window is -4, expected a whole number from 1"},
+                 {with("max_window_layers", "-1"), "max_window_layers is -1, expected a whole number from 0"},
+                 {with("use_sliding_window", "1"), "use_sliding_window is 1, expected true or false"},
+                 {with("layer_types", "[" + full + "]"), "expected a list of 2 (num_hidden_layers) names"},
+                 {with("layer_types", "{\"a\": 1, \"b\": 2}"), "expected a list of 2"},
+                 {with("layer_types", "[" + full + ", \"linear_attention\"]"),
+                  "layer_types is \"linear_attention\", expected full_attention or sliding_attention"},
+                 {with("layer_types", "[" + full + ", 3]"), "layer_types is 3, expected full_attention"},
+                 {{{"layer_types", both}},
+                  "layer_types has sliding_attention, but use_sliding_window and sliding_window give no window"}});
+    // Where the family says which layers slide, layer_types cannot say otherwise.
+    check_cases("LlamaForCausalLM",
+                {{{{"layer_types", "[" + full + ", " + full + "]"}}, ""},
+                 {{{"layer_types", both}}, "layer_types is \"sliding_attention\", expected full_attention"}});
+    check_cases("MistralForCausalLM",
+                {{{{"layer_types", "[" + sliding + ", " + sliding + "]"}}, ""},
+                 {{{"layer_types", both}}, "layer_types is \"full_attention\", expected sliding_attention"}});
 }
 
 TEST_CASE("config.json that is not JSON") {

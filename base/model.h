@@ -13,45 +13,18 @@
 // names the file, what was found, what was expected and, where there is one, the cure.
 #pragma once
 
-#include <cjson/cJSON.h>
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <cerrno>
 #include <cmath>
-#include <cstdarg>
 #include <cstdint>
-#include <cstdio>
-#include <cstring>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <set>
-#include <stdexcept>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
-// ---- What went wrong, in one line ----------------------------------------------------------------------------------
-
-struct Error : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-
-// Throws Error with the formatted line, cut at 5,000 bytes (a path may have 4,096). Control characters become '?'.
-[[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char *format, ...) {
-    char line[5000];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(line, sizeof line, format, arguments);
-    va_end(arguments);
-    for (char *c = line; *c; c++) {
-        if ((unsigned char)*c < ' ' || *c == 127) *c = '?';
-    }
-    throw Error(line);
-}
+#include "json.h"
 
 // ---- What a checkpoint becomes -------------------------------------------------------------------------------------
 
@@ -115,12 +88,6 @@ struct Config {
     bool qkv_bias = false, output_bias = false, mlp_bias = false, qk_norm = false;
 };
 
-struct Unmap {
-    size_t size = 0;
-    void operator()(const char *data) const { munmap(const_cast<char *>(data), size); }
-};
-using Mapping = std::unique_ptr<const char, Unmap>;  // a whole file, read-only; its size is get_deleter().size
-
 // Move-only: tensors point into files (or copies), which live as long as the model.
 struct Model {
     Config config;
@@ -131,161 +98,6 @@ struct Model {
     int64_t weight_bytes = 0, parameters = 0;  // of all tensors above; a tied head counts once
     std::vector<Mapping> files;
     std::vector<std::unique_ptr<char[]>> copies;  // tensors that lie at an odd address in their file
-};
-
-// ---- Files ---------------------------------------------------------------------------------------------------------
-
-inline std::string join_path(const std::string &directory, const std::string &name) {
-    return !directory.empty() && directory.back() == '/' ? directory + name : directory + "/" + name;
-}
-
-inline bool file_exists(const std::string &path) {
-    struct stat status;
-    return stat(path.c_str(), &status) == 0;
-}
-
-// Maps a regular file that is not empty. O_NONBLOCK: opening a FIFO must not wait for somebody to write to it.
-inline Mapping map_file(const std::string &path) {
-    int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (descriptor < 0) fail("%s: cannot open it: %s", path.c_str(), strerror(errno));
-    struct stat status;
-    const char *problem = nullptr;
-    void *data = MAP_FAILED;
-    if (fstat(descriptor, &status) != 0) {
-        problem = strerror(errno);
-    } else if (!S_ISREG(status.st_mode)) {
-        problem = S_ISDIR(status.st_mode) ? "is a directory, expected a file" : "is not a regular file";
-    } else if (status.st_size == 0) {
-        problem = "is empty";
-    } else {
-        data = mmap(nullptr, (size_t)status.st_size, PROT_READ, MAP_PRIVATE, descriptor, 0);
-        if (data == MAP_FAILED) problem = strerror(errno);
-    }
-    close(descriptor);
-    if (problem) fail("%s: %s", path.c_str(), problem);
-    return Mapping((const char *)data, Unmap{(size_t)status.st_size});
-}
-
-// Gives the memory back that its pages take here. Who reads them again gets them from the kernel's cache, or the disk.
-inline void forget_pages(const Mapping &file) {
-    madvise(const_cast<char *>(file.get()), file.get_deleter().size, MADV_DONTNEED);
-}
-
-// The whole file as text. `limit` bounds what a wrong file can make us allocate.
-inline std::string read_file(const std::string &path, size_t limit) {
-    Mapping file = map_file(path);
-    size_t size = file.get_deleter().size;
-    if (size > limit) fail("%s: is %zu bytes long, expected at most %zu", path.c_str(), size, limit);
-    return std::string(file.get(), size);
-}
-
-// ---- JSON ----------------------------------------------------------------------------------------------------------
-
-// A node takes 64 bytes where the text may take 2, so the bound on the text bounds the memory, too. The header of a
-// model with 10,000 tensors is about 1 MiB long.
-constexpr size_t max_json_bytes = 16 << 20;
-
-struct DeleteJson {
-    void operator()(cJSON *item) const { cJSON_Delete(item); }
-};
-using Json = std::unique_ptr<cJSON, DeleteJson>;
-
-// What a file says, fit for a message, whatever it is: ASCII, and at most 80 characters of it.
-inline std::string printable(std::string text) {
-    if (text.size() > 80) text = text.substr(0, 77) + "...";
-    for (char &c : text) c = c < ' ' || c > '~' ? '?' : c;
-    return text;
-}
-
-inline std::string printable(const cJSON *item) {
-    char *text = cJSON_PrintUnformatted(item);
-    std::string result = printable(std::string(text ? text : "?"));
-    cJSON_free(text);
-    return result;
-}
-
-inline bool is_whole(const cJSON *item, double low, double high) {
-    if (!cJSON_IsNumber(item)) return false;
-    return item->valuedouble >= low && item->valuedouble <= high && item->valuedouble == std::floor(item->valuedouble);
-}
-
-// JSON leaves open which of two equal keys counts, so readers differ; a file that has any is refused.
-inline void refuse_duplicate_keys(const std::string &name, const cJSON *item) {
-    std::set<std::string> keys;
-    for (const cJSON *child = item->child; child; child = child->next) {
-        if (child->string && !keys.insert(child->string).second) {
-            fail("%s: key \"%s\" stands twice in one object", name.c_str(), printable(child->string).c_str());
-        }
-        if (child->child) refuse_duplicate_keys(name, child);
-    }
-}
-
-// `name` is what messages call the text. Throws unless it is one JSON object, with nothing behind it but white space.
-// cJSON refuses nesting deeper than 1,000, so recursion over the result is bounded.
-inline Json parse_json(const std::string &name, const std::string &text) {
-    if (text.size() > max_json_bytes) fail("%s: JSON of %zu bytes is too long", name.c_str(), text.size());
-    const char *end = text.c_str();
-    Json root(cJSON_ParseWithLengthOpts(text.c_str(), text.size() + 1, &end, /*require_null_terminated=*/true));
-    size_t position = std::min((size_t)(end - text.c_str()), text.size());
-    if (!root || text.find('\0') != std::string::npos) {
-        int line = 1 + (int)std::count(text.begin(), text.begin() + (std::ptrdiff_t)position, '\n');
-        fail("%s: not valid JSON near line %d, byte %zu", name.c_str(), line, position);
-    }
-    if (!cJSON_IsObject(root.get())) fail("%s: expected a JSON object", name.c_str());
-    refuse_duplicate_keys(name, root.get());
-    return root;
-}
-
-// A JSON object and the questions a loader asks of it. A key whose value is null counts as missing.
-struct Section {
-    std::string name;     // as messages call it: "DIR/config.json"
-    const cJSON *object;  // nullptr: every key is missing
-
-    const cJSON *find(const char *key) const {
-        const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
-        return item && !cJSON_IsNull(item) ? item : nullptr;
-    }
-    bool has_null(const char *key) const { return cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(object, key)); }
-    [[noreturn]] void refuse(const char *key, const cJSON *item, const std::string &expected) const {
-        fail("%s: %s is %s, expected %s", name.c_str(), key, printable(item).c_str(), expected.c_str());
-    }
-    int integer(const char *key, int low, int high) const {
-        const cJSON *item = find(key);
-        if (!item) fail("%s: %s is missing", name.c_str(), key);
-        if (!is_whole(item, low, high)) {
-            refuse(key, item, "a whole number from " + std::to_string(low) + " to " + std::to_string(high));
-        }
-        return (int)item->valuedouble;
-    }
-    int integer(const char *key, int low, int high, int otherwise) const {
-        return find(key) ? integer(key, low, high) : otherwise;
-    }
-    double number(const char *key, double low, double high, double otherwise) const {
-        const cJSON *item = find(key);
-        if (!item) return otherwise;
-        double value = cJSON_IsNumber(item) ? item->valuedouble : NAN;
-        if (!(value >= low && value <= high)) {
-            char expected[80];
-            snprintf(expected, sizeof expected, "a number from %g to %g", low, high);
-            refuse(key, item, expected);
-        }
-        return value;
-    }
-    bool flag(const char *key, bool otherwise) const {
-        const cJSON *item = find(key);
-        if (item && !cJSON_IsBool(item)) refuse(key, item, "true or false");
-        return item ? cJSON_IsTrue(item) : otherwise;
-    }
-    std::string text(const char *key, const std::string &otherwise) const {
-        const cJSON *item = find(key);
-        if (item && !cJSON_IsString(item)) refuse(key, item, "a text");
-        return item ? item->valuestring : otherwise;
-    }
-    Section section(const char *key) const {
-        const cJSON *item = find(key);
-        if (item && !cJSON_IsObject(item)) refuse(key, item, "an object");
-        return {name + ": " + key, item};
-    }
 };
 
 // ---- config.json ---------------------------------------------------------------------------------------------------
@@ -316,44 +128,70 @@ constexpr Family families[] = {
 constexpr int max_size = 1 << 24;
 constexpr int max_layers = 10000;
 
+// `known`: words with a blank between.
+inline void require_known(const Section &section, const char *what, const std::string &word, const std::string &known) {
+    if (word.find(' ') == std::string::npos && (" " + known + " ").find(" " + word + " ") != std::string::npos) return;
+    fail("%s: %s %s is not supported; supported %s %s", section.name.c_str(), what, printable(word).c_str(),
+         known.find(' ') == std::string::npos ? "is" : "are", known.c_str());
+}
+
 inline const Family &find_family(const Section &config) {
-    std::string wanted;
-    if (const cJSON *list = config.find("architectures")) {
-        if (!cJSON_IsArray(list) || cJSON_GetArraySize(list) != 1 || !cJSON_IsString(list->child)) {
-            config.refuse("architectures", list, "a list of one name");
-        }
-        wanted = list->child->valuestring;
-    }
-    std::string model_type = config.text("model_type", "");
-    if (wanted.empty() && model_type.empty()) fail("%s: architectures is missing", config.name.c_str());
-    std::string known;
+    std::string model_type = config.text("model_type", ""), wanted = model_type, known;
+    const cJSON *list = config.find("architectures");
+    if (list && (!cJSON_IsArray(list) || cJSON_GetArraySize(list) != 1 || !cJSON_IsString(list->child)))
+        config.refuse("architectures", list, "a list of one name");
+    if (list) wanted = list->child->valuestring;
+    if (wanted.empty()) config.need("architectures");
     for (const Family &family : families) {
-        known += std::string(" ") + family.architecture;
-        bool same_type = model_type == family.model_type;
-        if (wanted.empty() ? !same_type : wanted != family.architecture) continue;
-        if (!same_type && !model_type.empty()) {
+        known += (known.empty() ? "" : " ") + std::string(family.architecture);
+        if (wanted != (list ? family.architecture : family.model_type)) continue;
+        if (!model_type.empty() && model_type != family.model_type) {
             fail("%s: model_type is %s, but %s asks for %s", config.name.c_str(), printable(model_type).c_str(),
                  family.architecture, family.model_type);
         }
         return family;
     }
-    fail("%s: architecture %s is not supported; supported are%s", config.name.c_str(),
-         printable(wanted.empty() ? model_type : wanted).c_str(), known.c_str());
+    fail("%s: architecture %s is not supported; supported are %s", config.name.c_str(), printable(wanted).c_str(),
+         known.c_str());
 }
 
-// Things that would change the result and that this engine does not do.
-inline void refuse_unsupported(const Section &config, const std::string &dtype) {
-    const char *name = config.name.c_str();
-    std::string activation = config.text("hidden_act", "silu");
-    if (activation != "silu" && activation != "swish") {  // two names of x * sigmoid(x)
-        fail("%s: hidden_act %s is not supported; supported is silu", name, printable(activation).c_str());
-    }
-    if (const cJSON *item = config.find("quantization_config")) {
-        fail("%s: quantization_config %s: quantized weights are not supported; supported are F32 F16 BF16", name,
-             printable(item).c_str());
-    }
-    if (dtype != "" && dtype != "float32" && dtype != "float16" && dtype != "bfloat16") {
-        fail("%s: dtype %s is not supported; supported are float32 float16 bfloat16", name, printable(dtype).c_str());
+// Whether a key asks for nothing: `neutral` or a list of nothing else, false being 0 and true 1; or nothing at all.
+inline bool is_neutral(const cJSON *item, double neutral) {
+    if (cJSON_IsNumber(item)) return std::fabs(item->valuedouble - neutral) <= 1e-6 * std::fabs(neutral);
+    if (cJSON_IsBool(item)) return cJSON_IsTrue(item) == (neutral != 0);
+    if (cJSON_IsString(item)) return !*item->valuestring;
+    for (const cJSON *child = item->child; child; child = child->next)
+        if (!cJSON_IsArray(item) || !is_neutral(child, neutral)) return false;
+    return true;
+}
+
+// What other architectures compute differently and no tensor shows: Granite, Cohere, MiniCPM, Falcon-H1 scale
+// embedding, residual stream, scores or logits; Gemma 2 and OLMo cut them off; SmolLM3, Llama 4, MPT and DeepSeek place
+// tokens in other ways; then experts, the order of a layer's steps, and norms of q and k. By the value that changes
+// nothing:
+inline void refuse_foreign_keys(const Section &config, const Family &family, const Config &sizes) {
+    const std::pair<double, const char *> table[] = {
+        {1,
+         "embedding_multiplier residual_multiplier logits_scaling logit_scale scale_emb lm_head_multiplier "
+         "key_multiplier attention_in_multiplier attention_out_multiplier mlp_multipliers no_rope_layers "
+         "partial_rotary_factor rotary_pct"},
+        {0,
+         "attn_logit_softcapping final_logit_softcapping attn_logit_softcap clip_qkv no_rope_layer_interval "
+         "nope_layer_interval attention_chunk_size attn_temperature_tuning rope_interleave alibi kv_lora_rank "
+         "num_experts num_local_experts n_routed_experts use_parallel_residual parallel_attn"},
+        {family.qk_norm, "use_qk_norm qk_layernorm"},
+        {1 / std::sqrt(sizes.head_dim), "attention_multiplier"},
+        {sizes.head_dim, "query_pre_attn_scalar"},
+        {std::sqrt(sizes.layers), "scale_depth"},
+        {sizes.hidden, "dim_model_base"}};
+    for (const auto &[neutral, keys] : table) {
+        std::istringstream words(keys);
+        for (std::string key; words >> key;) {
+            const cJSON *item = config.find(key.c_str());
+            if (item && !is_neutral(item, neutral))
+                config.refuse(key.c_str(), item,
+                              formatted("%g, or no such key: %s computes without it", neutral, family.architecture));
+        }
     }
 }
 
@@ -398,25 +236,18 @@ inline void read_rope(const Section &config, Config &out) {
         if (cJSON_IsObject(item))
             rope.refuse(printable(item->string).c_str(), item, "no object: one RoPE for all layers");
     }
-    if (rope.number("partial_rotary_factor", 0, 1, config.number("partial_rotary_factor", 0, 1, 1)) != 1) {
-        fail("%s: partial_rotary_factor is not supported; supported is 1", config.name.c_str());
-    }
+    if (rope.number("partial_rotary_factor", 0, 1, 1) != 1)
+        fail("%s: partial_rotary_factor is not supported; supported is 1", name);
     out.rope_theta = rope.number("rope_theta", 1, 1e15, config.number("rope_theta", 1, 1e15, 10000));
 
     std::string type = rope.text("rope_type", rope.text("type", "default"));
     if (type == "default") return;
-    if (type != "linear" && type != "llama3") {
-        fail("%s: rope_type %s is not supported; supported are default linear llama3", name, printable(type).c_str());
-    }
+    require_known(rope, "rope_type", type, "default linear llama3");
     out.rope.kind = type == "linear" ? RopeScaling::linear : RopeScaling::llama3;
-    if (!rope.find("factor")) fail("%s: factor is missing", name);
-    out.rope.factor = rope.number("factor", 1e-6, 1e6, 1);
+    out.rope.factor = rope.number("factor", 1e-6, 1e6);
     if (type == "linear") return;
-    for (const char *key : {"low_freq_factor", "high_freq_factor"}) {
-        if (!rope.find(key)) fail("%s: %s is missing", name, key);
-    }
-    out.rope.low_freq_factor = rope.number("low_freq_factor", 1e-6, 1e6, 1);
-    out.rope.high_freq_factor = rope.number("high_freq_factor", 1e-6, 1e6, 4);
+    out.rope.low_freq_factor = rope.number("low_freq_factor", 1e-6, 1e6);
+    out.rope.high_freq_factor = rope.number("high_freq_factor", 1e-6, 1e6);
     if (out.rope.high_freq_factor <= out.rope.low_freq_factor) {
         fail("%s: high_freq_factor is %g, expected more than low_freq_factor, %g", name, out.rope.high_freq_factor,
              out.rope.low_freq_factor);
@@ -426,7 +257,7 @@ inline void read_rope(const Section &config, Config &out) {
 }
 
 // Mistral: every layer slides. Qwen: only with use_sliding_window, and then the layers from max_window_layers on, or
-// those that layer_types names. Llama: none.
+// those that layer_types names. Llama: none. Of these two, layer_types may say nothing else.
 inline void read_windows(const Section &config, const Family &family, Config &out) {
     bool qwen = out.model_type == "qwen2" || out.model_type == "qwen3";
     if (family.window > 0 && (!qwen || config.flag("use_sliding_window", false))) {
@@ -436,7 +267,7 @@ inline void read_windows(const Section &config, const Family &family, Config &ou
     int first = qwen ? config.integer("max_window_layers", 0, max_layers, 28) : 0;
     for (int layer = 0; layer < out.layers; layer++) out.windows.push_back(layer < first ? 0 : out.window);
 
-    const cJSON *types = qwen ? config.find("layer_types") : nullptr;
+    const cJSON *types = config.find("layer_types");
     if (!types) return;
     if (!cJSON_IsArray(types) || cJSON_GetArraySize(types) != out.layers) {
         config.refuse("layer_types", types, "a list of " + std::to_string(out.layers) + " (num_hidden_layers) names");
@@ -444,9 +275,9 @@ inline void read_windows(const Section &config, const Family &family, Config &ou
     const cJSON *type = types->child;
     for (int &window : out.windows) {
         std::string word = cJSON_IsString(type) ? type->valuestring : "";
-        if (word != "full_attention" && word != "sliding_attention") {
-            config.refuse("an entry of layer_types", type, "full_attention or sliding_attention");
-        }
+        const char *other = qwen || window ? "sliding_attention" : "full_attention";
+        if (word != other && (!qwen || word != "full_attention"))
+            config.refuse("an entry of layer_types", type, (qwen ? "full_attention or " : "") + std::string(other));
         window = word == "full_attention" ? 0 : out.window;
         if (word == "sliding_attention" && window == 0) {
             fail("%s: layer_types has sliding_attention, but use_sliding_window and sliding_window give no window",
@@ -488,8 +319,15 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     out.model_type = family.model_type;
     out.dtype = config.text("dtype", config.text("torch_dtype", ""));
     if (out.dtype.rfind("torch.", 0) == 0) out.dtype = out.dtype.substr(6);
-    refuse_unsupported(config, out.dtype);
+    if (!out.dtype.empty()) require_known(config, "dtype", out.dtype, "float32 float16 bfloat16");
+    for (const char *key : {"hidden_act", "hidden_activation"}) {
+        std::string activation = config.text(key, "silu");
+        require_known(config, key, activation == "swish" ? "silu" : activation, "silu");  // two names: x * sigmoid(x)
+    }
+    if (const cJSON *item = config.find("quantization_config"))
+        config.refuse("quantization_config", item, "weights as they were trained, in F32 F16 BF16, and no such key");
     read_sizes(config, family, out);
+    refuse_foreign_keys(config, family, out);
     read_rope(config, out);
     read_windows(config, family, out);
     read_special_ids(config, generation, family, out);
@@ -505,7 +343,8 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     return out;
 }
 
-inline Config load_config(const std::string &directory) {
+// The text of DIR/config.json, and what messages call it.
+inline std::pair<std::string, std::string> read_config_file(const std::string &directory) {
     const char *expected = "expected the directory that holds config.json and model.safetensors";
     struct stat status;
     if (stat(directory.c_str(), &status) != 0)
@@ -513,7 +352,11 @@ inline Config load_config(const std::string &directory) {
     if (!S_ISDIR(status.st_mode)) fail("%s: is a file, %s", directory.c_str(), expected);
     std::string name = join_path(directory, "config.json");
     if (!file_exists(name)) fail("%s: no such file; %s", name.c_str(), expected);
-    std::string text = read_file(name, max_json_bytes);
+    return {name, read_file(name, max_json_bytes)};
+}
+
+inline Config load_config(const std::string &directory) {
+    auto [name, text] = read_config_file(directory);
     std::string generation = join_path(directory, "generation_config.json");
     return parse_config(name, text, generation,
                         file_exists(generation) ? read_file(generation, max_json_bytes) : std::string());
@@ -536,12 +379,6 @@ struct TensorTable {
     std::map<std::string, StoredTensor> tensors;
 };
 
-inline std::string shape_text(const std::vector<int64_t> &shape) {
-    std::string text = "[";
-    for (size_t i = 0; i < shape.size(); i++) text += (i ? ", " : "") + std::to_string(shape[i]);
-    return text + "]";
-}
-
 // Bytes of an element of each type the format has; 0: not known here, so its size is not checked. Only F32, F16 and
 // BF16 can be used; others may lie in the file beside them.
 inline size_t stored_dtype_bytes(const std::string &dtype) {
@@ -553,8 +390,7 @@ inline size_t stored_dtype_bytes(const std::string &dtype) {
 }
 
 inline std::vector<int64_t> read_counts(const Section &tensor, const char *key) {
-    const cJSON *list = tensor.find(key);
-    if (!list) fail("%s: %s is missing", tensor.name.c_str(), key);
+    const cJSON *list = tensor.need(key);
     if (!cJSON_IsArray(list)) tensor.refuse(key, list, "a list of whole numbers");
     std::vector<int64_t> counts;
     for (const cJSON *item = list->child; item; item = item->next) {
@@ -569,7 +405,7 @@ inline StoredTensor read_entry(const std::string &file, const cJSON *item, const
     Section entry{file + ": tensor " + printable(item->string), item};
     const char *name = entry.name.c_str();
     if (!cJSON_IsObject(item)) fail("%s: expected an object", name);
-    if (!entry.find("dtype")) fail("%s: dtype is missing", name);
+    entry.need("dtype");
     StoredTensor tensor;
     tensor.file = file;
     tensor.dtype = entry.text("dtype", "");
@@ -593,7 +429,7 @@ inline StoredTensor read_entry(const std::string &file, const cJSON *item, const
     }
     if (element && expected != tensor.bytes) {
         fail("%s has %zu bytes, its shape %s in %s asks for %zu", name, tensor.bytes,
-             printable(shape_text(tensor.shape)).c_str(), tensor.dtype.c_str(), expected);
+             printable(json_of(tensor.shape)).c_str(), tensor.dtype.c_str(), expected);
     }
     return tensor;
 }
@@ -651,8 +487,8 @@ inline TensorTable parse_safetensors(const std::string &name, const char *bytes,
 // The shards that the index names, each opened once; a tensor is taken from the shard the index gives.
 inline TensorTable open_shards(const std::string &directory, const std::string &index, std::vector<Mapping> &files) {
     Json root = parse_json(index, read_file(index, max_json_bytes));
-    Section map = Section{index, root.get()}.section("weight_map");
-    if (!map.object) fail("%s: weight_map is missing", index.c_str());
+    Section whole{index, root.get()}, map = whole.section("weight_map");
+    whole.need("weight_map");
     TensorTable all{index, {}};
     std::map<std::string, TensorTable> shards;
     for (const cJSON *item = map.object->child; item; item = item->next) {
@@ -695,6 +531,7 @@ inline TensorTable open_weights(const std::string &directory, std::vector<Mappin
 struct Binder {
     const TensorTable &table;
     Model &model;
+    std::set<std::string> taken = {};
 
     const StoredTensor *find(const std::string &name) const {
         auto found = table.tensors.find(name);
@@ -708,8 +545,9 @@ struct Binder {
         }
         if (stored->shape != shape) {
             fail("%s: tensor %s has shape %s, config.json asks for %s", stored->file.c_str(), name.c_str(),
-                 printable(shape_text(stored->shape)).c_str(), shape_text(shape).c_str());
+                 printable(json_of(stored->shape)).c_str(), json_of(shape).c_str());
         }
+        taken.insert(name);
         Tensor tensor{stored->data, DType::f32, shape.size() == 1 ? 1 : shape[0], shape.back()};
         if (stored->dtype == "F16") {
             tensor.type = DType::f16;
@@ -769,6 +607,20 @@ inline void bind_embedding_and_head(Binder &binder, Model &model) {
     model.head = model.config.tied ? model.embedding : binder.take("lm_head.weight", shape);
 }
 
+// A tensor of the model proper that nothing here reads means another computation than this one: an architecture under
+// another's name, a bias the config does not speak of, more layers than it says. Left aside, as in Transformers, are
+// the RoPE tables that old Llamas store (rotary_emb.inv_freq), which follow from the config, and what stands beside the
+// model: heads for other tasks (score, v_head).
+inline void refuse_unused(const Binder &binder) {
+    for (const auto &[name, tensor] : binder.table.tensors) {
+        bool inside = name.rfind("model.", 0) == 0 || name.rfind("lm_head.", 0) == 0;
+        if (!inside || binder.taken.count(name) || name.find("rotary_emb.") != std::string::npos) continue;
+        const Config &config = binder.model.config;
+        fail("%s: tensor %s is none of a %s with %d layers: config.json must name the architecture it belongs to",
+             tensor.file.c_str(), printable(name).c_str(), config.architecture.c_str(), config.layers);
+    }
+}
+
 // Points the model's tensors into the table's; the caller keeps what the table points into alive.
 inline Model bind_weights(Config config, const TensorTable &table) {
     Model model;
@@ -779,6 +631,7 @@ inline Model bind_weights(Config config, const TensorTable &table) {
         model.layers.push_back(bind_layer(binder, model.config, layer));
     }
     model.final_norm = binder.take("model.norm.weight", {model.config.hidden});
+    refuse_unused(binder);
     return model;
 }
 
@@ -789,4 +642,78 @@ inline Model load_model(const std::string &directory) {
     Model model = bind_weights(std::move(config), table);
     model.files = std::move(files);
     return model;
+}
+
+// ---- The cache of any checkpoint -----------------------------------------------------------------------------------
+
+// What a cache's size follows from, also of architectures that do not run here.
+struct CacheSizes {
+    std::string architecture, why_not;  // why_not: the line that load_model() fails with; "": it runs
+    int layers = 0;                     // with keys and values: not those of linear attention or convolutions
+    int kv_heads = 0, key_width = 0, value_width = 0;  // MLA: 1, rank + rope, 0: a value is a part of its key
+    int context = 0;                                   // 0: the config does not say
+    std::vector<int> windows;                          // (layers), as in Config
+};
+
+inline CacheSizes read_cache_sizes(const std::string &name, const std::string &text) {
+    CacheSizes out;
+    try {
+        Config config = parse_config(name, text, "", "");
+        return {
+            config.architecture, "", config.layers, config.kv_heads, config.head_dim, config.head_dim, config.context,
+            config.windows};
+    } catch (const Error &error) {
+        out.why_not = error.what();
+    }
+    Json root = parse_json(name, text);
+    Section config{name, root.get()};
+    const cJSON *names = config.find("architectures");
+    bool named = cJSON_IsArray(names) && cJSON_IsString(names->child);
+    out.architecture = named ? names->child->valuestring : config.text("model_type", "unknown");
+    for (const char *key : {"text_config", "llm_config", "language_config"})  // of models that also see or hear
+        if (config.find(key)) config = config.section(key);
+    // The first of these spellings that is there; without `otherwise` one must be.
+    auto size = [&](std::initializer_list<const char *> keys, int most, int otherwise = -1) {
+        for (const char *key : keys)
+            if (config.find(key)) return config.integer(key, 1, most);
+        return otherwise >= 0 ? otherwise : config.integer(*keys.begin(), 1, most);
+    };
+    out.windows.resize((size_t)size({"num_hidden_layers", "n_layer", "n_layers", "num_layers"}, max_layers));
+    out.context = size({"max_position_embeddings", "n_positions", "max_seq_len", "seq_length"}, 1 << 30, 0);
+    if (const cJSON *types = config.find("layer_types"); cJSON_IsArray(types)) {
+        out.windows.clear();
+        for (const cJSON *type = types->child; type; type = type->next) {
+            std::string word = cJSON_IsString(type) ? type->valuestring : "";
+            if (word.find("attention") == std::string::npos || word == "linear_attention") continue;
+            out.windows.push_back(word == "sliding_attention" ? size({"sliding_window"}, 1 << 30) : 0);
+        }
+    }
+    int shared = config.integer("num_kv_shared_layers", 0, (int)out.windows.size(), 0);  // read those of layers before
+    out.windows.resize(out.windows.size() - (size_t)shared);
+    out.layers = (int)out.windows.size();
+    if (config.find("kv_lora_rank")) {  // DeepSeek-AI 2024, DeepSeek-V2, section 2.1: one row for all heads
+        out.kv_heads = 1;
+        out.key_width = config.integer("kv_lora_rank", 1, max_size) + config.integer("qk_rope_head_dim", 0, max_size);
+        return out;
+    }
+    int heads = size({"num_attention_heads", "n_head", "n_heads"}, max_size);
+    out.kv_heads = config.flag("multi_query", false) ? 1 : heads;
+    out.kv_heads =
+        size({"num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"}, max_size, out.kv_heads);
+    out.key_width = size({"head_dim", "kv_channels"}, max_size, 0);
+    if (!out.key_width) out.key_width = size({"hidden_size", "n_embd", "d_model"}, max_size) / heads;
+    out.value_width = size({"v_head_dim"}, max_size, out.key_width);
+    return out;
+}
+
+// Refuses only what holds no sizes; what load_model() refuses stands in why_not.
+inline CacheSizes load_cache_sizes(const std::string &directory) {
+    auto [name, text] = read_config_file(directory);
+    CacheSizes sizes = read_cache_sizes(name, text);
+    try {
+        if (sizes.why_not.empty()) load_model(directory);
+    } catch (const Error &error) {
+        sizes.why_not = error.what();
+    }
+    return sizes;
 }

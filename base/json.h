@@ -1,0 +1,312 @@
+// What everything stands on that reads or writes: errors of one line, files, and JSON, read and written.
+#pragma once
+
+#include <cjson/cJSON.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+// ---- What went wrong, in one line ----------------------------------------------------------------------------------
+
+struct Error : std::runtime_error {
+    int status;  // that the program ends with: 2, the input is wrong; 1, it could not finish
+    explicit Error(const std::string &line, int status = 2) : std::runtime_error(line), status(status) {}
+};
+
+// printf into a string.
+__attribute__((format(printf, 1, 0))) inline std::string vformatted(const char *format, va_list arguments) {
+    va_list again;
+    va_copy(again, arguments);
+    std::string text((size_t)std::max(0, vsnprintf(nullptr, 0, format, again)), '\0');
+    va_end(again);
+    vsnprintf(text.data(), text.size() + 1, format, arguments);
+    return text;
+}
+
+__attribute__((format(printf, 1, 2))) inline std::string formatted(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    std::string text = vformatted(format, arguments);
+    va_end(arguments);
+    return text;
+}
+
+// Throws Error with the formatted line, cut at 5,000 bytes (a path may have 4,096). Control characters become '?'.
+[[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    std::string line = vformatted(format, arguments).substr(0, 5000);
+    va_end(arguments);
+    for (char &c : line) c = (unsigned char)c < ' ' || c == 127 ? '?' : c;
+    throw Error(line);
+}
+
+// ---- Files ---------------------------------------------------------------------------------------------------------
+
+struct Unmap {
+    size_t size = 0;
+    void operator()(const char *data) const { munmap(const_cast<char *>(data), size); }
+};
+using Mapping = std::unique_ptr<const char, Unmap>;  // a whole file, read-only; its size is get_deleter().size
+
+inline std::string join_path(const std::string &directory, const std::string &name) {
+    return !directory.empty() && directory.back() == '/' ? directory + name : directory + "/" + name;
+}
+
+inline bool file_exists(const std::string &path) {
+    struct stat status;
+    return stat(path.c_str(), &status) == 0;
+}
+
+// Maps a regular file that is not empty. O_NONBLOCK: opening a FIFO must not wait for somebody to write to it.
+inline Mapping map_file(const std::string &path) {
+    int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (descriptor < 0) fail("%s: cannot open it: %s", path.c_str(), strerror(errno));
+    struct stat status;
+    const char *problem = nullptr;
+    void *data = MAP_FAILED;
+    if (fstat(descriptor, &status) != 0) {
+        problem = strerror(errno);
+    } else if (!S_ISREG(status.st_mode)) {
+        problem = S_ISDIR(status.st_mode) ? "is a directory, expected a file" : "is not a regular file";
+    } else if (status.st_size == 0) {
+        problem = "is empty";
+    } else {
+        data = mmap(nullptr, (size_t)status.st_size, PROT_READ, MAP_PRIVATE, descriptor, 0);
+        if (data == MAP_FAILED) problem = strerror(errno);
+    }
+    close(descriptor);
+    if (problem) fail("%s: %s", path.c_str(), problem);
+    return Mapping((const char *)data, Unmap{(size_t)status.st_size});
+}
+
+// Gives the memory back that its pages take here. Who reads them again gets them from the kernel's cache, or the disk.
+inline void forget_pages(const Mapping &file) {
+    madvise(const_cast<char *>(file.get()), file.get_deleter().size, MADV_DONTNEED);
+}
+
+// The whole file as text. `limit` bounds what a wrong file can make us allocate.
+inline std::string read_file(const std::string &path, size_t limit) {
+    Mapping file = map_file(path);
+    size_t size = file.get_deleter().size;
+    if (size > limit) fail("%s: is %zu bytes long, expected at most %zu", path.c_str(), size, limit);
+    return std::string(file.get(), size);
+}
+
+// ---- JSON, read
+// ----------------------------------------------------------------------------------------------------------
+
+// A node takes 64 bytes where the text may take 2, so the bound on the text bounds the memory, too. The header of a
+// model with 10,000 tensors is about 1 MiB long.
+constexpr size_t max_json_bytes = 16 << 20;
+
+struct DeleteJson {
+    void operator()(cJSON *item) const { cJSON_Delete(item); }
+};
+using Json = std::unique_ptr<cJSON, DeleteJson>;
+
+// What a file says, fit for a message, whatever it is: ASCII, and at most 80 characters of it.
+inline std::string printable(std::string text) {
+    if (text.size() > 80) text = text.substr(0, 77) + "...";
+    for (char &c : text) c = c < ' ' || c > '~' ? '?' : c;
+    return text;
+}
+
+inline std::string printable(const cJSON *item) {
+    char *text = cJSON_PrintUnformatted(item);
+    std::string result = printable(std::string(text ? text : "?"));
+    cJSON_free(text);
+    return result;
+}
+
+inline bool is_whole(const cJSON *item, double low, double high) {
+    if (!cJSON_IsNumber(item)) return false;
+    return item->valuedouble >= low && item->valuedouble <= high && item->valuedouble == std::floor(item->valuedouble);
+}
+
+// JSON leaves open which of two equal keys counts, so readers differ; a file that has any is refused.
+inline void refuse_duplicate_keys(const std::string &name, const cJSON *item) {
+    std::set<std::string> keys;
+    for (const cJSON *child = item->child; child; child = child->next) {
+        if (child->string && !keys.insert(child->string).second) {
+            fail("%s: key \"%s\" stands twice in one object", name.c_str(), printable(child->string).c_str());
+        }
+        if (child->child) refuse_duplicate_keys(name, child);
+    }
+}
+
+// `name` is what messages call the text. Throws unless it is one JSON object, with nothing behind it but white space.
+// cJSON refuses nesting deeper than 1,000, so recursion over the result is bounded.
+inline Json parse_json(const std::string &name, const std::string &text) {
+    if (text.size() > max_json_bytes) fail("%s: JSON of %zu bytes is too long", name.c_str(), text.size());
+    const char *end = text.c_str();
+    Json root(cJSON_ParseWithLengthOpts(text.c_str(), text.size() + 1, &end, /*require_null_terminated=*/true));
+    size_t position = std::min((size_t)(end - text.c_str()), text.size());
+    if (!root || text.find('\0') != std::string::npos) {
+        int line = 1 + (int)std::count(text.begin(), text.begin() + (std::ptrdiff_t)position, '\n');
+        fail("%s: not valid JSON near line %d, byte %zu", name.c_str(), line, position);
+    }
+    if (!cJSON_IsObject(root.get())) fail("%s: expected a JSON object", name.c_str());
+    refuse_duplicate_keys(name, root.get());
+    return root;
+}
+
+// A JSON object and the questions a loader asks of it. A key whose value is null counts as missing.
+struct Section {
+    std::string name;     // as messages call it: "DIR/config.json"
+    const cJSON *object;  // nullptr: every key is missing
+
+    const cJSON *find(const char *key) const {
+        const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
+        return item && !cJSON_IsNull(item) ? item : nullptr;
+    }
+    bool has_null(const char *key) const { return cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(object, key)); }
+    [[noreturn]] void refuse(const char *key, const cJSON *item, const std::string &expected) const {
+        fail("%s: %s is %s, expected %s", name.c_str(), key, printable(item).c_str(), expected.c_str());
+    }
+    const cJSON *need(const char *key) const {
+        const cJSON *item = find(key);
+        if (!item) fail("%s: %s is missing", name.c_str(), key);
+        return item;
+    }
+    int integer(const char *key, int low, int high) const {
+        const cJSON *item = need(key);
+        if (!is_whole(item, low, high)) refuse(key, item, formatted("a whole number from %d to %d", low, high));
+        return (int)item->valuedouble;
+    }
+    int integer(const char *key, int low, int high, int otherwise) const {
+        return find(key) ? integer(key, low, high) : otherwise;
+    }
+    double number(const char *key, double low, double high) const {
+        const cJSON *item = need(key);
+        double value = cJSON_IsNumber(item) ? item->valuedouble : NAN;
+        if (!(value >= low && value <= high)) refuse(key, item, formatted("a number from %g to %g", low, high));
+        return value;
+    }
+    double number(const char *key, double low, double high, double otherwise) const {
+        return find(key) ? number(key, low, high) : otherwise;
+    }
+    bool flag(const char *key, bool otherwise) const {
+        const cJSON *item = find(key);
+        if (item && !cJSON_IsBool(item)) refuse(key, item, "true or false");
+        return item ? cJSON_IsTrue(item) : otherwise;
+    }
+    std::string text(const char *key, const std::string &otherwise) const {
+        const cJSON *item = find(key);
+        if (item && !cJSON_IsString(item)) refuse(key, item, "a text");
+        return item ? item->valuestring : otherwise;
+    }
+    Section section(const char *key) const {
+        const cJSON *item = find(key);
+        if (item && !cJSON_IsObject(item)) refuse(key, item, "an object");
+        return {name + ": " + key, item};
+    }
+};
+
+// ---- Results, described once: as text for a reader, as JSON for a program ------------------------------------------
+
+// A number with all its digits, as few as give it back; null if it is infinite or none.
+template <class Number, class = std::enable_if_t<std::is_arithmetic_v<Number>>>
+std::string json_of(Number number) {
+    if constexpr (std::is_same_v<Number, bool>) return number ? "true" : "false";
+    if constexpr (std::is_integral_v<Number>) return std::to_string(number);
+    const double value = (double)number;
+    if (!std::isfinite(value)) return "null";
+    if (value == std::floor(value) && std::fabs(value) < 1e18) return formatted("%.0f", value);
+    int digits = 15;
+    while (digits < 17 && strtod(formatted("%.*g", digits, value).c_str(), nullptr) != value) digits++;
+    return formatted("%.*g", digits, value);
+}
+
+inline std::string json_of(const std::string &text) {  // which may hold NUL
+    std::string json = "\"";
+    for (char c : text) {
+        if (c == '"' || c == '\\') json += '\\';
+        json += c == '\n' ? "\\n" : (unsigned char)c < ' ' ? formatted("\\u%04x", c) : std::string(1, c);
+    }
+    return json + '"';
+}
+
+inline std::string joined(const std::vector<std::string> &items, const char *between) {
+    std::string all;
+    for (const std::string &item : items) all += (all.empty() ? "" : between) + item;
+    return all;
+}
+
+template <class Number>
+std::string json_of(const std::vector<Number> &list) {
+    std::vector<std::string> items;
+    for (Number number : list) items.push_back(json_of(number));
+    return "[" + joined(items, ", ") + "]";
+}
+
+// What a command found, or a row or a part of it. In the order of the calls: what has a key stands in the JSON, what
+// has a text stands in the text, as it is given (several values may share a line). For example
+//   Report report;
+//   report.add("tokens", 12, formatted("prefill  %6d tokens", 12)).add("seconds", 0.5, "  24.0 tokens/s\n");
+// says "prefill      12 tokens  24.0 tokens/s" or {"tokens": 12, "seconds": 0.5}.
+class Report {
+public:
+    std::string text;
+    std::string heads;  // over the columns of such rows: over numbers on the right, else behind the text's blanks
+
+    template <class Value>
+    Report &add(const char *key, const Value &value, const std::string &shown = "", const std::string &head = "") {
+        put(key, json_of(value), json_of(value));
+        size_t missing = shown.size() - std::min(shown.size(), head.size());
+        size_t before = std::is_arithmetic_v<Value> ? missing : std::min(missing, shown.find_first_not_of(' '));
+        heads += std::string(before, ' ') + head + std::string(missing - before, ' ');
+        text += shown;
+        return *this;
+    }
+    Report &add(const char *key, const Report &object) {
+        put(key, object.json(), object.json());
+        return say(object.text);
+    }
+    Report &say(const std::string &shown) {
+        text += shown;
+        heads += std::string(shown.size(), ' ');
+        return *this;
+    }
+    // Rows whose text is shown elsewhere; table() shows it here, under the heads, a line a row.
+    Report &list(const char *key, const std::vector<Report> &rows) {
+        std::vector<std::string> items;
+        for (const Report &row : rows) items.push_back(row.json());
+        put(key, "[" + joined(items, ", ") + "]", rows.empty() ? "[]" : "[\n    " + joined(items, ",\n    ") + "\n  ]");
+        return *this;
+    }
+    Report &table(const char *key, const std::vector<Report> &rows) {
+        if (!rows.empty()) say(rows[0].heads.substr(0, rows[0].heads.find_last_not_of(' ') + 1) + "\n");
+        for (const Report &row : rows) say(row.text + "\n");
+        return list(key, rows);
+    }
+    std::string json() const { return "{" + joined(short_items, ", ") + "}"; }
+    // The JSON to standard output, a key a line; or else the text to `readers`.
+    void print(bool as_json, FILE *readers = stdout) const {
+        std::string all = as_json ? "{\n  " + joined(long_items, ",\n  ") + "\n}\n" : text;
+        fwrite(all.data(), 1, all.size(), as_json ? stdout : readers);
+    }
+
+private:
+    std::vector<std::string> short_items, long_items;  // "key": value; the long ones have a line for each row of a list
+    void put(const std::string &key, const std::string &brief, const std::string &broken) {
+        short_items.push_back(json_of(key) + ": " + brief);
+        long_items.push_back(json_of(key) + ": " + broken);
+    }
+};

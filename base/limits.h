@@ -1,0 +1,84 @@
+// What of the machine this process may use: memory and threads, by the machine, its container (cgroups), its
+// environment.
+#pragma once
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <fstream>
+#include <string>
+#include <vector>
+
+// The number behind `key` in a file of the kernel's ("MemAvailable: 123 kB"); "": the file's first. `otherwise` where
+// there is none: no such file, or "max".
+inline double kernel_number(const std::string &path, const std::string &key, double otherwise) {
+    std::ifstream file(path);
+    std::string word;
+    while (!key.empty() && file >> word && word != key) continue;
+    double number;
+    return file >> number ? number : otherwise;
+}
+
+// The folders of the cgroups this process is in, and of all around them. `controller`: "memory", "cpu" of version 1;
+// "": version 2. A container sees its own folder at the top, whatever the path says; so paths need not exist. `root`
+// stands before every path, for tests.
+inline std::vector<std::string> cgroup_folders(const std::string &root, const std::string &controller) {
+    std::vector<std::string> folders;
+    std::ifstream groups(root + "/proc/self/cgroup");
+    for (std::string line; std::getline(groups, line);) {  // "4:cpu,cpuacct:/a/b", version 2: "0::/a/b"
+        size_t first = line.find(':'), second = line.find(':', first + 1);
+        if (second == std::string::npos) continue;
+        std::string names = "," + line.substr(first + 1, second - first - 1) + ",";
+        if (names.find("," + controller + ",") == std::string::npos) continue;
+        for (std::string path = line.substr(second + 1);; path.resize(path.rfind('/'))) {
+            if (path == "/") path = "";
+            folders.push_back(root + "/sys/fs/cgroup/" + controller + path + "/");
+            if (controller.empty()) folders.push_back(root + "/sys/fs/cgroup/unified" + path + "/");
+            if (path.rfind('/') == std::string::npos) break;
+        }
+    }
+    return folders;
+}
+
+struct FreeMemory {
+    double bytes;
+    std::string where;  // "this machine" or "this container": whichever has less
+};
+
+// What can be had without swapping. A cgroup's page cache, such as weights read before, gives way like free memory.
+inline FreeMemory free_memory_of_host(const std::string &root = "") {
+    double machine = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE);
+    FreeMemory least{kernel_number(root + "/proc/meminfo", "MemAvailable:", machine / 1024) * 1024, "this machine"};
+    auto look_into = [&](const std::string &folder, const char *most, const char *used, const std::string &total) {
+        double bytes = kernel_number(folder + most, "", INFINITY) - kernel_number(folder + used, "", 0);
+        for (const char *cached : {"inactive_file", "active_file"})
+            bytes += kernel_number(folder + "memory.stat", total + cached, 0);
+        if (bytes < least.bytes) least = {std::max(0.0, bytes), "this container"};
+    };
+    for (auto &folder : cgroup_folders(root, "")) look_into(folder, "memory.max", "memory.current", "");
+    for (auto &folder : cgroup_folders(root, "memory"))
+        look_into(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_");
+    return least;
+}
+
+// As many as may run at once: the processors of this process, a cgroup's share of time, OMP_NUM_THREADS; at least 1.
+inline int usable_threads(const std::string &root = "") {
+    cpu_set_t set;
+    double threads = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : sysconf(_SC_NPROCESSORS_ONLN);
+    auto share = [&](double quota, double period) {  // microseconds in each period; no quota: -1 or "max"
+        if (quota > 0 && period > 0) threads = std::min(threads, std::ceil(quota / period));
+    };
+    for (auto &folder : cgroup_folders(root, "")) {
+        std::ifstream file(folder + "cpu.max");
+        double quota, period;
+        if (file >> quota >> period) share(quota, period);
+    }
+    for (auto &folder : cgroup_folders(root, "cpu"))
+        share(kernel_number(folder + "cpu.cfs_quota_us", "", -1), kernel_number(folder + "cpu.cfs_period_us", "", -1));
+    const char *wanted = getenv("OMP_NUM_THREADS");  // "4", or "4,2" for nested teams
+    double asked = wanted ? strtod(wanted, nullptr) : 0;
+    return (int)std::max(1.0, asked >= 1 ? std::min(threads, asked) : threads);
+}
