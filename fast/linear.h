@@ -56,6 +56,7 @@ template <int N>
 struct SideBySide {
     const float *start;
     Vec at(int i, int c) const { return load(start + c * N + i * lanes); }
+    void ask(int i, int c) const { prefetch(start + c * N + i * lanes); }
 };
 
 // sums (T, R) = R rows times T tokens, over some channels. Lanes of sums that were begun in other channels come from
@@ -87,7 +88,10 @@ __attribute__((flatten)) void tile(float *sums, float *partial, bool first, bool
         if (rest > 0)
             add_products([&](int r) { return rows.part(r, c, rest); }, [&](int t) { return tokens.part(t, c, rest); });
     } else {
-        for (; c < channels; c += lanes) add_channels(c);
+        for (; c < channels; c += lanes) {
+            unrolled<T>([&](auto t) { tokens.ask(t, c); });
+            add_channels(c);
+        }
     }
     if (!last) return unrolled<T * R>([&](auto i) { store(partial + i * lanes, totals[i]); });
     constexpr int fours = T * R / 4 * 4;
@@ -147,7 +151,7 @@ inline int64_t pieces(int64_t items, int64_t each) { return (items + each - 1) /
 
 // x (count, inputs), copied: blocks of tokens, in them blocks of channels, in those tiles of tokens, side by side.
 // Zeros make the channels whole Vecs.
-constexpr int block_tokens = 63, block_channels = 768, block_rows = 64;
+constexpr int block_tokens = 96, block_channels = 576, block_rows = 64;
 struct TokenBlocks {
     const float *numbers;
     int count, tokens, channels, inputs, padded;  // tokens and channels of a block
@@ -186,7 +190,10 @@ inline void widen(float *wide, const Number *weight, int rows, int64_t stride, i
     for (int r = 0; r < tile_rows; r++) row[r] = weight + std::min(r, rows - 1) * stride;
     int c = 0;
     for (; c + lanes <= channels; c += lanes)
-        unrolled<tile_rows>([&](auto r) { store(wide + c * tile_rows + r * lanes, load(row[r] + c)); });
+        unrolled<tile_rows>([&](auto r) {
+            __builtin_prefetch(row[r] + tile_rows * stride + c, 0, 2);
+            store(wide + c * tile_rows + r * lanes, load(row[r] + c));
+        });
     for (int r = 0; c < channels && r < tile_rows; r++)
         store(wide + c * tile_rows + r * lanes, load_part(row[r] + c, channels - c));
 }
