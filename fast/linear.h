@@ -80,7 +80,7 @@ __attribute__((flatten)) void tile(float *sums, float *partial, bool first, bool
     int c = 0;
     if constexpr (line > 0) {
         for (; c + line <= channels; c += line) {
-            unrolled<R>([&](auto r) { rows.ask(r, c); });
+            for (int r = 0; r < R; r++) rows.ask(r, c);  // no lambda: g++ takes one that does only this for useless
             unrolled<line / lanes>([&](auto i) { add_channels(c + i * lanes); });
         }
         for (; c + lanes <= channels; c += lanes) add_channels(c);
@@ -89,7 +89,7 @@ __attribute__((flatten)) void tile(float *sums, float *partial, bool first, bool
             add_products([&](int r) { return rows.part(r, c, rest); }, [&](int t) { return tokens.part(t, c, rest); });
     } else {
         for (; c < channels; c += lanes) {
-            unrolled<T>([&](auto t) { tokens.ask(t, c); });
+            for (int t = 0; t < T; t++) tokens.ask(t, c);
             add_channels(c);
         }
     }
