@@ -236,6 +236,7 @@ void linear_blocks(Cpu &m, const Number *weight, const TokenBlocks &x, const Pro
 
 struct Int8Group {  // of a token
     float scale;
+    int total;
     Int8x4 four[int8_group / 4];
 };
 
@@ -249,7 +250,7 @@ __attribute__((flatten)) void int8_tile(float *sums, const Int8Block *blocks, si
     unrolled<T * P * vecs>([&](auto i) { totals[i] = set(0); });
     for (int64_t g = 0; g < groups; g++) {
         Ints products[T * P * vecs];
-        unrolled<T * P * vecs>([&](auto i) { products[i] = to_ints(set(0)); });
+        unrolled<T * P * vecs>([&](auto i) { products[i] = begin_products(x[i / (P * vecs) * groups + g].total); });
         unrolled<int8_group / 4>([&](auto step) {
             unrolled<P>([&](auto p) {
                 const auto *weights = blocks[p * apart + g].weight[step];
@@ -308,7 +309,9 @@ inline const Int8Group *int8_inputs(Cpu &m, const float *x, int count, int64_t i
         Int8Group &group = numbers[item];
         group.scale =
             quantize(rounded, x + item / groups * inputs + first, (int)std::min<int64_t>(int8_group, inputs - first));
+        group.total = 0;
         for (int i = 0; i < int8_group; i++) {
+            group.total += rounded[i];
             group.four[i / 4].number[i % 4] = rounded[i];
             group.four[i / 4].magnitude[i % 4] = (uint8_t)std::abs(rounded[i]);
         }
