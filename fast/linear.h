@@ -37,9 +37,9 @@ inline void in_batches(int count, Use use, int first = 0) {
     if constexpr (most > 1) in_batches<most - 1>(count, use, first);
 }
 
-// The tile of sums that stays in registers, beside a token's numbers and a row's: of 32 registers, or of 16.
+// The tile of sums that stays in registers, beside the numbers of its tokens and of a row: of 32 registers, or of 16.
 constexpr bool many_registers = HWY_ARCH_ARM || lanes == 16;
-constexpr int tile_rows = many_registers ? 8 : 4, tile_tokens = 3;
+constexpr int tile_rows = many_registers ? 8 : 6, tile_tokens = many_registers ? 3 : 2;
 constexpr int streams = 4, few_tokens = many_registers ? 6 : 3;  // a tile of these, where rows come from memory
 
 // Numbers that a tile reads, a Vec of row or token i from channel c on: as they lie in a matrix, `stride` apart; or N
@@ -50,7 +50,15 @@ struct Strided {
     int64_t stride;
     Vec at(int i, int c) const { return load(start + i * stride + c); }
     Vec part(int i, int c, int count) const { return load_part(start + i * stride + c, count); }
-    void ask(int i, int c) const { prefetch_twice(start + i * stride + c); }
+    // Where the processor's prefetcher is better off unasked (simd.h), numbers of 16 bits are asked for all the same: a
+    // line of them takes so many instructions that few lines are begun before the first is there.
+    void ask(int i, int c) const {
+        const Number *p = start + i * stride + c;
+        if (prefetch_distance || sizeof(Number) > 2)
+            prefetch_twice(p);
+        else
+            __builtin_prefetch((const char *)p + 384);
+    }
 };
 template <int N>
 struct SideBySide {
@@ -151,7 +159,7 @@ inline int64_t pieces(int64_t items, int64_t each) { return (items + each - 1) /
 
 // x (count, inputs), copied: blocks of tokens, in them blocks of channels, in those tiles of tokens, side by side.
 // Zeros make the channels whole Vecs.
-constexpr int block_tokens = 96, block_channels = 576, block_rows = 64;
+constexpr int block_tokens = 96, block_channels = 576, block_rows = 8 * tile_rows;
 struct TokenBlocks {
     const float *numbers;
     int count, tokens, channels, inputs, padded;  // tokens and channels of a block
