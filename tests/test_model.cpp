@@ -838,9 +838,9 @@ TEST_CASE("a checkpoint cut off or damaged anywhere ends in one line, or is anot
         return error_of([&] {
             Config parsed = parse(config_text);
             TensorTable table = parse_safetensors("w", bytes.data(), bytes.size());
+            [[maybe_unused]] volatile double last = 0;
             for (auto &[key, tensor] : by_name(bind_weights(parsed, table)))
-                if (tensor.data)
-                    CHECK(!std::isnan(value_at(tensor, 0) + value_at(tensor, tensor.rows * tensor.cols - 1) > 0));
+                if (tensor.data) last = value_at(tensor, 0) + value_at(tensor, tensor.rows * tensor.cols - 1);
         });
     };
     REQUIRE(load(config, file) == "");
@@ -1074,4 +1074,192 @@ TEST_CASE("names out of a file, however odd, leave one short line") {
     CHECK(error_of([&] { parse(config_text({{"hidden_act", "\"" + name + "\""}})); }).size() < 200);
     CHECK(error_of([&] { parse(config_text({{"hidden_size", "\"" + name + "\""}})); }).size() < 200);
     CHECK(error_of([&] { parse(config_text({{name, "1}, {"}})); }).size() < 200);
+}
+
+// ---- The cache of any config ---------------------------------------------------------------------------------------
+
+std::string sizes_of(const CacheSizes &s) {
+    return formatted("%s %d layers %d x %d + %d context %d windows %s", s.architecture.c_str(), s.layers, s.kv_heads,
+                     s.key_width, s.value_width, s.context, json_of(s.windows).c_str());
+}
+
+TEST_CASE("the sizes of a cache, also of an architecture that does not run, and why it does not") {
+    const std::string two = R"("num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 64)";
+    const std::string mla =
+        R"("num_attention_heads": 128, "num_key_value_heads": 128, "v_head_dim": 128, "hidden_size": 7168)";
+    const std::pair<std::string, std::string> cases[] = {
+        {R"({"model_type": "gpt2", "n_layer": 2, "n_head": 12, "n_embd": 768, "n_positions": 1024})",
+         "gpt2 2 layers 12 x 64 + 64 context 1024 windows [0, 0]"},
+        {"{" + two + R"(, "multi_query": true})", "unknown 2 layers 1 x 8 + 8 context 0 windows [0, 0]"},
+        {"{" + two + R"(, "num_key_value_heads": null, "head_dim": 16, "v_head_dim": 4})",
+         "unknown 2 layers 8 x 16 + 4 context 0 windows [0, 0]"},
+        // A text model inside another, and layers of it that slide or have no cache.
+        {R"({"architectures": ["G"], "text_config": {)" + two + R"(, "sliding_window": 5, "num_kv_shared_layers": 1,
+            "layer_types": ["sliding_attention", "linear_attention", "conv", "full_attention", "full_attention"]}})",
+         "G 2 layers 8 x 8 + 8 context 0 windows [5, 0]"},
+        {R"({"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 3, "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64, "max_position_embeddings": 163840, )" +
+             mla + "}",
+         "DeepseekV3ForCausalLM 3 layers 1 x 576 + 0 context 163840 windows [0, 0, 0]"},
+        {config_text({{"rope_scaling", R"({"type": "yarn"})"}, {"max_position_embeddings", "99"}}),
+         "LlamaForCausalLM 2 layers 4 x 8 + 8 context 99 windows [0, 0]"}};
+    for (const auto &[config, line] : cases) {
+        CacheSizes sizes = read_cache_sizes("config.json", config);
+        CHECK(sizes_of(sizes) == line);
+        CHECK(sizes.why_not == error_of([&, text = config] { parse(text); }));
+        CHECK(sizes.why_not != "");
+    }
+    for (const Expected &want : expected) {  // one that runs: what runs
+        CacheSizes sizes = load_cache_sizes(fixtures + want.name);
+        Config config = load_config(fixtures + want.name);
+        CHECK(sizes_of(sizes) == sizes_of({want.architecture, "", want.layers, want.kv_heads, want.head_dim,
+                                           want.head_dim, 128, config.windows}));
+        CHECK(sizes.why_not == "");
+    }
+    Scratch scratch;
+    spill(scratch / "config.json", slurp(fixtures + "qwen3/config.json"));
+    check_contains(load_cache_sizes(scratch.str()).why_not, ": neither model.safetensors nor ");
+    for (const std::string wrong : {"{}", R"({"num_hidden_layers": 0})", R"({"n_layer": 2, "n_head": -1})",
+                                    "{\"n_layer\": 1e9}", R"({"n_layer": 2, "n_head": 2, "head_dim": "x"})", "[]"})
+        check_contains(error_of([&] { read_cache_sizes("c", wrong); }), "c: ");
+}
+
+// ---- Results -------------------------------------------------------------------------------------------------------
+
+TEST_CASE("a result described once is text, and JSON with every digit") {
+    Report prefill, report;
+    prefill.add("tokens", 3, formatted("prefill %3d tokens", 3)).add("seconds", 0.5, " in 0.5 s\n");
+    std::vector<Report> rows(2);
+    for (int i = 0; i < 2; i++) {
+        rows[i].add("name", i ? "b" : "a", formatted("%-5s", i ? "b" : "a"), "name");
+        rows[i].add("rate", 1.5 * i, formatted(" %8.1f", 1.5 * i), "tokens/s").add("parts", prefill.json());
+        rows[i].say(" |").add("type", "f16", "  f16 ", "K");
+    }
+    report.say("head\n").add("text", std::string("a\0\"\\\n\x1f\xc3\xa9", 8)).add("ids", std::vector<int>{1, -2});
+    report.add("exact", INT64_MAX)
+        .add("unsigned", UINT64_MAX)
+        .add("whole", 0x1p53)
+        .add("tenth", 0.1)
+        .add("small", 5e-324);
+    report.add("nothing", NAN).add("endless", -INFINITY).add("yes", true).add("third", 1.0 / 3).add("big", 1e300);
+    report.add("prefill", prefill).table("rows", rows).list("none", {});
+    CHECK(report.text ==
+          "head\nprefill   3 tokens in 0.5 s\nname  tokens/s    K\na          0.0 |  f16 \nb          1.5 |  f16 \n");
+    Json parsed = parse_json("json", report.json());
+    auto item = [&](const char *key) { return std::string(printable(cJSON_GetObjectItem(parsed.get(), key))); };
+    CHECK(report.json().rfind(R"({"text": "a\u0000\"\\\n\u001f)"
+                              "\xc3\xa9"
+                              R"(", "ids": [1, -2], "exact": 9223372036854775807, )"
+                              R"("unsigned": 18446744073709551615, "whole": 9007199254740992, "tenth": 0.1, )",
+                              0) == 0);
+    CHECK(item("nothing") + item("endless") + item("yes") == "nullnulltrue");
+    CHECK(item("prefill") == R"({"tokens":3,"seconds":0.5})");
+    CHECK(item("none") == "[]");
+    for (auto [key, value] : {std::pair{"third", 1.0 / 3}, {"small", 5e-324}, {"big", 1e300}})
+        CHECK(cJSON_GetObjectItem(parsed.get(), key)->valuedouble == value);
+    CHECK(cJSON_GetArraySize(cJSON_GetObjectItem(parsed.get(), "rows")) == 2);
+    // Printed, a key takes a line and so does a row; both spellings are the same JSON.
+    Scratch scratch;
+    FILE *saved = stdout, *file = fopen((scratch / "out").c_str(), "w");
+    stdout = file;
+    report.print(true);
+    stdout = saved;
+    fclose(file);
+    std::string printed = slurp(scratch / "out");
+    CHECK(std::count(printed.begin(), printed.end(), '\n') == 2 + 15 + 3);  // braces, keys, two rows and their bracket
+    CHECK(cJSON_Compare(parse_json("printed", printed).get(), parsed.get(), true));
+}
+
+// ---- What this process may use -------------------------------------------------------------------------------------
+
+// A folder that stands for "/", with these files.
+void make_root(const Scratch &scratch, const std::map<std::string, std::string> &files) {
+    for (const auto &[name, content] : files) {
+        fs::create_directories((scratch.path / name).parent_path());
+        spill(scratch / name, content + "\n");
+    }
+}
+
+TEST_CASE("memory: what is free, and less in a container") {
+    const std::string v2 = "sys/fs/cgroup/", v1 = v2 + "memory/",
+                      meminfo = "MemTotal: 999 kB\nMemFree: 1 kB\nMemAvailable: 800 kB";
+    struct Tree {
+        std::map<std::string, std::string> files;
+        double kib;
+        std::string where;
+    };
+    auto in = [&](const std::string &group, const std::string &folder, const std::string &most,
+                  const std::string &used) {
+        bool old = group[0] != '0';
+        return std::map<std::string, std::string>{{"proc/self/cgroup", "3:cpuset:/\n" + group},
+                                                  {folder + (old ? "memory.limit_in_bytes" : "memory.max"), most},
+                                                  {folder + (old ? "memory.usage_in_bytes" : "memory.current"), used}};
+    };
+    auto and_file = [](std::map<std::string, std::string> files, const std::string &name, const std::string &content) {
+        files[name] = content;
+        return files;
+    };
+    const std::string k500 = "512000", k100 = "102400";
+    const Tree trees[] = {
+        {{}, 800, "this machine"},
+        {in("0::/a/b", v2 + "a/b/", k500, k100), 400, "this container"},
+        {in("0::/a/b", v2 + "a/", k500, k100), 400, "this container"},  // one around it
+        {in("0::/a/b", v2, k500, k100), 400, "this container"},         // in a container: its top is the mount's
+        {in("0::/", v2, k500, k100), 400, "this container"},
+        {in("0::/a", v2 + "unified/a/", k500, k100), 400, "this container"},
+        {in("0::/a", v2 + "a/", "max", k100), 800, "this machine"},
+        {in("0::/a", v2 + "b/", k500, k100), 800, "this machine"},  // another's
+        {in("0::/a", v2 + "a/", k100, k500), 0, "this container"},  // above its limit
+        {in("0::/a", v2 + "a/", "99999999999", k100), 800, "this machine"},
+        {and_file(in("0::/a", v2 + "a/", k500, k100), v2 + "a/memory.stat",
+                  "anon 5\ninactive_file 40960\nactive_file 10240"),
+         450, "this container"},  // its page cache gives way
+        {and_file(in("0::/a/b", v2 + "a/", k500, k100), v2 + "a/b/memory.max", "1024"), 1, "this container"},
+        {in("4:memory:/x", v1 + "x/", k500, k100), 400, "this container"},
+        {in("4:cpu,memory:/x", v1, k500, k100), 400, "this container"},
+        {in("4:memory:/x", v1, "9223372036854771712", k100), 800, "this machine"},
+        {and_file(in("4:memory:/x", v1, k500, k100), v1 + "memory.stat", "inactive_file 7\ntotal_inactive_file 1024"),
+         401, "this container"},
+        {in("nonsense", v1, k500, k100), 800, "this machine"}};
+    for (const auto &[files, kib, where] : trees) {
+        Scratch scratch;
+        make_root(scratch, and_file(files, "proc/meminfo", meminfo));
+        FreeMemory memory = free_memory_of_host(scratch.str());
+        CHECK(memory.bytes == kib * 1024);
+        CHECK(memory.where == where);
+    }
+    CHECK(free_memory_of_host("/nowhere").bytes > 0);
+    CHECK(free_memory_of_host().bytes <= (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE));
+}
+
+TEST_CASE("threads: the processors of this process, a container's share of time, OMP_NUM_THREADS") {
+    const char *before = getenv("OMP_NUM_THREADS");
+    const std::string saved = before ? before : "";
+    unsetenv("OMP_NUM_THREADS");
+    const int all = usable_threads("/nowhere");
+    CHECK(all >= 1);
+    const std::string v2 = "sys/fs/cgroup/";
+    struct Share {
+        std::string group, file, content;
+        int threads;
+    };
+    const Share shares[] = {{"0::/a", v2 + "a/cpu.max", "100000 100000", 1},
+                            {"0::/a/b", v2 + "cpu.max", "1000 100000", 1},
+                            {"0::/a", v2 + "a/cpu.max", "100001 100000", std::min(all, 2)},
+                            {"0::/a", v2 + "a/cpu.max", "max 100000", all},
+                            {"0::/a", v2 + "a/cpu.max", "6400000 100000", std::min(all, 64)},
+                            {"2:cpu,cpuacct:/a", v2 + "cpu/a/cpu.cfs_quota_us", "50000", 1},
+                            {"2:cpu,cpuacct:/a", v2 + "cpu/a/cpu.cfs_quota_us", "-1", all},
+                            {"2:cpuset:/a", v2 + "cpu/a/cpu.cfs_quota_us", "50000", all}};
+    for (const auto &[group, file, content, threads] : shares) {
+        Scratch scratch;
+        make_root(scratch, {{"proc/self/cgroup", group}, {file, content}, {v2 + "cpu/a/cpu.cfs_period_us", "100000"}});
+        CHECK_MESSAGE(usable_threads(scratch.str()) == threads, file << " " << content);
+    }
+    for (auto [wanted, threads] :
+         {std::pair{"1", 1}, {"1,4", 1}, {"100000", all}, {"0", all}, {"-3", all}, {"x", all}, {"", all}}) {
+        setenv("OMP_NUM_THREADS", wanted, 1);
+        CHECK_MESSAGE(usable_threads("/nowhere") == threads, wanted);
+    }
+    before ? setenv("OMP_NUM_THREADS", saved.c_str(), 1) : unsetenv("OMP_NUM_THREADS");
 }
