@@ -1,9 +1,10 @@
 # make          names and installs what is missing, says what it found, builds ./llm
 # make run      generates from the built-in checkpoint with the KV cache, then beside the naive path
 # make test     builds and runs all tests; the last line is "N passed, N failed"
-# make asan     the same tests under AddressSanitizer and UndefinedBehaviorSanitizer
+# make plain    builds ./llm-plain, without fast/: the same program, slower
+# make asan     the tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz     libFuzzer on what comes from outside, FUZZ_SECONDS each
-# make test-simd     numbers and layers by every kind of SIMD, also those that this machine (an x86-64 with AVX2) has not
+# make test-simd     numbers and layers by every kind of SIMD, also those that this machine has not
 # make test-gpu      the tests of the kernels on a real card; make sanitize-gpu: under compute-sanitizer
 # make bench-gpu     the table of docs/gpu.md, on this card
 # CUDA=0 leaves nvcc out; CXX=clang++ takes clang; CUDA_HOME says where the toolkit is; CUDA_ARCH="90 120" for which GPUs.
@@ -16,11 +17,13 @@ CUDA_ARCH ?= 80 90 120
 FUZZ_SECONDS ?= 60
 PROMPT ?= Once upon a time
 
-# CUDA_HOME if it is given, then PATH, then the usual places.
+# ---- What this machine has -----------------------------------------------------------------------------------
+
+# CUDA_HOME if it is given, then PATH, then the usual places. An older nvcc, such as Debian 12's, does not know all GPUs:
+# the first that does is taken.
 IN_PATH := $(shell command -v nvcc)
 ALL_NVCC := $(if $(filter 0,$(CUDA)),,$(if $(filter file,$(origin CUDA_HOME)),$(IN_PATH)) \
   $(wildcard $(CUDA_HOME)/bin/nvcc) $(IN_PATH) $(wildcard /usr/local/cuda-*/bin/nvcc /opt/cuda/bin/nvcc))
-# An older one, such as Debian 12's, does not know all GPUs: the first that does is taken.
 misses = $(filter-out $(shell $(1) --list-gpu-arch 2>/dev/null),$(CUDA_ARCH:%=compute_%))
 NVCC := $(firstword $(foreach nvcc,$(ALL_NVCC),$(if $(call misses,$(nvcc)),,$(nvcc))))
 OLD_NVCC := $(if $(NVCC),,$(firstword $(ALL_NVCC)))
@@ -29,50 +32,48 @@ NO_NVCC := $(if $(filter 0,$(CUDA)),left out by CUDA=0,$(if $(OLD_NVCC),$(OLD_NV
 # clang++ compiles the kernels' tests in half the time, and they run in half: it is taken where it is and none is given.
 KERNEL_CXX := $(or $(if $(filter file,$(origin CXX)),$(shell echo 'int main() {}' | \
   clang++ -fopenmp -fsanitize=address -x c++ - -o /dev/null 2>/dev/null && echo clang++)),$(CXX))
-# An empty program shows whether a flag works with this compiler.
 works = $(shell echo 'int main() {}' | $(CXX) $(1) -x c++ - -o /dev/null 2>/dev/null && echo $(1))
 OPENMP := $(call works,-fopenmp)
 NATIVE := $(call works,-march=native)
-has = $(shell echo | $(CXX) $(NATIVE) -dM -E -x c++ - 2>/dev/null | grep -q '__$(1)__' && echo ' $(1)')
-SIMD := $(or $(call has,AVX512BW),$(call has,AVX2),$(if $(call has,aarch64), NEON), no SIMD this code knows)
+MACROS := $(shell echo | $(CXX) $(NATIVE) -dM -E -x c++ - 2>/dev/null)
+has = $(if $(findstring __$(1)__,$(MACROS)), $(1))
+SIMD := $(or $(call has,AVX512BW),$(call has,AVX2),$(if $(call has,aarch64), NEON), no SIMD wider than 128 bits)
 
-# Sums are reassociated by hand and multiply-adds written out (numbers.h): the compiler shall not do it on its own.
+# ---- Flags ---------------------------------------------------------------------------------------------------
+
+# Sums are reassociated by hand and multiply-adds written out: the compiler shall not do it on its own.
 WARN := -Wall -Wextra -Werror
-HOST := -O3 $(NATIVE) -ffp-contract=off $(or $(OPENMP),-Wno-unknown-pragmas)
-CXXFLAGS := -std=c++17 $(HOST) $(WARN)
+HOST := $(NATIVE) -ffp-contract=off $(or $(OPENMP),-Wno-unknown-pragmas)
+CXXFLAGS := -std=c++17 -O3 $(HOST) $(WARN)
 CFLAGS := -std=c11 -O2 $(WARN)
-# With the sanitizers' checks in between, g++ sees paths on which a std::variant would not be initialised.
 SANITIZE := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
   $(if $(findstring clang,$(CXX)),,-Wno-maybe-uninitialized)
-LIBS := -lcjson -lpcre2-8 -lutf8proc
+LIBS := -lcjson -lonig -lutf8proc
 comma := ,
 empty :=
 # Machine code for each GPU asked for, and PTX, which drivers compile for those between and to come.
-NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings --threads 0 \
+NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings --extended-lambda --threads 0 \
   $(foreach arch,$(CUDA_ARCH),-gencode 'arch=compute_$(arch),code=[compute_$(arch),sm_$(arch)]') \
-  -Xcompiler $(subst $(empty) ,$(comma),$(HOST) -Wall -Wextra -Werror)
-CUDA_LIBS := -Xlinker -rpath,$(NVCC:/bin/nvcc=/lib64)
-SOURCES := llm.cu device.h model.h tokenizer.h cache.h numbers.h layers.cu attention.cu tensor_cores.cu measure.h
+  -Xcompiler $(subst $(empty) ,$(comma),-O3 $(HOST) -Wall -Wextra -Werror)
+CUDA_LIBS := -lcublas -Xlinker -rpath,$(NVCC:/bin/nvcc=/lib64)
+SOURCES := $(wildcard *.cu *.h base/*.h commands/*.h fast/*.h fast/*.cu)
+TOKENIZER := build/tokenizer.o build/tokenizer_json.o
 TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
-ASAN_TESTS := $(filter-out test_cuda%,$(TESTS))
-GPU_TESTS := $(filter-out test_cuda_on_cpu,$(filter test_cuda%,$(TESTS)))
-SIMD_TESTS := $(addprefix build/simd/test_,numbers.plain numbers.avx512 numbers.neon \
-  layers.plain layers.avx512 layers.vnni layers.neon layers.dotprod)
+ASAN_TESTS := $(filter-out test_cuda% test_twins test_plain,$(TESTS))
+GPU_TESTS := test_twins test_cuda_model
 FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 
-# What -march=native stands for here: its predefined macros.
-MACHINE := $(shell echo | $(CXX) $(NATIVE) -dM -E -x c++ - 2>/dev/null | cksum)
-FLAGS := $(NVCC) $(CC) $(CXX) $(KERNEL_CXX) $(CXXFLAGS) $(CFLAGS) $(MACHINE)
 # Changes when the compilers, the flags or the machine do, so that nothing is linked from two worlds.
+FLAGS := $(NVCC) $(CC) $(CXX) $(KERNEL_CXX) $(CXXFLAGS) $(CFLAGS) $(shell echo '$(sort $(MACROS))' | cksum)
 $(shell mkdir -p build/asan build/gpu build/simd; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
 
-.PHONY: all run test asan fuzz test-simd test-gpu sanitize-gpu bench-gpu need need-tests need-fuzz need-simd need-nvcc \
-  found clean
+.PHONY: all run plain test asan fuzz test-simd test-gpu sanitize-gpu bench-gpu need need-tests need-fuzz need-simd \
+  need-nvcc found clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
 # What is missing is installed first; then make starts anew, and finds compilers and flags as they are now.
-AGAIN := +@$(MAKE) --no-print-directory
+AGAIN := +@$(MAKE) --no-print-directory -j$(shell nproc)
 
 all: need
 	$(AGAIN) found llm
@@ -83,8 +84,11 @@ run: all
 	@echo; echo "Without and with, side by side:  ./llm diff -n 200 -p \"$(PROMPT)\""; echo
 	@./llm diff -n 200 -p "$(PROMPT)"
 
+plain: need
+	$(AGAIN) found llm-plain
+
 test: need-tests
-	$(AGAIN) found llm $(TESTS:%=build/%)
+	$(AGAIN) found llm llm-plain $(TESTS:%=build/%)
 	@sh tests/run.sh $(TESTS:%=build/%)
 
 asan: need-tests
@@ -97,10 +101,6 @@ fuzz: need-fuzz
 run_%: build/%
 	@mkdir -p build/corpus/$* && build/$* -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -verbosity=0 \
 	  -print_funcs=0 -artifact_prefix=build/ build/corpus/$* && echo "$*: $(FUZZ_SECONDS) s, nothing found"
-
-test-simd: need-simd
-	$(AGAIN) $(SIMD_TESTS)
-	@sh tests/run.sh $(SIMD_TESTS)
 
 test-gpu: need-tests need-nvcc
 	$(AGAIN) found $(GPU_TESTS:%=build/gpu/%)
@@ -115,7 +115,7 @@ bench-gpu: need need-nvcc
 	@build/gpu/bench_gpu
 
 clean:
-	rm -rf build llm
+	rm -rf build llm llm-plain
 
 # ---- What must be there --------------------------------------------------------------------------------------
 
@@ -133,19 +133,15 @@ endef
 
 INCLUDE := /usr/include
 need:
-	$(call need_packages,$(foreach compiler,$(CXX) $(CC),$(compiler):$(patsubst clang++%,clang%,$(notdir $(compiler)))) $(INCLUDE)/cjson/cJSON.h:libcjson-dev \
-	  $(INCLUDE)/pcre2.h:libpcre2-dev $(INCLUDE)/utf8proc.h:libutf8proc-dev \
-	  $(if $(findstring clang,$(CXX)),/usr/lib/llvm-*/lib/libomp.so:libomp-dev))
+	$(call need_packages,$(foreach compiler,$(CXX) $(CC),$(compiler):$(patsubst clang++%,clang%,$(notdir $(compiler)))) \
+	  $(INCLUDE)/cjson/cJSON.h:libcjson-dev $(INCLUDE)/oniguruma.h:libonig-dev $(INCLUDE)/utf8proc.h:libutf8proc-dev \
+	  $(INCLUDE)/hwy/highway.h:libhwy-dev $(if $(findstring clang,$(CXX)),/usr/lib/llvm-*/lib/libomp.so:libomp-dev))
 
 need-tests: need
 	$(call need_packages,$(INCLUDE)/doctest/doctest.h:doctest-dev $(INCLUDE)/boost/context/fiber.hpp:libboost-context-dev)
 
 need-fuzz: need
 	$(call need_packages,clang++:clang /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a:libclang-rt-14-dev)
-
-need-simd: need-tests
-	$(call need_packages,$(INCLUDE)/simde/x86/avx512.h:libsimde-dev aarch64-linux-gnu-g++:g++-aarch64-linux-gnu \
-	  qemu-aarch64:qemu-user)
 
 need-nvcc:
 	@[ -n "$(NVCC)" ] || { echo "nvcc: $(NO_NVCC): install the CUDA toolkit 13"; exit 1; }
@@ -157,61 +153,55 @@ found:
 
 # ---- Building ------------------------------------------------------------------------------------------------
 
-llm: $(SOURCES) build/tokenizer.o build/flags
+llm: $(SOURCES) $(TOKENIZER) build/flags
 ifneq ($(NVCC),)
-	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) llm.cu build/tokenizer.o $(LIBS) $(CUDA_LIBS) -o $@
+	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) llm.cu $(TOKENIZER) $(LIBS) $(CUDA_LIBS) -o $@
 else
-	$(CXX) $(CXXFLAGS) -x c++ llm.cu -x none build/tokenizer.o $(LIBS) -o $@
+	$(CXX) $(CXXFLAGS) -x c++ llm.cu -x none $(TOKENIZER) $(LIBS) -o $@
 endif
 
-build/tokenizer.o: tokenizer.c tokenizer.h build/flags
-	$(CC) $(CFLAGS) -c $< -o $@
+llm-plain: $(SOURCES) $(TOKENIZER) build/flags
+	$(CXX) $(CXXFLAGS) -DPLAIN -x c++ llm.cu -x none $(TOKENIZER) $(LIBS) -o $@
 
-build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) build/tokenizer.o build/flags
-	$(TEST_CXX) $(CXXFLAGS) $< build/tokenizer.o $(LIBS) -o $@
+build/tokenizer.o: tokenizer.c
+build/tokenizer_json.o: base/tokenizer_json.c
+$(TOKENIZER): $(wildcard base/tokenizer*.h) build/flags
+	$(CC) $(CFLAGS) -c $(filter %.c,$^) -o $@
 
-# What these test is llm and tokenizer.o, or little of an engine's work: they compile in half the time so.
-build/test_cli build/test_tokenizer build/test_eval build/test_huge_keys build/test_sinks: CXXFLAGS += -O1
+build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) $(TOKENIZER) build/flags
+	$(TEST_CXX) $(CXXFLAGS) -O1 $< $(TOKENIZER) $(LIBS) -o $@
 
 build/test_%: TEST_CXX := $(CXX)
 
 # Tests that run the kernels on the CPU (tests/cuda_on_cpu.h) are always checked for accesses out of bounds, and for those
 # not aligned, which a GPU refuses.
-build/test_cuda%: CXXFLAGS += -O1 -g1 -fsanitize=address,alignment -fno-sanitize-recover=all -fno-omit-frame-pointer \
-  $(if $(findstring clang,$(KERNEL_CXX)),,-Wno-maybe-uninitialized)
-build/test_cuda%: LIBS += -lboost_context
-build/test_cuda%: TEST_CXX := $(KERNEL_CXX)
-
-# Tests with another kind of SIMD than this machine's, and how they are run: AVX-512 is computed by SIMDe, in AVX2.
-SIMD.plain := $(CXX) -march=x86-64
-SIMD.avx512 := $(CXX) -march=x86-64-v3 -Wno-psabi -include tests/avx512_on_cpu.h
-SIMD.vnni := $(SIMD.avx512) -DVNNI
-SIMD.neon := aarch64-linux-gnu-g++ -idirafter $(INCLUDE)
-SIMD.dotprod := $(SIMD.neon) -march=armv8.2-a+dotprod
-RUN.neon := qemu-aarch64 -L /usr/aarch64-linux-gnu
-RUN.dotprod := $(RUN.neon)
-build/simd/%: $(SOURCES) $(wildcard tests/*.h) tests/test_numbers.cpp tests/test_layers.cpp build/flags
-	$(SIMD$(suffix $*)) -std=c++17 -O1 -ffp-contract=off $(OPENMP) $(WARN) tests/$(basename $*).cpp -o $@.program
-	printf '#!/bin/sh\nexec $(RUN$(suffix $*)) $@.program "$$@"\n' > $@ && chmod +x $@
+build/test_cuda% build/test_twins: CXXFLAGS += -g1 -fsanitize=address,alignment -fno-sanitize-recover=all \
+  -fno-omit-frame-pointer $(if $(findstring clang,$(KERNEL_CXX)),,-Wno-maybe-uninitialized)
+build/test_cuda% build/test_twins: LIBS += -lboost_context
+build/test_cuda% build/test_twins: TEST_CXX := $(KERNEL_CXX)
 
 # The same tests for a real card.
 build/gpu/%.o: tests/%.cpp $(SOURCES) $(wildcard tests/*.h) build/flags
 	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) -x cu -c $< -o $@
 
-build/gpu/%: build/gpu/%.o build/tokenizer.o
-	$(NVCC) -ccbin $(CXX) $< build/tokenizer.o -Xcompiler "$(OPENMP)" $(LIBS) $(CUDA_LIBS) -o $@
+build/gpu/%: build/gpu/%.o $(TOKENIZER)
+	$(NVCC) -ccbin $(CXX) $< $(TOKENIZER) -Xcompiler "$(OPENMP)" $(LIBS) $(CUDA_LIBS) -o $@
 
-build/asan/llm: $(SOURCES) build/asan/tokenizer.o
-	$(CXX) $(CXXFLAGS) $(SANITIZE) -x c++ llm.cu -x none build/asan/tokenizer.o $(LIBS) -o $@
+build/asan/llm: $(SOURCES) $(TOKENIZER:build/%=build/asan/%)
+	$(CXX) $(CXXFLAGS) $(SANITIZE) -x c++ llm.cu -x none $(TOKENIZER:build/%=build/asan/%) $(LIBS) -o $@
 	ln -sfn ../../weights_tools build/asan/weights_tools  # llm looks for its built-in checkpoint beside itself
 
-build/asan/tokenizer.o: tokenizer.c tokenizer.h build/flags
-	$(CC) $(CFLAGS) $(SANITIZE) -c $< -o $@
+build/asan/tokenizer.o: tokenizer.c
+build/asan/tokenizer_json.o: base/tokenizer_json.c
+$(TOKENIZER:build/%=build/asan/%): $(wildcard base/tokenizer*.h) build/flags
+	$(CC) $(CFLAGS) $(SANITIZE) -c $(filter %.c,$^) -o $@
 
-build/asan/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) build/asan/tokenizer.o
-	$(CXX) $(CXXFLAGS) $(SANITIZE) $< build/asan/tokenizer.o $(LIBS) -o $@
+build/asan/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) $(TOKENIZER:build/%=build/asan/%)
+	$(CXX) $(CXXFLAGS) $(SANITIZE) $< $(TOKENIZER:build/%=build/asan/%) $(LIBS) -o $@
 
 # The fuzzed parsers, with clang's sanitizers, libFuzzer and its count of branches reached.
-build/fuzz_%: tests/fuzz_%.cpp tokenizer.c tokenizer.h model.h build/flags
-	clang -std=c11 -O1 -g -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all -c tokenizer.c -o $@.o
-	clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $< $@.o $(LIBS) -o $@
+FUZZ := -O1 -g -fno-sanitize-recover=all
+build/fuzz_%: tests/fuzz_%.cpp tokenizer.c $(wildcard base/*) build/flags
+	clang -std=c11 $(FUZZ) -fsanitize=fuzzer-no-link,address,undefined -c tokenizer.c -o $@.o
+	clang -std=c11 $(FUZZ) -fsanitize=fuzzer-no-link,address,undefined -c base/tokenizer_json.c -o $@.json.o
+	clang++ -std=c++17 $(FUZZ) -fsanitize=fuzzer,address,undefined $< $@.o $@.json.o $(LIBS) -o $@

@@ -8,10 +8,10 @@
 // Another layout or precision is one struct, and one entry of `Layout` or `Precision` below: the flags, their
 // help and error messages, the choice at run time, the tables and the tests go through these lists. docs/precision.md
 // adds one step by step.
+//
+// Its parts: precisions; layouts; the lists of both; the cache and its memory; growing and shrinking; what a query
+// sees, as a list of segments; storing.
 #pragma once
-
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <cfloat>
 #include <climits>
@@ -21,72 +21,77 @@
 #include <variant>
 #include <vector>
 
-#include "device.h"
-#include "model.h"
-#include "numbers.h"
+#include "base/formats.h"
+#include "base/team.h"
 
 // ---- Precision: a row of `width` numbers as bytes ----------------------------------------------------------
 //
-struct ScaleAndZero {
-    f16 scale, zero;
-};
+// A row format says how many bytes a row takes, encodes one, and reads one number of it. A number that is not finite,
+// or too large for its scale, makes all that share the scale NaN: better seen than wrong.
 
-// A row format says how many bytes a row takes, encodes one, and decodes a Vec of numbers at a time (see PlainRow in
-// numbers.h). Where numbers share a scale, decode() gives them without it: what was stored, number(row, channel), is
-//   scale * decode(row, channel) + zero      with the two of scale_and_zero(row, channel)
-// so that attention can apply the scale of a whole row to its score or weight, once. Rows of groups (GroupedRow) are
-// read group by group instead. A number that is not finite, or too large for its scale, makes all that share the scale
-// NaN: better seen than wrong.
+// Numbers one after another, in a format that the machine converts itself. With u, the unit roundoff (half the
+// distance from 1 to the next number), a stored number is off by at most u times itself.
+template <class Number>
+struct PlainRow {
+    static constexpr bool blocks = false;
+    HOST_DEVICE static size_t row_bytes(int width) { return (size_t)width * sizeof(Number); }
+    template <class Values, class Team = Alone>
+    HOST_DEVICE static void encode(char *row, const Values &values, int width, Team team = {}) {
+        for (int i = team.first(); i < width; i += team.step()) from_float(((Number *)row)[i], values[i]);
+    }
+    HOST_DEVICE static float number(const char *row, int channel) { return to_float(((const Number *)row)[channel]); }
+};
 
 // Codes with one f16 scale before them. With the scale rounded up no code is cut off, and a number is off by at most
 // half the distance of two codes: for int8 scale / 2, where scale <= max|x| / 127 * (1 + 2^-10) + 2^-24.
-// decode() gives codes divided by `divisor`; the stored scale is as much larger.
+// A number is scale * code / divisor; the stored scale is `divisor` times as large, so that small rows have one.
 template <class Code, int largest, int divisor = 1>
 struct ScaledRow {
-    static constexpr int scale_channels = 1 << 30;  // all of a row share a scale
-    static constexpr int line_numbers = cache_line / (int)sizeof(Code);
-    static constexpr bool key_groups = false;
+    static constexpr bool blocks = false;
+    static constexpr float code_unit = 1.0f / divisor;
     HOST_DEVICE static size_t row_bytes(int width) { return sizeof(f16) + (size_t)width * sizeof(Code); }
     HOST_DEVICE static const Code *codes(const char *row) { return (const Code *)(row + sizeof(f16)); }
+    HOST_DEVICE static f16 scale(const char *row) {
+        f16 scale;
+        memcpy(&scale, row, sizeof scale);  // rows of an odd width are not aligned
+        return scale;
+    }
     template <class Values, class Team = Alone>
     HOST_DEVICE static void encode(char *row, const Values &values, int width, Team team = {}) {
-        float most = 0;
-        for (int i = team.first(); i < width; i += team.step) {
-            float magnitude = std::fabs(values[i]);
+        float max = 0;
+        for (int i = team.first(); i < width; i += team.step()) {
+            float magnitude = fabsf(values[i]);
             if (!(magnitude <= FLT_MAX)) magnitude = INFINITY;
-            most = magnitude > most ? magnitude : most;
+            max = magnitude > max ? magnitude : max;
         }
-        f16 scale = f16_above(team.largest(most) / largest * divisor);
+        f16 scale = f16_above(team.largest(max) / largest * divisor);
         float step = to_float(scale) / divisor;
         if (!(step <= FLT_MAX)) from_float(scale, NAN);
         bool usable = step > 0 && step <= FLT_MAX;
         if (team.first() == 0) memcpy(row, &scale, sizeof scale);
         Code *code = (Code *)(row + sizeof(f16));
-        for (int i = team.first(); i < width; i += team.step) from_float(code[i], usable ? values[i] / step : 0);
-    }
-    HOST_DEVICE static ScaleAndZero scale_and_zero(const char *row, int) {
-        ScaleAndZero result = {};
-        memcpy(&result.scale, row, sizeof(f16));  // rows of an odd width are not aligned
-        return result;
+        for (int i = team.first(); i < width; i += team.step()) from_float(code[i], usable ? values[i] / step : 0);
     }
     HOST_DEVICE static float number(const char *row, int channel) {
-        return to_float(scale_and_zero(row, channel).scale) / divisor * to_float(codes(row)[channel]);
+        return to_float(scale(row)) / divisor * to_float(codes(row)[channel]);
     }
-    static Vec decode(const char *row, int channel) { return load(codes(row) + channel); }
-    static Vec decode_part(const char *row, int channel, int count) { return load_part(codes(row) + channel, count); }
+};
+
+struct ScaleAndZero {
+    f16 scale, zero;
 };
 
 // 32 numbers that share an f16 scale and an f16 zero point: x ~ zero + scale * code, codes from 0 to 2^bits - 1. The
 // zero point is rounded down and the scale up, so a number is off by at most scale / 2, where scale <= (max - min +
 // |min| * 2^-10 + 2^-24) / (2^bits - 1) * (1 + 2^-10) + 2^-24.
+constexpr int group_size = 32;
+
 template <int bits>
 struct Group {
     ScaleAndZero both;
     Packed<bits> codes;
     HOST_DEVICE float number(int i) const { return to_float(both.zero) + to_float(both.scale) * (float)codes.code(i); }
 };
-
-constexpr int group_size = 32;
 
 // Of `count` <= 32 numbers x(0), x(1), ...
 template <int bits, class Numbers>
@@ -95,7 +100,7 @@ HOST_DEVICE inline Group<bits> quantize(Numbers x, int count) {
     bool finite = true;
     for (int i = 0; i < count; i++) {
         float number = x(i);
-        finite &= std::fabs(number) <= FLT_MAX;
+        finite &= fabsf(number) <= FLT_MAX;
         low = number < low ? number : low;
         high = number > high ? number : high;
     }
@@ -120,35 +125,40 @@ HOST_DEVICE inline Group<bits> quantize(Numbers x, int count) {
 // Asymmetric, in groups of 32, as KIVI (Liu et al. 2024): values per token, keys per channel, because a few channels of
 // the keys are much larger than the others at every token.
 //
-// A row of values is ceil(width / 32) groups, each of 32 channels of the token. Keys are quantized 32 positions at a
-// time, in groups of one channel at 32 positions. Such a block takes the rows of its 32 positions, of the same size:
-// row i of the block holds, for all 32 positions, the channels [i * n, i * n + n), n = ceil(width / 32). So neither
-// pages nor rings need to know of groups. Until its 32 positions are there, a block's keys and values are kept at f16
-// (Cache::recent_keys, recent_values).
+// A row of values is n = ceil(width / 32) groups, each of 32 channels of the token. Keys are quantized 32 positions at
+// a time, in groups of one channel at 32 positions. Such a block takes the rows of its 32 positions; row i of it holds,
+// for all 32 positions, the channels [i * n, i * n + n). So with D = 64, n = 2, and positions 32 .. 63:
+//   row of 32: K of channels 0, 1      row of 33: channels 2, 3      ...      row of 63: channels 62, 63
+// and neither pages nor rings need to know of groups. Until its 32 positions are there, a block's keys and values are
+// kept at f16, in the sequence's residual block (Cache::residual_keys, residual_values).
 template <int bits>
 struct GroupedRow {
-    static constexpr int scale_channels = group_size;
-    static constexpr bool key_groups = true;
+    static constexpr bool blocks = true;
     using G = Group<bits>;
     HOST_DEVICE static int groups(int width) { return (width + group_size - 1) / group_size; }
     HOST_DEVICE static size_t row_bytes(int width) { return groups(width) * sizeof(G); }
     HOST_DEVICE static const G &group(const char *row, int i) { return ((const G *)row)[i]; }
-    HOST_DEVICE static float number(const char *row, int channel) {  // of values
-        return group(row, channel / group_size).number(channel % group_size);
-    }
     template <class Values, class Team = Alone>
     HOST_DEVICE static void encode(char *row, const Values &values, int width, Team team = {}) {
-        for (int g = team.first(); g < groups(width); g += team.step) {
+        for (int g = team.first(); g < groups(width); g += team.step()) {
             int first = g * group_size, count = width - first < group_size ? width - first : group_size;
             ((G *)row)[g] = quantize<bits>([&](int i) -> float { return values[first + i]; }, count);
         }
     }
-    // Row i of a block of keys: its channels of 32 positions, (32, width).
+    HOST_DEVICE static float number(const char *row, int channel) {  // of a value
+        return group(row, channel / group_size).number(channel % group_size);
+    }
+    // Row i of a block of keys: its channels of 32 positions; key(t, channel) is the number of its position t.
     template <class Keys, class Team = Alone>
-    HOST_DEVICE static void encode_keys(char *row, int i, const Keys &keys, int width, Team team = {}) {
+    HOST_DEVICE static void encode_keys(char *row, int i, Keys key, int width, Team team = {}) {
         int n = groups(width);
-        for (int g = team.first(); g < n && i * n + g < width; g += team.step)
-            ((G *)row)[g] = quantize<bits>([&](int t) -> float { return keys[t * width + i * n + g]; }, group_size);
+        for (int g = team.first(); g < n && i * n + g < width; g += team.step())
+            ((G *)row)[g] = quantize<bits>([&](int t) -> float { return key(t, i * n + g); }, group_size);
+    }
+    // In the row of which position of the block a channel of its keys is, and the number of position t there.
+    HOST_DEVICE static int row_of_channel(int channel, int width) { return channel / groups(width); }
+    HOST_DEVICE static float key_number(const char *row, int t, int channel, int width) {
+        return group(row, channel % groups(width)).number(t);
     }
 };
 
@@ -167,7 +177,7 @@ struct BF16 : PlainRow<bf16> {
     static constexpr const char *name = "bf16";
     static constexpr double code_bits = 16, bits = 16, unit_roundoff = 0x1p-8;
 };
-struct FP8 : ScaledRow<fp8, 448, 256> {  // load(fp8) is a code / 256; rows of up to 114,632
+struct FP8 : ScaledRow<fp8, 448, 256> {  // rows of up to 114,632
     static constexpr const char *name = "fp8";
     static constexpr double code_bits = 8, bits = 8.125, unit_roundoff = 0x1p-4;
 };
@@ -221,7 +231,7 @@ struct Contiguous {
     int64_t rows(const CacheShape &shape) const { return (int64_t)shape.sequences * capacity; }
     int limit() const { return capacity; }  // positions a sequence can grow to
     int chunk() const { return INT_MAX; }   // positions a sequence may grow by in one pass
-    Visible visible(int layer_window) const { return {layer_window, 0}; }
+    HOST_DEVICE Visible visible(int layer_window) const { return {layer_window, 0}; }
 };
 
 // Fixed pages of P positions, handed out from one pool as sequences grow; a page table per sequence maps logical to
@@ -248,7 +258,7 @@ struct Paged {
     int64_t pages(const CacheShape &shape) const {
         return shape.pages ? shape.pages : shape.sequences * pages_per_sequence;
     }
-    Visible visible(int layer_window) const { return {layer_window, 0}; }
+    HOST_DEVICE Visible visible(int layer_window) const { return {layer_window, 0}; }
 };
 
 // The last `window` positions and the first `sinks` (Xiao et al. 2024, StreamingLLM): a sequence goes on without end.
@@ -271,7 +281,7 @@ struct Ring {
     int limit() const { return INT_MAX; }
     int chunk() const { return std::min(512, std::max(group_size, window / 8 / group_size * group_size)); }
     // A layer that looks back no further than the ring needs no sinks: it never saw what the ring drops.
-    Visible visible(int layer_window) const {
+    HOST_DEVICE Visible visible(int layer_window) const {
         return layer_window && layer_window <= window ? Visible{layer_window, 0} : Visible{window, sinks};
     }
 };
@@ -334,6 +344,43 @@ inline Layout parse_layout(const std::string &flag, const std::string &name) {
     return *found;
 }
 
+// One of the types of a list, as std::variant holds it, for both machines: kernels cannot visit a variant. Two are
+// equal if their bytes are: the types have no padding.
+template <class List>
+struct Choice;
+template <class... Types>
+struct Choice<std::variant<Types...>> {
+    using List = std::variant<Types...>;
+    int index = 0;
+    alignas(Types...) char bytes[std::max({sizeof(Types)...})] = {};
+    Choice() = default;
+    template <class T, size_t i = 0>
+    HOST_DEVICE static Choice of(const T &chosen) {
+        if constexpr (std::is_same_v<T, std::variant_alternative_t<i, List>>) {
+            Choice choice;
+            choice.index = (int)i;
+            if (!std::is_empty_v<T>) memcpy(choice.bytes, &chosen, sizeof chosen);
+            return choice;
+        } else {
+            return of<T, i + 1>(chosen);
+        }
+    }
+    Choice(const List &chosen) {
+        static_assert(((std::is_empty_v<Types> || std::has_unique_object_representations_v<Types>)&&...));
+        *this = std::visit([](auto &type) { return of(type); }, chosen);
+    }
+    bool operator==(const Choice &other) const {
+        return index == other.index && memcmp(bytes, other.bytes, sizeof bytes) == 0;
+    }
+    // use(chosen). All threads of a warp take the same way.
+    template <int i = 0, class Use>
+    HOST_DEVICE auto visit(Use use) const {
+        if constexpr (i + 1 < (int)sizeof...(Types))
+            if (index != i) return visit<i + 1>(use);
+        return use(*(const std::variant_alternative_t<i, List> *)bytes);
+    }
+};
+
 // ---- The cache ---------------------------------------------------------------------------------------------
 
 // K or V: the memory, and where a row begins in it. All index arithmetic on cache memory is here.
@@ -349,6 +396,21 @@ struct CacheRows {
     size_t bytes(int layers) const { return (size_t)layers * (size_t)rows_per_layer * stride(); }
 };
 
+// What operations are told of a cache, on both machines.
+struct CacheView {
+    Choice<Layout> layout;
+    Choice<Precision> type_k, type_v;
+    CacheRows keys, values;  // without memory on the naive path
+    // Where a precision quantizes blocks of positions: each sequence's newest one at f16, row sequence * 32 + t % 32.
+    CacheRows residual_keys, residual_values;
+    // Ring: the sinks at f32, row sequence * sinks + t; keys not rotated.
+    CacheRows sink_keys, sink_values;
+    int sinks = 0;
+    HOST_DEVICE int64_t row_of(int sequence, int position) const {
+        return layout.visit([&](auto &chosen) { return chosen.row(sequence, position); });
+    }
+};
+
 // The pages of a paged cache: who has them, and which are free.
 struct PagePool {
     std::vector<int> table;       // (sequence, pages_per_sequence): physical page or -1
@@ -360,28 +422,28 @@ struct Cache {
     CacheShape shape;
     Layout layout;
     Precision type_k, type_v;
-    CacheRows keys, values;
-    // Where a precision quantizes keys in blocks: the newest block of each sequence at f16, row sequence * 32 + t % 32.
-    CacheRows recent_keys, recent_values;
-    // Ring: the sinks at f32, row sequence * sinks + t; keys not rotated.
-    CacheRows sink_keys, sink_values;
+    CacheView view;
     std::vector<int> lengths;                  // (sequence): positions that are filled
     std::vector<int> reached;                  // (sequence): the most there were since it was empty
     std::vector<std::shared_ptr<void>> owned;  // the memory of all of them
     std::shared_ptr<PagePool> pool;
-    const Device *device = nullptr;  // whose memory it is; nullptr: the CPU's
-    int *device_table = nullptr;     // a copy of the page tables there
+    Memory *memory = nullptr;   // the machine's
+    int *page_table = nullptr;  // there: a copy of pool->table
 };
 
 // Bytes of a cache. Payload: the numbers at their precision, the formula on top of this file. Metadata: all that
-// is needed beside them, which is scales, zero points, recent blocks at f16, sinks at f32, page tables.
+// is needed beside them, which is scales, zero points, residual blocks at f16, sinks at f32, page tables.
 struct CacheBytes {
     double payload = 0, metadata = 0;
     double total() const { return payload + metadata; }
 };
 
 inline bool has_blocks(const Precision &type) {
-    return std::visit([](auto format) { return decltype(format)::key_groups; }, type);
+    return std::visit([](auto format) { return decltype(format)::blocks; }, type);
+}
+
+inline size_t row_bytes(const Precision &type, int width) {
+    return std::visit([&](auto format) { return format.row_bytes(width); }, type);
 }
 
 inline double row_payload(const Precision &type, int width) {
@@ -393,11 +455,10 @@ inline CacheBytes bytes_of(const CacheShape &shape, const Layout &layout, const 
                            const Precision &type_v, double rows) {
     CacheBytes bytes;
     auto add = [&](const Precision &type, int width) {
-        double row_bytes = (double)std::visit([&](auto format) { return format.row_bytes(width); }, type);
         double heads = (double)shape.layers * shape.kv_heads, sinks = 0;
         if (auto *ring = std::get_if<Ring>(&layout)) sinks = ring->sinks;
         bytes.payload += heads * rows * row_payload(type, width);
-        bytes.metadata += heads * rows * (row_bytes - row_payload(type, width));
+        bytes.metadata += heads * rows * ((double)row_bytes(type, width) - row_payload(type, width));
         bytes.metadata += heads * shape.sequences * sinks * width * sizeof(float);
         if (has_blocks(type)) bytes.metadata += heads * shape.sequences * group_size * width * sizeof(f16);
     };
@@ -411,25 +472,10 @@ inline CacheBytes bytes_of(const CacheShape &shape, const Layout &layout, const 
 
 // Now: of a paged cache the pages that were handed out, of the others all rows.
 inline CacheBytes bytes_of(const Cache &cache) {
-    double rows = (double)cache.keys.rows_per_layer;
+    double rows = (double)cache.view.keys.rows_per_layer;
     if (auto *paged = std::get_if<Paged>(&cache.layout))
         rows = ((double)cache.pool->references.size() - (double)cache.pool->free.size()) * paged->page;
     return bytes_of(cache.shape, cache.layout, cache.type_k, cache.type_v, rows);
-}
-
-// Of 4 KiB, or of 2 MiB where they lie within the memory and the kernel can give them. Whoever reads much looks up
-// small pages so often that it costs a tenth of the time and more (Linux, Documentation/admin-guide/mm/transhuge.rst).
-enum class Pages { small, huge };
-
-// Zeroed memory whose pages are taken only when they are first written.
-inline std::shared_ptr<void> reserve(size_t bytes, const char *what, Pages pages = Pages::huge) {
-    void *data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (data == MAP_FAILED) {
-        fail("%s: %.1f GiB of memory cannot be had (%s): free some, or lower -c or --window", what,
-             (double)bytes / 0x1p30, strerror(errno));
-    }
-    if (pages == Pages::huge) madvise(data, bytes, MADV_HUGEPAGE);  // refused by kernels that have none: small ones do
-    return std::shared_ptr<void>(data, [bytes](void *start) { munmap(start, bytes); });
 }
 
 inline Layout open_layout(const CacheShape &shape, Layout layout) {
@@ -439,94 +485,6 @@ inline Layout open_layout(const CacheShape &shape, Layout layout) {
 
 inline int64_t rows_of(const CacheShape &shape, const Layout &layout) {
     return std::visit([&](auto &chosen) { return chosen.rows(shape); }, layout);
-}
-
-inline void open_pages(Cache &cache, Paged &paged) {
-    cache.pool = std::make_shared<PagePool>();
-    int64_t most = INT_MAX, wanted = paged.pages(cache.shape);
-    if (wanted > most)
-        fail("the KV cache has %lld pages, expected at most %lld: raise --page", (long long)wanted, (long long)most);
-    int pages = (int)wanted;
-    cache.pool->table.assign((size_t)cache.shape.sequences * paged.pages_per_sequence, -1);
-    cache.pool->references.assign(pages, 0);
-    for (int page = pages - 1; page >= 0; page--) cache.pool->free.push_back(page);  // page 0 goes first
-    paged.table = cache.pool->table.data();
-}
-
-// What a cache must fit into, in bytes, and what that is.
-struct Room {
-    double bytes;
-    std::string name;
-};
-
-inline Room room_for_cache([[maybe_unused]] const Device *device) {
-#ifdef HAS_CUDA
-    if (device) return {(double)free_memory(), std::string("the free memory of ") + device->properties.name};
-#endif
-    return {(double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE), "this machine"};
-}
-
-inline std::shared_ptr<void> reserve_on([[maybe_unused]] const Device *device, size_t bytes) {
-#ifdef HAS_CUDA
-    if (device) {  // zeros: rows that nobody wrote yet are read, too, and count for nothing
-        auto memory = device_memory(*device, bytes, "the KV cache", "lower -c or --window");
-        check(cudaMemsetAsync(memory.get(), 0, bytes, device->stream), "cudaMemsetAsync");
-        return memory;
-    }
-#endif
-    return reserve(bytes, "the KV cache");
-}
-
-// With a `device`, its memory is there.
-inline Cache open_cache(const CacheShape &shape, Layout layout, Precision type_k, Precision type_v,
-                        const Device *device = nullptr) {
-    Cache cache{shape,
-                open_layout(shape, layout),
-                type_k,
-                type_v,
-                {},
-                {},
-                {},
-                {},
-                {},
-                {},
-                std::vector<int>(shape.sequences, 0),
-                std::vector<int>(shape.sequences, 0),
-                {},
-                {},
-                device,
-                nullptr};
-    int64_t rows = rows_of(shape, cache.layout);
-    double bytes = bytes_of(shape, cache.layout, type_k, type_v, (double)rows).total();
-    Room room = room_for_cache(device);
-    if (bytes > room.bytes) {
-        fail(
-            "the KV cache needs %.1f GiB for %lld positions, %s has %.1f GiB, enough for %.0f: lower -c or --window, "
-            "or choose a smaller --kv type",
-            bytes / 0x1p30, (long long)rows, room.name.c_str(), room.bytes / 0x1p30,
-            std::floor((double)rows * room.bytes / bytes));
-    }
-    auto take = [&](CacheRows &side, const Precision &type, int width, int64_t count) {
-        size_t row_bytes = std::visit([&](auto format) { return format.row_bytes(width); }, type);
-        side = {nullptr, row_bytes, width, shape.kv_heads, count};
-        if (count == 0) return;
-        cache.owned.push_back(reserve_on(device, side.bytes(shape.layers)));
-        side.data = (char *)cache.owned.back().get();
-    };
-    take(cache.keys, type_k, shape.key_width, rows);
-    take(cache.values, type_v, shape.value_width, rows);
-    take(cache.recent_keys, F16{}, shape.key_width, has_blocks(type_k) ? (int64_t)shape.sequences * group_size : 0);
-    take(cache.recent_values, F16{}, shape.value_width, has_blocks(type_v) ? (int64_t)shape.sequences * group_size : 0);
-    if (auto *ring = std::get_if<Ring>(&cache.layout)) {
-        take(cache.sink_keys, F32{}, shape.key_width, (int64_t)shape.sequences * ring->sinks);
-        take(cache.sink_values, F32{}, shape.value_width, (int64_t)shape.sequences * ring->sinks);
-    }
-    if (auto *paged = std::get_if<Paged>(&cache.layout)) open_pages(cache, *paged);
-    if (device && cache.pool) {
-        cache.owned.push_back(reserve_on(device, cache.pool->table.size() * sizeof(int)));
-        cache.device_table = (int *)cache.owned.back().get();
-    }
-    return cache;
 }
 
 inline int64_t row_of(const Cache &cache, int sequence, int position) {
@@ -541,90 +499,75 @@ inline int chunk_of(const Cache &cache) {
     return std::visit([](auto &layout) { return layout.chunk(); }, cache.layout);
 }
 
-inline Visible visible_of(const Layout &layout, int layer_window) {
-    return std::visit([&](auto &chosen) { return chosen.visible(layer_window); }, layout);
+inline Visible visible_of(const Choice<Layout> &layout, int layer_window) {
+    return layout.visit([&](auto &chosen) { return chosen.visible(layer_window); });
 }
 
-// Positions that follow one another, as their rows do.
-struct Run {
-    int position, count;
-    int64_t row;  // of the first
-};
-
-// The runs that hold the positions [begin, end) of a sequence. Pages that happen to follow one another are one run.
-inline void find_runs(std::vector<Run> &runs, const Cache &cache, int sequence, int begin, int end) {
-    runs.clear();
-    std::visit(
-        [&](auto &layout) {
-            for (int t = begin; t < end;) {
-                int64_t row = layout.row(sequence, t);
-                int count = std::min(end - t, layout.run(t));
-                bool follows = !runs.empty() && runs.back().row + runs.back().count == row;
-                if (follows)
-                    runs.back().count += count;
-                else
-                    runs.push_back({t, count, row});
-                t += count;
-            }
-        },
-        cache.layout);
+// Memory for `count` rows of each layer at a precision; none if it is 0.
+inline CacheRows open_rows(Cache &cache, const Precision &type, int width, int64_t count) {
+    CacheRows side = {nullptr, row_bytes(type, width), width, cache.shape.kv_heads, count};
+    if (count == 0) return side;
+    cache.owned.push_back(
+        cache.memory->reserve(side.bytes(cache.shape.layers), "the KV cache", "lower -c or --window, or free some"));
+    side.data = (char *)cache.owned.back().get();
+    return side;
 }
 
-// ---- As kernels see it -------------------------------------------------------------------------------------
-
-#ifdef HAS_CUDA
-// One of the types of a list, as std::variant holds it: kernels can visit this. Two are equal if their bytes are: the
-// types have no padding.
-template <class List>
-struct OnDevice;
-template <class... Types>
-struct OnDevice<std::variant<Types...>> {
-    using List = std::variant<Types...>;
-    int index = 0;
-    alignas(Types...) char bytes[std::max({sizeof(Types)...})] = {};
-    OnDevice() = default;
-    OnDevice(const List &choice) : index((int)choice.index()) {
-        static_assert(((std::is_empty_v<Types> || std::has_unique_object_representations_v<Types>)&&...));
-        auto keep = [&](auto &chosen) {
-            if (!std::is_empty_v<std::decay_t<decltype(chosen)>>) memcpy(bytes, &chosen, sizeof chosen);
-        };
-        std::visit(keep, choice);
-    }
-    bool operator==(const OnDevice &other) const {
-        return index == other.index && memcmp(bytes, other.bytes, sizeof bytes) == 0;
-    }
-    // use(chosen). All threads of a warp take the same way.
-    template <int i = 0, class Use>
-    __device__ auto visit(Use use) const {
-        if constexpr (i + 1 < (int)sizeof...(Types))
-            if (index != i) return visit<i + 1>(use);
-        return use(*(const std::variant_alternative_t<i, List> *)bytes);
-    }
-};
-
-// A cache on the card: what is passed to kernels. Page tables are there, too.
-struct CacheView {
-    OnDevice<Layout> layout;
-    OnDevice<Precision> type_k, type_v;
-    CacheRows keys, values, recent_keys, recent_values, sink_keys, sink_values;
-    int sinks = 0;  // of a ring
-    __device__ int64_t row_of(int sequence, int position) const {
-        return layout.visit([&](auto &chosen) { return chosen.row(sequence, position); });
-    }
-};
-
-inline CacheView view_of(const Cache &cache) {
-    CacheView view{cache.layout,      cache.type_k,        cache.type_v,    cache.keys,        cache.values,
-                   cache.recent_keys, cache.recent_values, cache.sink_keys, cache.sink_values, 0};
-    if (auto *ring = std::get_if<Ring>(&cache.layout)) view.sinks = ring->sinks;
-    if (auto *paged = std::get_if<Paged>(&cache.layout)) {
-        Paged there = *paged;
-        there.table = cache.device_table;
-        view.layout = Layout(there);
-    }
-    return view;
+inline void open_pages(Cache &cache, Paged &paged) {
+    cache.pool = std::make_shared<PagePool>();
+    int64_t most = INT_MAX, wanted = paged.pages(cache.shape);
+    if (wanted > most)
+        fail("the KV cache has %lld pages, expected at most %lld: raise --page", (long long)wanted, (long long)most);
+    PagePool &pool = *cache.pool;
+    pool.table.assign((size_t)cache.shape.sequences * paged.pages_per_sequence, -1);
+    pool.references.assign((size_t)wanted, 0);
+    for (int page = (int)wanted - 1; page >= 0; page--) pool.free.push_back(page);  // page 0 goes first
+    paged.table = pool.table.data();
+    size_t bytes = pool.table.size() * sizeof(int);
+    cache.owned.push_back(cache.memory->reserve(bytes, "the page table", "raise --page"));
+    cache.page_table = (int *)cache.owned.back().get();
+    cache.memory->write(cache.page_table, pool.table.data(), bytes);
+    Paged there = paged;
+    there.table = cache.page_table;
+    cache.view.layout = Layout(there);
 }
-#endif
+
+// Its memory is a machine's, which lives longer.
+inline Cache open_cache(Memory &memory, const CacheShape &shape, Layout layout, Precision type_k, Precision type_v) {
+    Cache cache;
+    cache.shape = shape;
+    cache.layout = open_layout(shape, layout);
+    cache.type_k = type_k;
+    cache.type_v = type_v;
+    cache.memory = &memory;
+    cache.lengths.assign(shape.sequences, 0);
+    cache.reached.assign(shape.sequences, 0);
+    int64_t rows = rows_of(shape, cache.layout), sequences = shape.sequences;
+    double bytes = bytes_of(shape, cache.layout, type_k, type_v, (double)rows).total();
+    Room room = memory.room();
+    if (bytes > room.bytes) {
+        fail(
+            "the KV cache needs %.1f GiB for %lld positions, %s has %.1f GiB, enough for %.0f: lower -c or --window, "
+            "or choose a smaller --kv type",
+            bytes / 0x1p30, (long long)rows, room.name.c_str(), room.bytes / 0x1p30,
+            std::floor((double)rows * room.bytes / bytes));
+    }
+    CacheView &view = cache.view;
+    view.layout = cache.layout;
+    view.type_k = type_k;
+    view.type_v = type_v;
+    view.keys = open_rows(cache, type_k, shape.key_width, rows);
+    view.values = open_rows(cache, type_v, shape.value_width, rows);
+    view.residual_keys = open_rows(cache, F16{}, shape.key_width, has_blocks(type_k) ? sequences * group_size : 0);
+    view.residual_values = open_rows(cache, F16{}, shape.value_width, has_blocks(type_v) ? sequences * group_size : 0);
+    if (auto *ring = std::get_if<Ring>(&cache.layout)) {
+        view.sinks = ring->sinks;
+        view.sink_keys = open_rows(cache, F32{}, shape.key_width, sequences * ring->sinks);
+        view.sink_values = open_rows(cache, F32{}, shape.value_width, sequences * ring->sinks);
+    }
+    if (auto *paged = std::get_if<Paged>(&cache.layout)) open_pages(cache, *paged);
+    return cache;
+}
 
 // ---- Growing and shrinking ---------------------------------------------------------------------------------
 
@@ -640,17 +583,15 @@ inline void take_pages(Cache &cache, const Paged &paged, int sequence, int from,
         fail("the cache has %zu free pages of %d positions, %d are needed: end a sequence, or make the pool larger",
              pool.free.size(), paged.page, last - first);
     }
-    for (int logical = first; logical < last; logical++) {
+    size_t changed = (size_t)sequence * paged.pages_per_sequence + first;
+    for (int i = 0; i < last - first; i++) {
         int page = pool.free.back();
         pool.free.pop_back();
         pool.references[page] = 1;
-        pool.table[(size_t)sequence * paged.pages_per_sequence + logical] = page;
+        pool.table[changed + i] = page;
     }
-#ifdef HAS_CUDA
-    size_t changed = (size_t)sequence * paged.pages_per_sequence + first;
-    if (cache.device && last > first)
-        copy(*cache.device, cache.device_table + changed, &pool.table[changed], (last - first) * sizeof(int));
-#endif
+    if (last > first)
+        cache.memory->write(cache.page_table + changed, &pool.table[changed], (last - first) * sizeof(int));
 }
 
 // Takes a sequence's pages behind `length` positions from its table; a page that no table holds any more is free.
@@ -662,7 +603,7 @@ inline void release_pages(Cache &cache, const Paged &paged, int sequence, int fr
         if (--pool.references[page] > 0) continue;
         pool.free.push_back(page);
 #ifdef POISON_FREED_PAGES  // in tests: every precision reads these bytes as NaN
-        for (const CacheRows *side : {&cache.keys, &cache.values})
+        for (const CacheRows *side : {&cache.view.keys, &cache.view.values})
             for (int layer = 0; layer < cache.shape.layers; layer++)
                 memset(side->at(layer, (int64_t)page * paged.page, 0), 0xff, paged.page * side->stride());
 #endif
@@ -682,86 +623,42 @@ inline int grow(Cache &cache, int sequence, int count) {
     return first;
 }
 
-// Calls use(keys, type, rows, recent) for K, then for V; `keys` is std::true_type or std::false_type.
-template <class Use>
-void for_each_side(Cache &cache, Use use) {
-    use(std::true_type{}, cache.type_k, cache.keys, cache.recent_keys);
-    use(std::false_type{}, cache.type_v, cache.values, cache.recent_values);
+// Number `channel` of position t (of its block) of K or V in a block that is full; row_at(i) is the row of position i.
+template <bool keys, class Format, class RowAt>
+HOST_DEVICE float stored_number(RowAt row_at, int t, int channel, int width) {
+    if constexpr (keys && Format::blocks)
+        return Format::key_number(row_at(Format::row_of_channel(channel, width)), t, channel, width);
+    else
+        return Format::number(row_at(t), channel);
 }
 
-// Channel c of position t in a full block is in the row of which position, and what it reads as.
-template <class Format, bool keys>
-HOST_DEVICE int holder_of(int t, int c, int width) {
-    return keys ? t / group_size * group_size + c / Format::groups(width) : t;
-}
-template <class Format, bool keys>
-HOST_DEVICE f16 restored(const char *row, int t, int c, int width) {
-    const auto &group = Format::group(row, keys ? c % Format::groups(width) : c / group_size);
-    float number = group.number(keys ? t % group_size : c % group_size);
-    f16 result;  // the largest f16 may read as half a step more, which f16 has not
-    from_float(result, number > 65504 ? 65504 : number < -65504 ? -65504 : number);
-    return result;
-}
-
-#ifdef HAS_CUDA
-// restore_recent() on the card: a block of threads for each layer and KV head.
+// The block in which a cut sequence ends may be quantized already: its positions go back to the residual block, as they
+// read. The rows come from the machine's memory one by one: this is rare.
 template <bool keys>
-__device__ void restore_side(const CacheView &cache, int sequence, int length) {
-    const CacheRows &rows = keys ? cache.keys : cache.values, &recent = keys ? cache.recent_keys : cache.recent_values;
-    int begin = (length - 1) / group_size * group_size, layer = blockIdx.x, head = blockIdx.y, width = rows.width;
-    auto restore = [&](auto format) {
-        using Format = decltype(format);
-        if constexpr (Format::key_groups) {
-            for (int i = threadIdx.x; i < (length - begin) * width; i += blockDim.x) {
-                int t = begin + i / width, c = i % width;
-                int64_t row = cache.row_of(sequence, holder_of<Format, keys>(t, c, width));
-                f16 *to = (f16 *)recent.at(layer, sequence * group_size + t - begin, head);
-                to[c] = restored<Format, keys>(rows.at(layer, row, head), t, c, width);
+void restore_residual(Cache &cache, int sequence, int length) {
+    const CacheRows &rows = keys ? cache.view.keys : cache.view.values;
+    const CacheRows &residual = keys ? cache.view.residual_keys : cache.view.residual_values;
+    int begin = (length - 1) / group_size * group_size, width = rows.width, heads = rows.kv_heads;
+    std::vector<char> block(group_size * rows.stride()), row(residual.stride());
+    auto restore = [&](auto format, int layer) {
+        for (int i = 0; i < group_size; i++)
+            cache.memory->read(&block[i * rows.stride()], rows.at(layer, row_of(cache, sequence, begin + i), 0),
+                               rows.stride());
+        for (int t = 0; t < length - begin; t++) {
+            for (int i = 0; i < heads * width; i++) {
+                auto row_at = [&](int at) { return &block[at * rows.stride() + i / width * rows.row_bytes]; };
+                float x = stored_number<keys, decltype(format)>(row_at, t, i % width, width);
+                // The largest f16 may read as half a step more, which f16 has not.
+                from_float(((f16 *)row.data())[i], x > 65504 ? 65504 : x < -65504 ? -65504 : x);
             }
+            cache.memory->write(residual.at(layer, sequence * group_size + t, 0), row.data(), residual.stride());
         }
     };
-    (keys ? cache.type_k : cache.type_v).visit(restore);
-}
-
-__global__ void restore_recent_kernel(CacheView cache, int sequence, int length) {
-    wait_for_previous();
-    let_next_start();
-    restore_side<true>(cache, sequence, length);
-    restore_side<false>(cache, sequence, length);
-}
-
-inline void restore_recent(const Device &device, const Cache &cache, int sequence, int length) {
-    dim3 blocks(cache.shape.layers, cache.shape.kv_heads);
-    launch(device, {blocks, 128}, restore_recent_kernel, view_of(cache), sequence, length);
-}
-#endif
-
-// The block in which a cut sequence ends may be quantized already: its positions become recent again, as they read.
-inline void restore_recent(Cache &cache, int sequence, int length) {
-#ifdef HAS_CUDA
-    if (cache.device) return restore_recent(*cache.device, cache, sequence, length);
-#endif
-    int begin = (length - 1) / group_size * group_size;
-    for_each_side(cache, [&](auto keys, const Precision &type, const CacheRows &rows, const CacheRows &recent) {
-        auto restore = [&](auto format, int layer, int head) {
-            using Format = decltype(format);
-            for (int t = begin; t < length; t++) {
-                f16 *to = (f16 *)recent.at(layer, sequence * group_size + t - begin, head);
-                for (int c = 0; c < rows.width; c++) {
-                    int position = holder_of<Format, keys>(t, c, rows.width);
-                    to[c] = restored<Format, keys>(rows.at(layer, row_of(cache, sequence, position), head), t, c,
-                                                   rows.width);
-                }
-            }
-        };
-        std::visit(
-            [&](auto format) {
-                if constexpr (decltype(format)::key_groups)
-                    for (int layer = 0; layer < cache.shape.layers; layer++)
-                        for (int head = 0; head < cache.shape.kv_heads; head++) restore(format, layer, head);
-            },
-            type);
-    });
+    std::visit(
+        [&](auto format) {
+            for (int layer = 0; decltype(format)::blocks && layer < cache.shape.layers; layer++) restore(format, layer);
+        },
+        keys ? cache.type_k : cache.type_v);
 }
 
 // Forgets the positions of a sequence from `length` on.
@@ -775,12 +672,15 @@ inline void shrink(Cache &cache, int sequence, int length) {
                  reached, length);
         if (length == 0) reached = 0;
     }
-    if (length > 0 && (length - 1) / group_size != (from - 1) / group_size) restore_recent(cache, sequence, length);
+    if (length > 0 && (length - 1) / group_size != (from - 1) / group_size) {
+        restore_residual<true>(cache, sequence, length);
+        restore_residual<false>(cache, sequence, length);
+    }
     if (auto *paged = std::get_if<Paged>(&cache.layout)) release_pages(cache, *paged, sequence, from, length);
     cache.lengths[sequence] = length;
 }
 
-// ---- Storing -----------------------------------------------------------------------------------------------
+// ---- What a query sees -------------------------------------------------------------------------------------
 
 // Some positions that follow one another in a sequence, and their rows in a pass.
 struct Span {
@@ -789,84 +689,201 @@ struct Span {
     int first, end;  // positions [first, end) of the sequence are in this pass: what lies before is in the cache
 };
 
-// Vectors of a pass: (rows, kv_heads, width).
+// Keys or values of a pass: (rows, heads, width).
 struct PassVectors {
     float *start;
-    int kv_heads, width;
-    float *at(const Span &span, int position, int kv_head) const {
-        return start + ((size_t)(span.row + position - span.position) * kv_heads + kv_head) * width;
+    int heads, width;
+    HOST_DEVICE float *at(const Span &span, int position, int head) const {
+        return start + ((int64_t)(span.row + position - span.position) * heads + head) * width;
     }
 };
 
-// The block in which a span ends, if it is full now: (32, width) numbers, all of them as f16 has them; else nullptr.
-// The vectors of this pass are rounded in place, so that its queries see them as later ones will.
-inline const float *full_block(const CacheRows &recent, int layer, const Span &span, int kv_head,
-                               const PassVectors &vectors) {
-    int width = recent.width, begin = span.position / group_size * group_size;
-    thread_local Floats block;
-    block.resize((size_t)group_size * width);
-    for (int t = span.position; t < span.position + span.count; t++) {
-        float *vector = vectors.at(span, t, kv_head);
-        for (int i = 0; i < width; i++) {
-            f16 number;
-            from_float(number, vector[i]);
-            vector[i] = to_float(number);
-        }
+// Where the keys or the values of a segment are: those of position t in row layout.row(sequence, t).
+struct Side {
+    const char *start;  // row 0 of a layer and KV head
+    size_t stride;      // bytes from a row to the next one's
+    int width;
+    Choice<Precision> type;
+    Choice<Layout> layout;
+    int sequence;
+    HOST_DEVICE const char *row(int t) const {
+        return start + layout.visit([&](auto &chosen) { return chosen.row(sequence, t); }) * (int64_t)stride;
     }
-    if (span.position + span.count < begin + group_size) return nullptr;
-    for (int t = begin; t < begin + group_size; t++) {
-        float *to = &block[(size_t)(t - begin) * width];
-        const f16 *row = (const f16 *)recent.at(layer, span.sequence * group_size + t - begin, kv_head);
-        for (int i = 0; i < width; i++) to[i] = t < span.first ? to_float(row[i]) : vectors.at(span, t, kv_head)[i];
+};
+
+// Positions [begin, end) that a query sees, in one kind of memory. Keys are rotated by `shift` positions more when they
+// are read, or, if they are unrotated, by their own position and `shift`.
+struct Segment {
+    int begin, end;
+    Side keys, values;
+    int shift = 0;
+    bool unrotated = false;
+};
+
+// A query reads a short list of them, from the first position to the last.
+struct Segments {
+    Segment list[4];
+    int count = 0;
+    HOST_DEVICE void add(int begin, int end, const Side &keys, const Side &values, int shift = 0,
+                         bool unrotated = false) {
+        if (begin < end) list[count++] = {begin, end, keys, values, shift, unrotated};
     }
-    return block.data();
+};
+
+// What the keys and values of a layer and KV head are read from: the cache's rows, the residual block, the sinks, and
+// the pass's own vectors, as if they were an f32 cache.
+struct HeadRows {
+    const CacheView &cache;
+    int layer, kv_head;
+    PassVectors own_keys, own_values;
+
+    HOST_DEVICE Side stored(const CacheRows &rows, const Choice<Precision> &type, int sequence) const {
+        return {rows.at(layer, 0, kv_head), rows.stride(), rows.width, type, cache.layout, sequence};
+    }
+    HOST_DEVICE Side residual(const CacheRows &rows, int sequence) const {  // a ring of 32
+        Ring ring;
+        ring.slots = group_size;
+        return {rows.at(layer, 0, kv_head), rows.stride(), rows.width, Choice<Precision>::of(F16{}),
+                Choice<Layout>::of(ring),   sequence};
+    }
+    HOST_DEVICE Side sink(const CacheRows &rows, int sequence) const {
+        return {rows.at(layer, 0, kv_head),
+                rows.stride(),
+                rows.width,
+                Choice<Precision>::of(F32{}),
+                Choice<Layout>::of(Contiguous{cache.sinks}),
+                sequence};
+    }
+    HOST_DEVICE Side own(const PassVectors &vectors, const Span &span) const {  // position t is row t + row - position
+        return {(const char *)(vectors.start + kv_head * vectors.width),
+                (size_t)vectors.heads * vectors.width * sizeof(float),
+                vectors.width,
+                Choice<Precision>::of(F32{}),
+                Choice<Layout>::of(Contiguous{1}),
+                span.row - span.position};
+    }
+};
+
+HOST_DEVICE inline bool has_blocks(const Choice<Precision> &type) {
+    return type.visit([](auto format) { return decltype(format)::blocks; });
 }
 
-// Encodes the keys and values of a span, both (rows of the pass, kv_heads, width), into their rows. Where a precision
-// has blocks, the span must lie in one of them (spans_of); it is stored when it is full, and kept at f16 until then.
-inline void store_span(Cache &cache, int layer, const Span &span, int kv_head, float *key, float *value) {
-    auto store = [&](auto format, auto keys, const CacheRows &rows, const CacheRows &recent) {
+// What the queries of a span see, without sinks: from the first one's first position to the last one's own. Where a
+// precision has blocks, the span lies in one of 32 positions, and reads its own block at f16: what earlier passes left
+// in the residual block, then the pass's own vectors.
+HOST_DEVICE inline void add_rows(Segments &seen, const HeadRows &head, const Span &span, const Visible &visible) {
+    const CacheView &cache = head.cache;
+    int first = visible.first(span.position), end = span.position + span.count;
+    Side own_keys = head.own(head.own_keys, span), own_values = head.own(head.own_values, span);
+    if (!cache.keys.data) return seen.add(first, end, own_keys, own_values);  // the naive path
+    bool key_blocks = has_blocks(cache.type_k), value_blocks = has_blocks(cache.type_v);
+    Side keys = head.stored(cache.keys, cache.type_k, span.sequence);
+    Side values = head.stored(cache.values, cache.type_v, span.sequence);
+    if (!key_blocks && !value_blocks) return seen.add(first, end, keys, values);
+    int block = span.position / group_size * group_size, begin = first > block ? first : block;
+    seen.add(first, block, keys, values);
+    seen.add(begin, span.first, key_blocks ? head.residual(cache.residual_keys, span.sequence) : keys,
+             value_blocks ? head.residual(cache.residual_values, span.sequence) : values);
+    seen.add(begin > span.first ? begin : span.first, end, key_blocks ? own_keys : keys,
+             value_blocks ? own_values : values);
+}
+
+// And the sinks, where positions between them and the window of the query at `position` were dropped.
+HOST_DEVICE inline void add_sinks(Segments &seen, const HeadRows &head, const Span &span, const Visible &visible) {
+    if (!visible.dropped(span.position)) return;
+    bool cached = head.cache.keys.data;
+    Side keys = cached ? head.sink(head.cache.sink_keys, span.sequence) : head.own(head.own_keys, span);
+    Side values = cached ? head.sink(head.cache.sink_values, span.sequence) : head.own(head.own_values, span);
+    seen.add(0, visible.sinks, keys, values, visible.shift(span.position), cached);
+}
+
+// ---- Storing -----------------------------------------------------------------------------------------------
+
+// A block of 32 positions that is full with this pass: (t, channel), all numbers as f16 has them. What earlier passes
+// left is in the residual block.
+struct FullBlock {
+    const char *residual;  // row 0 of the sequence's
+    size_t stride;
+    PassVectors own;
+    Span span;
+    int kv_head;
+    HOST_DEVICE float operator()(int t, int channel) const {
+        int position = span.position / group_size * group_size + t;
+        if (position < span.first) return F16::number(residual + t * stride, channel);
+        return own.at(span, position, kv_head)[channel];
+    }
+};
+
+struct BlockVector {  // position t of it
+    const FullBlock &block;
+    int t;
+    HOST_DEVICE float operator[](int channel) const { return block(t, channel); }
+};
+
+// Encodes the key or value of one position (a span of 1) into its row. Where a precision has blocks, the whole block is
+// encoded when its last position comes.
+template <bool keys, class Team>
+HOST_DEVICE void store_side(const CacheView &cache, int layer, const Span &span, int kv_head, const PassVectors &own,
+                            Team team) {
+    const CacheRows &rows = keys ? cache.keys : cache.values;
+    const CacheRows &residual = keys ? cache.residual_keys : cache.residual_values;
+    auto row_at = [&](int t) { return rows.at(layer, cache.row_of(span.sequence, t), kv_head); };
+    auto store = [&](auto format) {
         using Format = decltype(format);
-        PassVectors vectors = {keys ? key : value, rows.kv_heads, rows.width};
-        if constexpr (Format::key_groups) {
-            const float *block = full_block(recent, layer, span, kv_head, vectors);
-            for (int i = 0; block && i < group_size; i++) {
-                int position = span.position / group_size * group_size + i;
-                char *row = rows.at(layer, row_of(cache, span.sequence, position), kv_head);
+        if constexpr (!Format::blocks) {
+            Format::encode(row_at(span.position), own.at(span, span.position, kv_head), rows.width, team);
+        } else if (span.position % group_size == group_size - 1) {
+            const char *kept = residual.at(layer, (int64_t)span.sequence * group_size, kv_head);
+            FullBlock block = {kept, residual.stride(), own, span, kv_head};
+            for (int i = 0; i < group_size; i++) {
+                char *row = row_at(span.position - group_size + 1 + i);
                 if constexpr (keys)
-                    Format::encode_keys(row, i, block, rows.width);
+                    Format::encode_keys(row, i, block, rows.width, team);
                 else
-                    Format::encode(row, block + (size_t)i * rows.width, rows.width);
-            }
-        } else {
-            for (int t = span.position; t < span.position + span.count; t++) {
-                char *row = rows.at(layer, row_of(cache, span.sequence, t), kv_head);
-                Format::encode(row, vectors.at(span, t, kv_head), rows.width);
+                    Format::encode(row, BlockVector{block, i}, rows.width, team);
             }
         }
     };
-    for_each_side(cache, [&](auto keys, const Precision &type, const CacheRows &rows, const CacheRows &recent) {
-        std::visit([&](auto format) { store(format, keys, rows, recent); }, type);
-    });
+    (keys ? cache.type_k : cache.type_v).visit(store);
 }
 
-// Keeps a sink: `turn` are the angles by which its key (key_width) is rotated, and from which it is turned back.
-inline void store_sink(Cache &cache, int layer, int sequence, int position, int kv_head, const float *key,
-                       const float *turn, const float *value) {
-    int64_t row = (int64_t)sequence * std::get<Ring>(cache.layout).sinks + position;
-    rotate((float *)cache.sink_keys.at(layer, row, kv_head), key, turn, cache.sink_keys.width, -1);
-    std::copy(value, value + cache.sink_values.width, (float *)cache.sink_values.at(layer, row, kv_head));
+// Keeps a sink: its key turned back by its angles, cos_sin (D), from which it was rotated.
+template <class Team>
+HOST_DEVICE void store_sink(const CacheView &cache, int layer, const Span &span, int kv_head, const float *key,
+                            const float *value, const float *cos_sin, Team team) {
+    int64_t row = (int64_t)span.sequence * cache.sinks + span.position;
+    float *to_key = (float *)cache.sink_keys.at(layer, row, kv_head), *to_value = nullptr;
+    int half = cache.sink_keys.width / 2;
+    for (int i = team.first(); i < half; i += team.step()) {
+        float a = key[i], b = key[i + half], cosine = cos_sin[i], sine = cos_sin[i + half];
+        to_key[i] = a * cosine + b * sine;
+        to_key[i + half] = b * cosine - a * sine;
+    }
+    to_value = (float *)cache.sink_values.at(layer, row, kv_head);
+    for (int i = team.first(); i < cache.sink_values.width; i += team.step()) to_value[i] = value[i];
 }
 
-// After all queries of a pass have read: keeps the vectors of a sequence's newest block at f16.
-inline void keep_recent(Cache &cache, int layer, const Span &span, int kv_head, float *key, float *value) {
+// Stores one position of a layer and KV head, before the queries of the pass read.
+template <class Team>
+HOST_DEVICE void store_position(const CacheView &cache, int layer, const Span &span, int kv_head,
+                                const PassVectors &keys, const PassVectors &values, const float *cos_sin, Team team) {
+    store_side<true>(cache, layer, span, kv_head, keys, team);
+    store_side<false>(cache, layer, span, kv_head, values, team);
+    if (span.position < cache.sinks)
+        store_sink(cache, layer, span, kv_head, keys.at(span, span.position, kv_head),
+                   values.at(span, span.position, kv_head), cos_sin, team);
+}
+
+// And after they have read: a position of the sequence's newest block goes to the residual block.
+template <class Team>
+HOST_DEVICE void keep_position(const CacheView &cache, int layer, const Span &span, int kv_head,
+                               const PassVectors &keys, const PassVectors &values, Team team) {
     if (span.position / group_size != (span.end - 1) / group_size) return;
-    for_each_side(cache, [&](auto keys, const Precision &, const CacheRows &rows, const CacheRows &recent) {
-        if (!recent.data) return;
-        PassVectors vectors = {keys ? key : value, rows.kv_heads, rows.width};
-        for (int t = span.position; t < span.position + span.count; t++) {
-            char *row = recent.at(layer, span.sequence * group_size + t % group_size, kv_head);
-            F16::encode(row, vectors.at(span, t, kv_head), recent.width);
-        }
-    });
+    int64_t row = (int64_t)span.sequence * group_size + span.position % group_size;
+    auto keep = [&](const CacheRows &residual, const PassVectors &own) {
+        if (!residual.data) return;
+        F16::encode(residual.at(layer, row, kv_head), own.at(span, span.position, kv_head), residual.width, team);
+    };
+    keep(cache.residual_keys, keys);
+    keep(cache.residual_values, values);
 }

@@ -25,7 +25,8 @@
 // ---- What went wrong, in one line ----------------------------------------------------------------------------------
 
 struct Error : std::runtime_error {
-    using std::runtime_error::runtime_error;
+    int status;  // that the program ends with: 2, the input is wrong; 1, it could not finish
+    explicit Error(const std::string &line, int status = 2) : std::runtime_error(line), status(status) {}
 };
 
 // printf into a string.

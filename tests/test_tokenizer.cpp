@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "../tokenizer.h"
+#include "../base/tokenizer.h"
 
 static const std::string FIXTURES = "tests/fixtures/tokenizers/";
 
@@ -444,11 +444,11 @@ TEST_CASE("a file cut short anywhere, or with any byte changed, is refused or lo
 
 TEST_CASE("a missing file, a directory and another kind of file are named") {
     char error[200];
-    CHECK(tokenizer_load("no/such/tokenizer.json", error, sizeof error) == nullptr);
+    CHECK(tokenizer_load("no/such/tokenizer.json", nullptr, error, sizeof error) == nullptr);
     CHECK(std::string(error).find("no/such/tokenizer.json: No such file") == 0);
-    CHECK(tokenizer_load("tests", error, sizeof error) == nullptr);
+    CHECK(tokenizer_load("tests", nullptr, error, sizeof error) == nullptr);
     CHECK(std::string(error).find("tests: ") == 0);
-    CHECK(tokenizer_load("tests/test_tokenizer.cpp", error, sizeof error) == nullptr);
+    CHECK(tokenizer_load("tests/test_tokenizer.cpp", nullptr, error, sizeof error) == nullptr);
     CHECK(std::string(error).find("tests/test_tokenizer.cpp: malformed JSON") == 0);
 }
 

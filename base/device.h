@@ -8,7 +8,9 @@
 //   the last part        asynchronous copies, matrix fragments and products, each with its plain twin
 #pragma once
 
-struct Device;
+#include <variant>
+
+#include "team.h"
 
 #if defined(__CUDACC__) || defined(CUDA_ON_CPU)
 #define HAS_CUDA
@@ -23,8 +25,8 @@ struct Device;
 #include <type_traits>
 #include <vector>
 
-#include "model.h"
-#include "numbers.h"
+#include "formats.h"
+#include "team.h"
 
 // ---- Errors, memory ----------------------------------------------------------------------------------------
 
@@ -507,4 +509,12 @@ __device__ inline uint32_t rest_of_product(uint32_t a, uint32_t b, uint32_t prod
 #endif
 }
 
+#else
+using Machine = std::variant<Cpu>;
+
+inline std::unique_ptr<Machine> open_machine(const std::string &device, int threads) {
+    if (device == "cuda")
+        fail("--device cuda: this program was built without CUDA: leave the flag out, or build it where nvcc is");
+    return std::make_unique<Machine>(std::in_place_type<Cpu>, threads);
+}
 #endif  // HAS_CUDA

@@ -1,0 +1,229 @@
+// Numbers as they are stored: the 16- and 8-bit floats, packed codes, int8 weights; and aligned memory for them. One
+// number at a time: registers full of them are fast/simd.h's. Everything here runs on both machines.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <vector>
+#if defined(__F16C__)
+#pragma GCC diagnostic push  // g++ 12 takes its own _mm512_undefined_ps() for a mistake of ours (GCC bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#ifndef __clang__
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+#ifdef __CUDACC__
+#define HOST_DEVICE __host__ __device__
+#else
+#define HOST_DEVICE
+#endif
+
+template <class To, class From>
+HOST_DEVICE inline To bit_cast(From from) {
+    static_assert(sizeof(To) == sizeof(From), "same size");
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+// ---- Formats ----------------------------------------------------------------------------------------------
+
+struct f16 {  // IEEE binary16: 1 sign, 5 exponent, 10 fraction bits; 6e-8 .. 65,504
+    uint16_t bits;
+};
+struct bf16 {  // the upper half of a float32: 1 sign, 8 exponent, 7 fraction bits
+    uint16_t bits;
+};
+struct fp8 {  // e4m3 (Micikevicius et al. 2022, FP8 Formats): 1 sign, 4 exponent, 3 fraction bits; 2^-9 .. 448
+    uint8_t bits;
+};
+
+HOST_DEVICE inline float to_float(float x) { return x; }
+
+HOST_DEVICE inline float to_float(bf16 x) { return bit_cast<float>((uint32_t)x.bits << 16); }
+
+HOST_DEVICE inline float to_float(f16 x) {
+#if defined(__CUDA_ARCH__)
+    float number;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(number) : "h"(x.bits));
+    return number;
+#elif defined(__F16C__)
+    return _cvtsh_ss(x.bits);
+#elif defined(__aarch64__)
+    return bit_cast<__fp16>(x.bits);
+#else
+    uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
+    if (magnitude >= 0x7c00)  // infinity and NaN: exponent 31 becomes 255
+        return bit_cast<float>(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+    // Read with a float32 exponent the number is 2^(15 - 127) too small; the product is exact, denormals too.
+    return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(magnitude << 13) * 0x1p112f));
+#endif
+}
+
+// The same bits are an f16 2^8 times as small, but for NaN, which fp8 keeps in the place of 480.
+HOST_DEVICE inline float to_float(fp8 x) {
+    if ((x.bits & 0x7f) == 0x7f) return bit_cast<float>(0x7fc00000u);
+    return 256 * to_float(f16{(uint16_t)((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)});
+}
+
+HOST_DEVICE inline float to_float(int8_t x) { return x; }
+
+HOST_DEVICE inline void from_float(float &to, float x) { to = x; }
+
+// Rounds to nearest, ties to even. NaN stays NaN; what is too large becomes infinity.
+HOST_DEVICE inline void from_float(bf16 &to, float x) {
+    uint32_t bits = bit_cast<uint32_t>(x);
+    bool nan = (bits & 0x7fffffff) > 0x7f800000;
+    to.bits = nan ? (uint16_t)(bits >> 16 | 0x40) : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Rounds to nearest, ties to even. NaN stays NaN; 65,520 and more becomes infinity.
+HOST_DEVICE inline void from_float(f16 &to, float x) {
+    uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) {
+        to.bits = (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
+    } else if (magnitude >= 0x477ff000) {
+        to.bits = (uint16_t)(sign | 0x7c00);
+    } else if (magnitude >= 0x38800000) {  // 2^-14, the smallest normal f16
+        to.bits = (uint16_t)(sign | ((magnitude + 0xfff + (magnitude >> 13 & 1) - 0x38000000) >> 13));
+    } else {  // adding 0.5 leaves the multiple of 2^-24, rounded, in the lowest bits
+        to.bits = (uint16_t)(sign | (bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000));
+    }
+}
+
+// Rounds to nearest, ties to even; what is too large becomes 448, infinity too. NaN stays NaN.
+HOST_DEVICE inline void from_float(fp8 &to, float x) {
+    uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) {
+        to.bits = (uint8_t)(sign | 0x7f);
+    } else if (magnitude >= 0x43e00000) {  // 448
+        to.bits = (uint8_t)(sign | 0x7e);
+    } else if (magnitude >= 0x3c800000) {  // 2^-6, the smallest normal number
+        to.bits = (uint8_t)(sign | ((magnitude + 0x7ffff + (magnitude >> 20 & 1) - 0x3c000000) >> 20));
+    } else {  // adding 2^14 leaves the multiple of 2^-9, rounded, in the lowest bits
+        to.bits = (uint8_t)(sign | (bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0x1p14f) - 0x46800000));
+    }
+}
+
+// Rounds to nearest, ties to even; what is too large becomes 127. x is a number.
+HOST_DEVICE inline void from_float(int8_t &to, float x) {
+    // Between 2^23 and 2^24 float32 counts in ones: the sum is rounded to a whole number.
+    float whole = (x + 0x1.8p23f) - 0x1.8p23f;
+    to = (int8_t)(whole > 127 ? 127 : whole < -127 ? -127 : whole);
+}
+
+// The smallest f16 at or above x, and the largest at or below it; infinity beyond 65,504, NaN stays NaN.
+HOST_DEVICE inline f16 f16_above(float x) {
+    f16 near;
+    from_float(near, x);
+    if (to_float(near) < x) near.bits = (uint16_t)(near.bits & 0x8000 ? near.bits - 1 : near.bits + 1);
+    return near;
+}
+HOST_DEVICE inline f16 f16_below(float x) {
+    f16 above = f16_above(-x);
+    return {(uint16_t)(above.bits ^ 0x8000)};
+}
+
+// 32 whole numbers of 2 or 4 bits. A byte holds numbers that are far apart, so that a register of bytes, shifted, is a
+// register of neighbours: with 4 bits byte i has the numbers i and i + 16, with 2 bits i, i + 8, i + 16 and i + 24.
+template <int bits>
+struct Packed {
+    static constexpr int count = 32, largest = (1 << bits) - 1, size = 4 * bits;
+    uint8_t bytes[size];
+    HOST_DEVICE int code(int i) const { return bytes[i % size] >> bits * (i / size) & largest; }
+    HOST_DEVICE void set(int i, int code) { bytes[i % size] |= (uint8_t)(code << bits * (i / size)); }  // was 0
+};
+
+// ---- Int8 weights -------------------------------------------------------------------------------------------
+//
+// --weights int8: each 32 neighbours of a row become whole numbers, at most 127, times a scale of their own, and so
+// does what they are multiplied with, for each token anew. Their products are then exact and four of them take an
+// instruction or two, where the machine has them for bytes; a weight takes 1.0625 bytes from memory.
+constexpr int int8_rows = 16, int8_group = 32;
+
+// 32 channels of 16 rows. Four channels of all rows stand together, so that each lane of a register sums up a row of
+// its own and no sum has to be folded; and a thread reads its rows from memory from first to last.
+struct Int8Block {
+    f16 scale[int8_rows];
+    int8_t weight[int8_group / 4][int8_rows][4];
+    int8_t &at(int row, int channel) { return weight[channel / 4][row][channel % 4]; }
+    int at(int row, int channel) const { return weight[channel / 4][row][channel % 4]; }
+};
+
+inline int64_t int8_groups(int64_t inputs) { return (inputs + int8_group - 1) / int8_group; }
+inline int64_t int8_panels(int64_t outputs) { return (outputs + int8_rows - 1) / int8_rows; }
+inline size_t int8_bytes(int64_t outputs, int64_t inputs) {
+    return (size_t)(int8_panels(outputs) * int8_groups(inputs)) * sizeof(Int8Block);
+}
+
+// The largest magnitude of a group; NaN if one of its numbers is infinite or NaN.
+inline float largest_magnitude(const float (&group)[int8_group]) {
+    uint32_t most = 0;  // magnitudes are in the order of their bits
+    for (float number : group) {
+        uint32_t magnitude = bit_cast<uint32_t>(number) & 0x7fffffff;
+        most = magnitude > most ? magnitude : most;
+    }
+    return bit_cast<float>(most < 0x7f800000 ? most : 0x7fc00000u);
+}
+
+// The whole numbers next to those of a group over its scale; zeros if that is 0 or NaN. A scale below the normal
+// numbers is so coarse that a quotient may pass 127.
+inline void round_group(int8_t (&to)[int8_group], const float (&group)[int8_group], float scale) {
+    for (int i = 0; i < int8_group; i++) from_float(to[i], scale > 0 ? group[i] / scale : 0);
+}
+
+// What a product with int8 weights reads: the whole numbers of `count` <= 32 numbers of a vector, zeros behind them.
+// Returns their scale; if one of them is infinite or NaN, that is NaN.
+inline float quantize(int8_t (&to)[int8_group], const float *x, int count) {
+    float padded[int8_group] = {};
+    memcpy(padded, x, (size_t)count * sizeof(float));
+    float scale = largest_magnitude(padded) / 127;
+    round_group(to, padded, scale);
+    return scale;
+}
+
+// The blocks of up to 16 rows (rows, inputs) of a weight, zeros beyond the last row and channel. False if a number is
+// not finite, or too large for the scales (8.3e6).
+template <class Number>
+bool quantize(Int8Block *blocks, const Number *weight, int rows, int64_t inputs) {
+    bool good = true;
+    for (int64_t first = 0; first < inputs; first += int8_group, blocks++) {
+        *blocks = {};
+        for (int row = 0; row < rows; row++) {
+            float group[int8_group] = {};
+            int8_t rounded[int8_group];
+            for (int i = 0; i < int8_group && first + i < inputs; i++)
+                group[i] = to_float(weight[row * inputs + first + i]);
+            f16 scale = blocks->scale[row] = f16_above(largest_magnitude(group) / 127);
+            good = good && to_float(scale) <= 65504;
+            round_group(rounded, group, to_float(scale));
+            for (int i = 0; i < int8_group; i++) blocks->at(row, i) = rounded[i];
+        }
+    }
+    return good;
+}
+
+// ---- Memory --------------------------------------------------------------------------------------------------
+
+constexpr int cache_line = 64;  // bytes
+
+// Starts on a cache line: otherwise every load of 16 lanes would touch two lines.
+template <class T>
+struct CacheLineAligned {
+    using value_type = T;
+    CacheLineAligned() = default;
+    template <class U>
+    explicit CacheLineAligned(const CacheLineAligned<U> &) {}
+    T *allocate(size_t count) { return (T *)::operator new(count * sizeof(T), std::align_val_t(cache_line)); }
+    void deallocate(T *p, size_t) { ::operator delete(p, std::align_val_t(cache_line)); }
+    bool operator==(const CacheLineAligned &) const { return true; }
+    bool operator!=(const CacheLineAligned &) const { return false; }
+};
+template <class T>
+using Aligned = std::vector<T, CacheLineAligned<T>>;
+using Floats = Aligned<float>;

@@ -1,0 +1,218 @@
+// Who computes. A Team is what the body of an operation is told of the threads that share it: one thread (Alone), or a
+// warp of a GPU (device.h). A machine runs such bodies, one for each item of an operation, and owns the memory that
+// they read: the threads of the CPU here, a GPU in device.h.
+#pragma once
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <memory>
+#include <string>
+
+#include "formats.h"
+#include "json.h"
+#include "limits.h"
+
+// A team of one. Items of a loop are shared as  for (i = first(); i < n; i += step()).
+struct Alone {
+    HOST_DEVICE int first() const { return 0; }
+    HOST_DEVICE int step() const { return 1; }
+    HOST_DEVICE float sum(float x) const { return x; }      // over the team, for all of it
+    HOST_DEVICE float largest(float x) const { return x; }  // likewise
+    HOST_DEVICE void wait() const {}                        // until what all have written can be read
+};
+
+inline double now() {  // seconds
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// ---- Memory of a machine -----------------------------------------------------------------------------------
+
+// Bytes that can still be had, and of what.
+struct Room {
+    double bytes;
+    std::string name;
+};
+
+// Memory of 4 KiB pages, or of 2 MiB where they lie within it and the kernel can give them: whoever reads much looks
+// up small pages so often that it costs a tenth of the time (Linux, Documentation/admin-guide/mm/transhuge.rst).
+// Zeros; pages are taken when they are first written.
+inline std::shared_ptr<void> map_memory(size_t bytes, const char *what, const char *cure, bool huge = true) {
+    bytes = std::max<size_t>(bytes, 1);
+    void *data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (data == MAP_FAILED)
+        fail("%s: %.1f GiB of memory cannot be had (%s): %s", what, (double)bytes / 0x1p30, strerror(errno), cure);
+    if (huge) madvise(data, bytes, MADV_HUGEPAGE);  // refused by kernels that have none: small ones do
+    return std::shared_ptr<void>(data, [bytes](void *start) { munmap(start, bytes); });
+}
+
+// What caches, weights and activations are kept in.
+struct Memory {
+    virtual ~Memory() = default;
+    virtual std::shared_ptr<void> reserve(size_t bytes, const char *what, const char *cure) = 0;  // zeros
+    virtual void write(void *to, const void *from, size_t bytes) = 0;                             // into it
+    virtual void read(void *to, const void *from, size_t bytes) = 0;                              // out of it
+    virtual Room room() const = 0;
+};
+
+// Numbers there. resize() keeps none of them; it says whether they are elsewhere now.
+template <class T>
+struct Buffer {
+    std::shared_ptr<void> memory;
+    size_t capacity = 0;
+    T *data() const { return (T *)memory.get(); }
+    bool resize(Memory &of, size_t count) {
+        if (count <= capacity) return false;
+        memory.reset();
+        size_t more = std::max(count, capacity + capacity / 2);  // one token more a step does not move it each time
+        capacity = (double)more * sizeof(T) < of.room().bytes ? more : count;
+        memory =
+            of.reserve(capacity * sizeof(T), "the activations of this many tokens", "shorten the prompt or lower -c");
+        return true;
+    }
+};
+
+// ---- The CPU: a team of threads ----------------------------------------------------------------------------
+
+struct Share {  // of some items: those of one thread
+    int64_t first, last;
+    int count() const { return (int)(last - first); }
+};
+
+inline void pause_briefly() {  // between two looks at what another core will change
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb");  // as long as x86's pause, about; `yield` takes no time on most cores
+#endif
+}
+
+// run(body) lets all threads call body(); what else is here is called by all of them, inside it.
+class Cpu : public Memory {
+public:
+    using Team = Alone;
+    int threads;  // at most
+
+    explicit Cpu(int most) : threads(most), state_(std::make_unique<State>()) { state_->team = most; }
+
+    template <class Body>
+    void run(Body body) {
+        [[maybe_unused]] int team = choose_team();
+        double start = now();
+#pragma omp parallel num_threads(team)
+        body();
+        adapt(now() - start);
+    }
+
+    int team() const {
+#ifdef _OPENMP
+        return omp_get_num_threads();
+#else
+        return 1;
+#endif
+    }
+    int index() const {
+#ifdef _OPENMP
+        return omp_get_thread_num();
+#else
+        return 0;
+#endif
+    }
+    Share share(int64_t items) const { return {items * index() / team(), items * (index() + 1) / team()}; }
+
+    // body(i, team) for all items, each thread its share; the results can be read when it returns.
+    template <class Body>
+    void for_each(int64_t items, Body body) {
+        Share mine = share(items);
+        for (int64_t i = mine.first; i < mine.last; i++) body(i, Alone());
+        wait();
+    }
+    // The same for items of unequal cost: whoever is ready takes the next one.
+    template <class Body>
+    void for_each_in_turn(int64_t items, Body body) {
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t i = 0; i < items; i++) body(i, Alone());
+        wait();
+    }
+
+    // Waits until the whole team is here. OpenMP's own barrier may spin for 10 ms; the waits of a layer are of
+    // microseconds. This one spins for a millisecond, about, and then sleeps: on a busy machine, whoever slept gets a
+    // core at once when it is woken, but whoever spun waits for its turn among the other programs.
+    void wait() {
+        State &s = *state_;
+        unsigned mine = s.round.load(), all = (unsigned)team();
+        if (s.arrived.fetch_add(1) + 1 == all) {
+            s.arrived.store(0);
+            s.round.store(mine + 1);
+            if (s.sleeping.load() > 0) syscall(SYS_futex, &s.round, FUTEX_WAKE_PRIVATE, INT_MAX);
+            return;
+        }
+        constexpr int short_spins = 2000, long_spins = 60000;
+        auto spin = [&](int most) {
+            for (int i = 0; i < most && s.round.load(std::memory_order_acquire) == mine; i++) pause_briefly();
+            return s.round.load() != mine;
+        };
+        bool crowded = (int)all > s.cores;  // then somebody waits for this very core
+        if (!crowded && spin(short_spins)) return;
+        double start = now();
+        if (crowded || !spin(long_spins)) {
+            s.sleeping.fetch_add(1);
+            while (s.round.load() == mine) syscall(SYS_futex, &s.round, FUTEX_WAIT_PRIVATE, mine, nullptr);
+            s.sleeping.fetch_sub(1);
+        }
+        s.late.fetch_add((int64_t)((now() - start) * 1e9));
+    }
+
+    std::shared_ptr<void> reserve(size_t bytes, const char *what, const char *cure) override {
+        return map_memory(bytes, what, cure);
+    }
+    void write(void *to, const void *from, size_t bytes) override { memcpy(to, from, bytes); }
+    void read(void *to, const void *from, size_t bytes) override { memcpy(to, from, bytes); }
+    Room room() const override {
+        FreeMemory free = free_memory_of_host();
+        return {free.bytes, free.where};
+    }
+    std::string name() const { return "CPU, " + std::to_string(threads) + (threads == 1 ? " thread" : " threads"); }
+
+private:
+    struct State {
+        std::atomic<unsigned> arrived{0}, round{0}, sleeping{0};
+        std::atomic<int64_t> late{0};  // ns that threads of this run have waited longer than a short spin
+        int cores = usable_threads();
+        int team = 1;
+        double again = 0, patience = 0;  // when the whole team is tried again; seconds from one try to the next
+    };
+    std::unique_ptr<State> state_;
+
+    // Where other programs take the cores, a thread that waits for another waits for a slice of the scheduler's, some
+    // milliseconds: fewer threads are then faster. From time to time all are tried again.
+    int choose_team() {
+        State &s = *state_;
+        s.late = 0;
+        s.team = std::min(s.team, threads);
+        return s.team < threads && now() >= s.again ? threads : s.team;
+    }
+    void adapt(double seconds) {
+        State &s = *state_;
+        if (threads == 1) return;
+        bool late = (double)s.late.load() * 1e-9 > 0.25 * seconds * threads && seconds > 1e-3;
+        if (late) {
+            s.patience = std::min(1.0, std::max(0.02, 2 * s.patience));
+            s.again = now() + s.patience;
+            s.team = std::max(1, s.team / 2);
+        } else if (now() >= s.again) {
+            if (s.team == threads && now() >= s.again + 1) s.patience = 0;
+            s.team = threads;
+        }
+    }
+};
