@@ -372,7 +372,8 @@ using TokenizerPointer = std::unique_ptr<Tokenizer, decltype(&tokenizer_free)>;
 
 inline TokenizerPointer load_tokenizer(const std::string &directory) {
     char error[1000];
-    Tokenizer *tokenizer = tokenizer_load(join_path(directory, "tokenizer.json").c_str(), error, sizeof error);
+    std::string file = join_path(directory, "tokenizer.json"), config = join_path(directory, "tokenizer_config.json");
+    Tokenizer *tokenizer = tokenizer_load(file.c_str(), config.c_str(), error, sizeof error);
     if (!tokenizer) fail("%s", error);
     return TokenizerPointer(tokenizer, tokenizer_free);
 }

@@ -126,12 +126,12 @@ static bool next_match(Matcher *matcher, regex_t *regex, const char *s, size_t n
     while (match->from <= n && !matcher->error->failed) {
         int found = search(matcher, regex, s, n, match->from);
         if (found == ONIG_MISMATCH) return false;
-        size_t start = found < 0 ? 0 : (size_t)matcher->region->beg[0],
-               end = found < 0 ? 0 : (size_t)matcher->region->end[0];
-        UChar why[ONIG_MAX_ERROR_MESSAGE_LEN] = "a match outside of what was searched";
+        UChar why[ONIG_MAX_ERROR_MESSAGE_LEN] = "";
         if (found < 0) onig_error_code_to_str(why, found);
-        if (found < 0 || start < match->from || end < start)
-            return fail(matcher->error, "a pattern of the tokenizer on this text: %s", (char *)why), false;
+        if (found < 0) return fail(matcher->error, "a pattern of the tokenizer on this text: %s", (char *)why), false;
+        size_t start = (size_t)matcher->region->beg[0], end = (size_t)matcher->region->end[0];
+        if (start < match->from || end < start)  // \K can do so
+            return fail(matcher->error, "a pattern of the tokenizer matches backwards in this text"), false;
         match->from = end;
         if (start != end || end != match->last_end) {
             match->start = start;

@@ -157,7 +157,7 @@ inline const Family &find_family(const Section &config) {
 
 // Whether a key asks for nothing: `neutral` or a list of nothing else, false being 0 and true 1; or nothing at all.
 inline bool is_neutral(const cJSON *item, double neutral) {
-    if (cJSON_IsNumber(item)) return std::fabs(item->valuedouble - neutral) <= 1e-6 * std::fabs(neutral);
+    if (cJSON_IsNumber(item)) return std::fabs(item->valuedouble - neutral) <= 1e-5 * std::fabs(neutral);
     if (cJSON_IsBool(item)) return cJSON_IsTrue(item) == (neutral != 0);
     if (cJSON_IsString(item)) return !*item->valuestring;
     for (const cJSON *child = item->child; child; child = child->next)

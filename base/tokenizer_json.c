@@ -200,19 +200,20 @@ static Token *add_token(Loader *l, int id, const char *content) {
 static void load_vocabulary(Loader *l, const cJSON *vocab, const cJSON *added) {
     Tokenizer *t = l->t;
     const cJSON *item;
-    size_t count = 0;
     if (!cJSON_IsObject(vocab) || !vocab->child) fail(l->error, "model.vocab is missing, empty or not an object");
     if (is_given(added) && !cJSON_IsArray(added)) fail(l->error, "added_tokens is not a list");
-    for (int k = 0; k < 2; k++) {
-        const cJSON *list = k ? added : vocab;
-        cJSON_ArrayForEach(item, list) {
-            int id = k ? read_number(l, member(item, "id"), "an added token's id", MAX_ID)
-                       : read_number(l, item, item->string, MAX_ID);
-            t->size = id < t->size ? t->size : id + 1;
-            count++;
-        }
+    int highest = 0, id;
+    cJSON_ArrayForEach(item, vocab) {
+        id = read_number(l, item, item->string, MAX_ID);
+        highest = id > highest ? id : highest;
+    }
+    cJSON_ArrayForEach(item, added) {
+        id = read_number(l, member(item, "id"), "an added token's id", MAX_ID);
+        highest = id > highest ? id : highest;
     }
     if (l->error->failed) return;
+    t->size = highest + 1;
+    size_t count = (size_t)cJSON_GetArraySize(vocab) + (size_t)cJSON_GetArraySize(added);
     t->slots = hash_table(l, count, sizeof *t->slots, &t->slot_mask);
     t->tokens = calloc((size_t)t->size, sizeof *t->tokens);
     if (!t->tokens) fail(l->error, "out of memory");
@@ -223,16 +224,15 @@ static void load_vocabulary(Loader *l, const cJSON *vocab, const cJSON *added) {
 static bool read_pair(Loader *l, const cJSON *item, Bytes *whole, size_t *left) {
     const char *a = cJSON_GetStringValue(item), *b = a ? strchr(a, ' ') : NULL;
     *left = b ? (size_t)(b++ - a) : 0;
-    if (cJSON_GetArraySize(item) == 2) {
+    if (b && strchr(b, ' ')) return false;
+    if (cJSON_IsArray(item) && cJSON_GetArraySize(item) == 2) {
         a = cJSON_GetStringValue(item->child);
         b = a ? cJSON_GetStringValue(item->child->next) : NULL;
         *left = b ? strlen(a) : 0;
-    } else if (b && strchr(b, ' ')) {
-        return false;
     }
     whole->length = 0;
-    append(l->error, whole, a, *left);
-    append(l->error, whole, b, b ? strlen(b) : 0);
+    if (b) append(l->error, whole, a, *left);
+    if (b) append(l->error, whole, b, strlen(b));
     return b != NULL;
 }
 
@@ -433,11 +433,8 @@ static void load_decoder(Loader *l, const cJSON *item) {
     if (type == SEQUENCE) load_sequence(l, item, "decoders", load_decoder);
     if (type <= SEQUENCE) return;
     Step step = {.kind = kinds[type]};
-    const char *text = "";
-    if (type == META) {
-        text = read_metaspace(l, item, &when);
-        step.mode = when != NEVER;
-    }
+    const char *text = type == META ? read_metaspace(l, item, &when) : "";
+    if (type == META) step.mode = when != NEVER;
     if (type == REPLACING || type == STRIPPING) text = read_text(l, item, "content");
     if (type == REPLACING) step.regex = read_pattern(l, item);
     if (type == STRIPPING) {
@@ -451,12 +448,6 @@ static void load_decoder(Loader *l, const cJSON *item) {
 }
 
 // ---- What stands around a text ---------------------------------------------------------------------------------
-
-static void add_around(Loader *l, const char *who, int id, int *ids, int *count) {
-    if (!l->t->tokens[id].content) fail(l->error, "%s: id %d stands for no token", who, id);
-    if (*count == MAX_AROUND) fail(l->error, "%s: more than %d special tokens", who, MAX_AROUND);
-    if (!l->error->failed) ids[(*count)++] = id;
-}
 
 // A template: [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}, ...]
 static void load_template(Loader *l, const cJSON *item) {
@@ -474,8 +465,10 @@ static void load_template(Loader *l, const cJSON *item) {
             fail(l->error, "TemplateProcessing: a part of single is neither text nor known token");
         cJSON_ArrayForEach(one, ids) {
             int id = read_number(l, one, "TemplateProcessing: id of a special token", t->size - 1);
-            add_around(l, "TemplateProcessing", id, texts ? t->after : t->before,
-                       texts ? &t->after_count : &t->before_count);
+            int *count = texts ? &t->after_count : &t->before_count;
+            if (!t->tokens[id].content) fail(l->error, "TemplateProcessing: id %d stands for no token", id);
+            if (*count == MAX_AROUND) fail(l->error, "TemplateProcessing: more than %d special tokens", MAX_AROUND);
+            if (!l->error->failed) (texts ? t->after : t->before)[(*count)++] = id;
         }
     }
     if (texts != 1) fail(l->error, "TemplateProcessing: single holds the text %d times, expected once", texts);
@@ -500,32 +493,32 @@ static void load_config(Loader *l, const char *path) {
         const cJSON *bos = member(config, "bos_token");
         const char *content = cJSON_GetStringValue(cJSON_IsObject(bos) ? member(bos, "content") : bos);
         int id = content ? *token_slot(l->t, content, strlen(content)) : -1;
-        if (!content) fail(l->error, "add_bos_token is true, but bos_token is neither a string nor has a content");
-        if (id < 0) fail(l->error, "bos_token %.60s is not a token of tokenizer.json", content);
-        if (id >= 0) add_around(l, "add_bos_token", id, l->t->before, &l->t->before_count);
+        if (!content)
+            fail(l->error, "add_bos_token is true, but bos_token is neither a string nor has a content");
+        else if (id < 0)
+            fail(l->error, "bos_token %.60s is not a token of tokenizer.json", content);
+        else
+            l->t->before[l->t->before_count++] = id;
     }
     cJSON_Delete(config);
 }
 
 // ---- All of it -------------------------------------------------------------------------------------------------
 
+static void load_part(Loader *l, const cJSON *root, const char *name, void (*load)(Loader *, const cJSON *)) {
+    if (is_given(member(root, name)) && !l->error->failed) load(l, member(root, name));
+}
+
 static void load_parts(Loader *l, cJSON *root) {
-    static const struct {
-        const char *name;
-        void (*load)(Loader *, const cJSON *);
-    } parts[] = {{"normalizer", load_normalizer},
-                 {"pre_tokenizer", load_pre_tokenizer},
-                 {"post_processor", load_post_processor},
-                 {"decoder", load_decoder}};
     const cJSON *added = member(root, "added_tokens"), *token;
     load_model(l, cJSON_GetObjectItemCaseSensitive(root, "model"), added);
     cJSON_ArrayForEach(token, added) if (!l->error->failed) load_added_token(l, token);
     add_step(l, &l->t->encode, (Step){.kind = ADDED, .mode = 0}, "");
-    for (int i = 0; i < 4; i++) {
-        const cJSON *item = member(root, parts[i].name);
-        if (is_given(item) && !l->error->failed) parts[i].load(l, item);
-        if (i == 0) add_step(l, &l->t->encode, (Step){.kind = ADDED, .mode = 1}, "");
-    }
+    load_part(l, root, "normalizer", load_normalizer);
+    add_step(l, &l->t->encode, (Step){.kind = ADDED, .mode = 1}, "");
+    load_part(l, root, "pre_tokenizer", load_pre_tokenizer);
+    load_part(l, root, "post_processor", load_post_processor);
+    load_part(l, root, "decoder", load_decoder);
     if (!is_given(member(root, "decoder"))) add_step(l, &l->t->decode, (Step){.kind = JOIN}, "");
 }
 

@@ -39,7 +39,7 @@ inline const std::vector<Flag> &flags() {
         {"-n --predict", "N", timed, Int{&O::count, 0, 1e9}, "tokens to generate at most (default 256; bench: 64)"},
         {"-c --ctx-size", "N", "generate diff eval memory", Int{&O::context, 1, 1 << 30},
          "positions the cache holds (default: prompt + N, at most the model's context; memory: that context)"},
-        {"--chunk", "N", run, Int{&O::chunk, 1, 1 << 20}, "tokens of a prefill pass (default: by the machine)"},
+        {"-ub --ubatch-size", "N", run, Int{&O::chunk, 1, 1 << 20}, "tokens of a prefill pass (default 512)"},
         {"-t --threads", "N", run, Int{&O::threads, 1, 256}, "threads (default: as many as this process may use)"},
         {"--cache", "LAYOUT", caches, &O::layouts, "none (the naive path) or " + layout_names() + several},
         {"--kv", "TYPE", caches, &O::types_k, "type of K and V (default f16): " + precision_names() + several},

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <string>
 
-#include "../tokenizer.h"
+#include "../base/tokenizer.h"
 
 static void require(bool holds) {
     if (!holds) abort();
