@@ -127,7 +127,7 @@ inline double with_unit(const std::string &text) {
     double number = strtod(text.c_str(), &end);
     std::string unit = end + strspn(end, " ");
     if (unit.empty() || unit == "B") return number;
-    size_t power = std::string(".KMGT").find((char)toupper(unit[0]));
+    size_t power = std::string(" KMGT").find((char)toupper(unit[0]));
     std::string rest = unit.substr(1);
     double base = rest == "B" ? 1000 : rest.empty() || rest == "iB" ? 1024 : NAN;
     return power > 4 || end == text.c_str() ? NAN : number * std::pow(base, power);
@@ -330,12 +330,12 @@ inline Options parse_options(const std::vector<std::string> &words) {
 
 // `text` behind `line`, in lines of at most 100 columns that begin at `column`.
 inline void print_wrapped(std::string line, const std::string &text, size_t column) {
-    line.resize(std::max(column, line.size() + 1), ' ');
+    line.resize(std::max(column, line.size() + 1) - 1, ' ');
     for (const std::string &word : split(text)) {
-        if (line.size() + word.size() > 100) line = (puts(line.c_str()), std::string(column, ' '));
-        line += word + " ";
+        if (line.size() + word.size() >= 100) line = (puts(line.c_str()), std::string(column - 1, ' '));
+        line += " " + word;
     }
-    puts(line.substr(0, line.size() - 1).c_str());
+    puts(line.c_str());
 }
 
 inline void print_version() {

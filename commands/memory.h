@@ -46,10 +46,18 @@ inline MemoryQuestion memory_question(const Options &options) {
     return question;
 }
 
+// Of `rows` rows of a layer.
+inline CacheBytes bytes_in(const CacheShape &shape, CacheChoice cache, double rows) {
+    if (!shape.value_width) cache.type_v = F32{};  // of which no numbers take no bytes
+    return bytes_of(shape, open_layout(shape, cache.layout), cache.type_k, cache.type_v, rows);
+}
+inline double bytes_per_token(const CacheShape &shape, const CacheChoice &cache) {
+    return bytes_in(shape, cache, 1).total() - bytes_in(shape, cache, 0).total();
+}
+
 // The whole of a cache: of a paged one all pages. Allocates nothing.
 inline CacheBytes full_bytes(const CacheShape &shape, const CacheChoice &cache) {
-    Layout opened = open_layout(shape, cache.layout);
-    return bytes_of(shape, opened, cache.type_k, cache.type_v, (double)rows_of(shape, opened));
+    return bytes_in(shape, cache, (double)rows_of(shape, open_layout(shape, cache.layout)));
 }
 
 // Bytes that a decoding step reads of one sequence's cache with all its positions there: the rows that each layer
@@ -68,7 +76,7 @@ inline double read_at_capacity(const MemoryQuestion &question, const CacheChoice
                       (double)width * ((double)(end - stored) * sizeof(f16) + (double)sinks * sizeof(float)));
         };
         add(cache.type_k, shape.key_width);
-        add(cache.type_v, shape.value_width);
+        if (shape.value_width) add(cache.type_v, shape.value_width);
     }
     return bytes;
 }
@@ -131,16 +139,14 @@ inline void check_size(const CacheShape &shape, const CacheChoice &cache) {
 }
 
 // The cells of a cache's row, and its part of the JSON.
-inline Report memory_row(const MemoryQuestion &question, const CacheChoice &choice, const Options &options) {
+inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cache, const Options &options) {
     CacheShape shape = question.shape;
-    CacheChoice cache = {open_layout(shape, choice.layout), choice.type_k, choice.type_v};
-    if (!shape.value_width) cache.type_v = F32{};  // which takes no bytes then
-    check_size(shape, cache);
+    const Layout opened = open_layout(shape, cache.layout);
+    check_size(shape, {opened, cache.type_k, cache.type_v});
     CacheBytes bytes = full_bytes(shape, cache);
-    auto of_rows = [&](double rows) { return bytes_of(shape, cache.layout, cache.type_k, cache.type_v, rows).total(); };
-    std::string layout = name_of(cache.layout), k = name_of(choice.type_k), v = name_of(choice.type_v);
+    std::string layout = name_of(cache.layout), k = name_of(cache.type_k), v = name_of(cache.type_v);
     auto cell = [](const std::string &text) { return formatted(" %9s", text.c_str()); };
-    double per_token = of_rows(1) - of_rows(0), rows = (double)rows_of(shape, cache.layout);
+    double per_token = bytes_per_token(shape, cache), rows = (double)rows_of(shape, opened);
     double smaller = full_bytes(shape, {cache.layout, F32{}, F32{}}).total() / bytes.total();
     double read = question.weights + shape.sequences * read_at_capacity(question, cache);
 
@@ -157,17 +163,17 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &choi
     double per_layer = of_layers(1) - of_layers(0);  // page tables, which all layers share, are not in it
     shape = question.shape;
     row.add("bytes_per_layer", per_layer, cell(in_units(per_layer)), "a layer").add("rows", rows);
-    if (auto *paged = std::get_if<Paged>(&cache.layout)) row.add("pages", paged->pages(shape));
+    if (auto *paged = std::get_if<Paged>(&opened)) row.add("pages", paged->pages(shape));
     row.add("bytes_read_per_token", read / shape.sequences, cell(in_units(read / shape.sequences)), "read");
     row.add("bytes_read_per_step", read);
     double rate = options.bandwidth * 1e9 * shape.sequences / read;
     if (options.bandwidth && question.weights)
         row.add("tokens_per_second", rate, cell(in_figures(rate)), "tokens/s");
     else if (options.bandwidth)
-        row.add("cache_only_tokens_per_second", rate, formatted(" %13s", in_figures(rate).c_str()), "cache only/s");
+        row.add("cache_only_tokens_per_second", rate, formatted(" %12s", in_figures(rate).c_str()), "cache only/s");
     if (options.budget) {
         double fits = tokens_in(options.budget, shape, cache);
-        row.add("tokens_in_budget", fits, formatted(" %12.0f", fits), "fits");
+        row.add("tokens_in_budget", fits, formatted(" %11.0f", fits), "fits");
     }
     return row;
 }
@@ -199,6 +205,7 @@ inline void add_question(Report &report, const MemoryQuestion &question, const C
     report.add("type_k", std::string(name_of(named.type_k))).add("type_v", std::string(name_of(named.type_v)));
     CacheBytes bytes = full_bytes(shape, named);
     report.add("bytes", bytes.total()).add("payload_bytes", bytes.payload).add("metadata_bytes", bytes.metadata);
+    report.add("bytes_per_token", bytes_per_token(shape, named));
 }
 
 inline std::string layout_line(const CacheShape &shape, const Layout &layout) {
