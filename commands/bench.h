@@ -33,28 +33,26 @@ struct Roofline {
     double buffer_bytes;                  // that measuring takes
 };
 
-// Compilers hold back from registers of 512 bits, which made old processors clock down; the products use them.
-#if defined(__clang__)
-#define WIDE_REGISTERS __attribute__((min_vector_width(512)))
-#elif defined(__AVX512F__)
-#define WIDE_REGISTERS __attribute__((target("prefer-vector-width=512")))
-#else
-#define WIDE_REGISTERS
-#endif
-
 constexpr int chain_count = 10, chain_width = 16;  // more chains than the latency of one multiply-add covers
 
-// Multiply-adds of numbers in registers. The sums, 1 + 1/2 + 1/4 ..., never reach 2 by much.
-WIDE_REGISTERS inline bool multiply_add(int rounds) {
+// Multiply-adds of numbers in registers; each sum, 1 + 1/2 + 1/4 ..., stays below 2. Compilers hold back from registers
+// of 512 bits, which made old processors clock down, where they are not told.
+#ifdef __clang__
+__attribute__((min_vector_width(512)))
+#elif defined(__AVX512F__)
+__attribute__((target("prefer-vector-width=512")))
+#endif
+inline bool
+multiply_add(int rounds) {
     typedef float Chain __attribute__((vector_size(chain_width * sizeof(float))));
     Chain sums[chain_count] = {};
+    bool right = true;
     for (int round = 0; round < rounds; round++)
         for (Chain &chain : sums)
             for (int i = 0; i < chain_width; i++) chain[i] = __builtin_fmaf(chain[i], 0.5f, 1);
-    float largest = 0;
     for (const Chain &chain : sums)
-        for (int i = 0; i < chain_width; i++) largest = std::max(largest, chain[i]);
-    return largest <= 2;
+        for (int i = 0; i < chain_width; i++) right &= chain[i] > 1.9f && chain[i] <= 2;
+    return right;
 }
 
 // The bandwidth is that of a buffer as large as the model's weights and in pages like theirs: of the one as of the
@@ -66,22 +64,18 @@ inline Roofline roofline_of(Cpu &cpu, const Engine &engine) {
     double bytes = (double)blocks * sizeof(Block);
     auto buffer = map_memory((size_t)bytes, "measuring the bandwidth", "free some", engine.weights != nullptr);
     Block *block = (Block *)buffer.get();
-    cpu.run([&] {  // each is first written by the thread that will read it
-        cpu.for_each(blocks, [&](int64_t b, Alone) { std::fill(block[b], block[b] + words, 1); });
-    });
-    auto bandwidth = [=, &cpu] {
-        std::atomic<int64_t> sum{buffer ? 0 : 1};
+    // Each is first written by the thread that will read it.
+    cpu.run([&] { cpu.for_each(blocks, [&](int64_t b, Alone) { std::fill(block[b], block[b] + words, 1); }); });
+    auto bandwidth = [=, &cpu, keep = buffer] {
+        std::atomic<int64_t> sum{0};
+        auto add_block = [&](int64_t b, Alone) {
+            uint32_t part = 0;  // as four streams: of what was tried this reads fastest
+            for (const uint32_t *at = block[b], *end = at + stream; at < end; at++)
+                part += at[0] + at[stream] + at[2 * stream] + at[3 * stream];
+            sum += part;
+        };
         double start = now();
-        for (int pass = 0; pass < passes; pass++) {
-            cpu.run([&] {
-                cpu.for_each(blocks, [&](int64_t b, Alone) {
-                    uint32_t part = 0;  // as four streams: of what was tried this reads fastest
-                    for (const uint32_t *at = block[b], *end = at + stream; at < end; at++)
-                        part += at[0] + at[stream] + at[2 * stream] + at[3 * stream];
-                    sum += part;
-                });
-            });
-        }
+        for (int pass = 0; pass < passes; pass++) cpu.run([&] { cpu.for_each(blocks, add_block); });
         if (sum != passes * blocks * words) fail("the bandwidth measurement misread its buffer");
         return passes * bytes / (now() - start);
     };
@@ -99,22 +93,20 @@ template <class M>
 Roofline roofline_of(M &gpu, const Engine &engine) {
     constexpr int side = M::large_side, products = 3;
     DType type = engine.model.layers[0].up.weight.type;
-    auto numbers = std::make_shared<Buffer<uint32_t>>();
-    auto y = std::make_shared<Buffer<float>>();
-    numbers->resize(gpu, (size_t)side * side), y->resize(gpu, (size_t)side * side);
     std::vector<uint32_t> bits((size_t)side * side);
     std::mt19937 random(0);  // signs and fractions: zeros would be multiplied faster
     for (uint32_t &word : bits) word = (random() & 0x83ff83ff) | 0x3c003c00;
-    gpu.write(numbers->data(), bits.data(), bits.size() * sizeof bits[0]);
+    auto numbers = gpu.reserve(4 * bits.size(), "measuring the matrix rate", "free some"), y = numbers;
+    y = gpu.reserve(4 * bits.size(), "measuring the matrix rate", "free some");
+    gpu.write(numbers.get(), bits.data(), 4 * bits.size());
     auto matrix_rate = [=, &gpu] {
-        Linear square = {{numbers->data(), type, side, side}, {}};
-        float end;
+        Linear square = {{numbers.get(), type, side, side}, {}};
+        float end, *to = (float *)y.get(), *from = (float *)numbers.get();
         double start = now();
         gpu.run([&] {
-            for (int i = 0; i < products; i++)
-                best::linear(gpu, (const float *)numbers->data(), side, {{square, y->data()}});
+            for (int i = 0; i < products; i++) best::linear(gpu, from, side, {{square, to}});
         });
-        gpu.read(&end, y->data(), sizeof end);  // waits
+        gpu.read(&end, to, sizeof end);  // waits
         return products * 2.0 * side * side * side / (now() - start);
     };
     matrix_rate();  // the library loads its kernels
@@ -123,18 +115,14 @@ Roofline roofline_of(M &gpu, const Engine &engine) {
 
 // ---- What is measured --------------------------------------------------------------------------------------
 
-struct Rates {
-    double bandwidth, matrix;
-};
-
 struct BenchRow {
     std::string name, layout, type_k, type_v;
     int tokens, depth;
     double bytes, operations;  // of all tokens: what must be read from memory, and computed, at least
     std::vector<double> seconds = {}, shares = {};
     // The roofline (Williams et al. 2009): whichever of the two takes longer.
-    double least_seconds(const Rates &rates) const {
-        return std::max(bytes / rates.bandwidth, operations / rates.matrix);
+    double least_seconds(double bandwidth, double matrix_rate) const {
+        return std::max(bytes / bandwidth, operations / matrix_rate);
     }
 };
 
@@ -165,24 +153,23 @@ inline std::vector<int> bench_tokens(int count, int vocabulary) {
 // not change the time that reading them takes.
 inline void fill(Engine &engine, Cache &cache, int depth) {
     const Heads &heads = engine.heads;
-    Activations &a = engine.a;
-    std::vector<float> numbers;
+    int chunk = std::min(engine.chunk, chunk_of(cache));
+    std::vector<float> numbers((size_t)chunk * heads.kv * heads.width);
     std::mt19937 random(0);
+    for (float &number : numbers) number = (float)random() * 0x1p-31f - 1;
+    Buffer<float> there;
+    there.resize(engine.memory(), numbers.size());
+    engine.memory().write(there.data(), numbers.data(), numbers.size() * sizeof(float));
+    PassVectors vectors = {there.data(), heads.kv, heads.width};
     while (cache.lengths[0] < depth) {
         Batch batch;
-        int count = std::min({engine.chunk, chunk_of(cache), depth - cache.lengths[0]}), first = grow(cache, 0, count);
+        int count = std::min(chunk, depth - cache.lengths[0]), first = grow(cache, 0, count);
         for (int t = 0; t < count; t++) batch.add(0, 0, first + t);
         Pass pass = begin_pass(engine, batch);
-        while (numbers.size() < (size_t)count * heads.kv * heads.width)
-            numbers.push_back((float)random() * 0x1p-31f - 1);
-        for (Buffer<float> *vectors : {&a.key, &a.value})
-            engine.memory().write(vectors->data(), numbers.data(), numbers.size() * sizeof(float));
         auto store = [&](auto &m) {
             best::rope_angles(m, pass, heads.width);
             for (int layer = 0; layer < engine.model.config.layers; layer++) {
-                PassVectors keys = {a.key.data(), heads.kv, heads.width}, values = keys;
-                values.start = a.value.data();
-                Attention task = {a.attended.data(), a.query.data(), keys, values, cache.view, layer, {}, heads};
+                Attention task = {nullptr, nullptr, vectors, vectors, cache.view, layer, {}, heads};
                 best::store(m, task, pass);
                 best::keep_residual(m, task, pass);
             }
@@ -201,10 +188,9 @@ struct Bench {
     std::vector<BenchRow> rows = {};
     std::vector<double> bandwidths = {}, matrix_rates = {};
 
-    Rates measure_machine() {
+    void measure_machine() {
         bandwidths.push_back(roofline.bandwidth());
         matrix_rates.push_back(roofline.matrix_rate());
-        return {bandwidths.back(), matrix_rates.back()};
     }
     void add(const char *name, const Cache *cache, int tokens, int depth, double bytes, double operations) {
         auto of = [&](auto choice) { return std::string(cache ? name_of(cache->*choice) : "none"); };
@@ -213,26 +199,24 @@ struct Bench {
     }
     // Times run(i) for each row from `first` on, and then all of them again; the first time warms up. after(i) is not
     // timed.
-    template <class Run, class After>
-    void measure(size_t first, Run run, After after) {
-        Rates before = measure_machine();
+    void measure(size_t first, const std::function<void(size_t)> &run, const std::function<void(size_t)> &after) {
+        auto mean = [](const std::vector<double> &rates) { return (rates.end()[-2] + rates.end()[-1]) / 2; };
         for (int round = 0; round <= options.repeats; round++) {
             for (size_t i = first; i < rows.size(); i++) {
                 BenchRow &row = rows[i];
-                double known = round > 1 ? row.seconds.back() : row.least_seconds(before);
-                show_progress(formatted("%s of %s at depth %d, %s %s %s: round %d of %d, %s %.2f s", row.name.c_str(),
-                                        counted(row.tokens, "token").c_str(), row.depth, row.layout.c_str(),
-                                        row.type_k.c_str(), row.type_v.c_str(), round, options.repeats,
-                                        round > 1 ? "about" : "at least", known));
+                if (bandwidths.empty()) measure_machine();
+                double least = row.least_seconds(bandwidths.back(), matrix_rates.back());
+                show_progress(formatted("%s at depth %d, round %d of %d: %.2f s or more", row.name.c_str(), row.depth,
+                                        round, options.repeats, round > 1 ? row.seconds.back() : least));
                 double start = now();
                 run(i - first);
                 double taken = now() - start;
                 stop_if_interrupted();
-                Rates rates = measure_machine();
-                Rates mean = {(before.bandwidth + rates.bandwidth) / 2, (before.matrix + rates.matrix) / 2};
-                before = rates;
-                if (round > 0) row.seconds.push_back(taken), row.shares.push_back(row.least_seconds(mean) / taken);
+                measure_machine();
                 after(i - first);
+                if (round == 0) continue;
+                row.seconds.push_back(taken);
+                row.shares.push_back(row.least_seconds(mean(bandwidths), mean(matrix_rates)) / taken);
             }
         }
     }
@@ -249,8 +233,8 @@ struct Bench {
         std::vector<int> tokens = bench_tokens(depth + 1, engine.model.config.vocabulary);
         add("naive", nullptr, 1, depth, weights_read(engine.model),
             operations_of(engine.model, Contiguous{}, 0, depth + 1, 1));
-        measure(
-            rows.size() - 1, [&](size_t) { forward_naive(engine, tokens); }, [](size_t) {});
+        auto run = [&](size_t) { forward_naive(engine, tokens); };
+        measure(rows.size() - 1, run, [](size_t) {});
     }
     void time_decode(std::vector<Cache> &caches, int depth, int steps) {
         size_t first = rows.size();
@@ -289,7 +273,7 @@ inline Report bench_row(const BenchRow &row) {
     auto add_name = [&](const char *key, const std::string &name, int width, const char *head) {
         report.add(key, name, formatted(" %-*s", width, name.c_str()), head);
     };
-    add_name("name", row.name, 7, "");
+    report.add("name", row.name, formatted("%-7s", row.name.c_str()));
     add("tokens", row.tokens, " %6.0f", "tokens");
     add("depth", row.depth, " %6.0f ", "depth ");
     add_name("layout", row.layout, 10, "cache");
@@ -302,59 +286,45 @@ inline Report bench_row(const BenchRow &row) {
     report.add("of_roofline", share, formatted("  %5s %%", percent(share).c_str()),
                "  of the roofline (least .. most)");
     report.add("of_roofline_least", *least, " (" + percent(*least));
-    return report.add("of_roofline_most", *most, " .. " + percent(*most) + ")");
-}
-
-// Why some work took less than the roofline says, where that can be told.
-inline std::string why_above(const Bench &bench) {
-    const Model &model = bench.engine.model;
-    bool int8 = model.head.type == DType::int8, in_cache = false, in_whole_numbers = false;
-    for (const BenchRow &row : bench.rows) {
-        bool above = median(row.shares) > 1, decoding = row.name == "decode";
-        in_cache |= above && decoding && model.weight_bytes < sysconf(_SC_LEVEL3_CACHE_SIZE);
-        in_whole_numbers |= above && !decoding && int8;
-    }
-    return std::string(in_cache ? "Above 100 %: the weights fit the processor's cache.\n" : "") +
-           (in_whole_numbers ? "Above 100 %: int8 weights are multiplied as whole numbers, faster than f32.\n" : "");
-}
-
-// "21.14 GB/s (14.57 .. 25.12)"
-inline std::string with_spread(const std::vector<double> &rates, const char *unit) {
-    auto [least, most] = std::minmax_element(rates.begin(), rates.end());
-    return formatted("%.2f %s (%.2f .. %.2f)", median(rates) / 1e9, unit, *least / 1e9, *most / 1e9);
+    report.add("of_roofline_most", *most, " .. " + percent(*most) + ")");
+    bool fits = row.name == "decode" && row.bytes / row.tokens < (double)sysconf(_SC_LEVEL3_CACHE_SIZE);
+    return report.say(share > 1 && fits ? ": the weights fit the processor's cache" : "");
 }
 
 // Seconds of loading; 0: there is no tokenizer.
 inline Report bench_report(const Bench &bench, double model_seconds, double tokenizer_seconds, double cache_bytes) {
     Report report, roofline, start, memory;
-    auto add_bytes = [&](const char *key, double bytes, const char *name) {
-        memory.add(key, bytes, name + in_units(bytes));
-    };
-    rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
     std::vector<Report> rows;
     for (const BenchRow &row : bench.rows)
         if (!row.seconds.empty()) rows.push_back(bench_row(row));
-    roofline.add("read_gb_per_second", median(bench.bandwidths) / 1e9,
-                 "read bandwidth " + with_spread(bench.bandwidths, "GB/s"));
-    roofline.add("matrix_gflops", median(bench.matrix_rates) / 1e9,
-                 ", matrix rate " + with_spread(bench.matrix_rates, "GFLOPS") + " in " + bench.roofline.number);
-    roofline.say(", measured " + counted((int64_t)bench.bandwidths.size(), "time") + "\n");
+    auto add_rate = [&](const char *key, const char *name, const std::vector<double> &rates, const char *unit) {
+        auto [least, most] = std::minmax_element(rates.begin(), rates.end());
+        double rate = median(rates) / 1e9;
+        roofline.add(key, rate, formatted("%s %.2f %s (%.2f .. %.2f)", name, rate, unit, *least / 1e9, *most / 1e9));
+    };
+    auto add_bytes = [&](const char *key, const char *name, double bytes) {
+        memory.add(key, bytes, name + in_units(bytes));
+    };
+    add_rate("read_gb_per_second", "read bandwidth", bench.bandwidths, "GB/s");
+    add_rate("matrix_gflops", ", matrix rate", bench.matrix_rates, "GFLOPS");
+    roofline.say(" in " + bench.roofline.number + ", measured " + counted((int64_t)bench.bandwidths.size(), "time"));
     start.add("model_seconds", model_seconds, formatted("start: %.1f ms for the model", model_seconds * 1e3));
     start.add("tokenizer_seconds", tokenizer_seconds,
               tokenizer_seconds > 0 ? formatted(", %.1f ms for the tokenizer\n", tokenizer_seconds * 1e3) : "\n");
-    add_bytes("peak_bytes", (double)usage.ru_maxrss * 1024, "peak memory ");
-    add_bytes("weight_bytes", (double)bench.engine.model.weight_bytes, ": weights ");
-    add_bytes("cache_bytes", cache_bytes, ", caches ");
-    add_bytes("measuring_bytes", bench.roofline.buffer_bytes, ", measuring the bandwidth ");
+    rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    add_bytes("peak_bytes", "peak memory ", (double)usage.ru_maxrss * 1024);
+    add_bytes("weight_bytes", ": weights ", (double)bench.engine.model.weight_bytes);
+    add_bytes("cache_bytes", ", caches ", cache_bytes);
+    add_bytes("measuring_bytes", ", measuring the bandwidth ", bench.roofline.buffer_bytes);
     report.add("device", bench.engine.name(), "device: " + bench.engine.name() + "\n");
-    report.add("threads", bench.options.threads).add("roofline", roofline).add("start", start);
+    report.add("threads", bench.options.threads).add("roofline", roofline.say("\n")).add("start", start);
     report.add("memory", memory.say("\n\n")).table("results", rows);
     if (interrupted()) report.add("interrupted", true, "interrupted\n");
     return report.say(
         "\nThe roofline: bytes that must be read (weights, and the cache as it is stored) / read bandwidth, or\n"
-        "operations / matrix rate, whichever is longer; both rates as they were just before and after.\n" +
-        why_above(bench));
+        "operations / matrix rate, whichever is longer; both rates as they were just before and after.\n"
+        "int8 weights are multiplied as whole numbers, which may go faster than the matrix rate.\n");
 }
 
 // The lengths of a list that leave room for `beside` positions more in a model's context: all of them, or fail, if a
