@@ -123,44 +123,42 @@ inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const Ev
     constexpr int chunk = 128;
     int count = (int)text.tokens.size(), vocabulary = engine.model.config.vocabulary;
     for (EvalResult &result : results) shrink(result.cache, 0, 0), result.hits.assign(count, 0);
-    for (int begin = 0; begin < count; begin += chunk) {
+    for (int begin = 0, end; begin < count; begin = end) {
         stop_if_interrupted();          // all caches have read as much
-        std::vector<double> reference;  // (token of the chunk, vocabulary): log-probabilities
+        std::vector<double> reference;  // (tokens of the chunk, vocabulary): log-probabilities
+        end = std::min(begin + chunk, count);
         for (EvalResult &result : results) {
-            bool is_reference = &result == &results[0];
-            int row = 0;
-            auto use = [&](const float *logits) {
-                int next = begin + ++row;
-                if (next == count) return;
-                require_finite({logits, logits + vocabulary}, next - 1);
-                double log_sum = log_sum_exp(logits, vocabulary), loss = log_sum - logits[text.tokens[next]];
+            int next = begin;
+            auto use = [&](const float *found, bool is_reference) {
+                require_finite({found, found + vocabulary}, next - 1);
+                double log_sum = log_sum_exp(found, vocabulary), loss = log_sum - found[text.tokens[next]];
                 for (int id = 0; id < vocabulary; id++) {
-                    if (is_reference) reference.push_back(logits[id] - log_sum);
-                    double log_p = reference[(size_t)(row - 1) * vocabulary + id];
-                    if (!is_reference) result.kl += std::exp(log_p) * (log_p - (logits[id] - log_sum));
+                    if (is_reference) reference.push_back(found[id] - log_sum);
+                    double log_p = reference[(size_t)(next - 1 - begin) * vocabulary + id];
+                    if (!is_reference) result.kl += std::exp(log_p) * (log_p - (found[id] - log_sum));
                 }
                 result.loss += loss;
                 result.loss_squares += loss * loss;
                 result.predicted++;
-                result.hits[next] = argmax(logits, vocabulary) == text.tokens[next];
+                result.hits[next] = argmax(found, vocabulary) == text.tokens[next];
             };
-            auto first = text.tokens.begin() + begin, last = text.tokens.begin() + std::min(begin + chunk, count);
-            prefill_pass(engine, result.cache, 0, {first, last}, [&](int size) {
+            prefill_pass(engine, result.cache, 0, {&text.tokens[begin], &text.tokens[0] + end}, [&](int size) {
                 std::vector<float> rows = logits(engine, 0, size);
-                for (int i = 0; i < size; i++) use(&rows[(size_t)i * vocabulary]);
+                for (int i = 0; i < size && ++next < count; i++)
+                    use(&rows[(size_t)i * vocabulary], &result == &results[0]);
             });
+            if (end < result.longest) continue;
+            result.longest = end;
+            result.bytes_per_token = bytes_of(result.cache).total() / end;
         }
     }
-    for (EvalResult &result : results) {
-        for (const Recall &recall : text.questions) {
-            int in = std::min(recall.distance / recall_step, recall_classes - 1);
+    for (const Recall &recall : text.questions) {
+        int in = std::min(recall.distance / recall_step, recall_classes - 1);
+        for (EvalResult &result : results) {
             auto first = result.hits.begin() + recall.start, last = result.hits.begin() + recall.end;
             result.asked[in]++;
             result.right[in] += std::count(first, last, 1) == last - first;
         }
-        if (count < result.longest) continue;
-        result.longest = count;
-        result.bytes_per_token = bytes_of(result.cache).total() / count;
     }
 }
 
@@ -205,19 +203,19 @@ inline Report eval_row(const EvalResult &result, const EvalResult &f32) {
     add("standard_error", result.standard_error(), " %7.4f", "+-");
     add("kl", result.kl / result.predicted, " %9.2e ", "KL to f32 ");
     std::vector<Report> recall;
-    for (int i = 0; i < recall_classes; i++) {
-        if (std::count(f32.asked, f32.asked + recall_classes, 0) == recall_classes) break;
-        bool last = i + 1 == recall_classes;
-        std::string share = result.asked[i] ? formatted("%3.0f %%", 100.0 * result.right[i] / result.asked[i]) : "-";
-        std::string head = last ? std::to_string(i * recall_step) + "+" : "<" + std::to_string((i + 1) * recall_step);
-        report.say(formatted(" %5s", share.c_str()));
-        report.heads.replace(report.heads.size() - 5, 5, formatted("%-5s", head.c_str()));
-        if (!result.asked[i]) continue;
-        recall.emplace_back();
-        recall.back().add("distance", i * recall_step).add("questions", result.asked[i]).add("right", result.right[i]);
+    bool any = *std::max_element(f32.asked, f32.asked + recall_classes) > 0;
+    for (int i = 0; any && i < recall_classes; i++) {
+        int distance = i * recall_step, asked = result.asked[i];
+        std::string head =
+            i + 1 < recall_classes ? formatted("<%-4d", distance + recall_step) : formatted("%d+", distance);
+        report.say(asked ? formatted(" %3.0f %%", 100.0 * result.right[i] / asked) : "     -");
+        report.heads.replace(report.heads.size() - 5, 5, head);
+        Report part;
+        part.add("distance", distance).add("questions", asked).add("right", result.right[i]);
+        if (asked) recall.push_back(part);
     }
     report.list("recall", recall);
-    add("tokens_per_second", median(result.rates), " %9.1f", "tokens/s");
+    add("tokens_per_second", median(result.rates), result.rates.empty() ? "         -" : " %9.1f", "tokens/s");
     return report;
 }
 
@@ -225,7 +223,8 @@ inline Report eval_report(const std::vector<EvalResult> &results, size_t texts, 
     Report report;
     std::vector<Report> rows;
     int asked = 0;
-    for (const EvalResult &result : results) rows.push_back(eval_row(result, results[0]));
+    for (const EvalResult &result : results)
+        if (result.predicted) rows.push_back(eval_row(result, results[0]));
     for (int count : results[0].asked) asked += count;
     report.table("results", rows).add("texts", texts);
     report.add("predicted_tokens", results[0].predicted, "\n" + counted(results[0].predicted, "token") + " predicted");
@@ -270,9 +269,10 @@ inline int run_eval(const Options &options) {
     std::string directory = checkpoint_directory(options);
     Engine engine = open_engine(options, directory);
     const Config &config = engine.model.config;
+    std::string file = join_path(directory, "tokenizer.json");
     TokenizerPointer tokenizer(nullptr, tokenizer_free);
-    if (!options.has("--ids") && !file_exists(join_path(directory, "tokenizer.json")))
-        fail("%s/tokenizer.json: No such file; fetch it, or give the text as --ids 1,2,3", directory.c_str());
+    if (!options.has("--ids") && !file_exists(file))
+        fail("%s: No such file; fetch it, or give the text as --ids 1,2,3", file.c_str());
     if (!options.has("--ids")) tokenizer = load_tokenizer(directory);
     if (options.context && (options.context > config.context || options.context < 2))
         fail("-c %d: expected 2 to %d positions, for which this model was made", options.context, config.context);
