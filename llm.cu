@@ -432,7 +432,7 @@ struct Options {
     std::string prompt, prompt_file;  // the text of -p, or what stood in the file
     std::vector<int> prompt_ids;
     int count = 256, context = 0;  // tokens to generate at most; positions the cache holds, 0: as many as are needed
-    int threads = usable_threads();
+    int threads = std::min(256, usable_threads());
     int chunk = 0;  // tokens of a prefill pass at most; 0: as many as the machine likes
     std::string device = "auto", weights = "stored", dump_logits;
     bool ignore_end = false;  // go on after an end id
