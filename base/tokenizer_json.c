@@ -485,6 +485,7 @@ static void load_post_processor(Loader *l, const cJSON *item) {
 // {"content": "<s>"}, stands before a text.
 static void load_config(Loader *l, const char *path) {
     if (access(path, F_OK) != 0) return;  // there need not be one
+    const char *name = l->error->name;
     l->error->name = path;
     Bytes text = read_file(path, l->error);
     cJSON *config = parse(&text, l->error);
@@ -501,6 +502,7 @@ static void load_config(Loader *l, const char *path) {
             l->t->before[l->t->before_count++] = id;
     }
     cJSON_Delete(config);
+    if (!l->error->failed) l->error->name = name;
 }
 
 // ---- All of it -------------------------------------------------------------------------------------------------
