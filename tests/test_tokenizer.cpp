@@ -3,6 +3,7 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <cjson/cJSON.h>
 #include <doctest/doctest.h>
+#include <utf8proc.h>
 
 #include <chrono>
 #include <cstdlib>
@@ -13,6 +14,7 @@
 #include <random>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../base/tokenizer.h"
@@ -21,6 +23,7 @@ static const std::string FIXTURES = "tests/fixtures/tokenizers/";
 
 using Ids = std::vector<int>;
 using Loaded = std::unique_ptr<Tokenizer, decltype(&tokenizer_free)>;
+using Stream = std::unique_ptr<TokenizerStream, decltype(&tokenizer_stream_free)>;
 using Json = std::unique_ptr<cJSON, decltype(&cJSON_Delete)>;
 
 static std::string read_file(const std::string &path) {
@@ -84,8 +87,7 @@ static std::string decode(const Tokenizer *t, const Ids &ids, bool skip_special)
 
 // What a stream gives, id by id, the flush last.
 static std::vector<std::string> stream(const Tokenizer *t, const Ids &ids, bool skip_special) {
-    std::unique_ptr<TokenizerStream, decltype(&tokenizer_stream_free)> stream(tokenizer_stream_begin(t, skip_special),
-                                                                              tokenizer_stream_free);
+    Stream stream(tokenizer_stream_begin(t, skip_special), tokenizer_stream_free);
     std::vector<std::string> parts;
     size_t length = 0;
     for (int id : ids) {
@@ -97,18 +99,13 @@ static std::vector<std::string> stream(const Tokenizer *t, const Ids &ids, bool 
     return parts;
 }
 
-// Whole UTF-8 characters only: every lead byte has its followers, no follower stands alone.
 static bool whole_characters(const std::string &text) {
-    size_t at = 0;
-    while (at < text.size()) {
-        unsigned char lead = (unsigned char)text[at];
-        size_t length = lead < 0x80 ? 1 : lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : lead >= 0xC2 ? 2 : 0;
-        if (!length || at + length > text.size()) return false;
-        for (size_t k = 1; k < length; k++)
-            if (((unsigned char)text[at + k] & 0xC0) != 0x80) return false;
-        at += length;
-    }
-    return true;
+    utf8proc_ssize_t length = 1;
+    utf8proc_int32_t code;
+    for (size_t at = 0; at < text.size() && length > 0; at += (size_t)std::max(length, (utf8proc_ssize_t)0))
+        length =
+            utf8proc_iterate((const utf8proc_uint8_t *)text.data() + at, (utf8proc_ssize_t)(text.size() - at), &code);
+    return length > 0;
 }
 
 static std::string show(const Ids &ids) {
@@ -223,8 +220,7 @@ TEST_CASE("a run of byte tokens with one bad byte is U+FFFD for each") {
 TEST_CASE("a stream begins anew after a flush") {
     Loaded t = load_shape("llama2");
     Ids ids = encode(t.get(), "the river");
-    std::unique_ptr<TokenizerStream, decltype(&tokenizer_stream_free)> s(tokenizer_stream_begin(t.get(), true),
-                                                                         tokenizer_stream_free);
+    Stream s(tokenizer_stream_begin(t.get(), true), tokenizer_stream_free);
     for (int round = 0; round < 2; round++) {
         std::string text;
         for (int id : ids) text += tokenizer_stream_next(s.get(), id, nullptr);
@@ -265,6 +261,17 @@ TEST_CASE("merges go by rank, also where a pair that waited has changed meanwhil
     CHECK(show(encode(t.get(), "abab")) == "5 5 ");
     CHECK(show(encode(t.get(), "aabc")) == "0 7 ");
     CHECK(decode(t.get(), {0, 6}, false) == "a bcd");  // without a decoder: tokens with a space between them
+}
+
+TEST_CASE("threads encode with one tokenizer at the same time") {
+    Loaded t = load_shape("cased");
+    std::string text;
+    while (text.size() < 100000) text += "The old mill's RIVER, 1234 \xC3\xA4pfel\n";
+    std::vector<Ids> ids(4);
+    std::vector<std::thread> threads;
+    for (Ids &mine : ids) threads.emplace_back([&] { mine = encode(t.get(), text); });
+    for (std::thread &thread : threads) thread.join();
+    for (const Ids &one : ids) CHECK(one == encode(t.get(), text));
 }
 
 TEST_CASE("add_bos_token puts BOS before a text where tokenizer.json has no template") {
@@ -319,18 +326,18 @@ TEST_CASE("text that is not UTF-8 is refused with its byte") {
     }
 }
 
-// Broken files, one a line: what stands in a good one ~ what comes instead ~ what the error must say.
+// Broken files: what stands in a good one ~ what comes instead, or ( | ) what else ~ what the error must say.
 static const char GOOD[] =
     R"({"added_tokens":[{"id":6,"content":"<s>","special":true}],"normalizer":null,"pre_tokenizer":null,)"
     R"("post_processor":null,"decoder":null,"model":{"type":"BPE","dropout":null,"unk_token":null,)"
     R"("continuing_subword_prefix":null,"end_of_word_suffix":null,"fuse_unk":false,"byte_fallback":false,)"
     R"("vocab":{"a":0,"b":1,"ab":2,"c":3,"d":4},"merges":["a b"]}})";
 static const char BROKEN[] = R"(
-]}} ~ ]} ~ malformed JSON at byte
-]}} ~ ]}} x ~ malformed JSON at byte
+]}} ~ ]} | ]}} x ~ malformed JSON at byte
 "dropout":null ~ "dropout":nul ~ malformed JSON at byte
-["a b"] ~ ["a b",] ~ malformed JSON at byte
-["a b"] ~ ["a b"} ~ malformed JSON at byte
+["a b"] ~ ["a b",] | ["a b"} ~ malformed JSON at byte
+"a":0 ~ "\ud800":0 | "\ud800\u0041":0 | "\udc00\ud800":0 | "\u12g4":0 | "\x":0 ~ malformed JSON at byte
+"a":0 ~ "a" 0 | a:0 | "a":- | "a":0x1 | "a":0, ~ malformed JSON at byte
 "a":0 ~ "\u0000":0 ~ \u0000 is not supported
 "BPE" ~ "Unigram" ~ model of type Unigram, supported are: BPE
 "BPE" ~ "éééééééééééééééééééééééééééééééééééééééé\n" ~ model of type éé
@@ -343,22 +350,15 @@ suffix":null ~ suffix":"</w>" ~ end_of_word_suffix
 "unk_token":null ~ "unk_token":"<unk>" ~ unk_token <unk> is not in model.vocab
 "a":0 ~ "a":-1 ~ a is -1, expected a whole number from 0 to 16777215
 "a":0 ~ "a":0.5 ~ a is 0.5
-"a":0 ~ "a":16777216 ~ expected a whole number
-"a":0 ~ "a":1e300 ~ expected a whole number
+"a":0 ~ "a":16777216 | "a":1e300 ~ expected a whole number
 "a":0 ~ "a":"0" ~ a is missing or not a number
 "a":0 ~ "a":1 ~ id 1 stands for "a" and "b"
 "a":0, ~ "a":0,"a":9, ~ "a" has both id 0 and 9
-{"a":0,"b":1,"ab":2,"c":3,"d":4} ~ {} ~ model.vocab is missing, empty or not an object
-{"a":0,"b":1,"ab":2,"c":3,"d":4} ~ [] ~ model.vocab is missing, empty or not an object
+{"a":0,"b":1,"ab":2,"c":3,"d":4} ~ {} | [] ~ model.vocab is missing, empty or not an object
 ["a b"] ~ ["a c"] ~ merge 0, "a" and "c": model.vocab has no "ac"
 ["a b"] ~ ["a b","x b"] ~ merge 1, "x" and "b": model.vocab has no "x"
 ["a b"] ~ [["a","y"]] ~ model.vocab has no "y"
-["a b"] ~ ["ab"] ~ merge 0 is neither
-["a b"] ~ ["a b c"] ~ merge 0 is neither
-["a b"] ~ [["a","b","c"]] ~ merge 0 is neither
-["a b"] ~ [["a"]] ~ merge 0 is neither
-["a b"] ~ [5] ~ merge 0 is neither
-["a b"] ~ [{"x":"a","y":"b"}] ~ merge 0 is neither
+["a b"] ~ ["ab"] | ["a b c"] | [["a","b","c"]] | [["a"]] | [5] | [{"x":"a","y":"b"}] ~ merge 0 is neither
 ["a b"] ~ {} ~ model.merges is missing or not a list
 "id":6 ~ "id":4 ~ id 4 stands for "d" and "<s>"
 "<s>" ~ "c" ~ "c" has both id 3 and 6
@@ -377,12 +377,12 @@ PRE null ~ PRE SPLIT {"Regex":"(?|a)b"}} ~ pattern (?|a)b: undefined group optio
 PRE null ~ PRE SPLIT {"Regex":"\\p{Elvish}"}} ~ invalid character property name {Elvish}
 PRE null ~ PRE SPLIT {"Regex":"(?<n>a)\\g<m>"}} ~ undefined name <m> reference
 PRE null ~ PRE SPLIT {"Regex":"a{200000}"}} ~ too big number for repeat range
-PRE null ~ PRE {"type":"Split","pattern":{"String":"a"},"behavior":"Sideways"} ~ behavior Sideways, supported are: Isolated
+PRE null ~ PRE {"type":"Split","pattern":{"String":"a"},"behavior":"Sideways"} ~ Sideways, supported are: Isolated
 PRE null ~ PRE {"type":"Split","pattern":{"String":"a"}} ~ behavior is missing
 PRE null ~ PRE {"type":"ByteLevel","use_regex":1} ~ use_regex is not true or false
 PRE null ~ PRE {"type":"Metaspace","replacement":""} ~ replacement is empty
 PRE null ~ PRE {"type":"Metaspace","replacement":"_","prepend_scheme":"last"} ~ last, supported are: always first never
-"normalizer":null ~ "normalizer":{"type":"Precompiled"} ~ normalizer of type Precompiled, supported are: Sequence Prepend
+"normalizer":null ~ "normalizer":{"type":"Precompiled"} ~ of type Precompiled, supported are: Sequence Prepend
 "normalizer":null ~ "normalizer":{"type":"Prepend"} ~ prepend is missing
 "normalizer":null ~ "normalizer":{"type":"Replace","pattern":{"String":"a"}} ~ content is missing
 DEC null ~ DEC {"type":"WordPiece"} ~ decoder of type WordPiece, supported are: Sequence ByteLevel
@@ -390,7 +390,7 @@ DEC null ~ DEC {"type":"Strip","content":" ","start":1,"stop":1} ~ stop is 1, ex
 DEC null ~ DEC {"type":"Sequence","decoders":[{"type":"Fuse"},{"type":"ByteFallback"}]} ~ behind Fuse
 POST null ~ POST {"type":"BertProcessing"} ~ post_processor of type BertProcessing, supported are
 POST null ~ POST {"type":"TemplateProcessing","single":[]} ~ single holds the text 0 times
-POST null ~ POST {"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"y"}},TEXT 6]}}} ~ neither text nor known token
+POST null ~ POST {"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"y"}},TEXT 6]}}} ~ neither text nor known
 POST null ~ POST TEMPLATE 99]}}} ~ is 99, expected a whole number from 0 to 6
 POST null ~ POST TEMPLATE 6,6,6,6,6,6,6,6,6,6,6,6,6,6,6,6,6]}}} ~ more than 16 special tokens
 POST null ~ POST TEMPLATE 5]}}} ~ id 5 stands for no token
@@ -424,9 +424,12 @@ TEST_CASE("a broken tokenizer.json is refused in one line that says what is wron
     std::istringstream lines(BROKEN + 1);
     for (std::string line; std::getline(lines, line);) {
         for (const auto &one : SHORT) line = replaced(line, one[0], one[1]);
-        size_t first = line.find(" ~ "), second = line.find(" ~ ", first + 3);
+        size_t first = line.find(" ~ "), second = line.find(" ~ ", first + 3), at = first + 3;
         REQUIRE(second != std::string::npos);
-        check_broken(line.substr(0, first), line.substr(first + 3, second - first - 3), line.substr(second + 3));
+        for (size_t end; at <= second; at = end + 3) {
+            end = std::min(line.find(" | ", at), second);
+            check_broken(line.substr(0, first), line.substr(at, end - at), line.substr(second + 3));
+        }
     }
     check_broken(GOOD, "", "malformed JSON");
     check_broken(GOOD, "[]", "not an object");
@@ -434,10 +437,8 @@ TEST_CASE("a broken tokenizer.json is refused in one line that says what is wron
     check_broken(GOOD, std::string("{}\0", 3), "malformed JSON at byte 2");
     check_broken(GOOD, std::string(100000, '['), "malformed JSON");
     check_broken("\"a\"", "\"\xFF\"", "not UTF-8");
-    for (const char *bad :
-         {R"("\ud800":0)", R"("\ud800\u0041":0)", R"("\udc00\ud800":0)", R"("\u12g4":0)", R"("\x":0)", R"("a" 0)",
-          "a:0", R"("a":-)", R"("a":0x1)", R"("a":0,)", "\"\n\":0", "\"\x01\":0", "\f\"a\":0"})
-        check_broken("\"a\":0", bad, "malformed JSON at byte");
+    for (const char *control : {"\"\n\"", "\"\x01\"", "\f\"a\""})
+        check_broken("\"a\"", control, "malformed JSON at byte");
     std::string deep = std::string(SHORT[3][1]) + "{\"Regex\":\"" + std::string(5000, '(') + "\"}}";
     check_broken(R"("pre_tokenizer":null)", R"("pre_tokenizer":)" + deep, "parse depth limit over");
 }
