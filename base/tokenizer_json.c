@@ -489,12 +489,10 @@ static void load_config(Loader *l, const char *path) {
         const cJSON *bos = member(config, "bos_token");
         const char *content = cJSON_GetStringValue(cJSON_IsObject(bos) ? member(bos, "content") : bos);
         int id = content ? *token_slot(l->t, content, strlen(content)) : -1;
-        if (!content)
-            fail(l->error, "add_bos_token is true, but bos_token is neither a string nor has a content");
-        else if (id < 0)
-            fail(l->error, "bos_token %.60s is not a token of tokenizer.json", content);
-        else
-            l->t->before[l->t->before_count++] = id;
+        const char *what = content ? content : "neither a string nor an object with a content";
+        if (id < 0)
+            fail(l->error, "add_bos_token is true, bos_token is %.60s, expected a token of tokenizer.json", what);
+        if (id >= 0) l->t->before[l->t->before_count++] = id;
     }
     cJSON_Delete(config);
     if (!l->error->failed) l->error->name = name;

@@ -297,12 +297,13 @@ TEST_CASE("add_bos_token puts BOS before a text where tokenizer.json has no temp
         CHECK(encode(load("gpt2", none).get(), "") == Ids{});
     for (const char *unread : {R"({"add_bos_token": false})", "broken"})  // the template counts
         CHECK(encode(load("llama3", unread).get(), "").size() == 1);
-    const char *refused[][2] = {{R"({"add_bos_token": 1})", "add_bos_token is not true or false"},
-                                {R"({"add_bos_token": true})", "bos_token is neither a string"},
-                                {R"({"add_bos_token": true, "bos_token": {}})", "bos_token is neither a string"},
-                                {R"({"add_bos_token": true, "bos_token": "<x>"})", "bos_token <x> is not a token"},
-                                {"[]", "not an object"},
-                                {"{", "malformed JSON at byte 1"}};
+    const char *refused[][2] = {
+        {R"({"add_bos_token": 1})", "add_bos_token is not true or false"},
+        {R"({"add_bos_token": true})", "bos_token is neither a string"},
+        {R"({"add_bos_token": true, "bos_token": {}})", "bos_token is neither a string"},
+        {R"({"add_bos_token": true, "bos_token": "<x>"})", "bos_token is <x>, expected a token of"},
+        {"[]", "not an object"},
+        {"{", "malformed JSON at byte 1"}};
     for (const auto &one : refused) {
         CHECK_FALSE(load("gpt2", one[0]));
         CHECK_MESSAGE(error.find(config + ": ") == 0, error);
