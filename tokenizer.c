@@ -1,5 +1,6 @@
-// Text <-> token ids. In the order a text travels: its characters, the merging, the steps before the merging; then back
-// from ids to text. base/tokenizer_json.h has the tables and the lists of steps that are walked here.
+// Text <-> token ids. In the order a text travels: its characters, patterns over them, the merging, the steps before
+// the merging; then back from ids to text. base/tokenizer_json.h has the tables and the lists of steps that are walked
+// here.
 #include "base/tokenizer_json.h"
 
 #include <stdio.h>
@@ -642,6 +643,7 @@ static void normalize_added(const Tokenizer *t, Token *token, Error *error) {
     token->shown_length = (uint32_t)n;
 }
 
+// Added tokens are looked for together: the NORMALIZED ones behind the normalizer, the others in the text as it is.
 static void gather_added(Tokenizer *t, bool normalized, Error *error) {
     AddedSet *set = &t->added[normalized];
     for (int id = 0; id < t->size && !error->failed; id++) {
