@@ -68,12 +68,12 @@ inline double read_at_capacity(const MemoryQuestion &question, const CacheChoice
     double bytes = 0;
     for (auto &[window, layers] : question.windows) {
         Visible visible = visible_of(open_layout(shape, cache.layout), window);
+        const double heads = (double)layers * shape.kv_heads;
         int first = visible.first(last), sinks = visible.dropped(last) ? visible.sinks : 0;
         auto add = [&](const Precision &type, int width) {
             int stored = has_blocks(type) ? std::max(first, block) : end;
-            bytes += (double)layers * shape.kv_heads *
-                     ((double)(stored - first) * (double)row_bytes(type, width) +
-                      (double)width * ((double)(end - stored) * sizeof(f16) + (double)sinks * sizeof(float)));
+            bytes += heads * ((double)(stored - first) * (double)row_bytes(type, width) +
+                              (double)width * ((double)(end - stored) * sizeof(f16) + (double)sinks * sizeof(float)));
         };
         add(cache.type_k, shape.key_width);
         if (shape.value_width) add(cache.type_v, shape.value_width);
