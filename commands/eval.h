@@ -265,7 +265,7 @@ inline std::vector<EvalResult> open_results(const Options &options, const Engine
     return results;
 }
 
-inline int run_eval(const Options &options) {
+inline Report evaluate(const Options &options) {
     std::string directory = checkpoint_directory(options);
     Engine engine = open_engine(options, directory);
     const Config &config = engine.model.config;
@@ -289,6 +289,10 @@ inline int run_eval(const Options &options) {
     } catch (Interrupted) {
     }
     show_progress(interrupted() ? "\n" : "");
-    eval_report(results, texts.size(), engine).print(options.json);
+    return eval_report(results, texts.size(), engine);
+}
+
+inline int run_eval(const Options &options) {
+    evaluate(options).print(options.json);
     return interrupted() ? 130 : 0;
 }

@@ -1,62 +1,53 @@
 // llm eval: its figures beside those computed here from logits in double precision, its counts beside known answers.
-// Run from the repository's root. The environment variable LLM says which program; without it, ./llm.
+// Run from the repository's root.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#define LLM_WITHOUT_MAIN
 #include <doctest/doctest.h>
 
 #include <fstream>
 
-#include "../llm.cu"
-#include "program.h"
+#include "scene.h"
 
-namespace fs = std::filesystem;
-using program::Words;
-using program::operator+;
+using scene::Tokens;
+using Words = std::vector<std::string>;
+using Rows = std::vector<scene::Vector>;  // (text), of each (token, vocabulary): logits
 
 static const std::string builtin = "weights_tools/builtin";
 
-// ---- Running it ----------------------------------------------------------------------------------------------
+// ---- What it says --------------------------------------------------------------------------------------------
 
-// What it prints on standard output, on one thread.
-static std::string output_of(const Words &arguments) {
-    program::Setting patient;
-    patient.patience = std::chrono::minutes(10);
-    program::Outcome result =
-        program::run(Words{"eval", "-t", "1", "--repeats", "1", "-m", builtin} + arguments, patient);
-    REQUIRE_MESSAGE(result.status == 0, result);
-    return result.out;
+static Report report_of(const Words &arguments) {
+    Words words{"eval", "-t", "1", "--repeats", "1", "-m", builtin};
+    words.insert(words.end(), arguments.begin(), arguments.end());
+    return evaluate(parse_options(words));
 }
 
-static Json eval(const Words &arguments) { return parse_json("eval", output_of(arguments + Words{"--json"})); }
+static Json eval(const Words &arguments) { return parse_json("eval", report_of(arguments).json()); }
 
 static const cJSON *member(const cJSON *object, const char *key) {
     const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
     REQUIRE_MESSAGE(item, key);
     return item;
 }
-
 static double number_of(const cJSON *object, const char *key) {
     REQUIRE_MESSAGE(cJSON_IsNumber(member(object, key)), key);
     return member(object, key)->valuedouble;
 }
-
 static std::string string_of(const cJSON *object, const char *key) {
     REQUIRE_MESSAGE(cJSON_IsString(member(object, key)), key);
     return member(object, key)->valuestring;
 }
-
-static std::vector<const cJSON *> results_of(const Json &root) {
-    std::vector<const cJSON *> results;
+static std::vector<const cJSON *> items_of(const cJSON *object, const char *key) {
+    std::vector<const cJSON *> items;
     const cJSON *item;
-    cJSON_ArrayForEach(item, member(root.get(), "results")) results.push_back(item);
-    return results;
+    cJSON_ArrayForEach(item, member(object, key)) items.push_back(item);
+    return items;
 }
+static std::vector<const cJSON *> results_of(const Json &root) { return items_of(root.get(), "results"); }
 
 // "paged f16 int8"
 static std::string title_of(const cJSON *result) {
     return string_of(result, "layout") + " " + string_of(result, "type_k") + " " + string_of(result, "type_v");
 }
-
 static Words names_of(const Json &root) {
     Words names;
     for (const cJSON *result : results_of(root)) names.push_back(title_of(result));
@@ -68,90 +59,92 @@ using Counts = std::map<int, std::pair<int, int>>;
 
 static Counts recall_of(const cJSON *result) {
     Counts counts;
-    const cJSON *entry;
-    cJSON_ArrayForEach(entry, member(result, "recall")) {
+    for (const cJSON *entry : items_of(result, "recall"))
         counts[(int)number_of(entry, "distance")] = {(int)number_of(entry, "questions"),
                                                      (int)number_of(entry, "right")};
-    }
     return counts;
 }
 
 // ---- Texts ---------------------------------------------------------------------------------------------------
 
 static Json story(int index) {
-    static const std::string file = builtin + "/heldout_mixed.jsonl";
-    std::ifstream in(file);
+    std::ifstream in(builtin + "/heldout_mixed.jsonl");
     std::string line;
     for (int i = 0; i <= index; i++) REQUIRE(std::getline(in, line));
-    return parse_json(file, line);
+    return parse_json("story", line);
 }
 
 static std::string text_of(const Json &object) { return string_of(object.get(), "text"); }
 
-// Some texts to evaluate, in build/: a line each of a .jsonl file.
-static std::string write_lines(const std::string &name, const std::vector<const cJSON *> &lines) {
-    fs::create_directories("build");
-    std::string file = "build/test_eval_" + name + ".jsonl";
-    std::ofstream out(file);
-    for (const cJSON *line : lines) {
-        std::unique_ptr<char, decltype(&cJSON_free)> text(cJSON_PrintUnformatted(line), cJSON_free);
-        out << text.get() << "\n";
-    }
-    return file;
+static std::string line_of(const Json &object) {
+    std::unique_ptr<char, decltype(&cJSON_free)> text(cJSON_PrintUnformatted(object.get()), cJSON_free);
+    return text.get();
 }
 
+// A text to evaluate, in build/.
 static std::string write_text(const std::string &name, const std::string &text) {
-    fs::create_directories("build");
-    std::string file = "build/test_eval_" + name + ".txt";
+    std::string file = "build/test_eval_" + name;
+    mkdir("build", 0777);
     std::ofstream(file) << text;
     return file;
 }
 
-static std::vector<int> tokens_of(const std::string &text) {
-    static TokenizerPointer tokenizer = load_tokenizer(builtin);
-    return encode(tokenizer.get(), text);
+static std::string write_lines(const std::string &name, const std::vector<Json> &stories) {
+    std::string text;
+    for (const Json &story : stories) text += line_of(story) + "\n";
+    return write_text(name + ".jsonl", text);
 }
 
-// Characters before a token.
-static int characters_before(const std::vector<int> &tokens, int index) {
+static std::vector<Json> stories_of(const std::vector<int> &indices) {
+    std::vector<Json> stories;
+    for (int index : indices) stories.push_back(story(index));
+    return stories;
+}
+
+static const Tokenizer *tokenizer() {
     static TokenizerPointer tokenizer = load_tokenizer(builtin);
-    TextStream stream(tokenizer.get());
-    size_t count = 0;
-    for (int t = 0; t < index; t++) count += stream.next(tokens[t]).size();
-    return (int)count;
+    return tokenizer.get();
+}
+
+static Tokens tokens_of(const std::string &text) { return encode(tokenizer(), text); }
+
+// What tokens [first, last) of some say.
+static std::string piece_of(const Tokens &tokens, int first, int last) {
+    TextStream stream(tokenizer());
+    std::string text;
+    for (int t = 0; t < last; t++) {
+        std::string piece = stream.next(tokens[t]);
+        if (t >= first) text += piece;
+    }
+    return text;
 }
 
 // ---- The figures, from logits --------------------------------------------------------------------------------
 
 static Engine &engine() {
-    static Engine engine(load_model(builtin), 1);
+    static Engine engine = scene::open(builtin);
     return engine;
 }
 
-static std::vector<float> naive_rows(const std::vector<int> &tokens, const Layout &layout = Contiguous{}) {
-    forward_naive(engine(), tokens, layout);
-    return logits(engine(), 0, (int)tokens.size());
+static Rows naive_rows(const std::vector<Tokens> &texts, const Layout &layout = Contiguous{}) {
+    Rows rows;
+    for (const Tokens &tokens : texts) rows.push_back(scene::naive_rows(engine(), tokens, layout));
+    return rows;
 }
 
-static std::vector<float> cached_rows(const std::vector<int> &tokens, const Precision &type) {
-    const Config &config = engine().model.config;
-    CacheShape shape{config.layers, config.kv_heads, config.head_dim, config.head_dim, 1, (int)tokens.size()};
-    Cache cache = open_cache(shape, Contiguous{}, type, type);
-    prefill(engine(), cache, 0, tokens);
-    return logits(engine(), 0, (int)tokens.size());
-}
-
-static double largest_difference(const std::vector<std::vector<float>> &a, const std::vector<std::vector<float>> &b) {
-    double most = 0;
-    for (size_t i = 0; i < a.size(); i++) most = std::max(most, largest_difference(a[i], b[i]));
-    return most;
+static Rows cached_rows(const std::vector<Tokens> &texts, const Precision &type) {
+    Rows rows;
+    for (const Tokens &tokens : texts) {
+        Cache cache = scene::open(engine(), type, type, (int)tokens.size());
+        rows.push_back(scene::prefilled_rows(engine(), cache, tokens));
+    }
+    return rows;
 }
 
 struct Figures {
     double perplexity = 0, standard_error = 0, kl = 0;
     double log_ratio = 0;  // mean of sum p |log p / q|
     int predicted = 0;
-    std::vector<std::vector<bool>> hits;  // (text, token): it was the likeliest
 };
 
 // softmax of a row of logits
@@ -164,19 +157,15 @@ static std::vector<double> probabilities(const float *row, int count) {
 }
 
 // Rows of logits, (token, vocabulary) for each text, and those of the f32 cache: p and q.
-static Figures figures(const std::vector<std::vector<int>> &texts, const std::vector<std::vector<float>> &q_rows,
-                       const std::vector<std::vector<float>> &p_rows) {
+static Figures figures(const std::vector<Tokens> &texts, const Rows &q_rows, const Rows &p_rows) {
     Figures result;
     std::vector<double> losses;
     int vocabulary = engine().model.config.vocabulary;
     for (size_t i = 0; i < texts.size(); i++) {
-        result.hits.push_back({false});
         for (size_t t = 0; t + 1 < texts[i].size(); t++) {
-            const float *row = &q_rows[i][t * vocabulary];
-            std::vector<double> q = probabilities(row, vocabulary);
+            std::vector<double> q = probabilities(&q_rows[i][t * vocabulary], vocabulary);
             std::vector<double> p = probabilities(&p_rows[i][t * vocabulary], vocabulary);
             losses.push_back(-std::log(q[texts[i][t + 1]]));
-            result.hits[i].push_back(std::max_element(row, row + vocabulary) - row == texts[i][t + 1]);
             for (int id = 0; id < vocabulary; id++) {
                 result.kl += p[id] * std::log(p[id] / q[id]);
                 result.log_ratio += p[id] * std::fabs(std::log(p[id] / q[id]));
@@ -214,24 +203,15 @@ static void check_figures(const cJSON *result, const Figures &expected, double o
 // ---- The tests -----------------------------------------------------------------------------------------------
 
 TEST_CASE("perplexity, its standard error and KL to f32 are those of the naive path's logits") {
-    std::vector<Json> stories;
-    std::vector<std::vector<int>> texts;
-    std::vector<std::vector<float>> naive, f32, f16, int4, int2, ring;
-    for (int i : {0, 1}) {
-        stories.push_back(story(i));
-        texts.push_back(tokens_of(text_of(stories.back())));
-        naive.push_back(naive_rows(texts[i]));
-        f32.push_back(cached_rows(texts[i], F32{}));
-        f16.push_back(cached_rows(texts[i], F16{}));
-        int4.push_back(cached_rows(texts[i], Int4{}));
-        int2.push_back(cached_rows(texts[i], Int2{}));
-        CacheShape shape;
-        shape.window = 48, shape.sinks = 2;
-        ring.push_back(naive_rows(texts[i], open_layout(shape, Ring{})));
-    }
-    double off = largest_difference(naive, f32);
+    std::vector<Json> stories = stories_of({0, 1});
+    std::vector<Tokens> texts;
+    for (const Json &each : stories) texts.push_back(tokens_of(text_of(each)));
+    Rows naive = naive_rows(texts), f32 = cached_rows(texts, F32{}), f16 = cached_rows(texts, F16{});
+    Rows int4 = cached_rows(texts, Int4{}), int2 = cached_rows(texts, Int2{});
+    double off = 0;
+    for (size_t i = 0; i < texts.size(); i++) off = std::max(off, compare(naive[i], f32[i]).difference);
     CHECK(off <= 1e-4);
-    std::string file = write_lines("two", {stories[0].get(), stories[1].get()});
+    std::string file = write_lines("two", stories);
     Json root = eval({"-f", file, "--kv", "f16,int4,int2"});
     std::vector<const cJSON *> results = results_of(root);
     REQUIRE(names_of(root) ==
@@ -240,7 +220,7 @@ TEST_CASE("perplexity, its standard error and KL to f32 are those of the naive p
     CHECK(number_of(root.get(), "predicted_tokens") == texts[0].size() + texts[1].size() - 2);
     check_figures(results[0], figures(texts, naive, naive), off);
     CHECK(number_of(results[0], "kl") == 0);
-    const std::vector<std::vector<float>> *rows[] = {&f32, &f16, &int4, &int2};
+    const Rows *rows[] = {&f32, &f16, &int4, &int2};
     for (int i = 0; i < 4; i++) {
         check_figures(results[i], figures(texts, *rows[i], naive), off);
         check_figures(results[i], figures(texts, *rows[i], f32), 0);
@@ -250,13 +230,11 @@ TEST_CASE("perplexity, its standard error and KL to f32 are those of the naive p
     REQUIRE(names_of(root) == Words{"contiguous f32 f32", "ring f32 f32"});
     CHECK(number_of(results_of(root)[1], "window") == 48);
     CHECK(number_of(results_of(root)[1], "sinks") == 2);
-    check_figures(results_of(root)[1], figures(texts, ring, f32), 1e-4);
+    check_figures(results_of(root)[1], figures(texts, naive_rows(texts, scene::opened_ring(48, 2)), f32), 1e-4);
 }
 
 TEST_CASE("a layout changes no figure, a coarser precision does; bytes are those of the formula") {
-    std::vector<Json> stories;
-    for (int i : {1, 0, 3}) stories.push_back(story(i));  // of 135, 146 and 149 tokens
-    std::string file = write_lines("three", {stories[0].get(), stories[2].get(), stories[1].get()});
+    std::string file = write_lines("three", stories_of({1, 3, 0}));  // of 135, 149 and 146 tokens
     Json root = eval({"-f", file, "--cache", "contiguous,paged,ring", "--page", "7", "--kv", "f32,f16,int8,int4,int2"});
     std::map<std::string, const cJSON *> by_name;
     for (const cJSON *result : results_of(root)) by_name[title_of(result)] = result;
@@ -301,28 +279,18 @@ TEST_CASE("a layout changes no figure, a coarser precision does; bytes are those
 }
 
 TEST_CASE("a question's tokens are those that the story's maker counted") {
-    TokenizerPointer tokenizer = load_tokenizer(builtin);
     for (int index = 0; index < 50; index++) {
-        Json object = story(index);
         CAPTURE(index);
-        std::unique_ptr<char, decltype(&cJSON_free)> line(cJSON_PrintUnformatted(object.get()), cJSON_free);
-        EvalText text = read_story("story", line.get(), tokenizer.get());
+        Json object = story(index);
+        EvalText text = read_story("story", line_of(object), tokenizer());
         CHECK(text.tokens.size() == number_of(object.get(), "tokens"));
-        std::vector<const cJSON *> questions;
-        const cJSON *item;
-        cJSON_ArrayForEach(item, member(object.get(), "questions")) questions.push_back(item);
+        std::vector<const cJSON *> questions = items_of(object.get(), "questions");
         REQUIRE(text.questions.size() == questions.size());
         for (size_t i = 0; i < questions.size(); i++) {
             const Recall &recall = text.questions[i];
             CHECK(recall.start == number_of(questions[i], "answer_token"));
             CHECK(recall.distance == number_of(questions[i], "distance"));
-            TextStream stream(tokenizer.get());
-            std::string answer;
-            for (int t = 0; t < recall.end; t++) {
-                std::string piece = stream.next(text.tokens[t]);
-                if (t >= recall.start) answer += piece;
-            }
-            CHECK(answer == " " + string_of(questions[i], "answer"));
+            CHECK(piece_of(text.tokens, recall.start, recall.end) == " " + string_of(questions[i], "answer"));
         }
     }
 }
@@ -338,41 +306,40 @@ static void change(const Json &object, const std::string &words, const std::stri
 
 TEST_CASE("recall counts the answers that are right, each by the distance of its fact") {
     // Of five questions two ask for what was told less than 200 tokens before: 156, 236, 196, 251, 250.
-    Json good = story(9), end = story(9), beginning = story(9);
-    change(end, "The red key is in the cave", "The red key is in the shed");
-    change(beginning, "The red basket is in the forest", "The red basket is by the forest");
-    Json root = eval({"-f", write_lines("answers", {good.get(), end.get(), beginning.get()})});
+    std::vector<Json> stories = stories_of({9, 9, 9});
+    change(stories[1], "The red key is in the cave", "The red key is in the shed");
+    change(stories[2], "The red basket is in the forest", "The red basket is by the forest");
+    Json root = eval({"-f", write_lines("answers", stories)});
     for (const cJSON *result : results_of(root)) CHECK(recall_of(result) == Counts{{0, {6, 5}}, {200, {9, 8}}});
 }
 
 TEST_CASE("distances fall into classes of 200 tokens, and of 1,000 and more") {
     // A right answer and a wrong one, whose facts are said to stand at all kinds of distances before them.
-    Json object = story(36);
-    std::vector<int> tokens = tokens_of(text_of(object));
-    const cJSON *question = cJSON_GetArrayItem(member(object.get(), "questions"), 9);
+    std::vector<Json> stories = stories_of({36});
+    const cJSON *object = stories[0].get(), *question = items_of(object, "questions")[9];
+    Tokens tokens = tokens_of(text_of(stories[0]));
     int answer = (int)number_of(question, "answer_token"), end = (int)number_of(question, "place_char");
     Json questions(cJSON_CreateArray());
-    auto ask = [&](int token, int place, int distance) {
+    auto characters_before = [&](int token) { return (double)piece_of(tokens, 0, token).size(); };
+    auto ask = [&](int token, double place, int distance) {
         cJSON *item = cJSON_CreateObject();
-        cJSON_AddNumberToObject(item, "answer_char", characters_before(tokens, token));
+        cJSON_AddNumberToObject(item, "answer_char", characters_before(token));
         cJSON_AddNumberToObject(item, "place_char", place);
-        cJSON_AddNumberToObject(item, "fact_char", characters_before(tokens, token - distance));
+        cJSON_AddNumberToObject(item, "fact_char", characters_before(token - distance));
         cJSON_AddItemToArray(questions.get(), item);
     };
     for (int distance : {1, 199, 200, 399, 400, 599, 600, 799, 800, 999, 1000, 1150}) ask(answer, end, distance);
     // Nobody can say in advance how the story goes on: at these tokens other ones are likelier.
-    for (int distance : {2, 198, 201, 398}) ask(500, characters_before(tokens, 520), distance);
-    cJSON_ReplaceItemInObject(object.get(), "questions", questions.release());
-    Json root = eval({"-f", write_lines("classes", {object.get()}), "--kv", "f32"});
+    for (int distance : {2, 198, 201, 398}) ask(500, characters_before(520), distance);
+    cJSON_ReplaceItemInObject(stories[0].get(), "questions", questions.release());
+    Json root = eval({"-f", write_lines("classes", stories), "--kv", "f32"});
     CHECK(recall_of(results_of(root)[0]) ==
           Counts{{0, {4, 2}}, {200, {4, 2}}, {400, {2, 2}}, {600, {2, 2}}, {800, {2, 2}}, {1000, {2, 2}}});
 }
 
 TEST_CASE("the built-in model recalls at every distance; a ring forgets what it dropped, int8 forgets nothing") {
-    std::vector<Json> stories;
-    std::vector<const cJSON *> lines;
-    for (int i : {9, 24, 35, 36}) stories.push_back(story(i)), lines.push_back(stories.back().get());
-    Json root = eval({"-f", write_lines("far", lines), "--cache", "contiguous,ring", "--kv", "int8", "--window", "64"});
+    std::string file = write_lines("far", stories_of({9, 24, 35, 36}));
+    Json root = eval({"-f", file, "--cache", "contiguous,ring", "--kv", "int8", "--window", "64"});
     REQUIRE(names_of(root) == Words{"contiguous f32 f32", "contiguous int8 int8", "ring int8 int8"});
     Counts f32 = recall_of(results_of(root)[0]), ring = recall_of(results_of(root)[2]);
     CHECK(recall_of(results_of(root)[1]) == f32);
@@ -390,44 +357,54 @@ TEST_CASE("the built-in model recalls at every distance; a ring forgets what it 
 }
 
 TEST_CASE("a text that is no .jsonl is cut into pieces as long as the context") {
-    std::string text = text_of(story(0)), file = write_text("pieces", text);
-    std::vector<int> tokens = tokens_of(text);
+    std::string text = text_of(story(0)), file = write_text("pieces.txt", text);
+    Tokens tokens = tokens_of(text);
     REQUIRE(tokens.size() == 146);
-    auto cut = [&](int length) {
-        std::vector<std::vector<int>> pieces;
-        for (int begin = 0; begin < 145; begin += length)  // one token alone predicts nothing
-            pieces.push_back({tokens.begin() + begin, tokens.begin() + std::min(begin + length, 146)});
-        return pieces;
-    };
     const std::map<int, int> predicted = {{40, 39 + 39 + 39 + 25}, {145, 144}, {146, 145}, {1280, 145}};
-    for (int length : {40, 145, 146, 1280}) {
+    for (auto [length, count] : predicted) {
         CAPTURE(length);
-        std::vector<std::vector<int>> pieces = cut(length);
-        std::vector<std::vector<float>> rows;
-        for (const std::vector<int> &piece : pieces) rows.push_back(cached_rows(piece, F32{}));
+        std::vector<Tokens> pieces;
+        for (int begin = 0; begin < 145; begin += length)  // one token alone predicts nothing
+            pieces.push_back(scene::part(tokens, begin, std::min(begin + length, 146)));
+        Rows rows = cached_rows(pieces, F32{});
         Json root = eval({"-f", file, "-c", std::to_string(length)});
         CHECK(number_of(root.get(), "texts") == pieces.size());
-        CHECK(number_of(root.get(), "predicted_tokens") == predicted.at(length));
+        CHECK(number_of(root.get(), "predicted_tokens") == count);
         check_figures(results_of(root)[0], figures(pieces, rows, rows), 0);
         CHECK(recall_of(results_of(root)[0]).empty());
     }
 }
 
 TEST_CASE("a text of a few tokens") {
-    for (const std::string &text :
-         {std::string("a"), std::string("Once upon a time"), text_of(story(0)).substr(0, 80)}) {
+    for (const std::string &text : Words{"a", "Once upon a time", text_of(story(0)).substr(0, 80)}) {
         CAPTURE(text);
-        std::vector<std::vector<int>> texts = {tokens_of(text)};
-        std::vector<std::vector<float>> rows = {cached_rows(texts[0], F32{})};
-        Json root = eval({"-f", write_text("short", text), "--cache", "contiguous,paged,ring"});
+        std::vector<Tokens> texts = {tokens_of(text)};
+        Rows rows = cached_rows(texts, F32{});
+        Json root = eval({"-f", write_text("short.txt", text), "--cache", "contiguous,paged,ring"});
         CHECK(number_of(root.get(), "predicted_tokens") == texts[0].size() - 1);
         check_figures(results_of(root)[0], figures(texts, rows, rows), 0);
     }
 }
 
+TEST_CASE("an interrupt ends it; what was read until then is said") {
+    std::string file = write_lines("interrupted", stories_of({0}));
+    interrupts = 1;
+    Report report = report_of({"-f", file});
+    interrupts = 0;
+    Json root = parse_json("eval", report.json());
+    CHECK(results_of(root).empty());
+    CHECK(number_of(root.get(), "predicted_tokens") == 0);
+    CHECK(cJSON_IsTrue(member(root.get(), "interrupted")));
+    CHECK(report.text.find("0 tokens predicted") != std::string::npos);
+    CHECK(report.text.find("nan") == std::string::npos);
+}
+
 TEST_CASE("lists give each layout with each pair of types, behind f32") {
-    std::string file = write_text("lists", text_of(story(0)));
-    auto names = [&](const Words &arguments) { return names_of(eval(Words{"-f", file} + arguments)); };
+    std::string file = write_text("lists.txt", text_of(story(0)));
+    auto names = [&](Words arguments) {
+        arguments.insert(arguments.end(), {"-f", file});
+        return names_of(eval(arguments));
+    };
     const std::string f32 = "contiguous f32 f32";
     CHECK(names({}) == Words{f32, "contiguous f16 f16"});
     CHECK(names({"--kv", "f32"}) == Words{f32});
@@ -456,10 +433,9 @@ static Words lines_of(const std::string &text) {
 }
 
 TEST_CASE("--all lists each precision; the table has the figures of --json") {
-    Json object = story(0);
-    std::string file = write_lines("all", {object.get()});
-    Json root = eval({"-f", file, "--all"});
-    Words names = names_of(root), layouts;
+    Report report = report_of({"-f", write_lines("all", stories_of({0})), "--all"});
+    Json root = parse_json("eval", report.json());
+    Words names = names_of(root);
     for_each_type<Precision>([&](auto type) {
         std::string both = std::string("contiguous ") + type.name + " " + type.name;
         CHECK_MESSAGE(std::count(names.begin(), names.end(), both) == 1, both);
@@ -472,16 +448,12 @@ TEST_CASE("--all lists each precision; the table has the figures of --json") {
     CHECK(std::any_of(results.begin(), results.end(),
                       [](auto *result) { return string_of(result, "type_k") != string_of(result, "type_v"); }));
 
-    std::string table = output_of({"-f", file, "--all"});
-    Words lines = lines_of(table);
+    Words lines = lines_of(report.text);
     REQUIRE(lines.size() > names.size() + 1);
     for (size_t i = 0; i < names.size(); i++) {
         const cJSON *result = results[i];
         std::string cache = string_of(result, "layout");
-        if (cache == "ring") {
-            int window = (int)number_of(result, "window"), sinks = (int)number_of(result, "sinks");
-            cache += " " + std::to_string(window) + " + " + std::to_string(sinks);
-        }
+        if (cache == "ring") cache += formatted(" %g + %g", number_of(result, "window"), number_of(result, "sinks"));
         cache += " " + string_of(result, "type_k") + " " + string_of(result, "type_v") + " ";
         CAPTURE(lines[i + 1]);
         REQUIRE(lines[i + 1].rfind(cache, 0) == 0);
@@ -500,6 +472,6 @@ TEST_CASE("--all lists each precision; the table has the figures of --json") {
         same(recall, 100.0 * right / asked, 1);
         CHECK(rate > 0);
     }
-    CHECK(table.find("145 tokens predicted") != std::string::npos);
-    CHECK(table.find("recall: 3 questions") != std::string::npos);
+    CHECK(report.text.find("145 tokens predicted") != std::string::npos);
+    CHECK(report.text.find("recall: 3 questions") != std::string::npos);
 }
