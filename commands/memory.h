@@ -68,12 +68,12 @@ inline double read_at_capacity(const MemoryQuestion &question, const CacheChoice
     double bytes = 0;
     for (auto &[window, layers] : question.windows) {
         Visible visible = visible_of(open_layout(shape, cache.layout), window);
+        const double heads = (double)layers * shape.kv_heads;
         int first = visible.first(last), sinks = visible.dropped(last) ? visible.sinks : 0;
         auto add = [&](const Precision &type, int width) {
             int stored = has_blocks(type) ? std::max(first, block) : end;
-            bytes += (double)layers * shape.kv_heads *
-                     ((double)(stored - first) * (double)row_bytes(type, width) +
-                      (double)width * ((double)(end - stored) * sizeof(f16) + (double)sinks * sizeof(float)));
+            bytes += heads * ((double)(stored - first) * (double)row_bytes(type, width) +
+                              (double)width * ((double)(end - stored) * sizeof(f16) + (double)sinks * sizeof(float)));
         };
         add(cache.type_k, shape.key_width);
         if (shape.value_width) add(cache.type_v, shape.value_width);
@@ -147,6 +147,7 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cach
     std::string layout = name_of(cache.layout), k = name_of(cache.type_k), v = name_of(cache.type_v);
     auto cell = [](const std::string &text) { return formatted(" %9s", text.c_str()); };
     double per_token = bytes_per_token(shape, cache), rows = (double)rows_of(shape, opened);
+    double percent = 100 * bytes.metadata / bytes.payload;
     double smaller = full_bytes(shape, {cache.layout, F32{}, F32{}}).total() / bytes.total();
     double read = question.weights + shape.sequences * read_at_capacity(question, cache);
 
@@ -155,8 +156,7 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cach
     row.add("type_v", v).add("payload_bytes", bytes.payload, cell(in_units(bytes.payload)), "payload");
     row.add("metadata_bytes", bytes.metadata, cell(in_units(bytes.metadata)), "metadata");
     row.add("bytes", bytes.total(), cell(in_units(bytes.total())), "total");
-    row.add("metadata_percent", 100 * bytes.metadata / bytes.payload,
-            cell(in_figures(100 * bytes.metadata / bytes.payload)), "metad. %");
+    row.add("metadata_percent", percent, cell(in_figures(percent)), "metad. %");
     row.add("times_smaller", smaller, cell(in_figures(smaller)), "x less");
     row.add("bytes_per_token", per_token, cell(in_units(per_token)), "a token");
     auto of_layers = [&](int layers) { return shape.layers = layers, full_bytes(shape, cache).total(); };
@@ -183,7 +183,7 @@ inline void add_question(Report &report, const MemoryQuestion &question, const C
                          const Options &options) {
     const CacheShape &shape = question.shape;
     const std::string all = shape.sequences > 1 ? ", " + counted(shape.sequences, "sequence") + " together" : "";
-    auto times = [](double count, const char *what) { return " x " + counted((int64_t)count, what); };
+    auto times = [](int count, const char *what) { return " x " + counted(count, what); };
     if (!question.model.empty()) report.add("model", question.model, question.model + "\n");
     report.say("payload = " + std::string(shape.value_width ? "2 (K, V)" : "1 (MLA)"));
     report.add("layers", shape.layers, times(shape.layers, "layer"));
@@ -197,10 +197,8 @@ inline void add_question(Report &report, const MemoryQuestion &question, const C
         report.add("bandwidth_gb_per_second", options.bandwidth,
                    formatted("tokens/s: decoding at %g GB/s%s%s\n", options.bandwidth, all.c_str(),
                              question.weights ? "" : "; no weights are counted, the cache only"));
-    if (options.budget)
-        report.add("budget_bytes", options.budget,
-                   "fits: positions in a cache of " + in_units(options.budget) + all +
-                       ", at most 2^30 each; paged: whole pages; ring: window and sinks\n");
+    std::string fits = "fits: positions in a cache of " + in_units(options.budget) + all + ", at most 2^30 each";
+    if (options.budget) report.add("budget_bytes", options.budget, fits + "; paged: pages; ring: window and sinks\n");
     report.add("layout", std::string(name_of(named.layout)));
     report.add("type_k", std::string(name_of(named.type_k))).add("type_v", std::string(name_of(named.type_v)));
     CacheBytes bytes = full_bytes(shape, named);
@@ -213,8 +211,7 @@ inline std::string layout_line(const CacheShape &shape, const Layout &layout) {
     if (auto *paged = std::get_if<Paged>(&layout))
         line += ", " + counted(paged->pages(shape), "page") + formatted(" of %d", shape.page);
     if (std::holds_alternative<Ring>(layout))
-        line +=
-            formatted(": a window of %d, %s, and room for a pass", shape.window, counted(shape.sinks, "sink").c_str());
+        line += formatted(": a window of %d, ", shape.window) + counted(shape.sinks, "sink") + ", and room for a pass";
     return line + "\n";
 }
 
@@ -230,26 +227,24 @@ inline int run_memory(const Options &options) {
     }
     std::vector<Report> rows;
     double least = INFINITY;  // bytes of the smallest cache that holds anything
+    std::string above;
     for (const CacheChoice &cache : caches) {
         rows.push_back(memory_row(question, cache, options));
-        bool first = rows.size() == 1 || cache.layout.index() != (&cache)[-1].layout.index();
-        if (first) rows.back().text.insert(0, layout_line(shape, open_layout(shape, cache.layout)));
+        std::string line = layout_line(shape, open_layout(shape, cache.layout));
+        if (line != above) rows.back().text = line + rows.back().text;
+        above = line;
         least = std::min(least, full_bytes(sized(shape, cache.layout, 1).shape, cache).total());
     }
     if (options.budget && options.budget < least)
-        fail(
-            "--budget: %.0f bytes; the smallest of these caches needs %.0f: raise it, or lower --kv, --page or --batch",
-            options.budget, least);
+        fail("--budget: %.0f bytes; the smallest of these needs %.0f: raise it, or lower --kv, --page or --batch",
+             options.budget, least);
     Report report;
     add_question(report, question, named, options);
     report.say("\n").table("results", rows);
-    report.say(
-        "\nmetadata: scales, zero points, padding, page tables, f16 blocks and sinks; % of the payload\n"
-        "x less: than f32 in the same layout\n"
-        "a token: a position of a sequence in all layers, K and V with scales; no page table, f16 block or sink\n"
-        "a layer: without page tables, which all layers share\n");
-    report.say(
-        formatted("read: for a token decoded at position %d, what its sequence sees of the cache", shape.capacity - 1));
+    report.say("\nmetadata: scales, zero points, padding, page tables, f16 blocks and sinks; % of the payload\n");
+    report.say("x less: than f32 in the same layout\na token: a position in all layers, K and V with their scales\n");
+    report.say("a layer: without page tables, which all layers share\nread: for a token decoded at position ");
+    report.say(std::to_string(shape.capacity - 1) + ", what its sequence sees of the cache");
     if (question.weights) report.say(", and " + in_units(question.weights) + " of weights");
     if (question.weights && shape.sequences > 1) report.say(formatted(" shared by %d", shape.sequences));
     report.say("\n").print(options.json);
