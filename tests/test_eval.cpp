@@ -15,13 +15,34 @@ static const std::string builtin = "weights_tools/builtin";
 
 // ---- What it says --------------------------------------------------------------------------------------------
 
-static Report report_of(const Words &arguments) {
+static Evaluation eval(const Words &arguments) {
     Words words{"eval", "-t", "1", "--repeats", "1", "-m", builtin};
     words.insert(words.end(), arguments.begin(), arguments.end());
     return evaluate(parse_options(words));
 }
 
-static Json eval(const Words &arguments) { return parse_json("eval", report_of(arguments).json()); }
+// "paged f16 int8"
+static std::string title_of(const EvalResult &result) {
+    const Cache &cache = result.cache;
+    return std::string(name_of(cache.layout)) + " " + name_of(cache.type_k) + " " + name_of(cache.type_v);
+}
+static Words names_of(const Evaluation &eval) {
+    Words names;
+    for (const EvalResult &result : eval.results) names.push_back(title_of(result));
+    return names;
+}
+
+// Questions and right answers by the least distance of their class.
+using Counts = std::map<int, std::pair<int, int>>;
+
+static Counts recall_of(const EvalResult &result) {
+    Counts counts;
+    for (int i = 0; i < recall_classes; i++)
+        if (result.asked[i]) counts[i * recall_step] = {result.asked[i], result.right[i]};
+    return counts;
+}
+
+// ---- Texts ---------------------------------------------------------------------------------------------------
 
 static const cJSON *member(const cJSON *object, const char *key) {
     const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
@@ -42,30 +63,6 @@ static std::vector<const cJSON *> items_of(const cJSON *object, const char *key)
     cJSON_ArrayForEach(item, member(object, key)) items.push_back(item);
     return items;
 }
-static std::vector<const cJSON *> results_of(const Json &root) { return items_of(root.get(), "results"); }
-
-// "paged f16 int8"
-static std::string title_of(const cJSON *result) {
-    return string_of(result, "layout") + " " + string_of(result, "type_k") + " " + string_of(result, "type_v");
-}
-static Words names_of(const Json &root) {
-    Words names;
-    for (const cJSON *result : results_of(root)) names.push_back(title_of(result));
-    return names;
-}
-
-// Questions and right answers by the least distance of their class.
-using Counts = std::map<int, std::pair<int, int>>;
-
-static Counts recall_of(const cJSON *result) {
-    Counts counts;
-    for (const cJSON *entry : items_of(result, "recall"))
-        counts[(int)number_of(entry, "distance")] = {(int)number_of(entry, "questions"),
-                                                     (int)number_of(entry, "right")};
-    return counts;
-}
-
-// ---- Texts ---------------------------------------------------------------------------------------------------
 
 static Json story(int index) {
     std::ifstream in(builtin + "/heldout_mixed.jsonl");
@@ -186,18 +183,18 @@ static Figures figures(const std::vector<Tokens> &texts, const Rows &q_rows, con
 // Logits of p or of q that are off by `off` change a log-probability by 2 off at most, so the mean loss and, as it is a
 // norm, the losses' standard deviation; and KL, sum p log(p / q), by (e^(2 off) - 1) sum p |log(p / q)| for its first p
 // and by 2 off for its logarithm. A double's rounding of logits below 100 is 1e-14, of printed digits 1e-15 of them.
-static void check_figures(const cJSON *result, const Figures &expected, double off) {
+static void check_figures(const EvalResult &result, const Figures &expected, double off) {
     CAPTURE(title_of(result));
     auto near = [](double value, double right, double tolerance) {
         CHECK_MESSAGE(std::fabs(value - right) <= tolerance + 1e-9 * std::fabs(right) + 1e-13,
                       value << ", expected " << right << " +- " << tolerance);
     };
     double factor = std::expm1(2 * off), perplexity = expected.perplexity * factor;
-    near(number_of(result, "perplexity"), expected.perplexity, perplexity);
-    near(number_of(result, "standard_error"), expected.standard_error,
+    near(result.perplexity(), expected.perplexity, perplexity);
+    near(result.standard_error(), expected.standard_error,
          expected.standard_error * factor +
              (expected.perplexity + perplexity) * 2 * off / std::sqrt(expected.predicted));
-    near(number_of(result, "kl"), expected.kl, factor * expected.log_ratio + 2 * off);
+    near(result.mean_kl(), expected.kl, factor * expected.log_ratio + 2 * off);
 }
 
 // ---- The tests -----------------------------------------------------------------------------------------------
@@ -212,34 +209,32 @@ TEST_CASE("perplexity, its standard error and KL to f32 are those of the naive p
     for (size_t i = 0; i < texts.size(); i++) off = std::max(off, compare(naive[i], f32[i]).difference);
     CHECK(off <= 1e-4);
     std::string file = write_lines("two", stories);
-    Json root = eval({"-f", file, "--kv", "f16,int4,int2"});
-    std::vector<const cJSON *> results = results_of(root);
-    REQUIRE(names_of(root) ==
+    Evaluation all = eval({"-f", file, "--kv", "f16,int4,int2"});
+    REQUIRE(names_of(all) ==
             Words{"contiguous f32 f32", "contiguous f16 f16", "contiguous int4 int4", "contiguous int2 int2"});
-    CHECK(number_of(root.get(), "texts") == 2);
-    CHECK(number_of(root.get(), "predicted_tokens") == texts[0].size() + texts[1].size() - 2);
-    check_figures(results[0], figures(texts, naive, naive), off);
-    CHECK(number_of(results[0], "kl") == 0);
+    CHECK(all.texts == 2);
+    CHECK(all.results[0].predicted == (int)(texts[0].size() + texts[1].size()) - 2);
+    check_figures(all.results[0], figures(texts, naive, naive), off);
+    CHECK(all.results[0].kl == 0);
     const Rows *rows[] = {&f32, &f16, &int4, &int2};
     for (int i = 0; i < 4; i++) {
-        check_figures(results[i], figures(texts, *rows[i], naive), off);
-        check_figures(results[i], figures(texts, *rows[i], f32), 0);
+        check_figures(all.results[i], figures(texts, *rows[i], naive), off);
+        check_figures(all.results[i], figures(texts, *rows[i], f32), 0);
     }
     // What a ring drops, the naive path does not see.
-    root = eval({"-f", file, "--kv", "f32", "--cache", "ring", "--window", "48", "--sinks", "2"});
-    REQUIRE(names_of(root) == Words{"contiguous f32 f32", "ring f32 f32"});
-    CHECK(number_of(results_of(root)[1], "window") == 48);
-    CHECK(number_of(results_of(root)[1], "sinks") == 2);
-    check_figures(results_of(root)[1], figures(texts, naive_rows(texts, scene::opened_ring(48, 2)), f32), 1e-4);
+    Evaluation ring = eval({"-f", file, "--kv", "f32", "--cache", "ring", "--window", "48", "--sinks", "2"});
+    REQUIRE(names_of(ring) == Words{"contiguous f32 f32", "ring f32 f32"});
+    check_figures(ring.results[1], figures(texts, naive_rows(texts, scene::opened_ring(48, 2)), f32), 1e-4);
 }
 
 TEST_CASE("a layout changes no figure, a coarser precision does; bytes are those of the formula") {
     std::string file = write_lines("three", stories_of({1, 3, 0}));  // of 135, 149 and 146 tokens
-    Json root = eval({"-f", file, "--cache", "contiguous,paged,ring", "--page", "7", "--kv", "f32,f16,int8,int4,int2"});
-    std::map<std::string, const cJSON *> by_name;
-    for (const cJSON *result : results_of(root)) by_name[title_of(result)] = result;
+    Evaluation all =
+        eval({"-f", file, "--cache", "contiguous,paged,ring", "--page", "7", "--kv", "f32,f16,int8,int4,int2"});
+    std::map<std::string, const EvalResult *> by_name;
+    for (const EvalResult &result : all.results) by_name[title_of(result)] = &result;
     REQUIRE(by_name.size() == 15);
-    REQUIRE(results_of(root).size() == 15);
+    REQUIRE(all.results.size() == 15);
 
     // 4 layers, 2 KV heads of 32 numbers, K and V: 16 rows for a position. A row of int8 has an f16 scale, one of int4
     // or int2 an f16 scale and an f16 zero point; those two keep 32 positions at f16, too.
@@ -248,29 +243,24 @@ TEST_CASE("a layout changes no figure, a coarser precision does; bytes are those
     // 1,276 and a pass of 128, less one, in a multiple of 32; and 4 sinks at f32.
     const std::map<std::string, std::pair<int, int>> held = {
         {"contiguous", {149, 0}}, {"paged", {22 * 7, 4 * 3 * 22}}, {"ring", {1408, 16 * 4 * 128}}};
-    double f32_bytes = 16 * 128;
-    for (auto &entry : row_bytes) {
-        const std::string &type = entry.first;
-        const bool has_blocks = type == "int4" || type == "int2";
-        const cJSON *plain = by_name["contiguous " + type + " " + type];
-        for (auto &rows : held) {
-            const std::string &layout = rows.first;
+    for (auto [type, bytes] : row_bytes) {
+        const EvalResult *plain = by_name["contiguous " + type + " " + type];
+        double blocks = type == "int4" || type == "int2" ? 16 * 32 * 64 : 0;
+        for (auto [layout, rows] : held) {
             CAPTURE(layout);
             CAPTURE(type);
-            const cJSON *result = by_name[layout + " " + type + " " + type];
+            const EvalResult *result = by_name[layout + " " + type + " " + type];
             REQUIRE(result);
-            for (const char *key : {"perplexity", "standard_error", "kl"})
-                CHECK_MESSAGE(number_of(result, key) == number_of(plain, key), key);
-            CHECK(recall_of(result) == recall_of(plain));
-            auto [count, beside] = rows.second;
-            double total = 16.0 * entry.second * count + beside + (has_blocks ? 16 * 32 * 64 : 0);
-            CHECK(number_of(result, "bytes_per_token") == doctest::Approx(total / 149).epsilon(1e-12));
-            CHECK(number_of(result, "times_smaller") == doctest::Approx(f32_bytes * 149 / total).epsilon(1e-12));
-            CHECK(number_of(result, "tokens_per_second") > 0);
-            CHECK((cJSON_GetObjectItem(result, "window") != nullptr) == (layout == "ring"));
+            CHECK(result->loss == plain->loss);
+            CHECK(result->loss_squares == plain->loss_squares);
+            CHECK(result->kl == plain->kl);
+            CHECK(recall_of(*result) == recall_of(*plain));
+            double total = 16.0 * bytes * rows.first + rows.second + blocks;
+            CHECK(result->bytes_per_token == doctest::Approx(total / 149).epsilon(1e-12));
+            CHECK(median(result->rates) > 0);
         }
     }
-    auto kl = [&](const std::string &type) { return number_of(by_name["paged " + type + " " + type], "kl"); };
+    auto kl = [&](const std::string &type) { return by_name["paged " + type + " " + type]->kl; };
     CHECK(kl("f32") == 0);
     CHECK(kl("f16") > 0);
     CHECK(kl("f16") < kl("int8"));
@@ -309,8 +299,8 @@ TEST_CASE("recall counts the answers that are right, each by the distance of its
     std::vector<Json> stories = stories_of({9, 9, 9});
     change(stories[1], "The red key is in the cave", "The red key is in the shed");
     change(stories[2], "The red basket is in the forest", "The red basket is by the forest");
-    Json root = eval({"-f", write_lines("answers", stories)});
-    for (const cJSON *result : results_of(root)) CHECK(recall_of(result) == Counts{{0, {6, 5}}, {200, {9, 8}}});
+    for (const EvalResult &result : eval({"-f", write_lines("answers", stories)}).results)
+        CHECK(recall_of(result) == Counts{{0, {6, 5}}, {200, {9, 8}}});
 }
 
 TEST_CASE("distances fall into classes of 200 tokens, and of 1,000 and more") {
@@ -332,17 +322,16 @@ TEST_CASE("distances fall into classes of 200 tokens, and of 1,000 and more") {
     // Nobody can say in advance how the story goes on: at these tokens other ones are likelier.
     for (int distance : {2, 198, 201, 398}) ask(500, characters_before(520), distance);
     cJSON_ReplaceItemInObject(stories[0].get(), "questions", questions.release());
-    Json root = eval({"-f", write_lines("classes", stories), "--kv", "f32"});
-    CHECK(recall_of(results_of(root)[0]) ==
+    CHECK(recall_of(eval({"-f", write_lines("classes", stories), "--kv", "f32"}).results[0]) ==
           Counts{{0, {4, 2}}, {200, {4, 2}}, {400, {2, 2}}, {600, {2, 2}}, {800, {2, 2}}, {1000, {2, 2}}});
 }
 
 TEST_CASE("the built-in model recalls at every distance; a ring forgets what it dropped, int8 forgets nothing") {
     std::string file = write_lines("far", stories_of({9, 24, 35, 36}));
-    Json root = eval({"-f", file, "--cache", "contiguous,ring", "--kv", "int8", "--window", "64"});
-    REQUIRE(names_of(root) == Words{"contiguous f32 f32", "contiguous int8 int8", "ring int8 int8"});
-    Counts f32 = recall_of(results_of(root)[0]), ring = recall_of(results_of(root)[2]);
-    CHECK(recall_of(results_of(root)[1]) == f32);
+    Evaluation all = eval({"-f", file, "--cache", "contiguous,ring", "--kv", "int8", "--window", "64"});
+    REQUIRE(names_of(all) == Words{"contiguous f32 f32", "contiguous int8 int8", "ring int8 int8"});
+    Counts f32 = recall_of(all.results[0]), ring = recall_of(all.results[2]);
+    CHECK(recall_of(all.results[1]) == f32);
     CHECK(f32.size() == 6);
     int asked = 0, right = 0;
     for (auto &entry : f32) {
@@ -367,11 +356,11 @@ TEST_CASE("a text that is no .jsonl is cut into pieces as long as the context") 
         for (int begin = 0; begin < 145; begin += length)  // one token alone predicts nothing
             pieces.push_back(scene::part(tokens, begin, std::min(begin + length, 146)));
         Rows rows = cached_rows(pieces, F32{});
-        Json root = eval({"-f", file, "-c", std::to_string(length)});
-        CHECK(number_of(root.get(), "texts") == pieces.size());
-        CHECK(number_of(root.get(), "predicted_tokens") == count);
-        check_figures(results_of(root)[0], figures(pieces, rows, rows), 0);
-        CHECK(recall_of(results_of(root)[0]).empty());
+        Evaluation all = eval({"-f", file, "-c", std::to_string(length)});
+        CHECK(all.texts == pieces.size());
+        CHECK(all.results[0].predicted == count);
+        check_figures(all.results[0], figures(pieces, rows, rows), 0);
+        CHECK(recall_of(all.results[0]).empty());
     }
 }
 
@@ -380,19 +369,19 @@ TEST_CASE("a text of a few tokens") {
         CAPTURE(text);
         std::vector<Tokens> texts = {tokens_of(text)};
         Rows rows = cached_rows(texts, F32{});
-        Json root = eval({"-f", write_text("short.txt", text), "--cache", "contiguous,paged,ring"});
-        CHECK(number_of(root.get(), "predicted_tokens") == texts[0].size() - 1);
-        check_figures(results_of(root)[0], figures(texts, rows, rows), 0);
+        Evaluation all = eval({"-f", write_text("short.txt", text), "--cache", "contiguous,paged,ring"});
+        CHECK(all.results[0].predicted == (int)texts[0].size() - 1);
+        check_figures(all.results[0], figures(texts, rows, rows), 0);
     }
 }
 
 TEST_CASE("an interrupt ends it; what was read until then is said") {
     std::string file = write_lines("interrupted", stories_of({0}));
     interrupts = 1;
-    Report report = report_of({"-f", file});
+    Report report = report_of(eval({"-f", file}));
     interrupts = 0;
     Json root = parse_json("eval", report.json());
-    CHECK(results_of(root).empty());
+    CHECK(items_of(root.get(), "results").empty());
     CHECK(number_of(root.get(), "predicted_tokens") == 0);
     CHECK(cJSON_IsTrue(member(root.get(), "interrupted")));
     CHECK(report.text.find("0 tokens predicted") != std::string::npos);
@@ -432,10 +421,14 @@ static Words lines_of(const std::string &text) {
     return lines;
 }
 
-TEST_CASE("--all lists each precision; the table has the figures of --json") {
-    Report report = report_of({"-f", write_lines("all", stories_of({0})), "--all"});
+TEST_CASE("--all lists each precision; the table and --json have its figures") {
+    Evaluation all = eval({"-f", write_lines("all", stories_of({0})), "--all"});
+    Report report = report_of(all);
     Json root = parse_json("eval", report.json());
-    Words names = names_of(root);
+    std::vector<const cJSON *> rows = items_of(root.get(), "results");
+    Words names = names_of(all), lines = lines_of(report.text);
+    REQUIRE(rows.size() == names.size());
+    REQUIRE(lines.size() > names.size() + 1);
     for_each_type<Precision>([&](auto type) {
         std::string both = std::string("contiguous ") + type.name + " " + type.name;
         CHECK_MESSAGE(std::count(names.begin(), names.end(), both) == 1, both);
@@ -444,33 +437,39 @@ TEST_CASE("--all lists each precision; the table has the figures of --json") {
         bool there = std::any_of(names.begin(), names.end(), [&](auto &name) { return name.find(layout.name) == 0; });
         CHECK_MESSAGE(there, layout.name);
     });
-    std::vector<const cJSON *> results = results_of(root);
-    CHECK(std::any_of(results.begin(), results.end(),
-                      [](auto *result) { return string_of(result, "type_k") != string_of(result, "type_v"); }));
-
-    Words lines = lines_of(report.text);
-    REQUIRE(lines.size() > names.size() + 1);
+    CHECK(std::any_of(all.results.begin(), all.results.end(),
+                      [](auto &result) { return result.cache.type_k.index() != result.cache.type_v.index(); }));
     for (size_t i = 0; i < names.size(); i++) {
-        const cJSON *result = results[i];
-        std::string cache = string_of(result, "layout");
-        if (cache == "ring") cache += formatted(" %g + %g", number_of(result, "window"), number_of(result, "sinks"));
-        cache += " " + string_of(result, "type_k") + " " + string_of(result, "type_v") + " ";
-        CAPTURE(lines[i + 1]);
-        REQUIRE(lines[i + 1].rfind(cache, 0) == 0);
-        double bytes, smaller, perplexity, error, kl, recall, rate;
-        REQUIRE(sscanf(lines[i + 1].c_str() + cache.size(), "%lf %lf %lf %lf %lf %lf %% - - - - - %lf", &bytes,
-                       &smaller, &perplexity, &error, &kl, &recall, &rate) == 7);
-        auto same = [&](double shown, double number, double unit) {  // of the last digit that is shown
-            CHECK_MESSAGE(std::fabs(shown - number) <= unit / 2 * (1 + 1e-9), number);
+        const EvalResult &result = all.results[i];
+        std::string cache = names[i], &line = lines[i + 1];
+        const Ring *ring = std::get_if<Ring>(&result.cache.layout);
+        CAPTURE(line);
+        CHECK((cJSON_GetObjectItem(rows[i], "window") != nullptr) == (ring != nullptr));
+        if (ring) {
+            CHECK(number_of(rows[i], "window") == ring->window);
+            CHECK(number_of(rows[i], "sinks") == ring->sinks);
+            cache.insert(4, formatted(" %d + %d", ring->window, ring->sinks));
+        }
+        REQUIRE(line.rfind(cache + " ", 0) == 0);
+        double shown[7], smaller = all.results[0].bytes_per_token / result.bytes_per_token;
+        REQUIRE(sscanf(line.c_str() + cache.size(), "%lf %lf %lf %lf %lf %lf %% - - - - - %lf", &shown[0], &shown[1],
+                       &shown[2], &shown[3], &shown[4], &shown[5], &shown[6]) == 7);
+        auto same = [&](const char *key, double number, double in_table, double unit) {  // of the last digit shown
+            CHECK_MESSAGE(number_of(rows[i], key) == number, key);
+            CHECK_MESSAGE(std::fabs(in_table - number) <= unit / 2 * (1 + 1e-9), key);
         };
-        auto [asked, right] = recall_of(result).at(0);
-        same(bytes, number_of(result, "bytes_per_token"), 0.1);
-        same(smaller, number_of(result, "times_smaller"), 0.01);
-        same(perplexity, number_of(result, "perplexity"), 1e-4);
-        same(error, number_of(result, "standard_error"), 1e-4);
-        same(kl, number_of(result, "kl"), kl * 0.01);
-        same(recall, 100.0 * right / asked, 1);
-        CHECK(rate > 0);
+        same("bytes_per_token", result.bytes_per_token, shown[0], 0.1);
+        same("times_smaller", smaller, shown[1], 0.01);
+        same("perplexity", result.perplexity(), shown[2], 1e-4);
+        same("standard_error", result.standard_error(), shown[3], 1e-4);
+        same("kl", result.mean_kl(), shown[4], shown[4] * 0.01);
+        same("tokens_per_second", median(result.rates), shown[6], 0.1);
+        std::vector<const cJSON *> recall = items_of(rows[i], "recall");
+        REQUIRE(recall.size() == 1);
+        CHECK(number_of(recall[0], "distance") == 0);
+        CHECK(number_of(recall[0], "questions") == result.asked[0]);
+        CHECK(number_of(recall[0], "right") == result.right[0]);
+        CHECK(std::fabs(shown[5] - 100.0 * result.right[0] / result.asked[0]) <= 0.5);
     }
     CHECK(report.text.find("145 tokens predicted") != std::string::npos);
     CHECK(report.text.find("recall: 3 questions") != std::string::npos);
