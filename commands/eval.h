@@ -109,12 +109,19 @@ struct EvalResult {
     double bytes_per_token = 0;      // of that text
     std::vector<double> rates = {};  // decode, tokens/s
     std::vector<char> hits = {};     // (token) of the text that is read: it was the likeliest
+    double mean_kl() const { return kl / predicted; }
     double perplexity() const { return std::exp(loss / predicted); }
     // The standard error of the mean loss, carried over to the perplexity.
     double standard_error() const {
         double mean = loss / predicted, variance = std::max(0.0, loss_squares / predicted - mean * mean);
         return perplexity() * std::sqrt(variance / predicted);
     }
+};
+
+struct Evaluation {
+    Engine engine;
+    std::vector<EvalResult> results;  // the first: of the f32 cache
+    size_t texts;
 };
 
 // One text through all caches, a chunk at a time: what the first, in f32, predicts is what the others are held against.
@@ -201,7 +208,7 @@ inline Report eval_row(const EvalResult &result, const EvalResult &f32) {
     add("times_smaller", f32.bytes_per_token / result.bytes_per_token, " %6.2f", "x");
     add("perplexity", result.perplexity(), " %9.4f", "perplex.");
     add("standard_error", result.standard_error(), " %7.4f", "+-");
-    add("kl", result.kl / result.predicted, " %9.2e ", "KL to f32 ");
+    add("kl", result.mean_kl(), " %9.2e ", "KL to f32 ");
     std::vector<Report> recall;
     bool any = *std::max_element(f32.asked, f32.asked + recall_classes) > 0;
     for (int i = 0; any && i < recall_classes; i++) {
@@ -219,19 +226,20 @@ inline Report eval_row(const EvalResult &result, const EvalResult &f32) {
     return report;
 }
 
-inline Report eval_report(const std::vector<EvalResult> &results, size_t texts, const Engine &engine) {
-    Report report;
+inline Report report_of(const Evaluation &eval) {
+    const EvalResult &f32 = eval.results[0];
     std::vector<Report> rows;
     int asked = 0;
-    for (const EvalResult &result : results)
-        if (result.predicted) rows.push_back(eval_row(result, results[0]));
-    for (int count : results[0].asked) asked += count;
-    report.table("results", rows).add("texts", texts);
-    report.add("predicted_tokens", results[0].predicted, "\n" + counted(results[0].predicted, "token") + " predicted");
+    for (const EvalResult &result : eval.results)
+        if (result.predicted) rows.push_back(eval_row(result, f32));
+    for (int count : f32.asked) asked += count;
+    Report report;
+    report.table("results", rows).add("texts", eval.texts);
+    report.add("predicted_tokens", f32.predicted, "\n" + counted(f32.predicted, "token") + " predicted");
     report.say("; B/token: of the longest text, metadata included; x: times smaller than f32");
     if (asked)
         report.say(";\nrecall: " + counted(asked, "question") + " by the distance, in tokens, of the fact asked for");
-    report.add("device", engine.name(), "\ndevice: " + engine.name() + "\n");
+    report.add("device", eval.engine.name(), "\ndevice: " + eval.engine.name() + "\n");
     if (interrupted()) report.add("interrupted", true, "interrupted\n");
     return report;
 }
@@ -265,11 +273,10 @@ inline std::vector<EvalResult> open_results(const Options &options, const Engine
     return results;
 }
 
-inline Report evaluate(const Options &options) {
-    std::string directory = checkpoint_directory(options);
+inline Evaluation evaluate(const Options &options) {
+    std::string directory = checkpoint_directory(options), file = join_path(directory, "tokenizer.json");
     Engine engine = open_engine(options, directory);
     const Config &config = engine.model.config;
-    std::string file = join_path(directory, "tokenizer.json");
     TokenizerPointer tokenizer(nullptr, tokenizer_free);
     if (!options.has("--ids") && !file_exists(file))
         fail("%s: No such file; fetch it, or give the text as --ids 1,2,3", file.c_str());
@@ -289,10 +296,10 @@ inline Report evaluate(const Options &options) {
     } catch (Interrupted) {
     }
     show_progress(interrupted() ? "\n" : "");
-    return eval_report(results, texts.size(), engine);
+    return {std::move(engine), std::move(results), texts.size()};
 }
 
 inline int run_eval(const Options &options) {
-    evaluate(options).print(options.json);
+    report_of(evaluate(options)).print(options.json);
     return interrupted() ? 130 : 0;
 }
