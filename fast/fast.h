@@ -3,7 +3,11 @@
 #pragma once
 
 #include "../attention.cu"
+#include "decode.cu"
+#include "linear.cu"
 #include "linear.h"
+#include "prefill.cu"
+#include "step.cu"
 
 namespace fast {
 using plain::attention;

@@ -66,7 +66,7 @@ __attribute__((flatten)) void tile(float *sums, float *partial, bool first, bool
         }
     }
     for (; c + lanes <= channels; c += lanes) add_products(c);
-    if (!last) return unrolled<T * R>([&](auto i) { store(partial + i * lanes, totals[i]); });
+    if (!last) return unrolled<T * R>([&](auto i) { ::store(partial + i * lanes, totals[i]); });
     constexpr int fours = T * R / 4 * 4;
     unrolled<T * R / 4>(
         [&](auto i) { sum4(sums + 4 * i, totals[4 * i], totals[4 * i + 1], totals[4 * i + 2], totals[4 * i + 3]); });
@@ -128,7 +128,7 @@ void linear_blocks(Cpu &m, const Number *weight, const float *x, int count, cons
             for (int r = 0; r < rows; r++) {
                 const Number *from = weight + (row + r) * inputs + c;
                 int i = 0;
-                for (; i + lanes <= channels; i += lanes) store(&wide[r * depth + i], load(from + i));
+                for (; i + lanes <= channels; i += lanes) ::store(&wide[r * depth + i], load(from + i));
                 for (; i < channels; i++) wide[r * depth + i] = to_float(from[i]);
             }
             const bool last = c + channels == inputs;
@@ -176,7 +176,7 @@ __attribute__((flatten)) void int8_tile(float *sums, const Int8Block *blocks, si
             totals[i] = fma(to_floats(products[i]), mul(scale, set(x[i / (P * vecs) * groups + g].scale)), totals[i]);
         });
     }
-    unrolled<T * P * vecs>([&](auto i) { store(sums + i * lanes, totals[i]); });
+    unrolled<T * P * vecs>([&](auto i) { ::store(sums + i * lanes, totals[i]); });
 }
 
 // Panels are shared by the threads: for one token each reads four streams of them, for more two stay in the caches.
