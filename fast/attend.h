@@ -185,8 +185,10 @@ inline void scale_rows(float *numbers, int queries, const SplitRows &rows, const
                 const f16 four[4] = {scale(k), scale(k + 1), scale(k + 2), scale(k + 3)};
                 to_floats(scales + k, four);
             }
-            for (int q = 0; q < queries; q++)
-                multiply(numbers + (size_t)(head * queries + q) * split_positions + t, scales, near_positions);
+            for (int q = 0; q < queries; q++) {
+                float *at = numbers + (size_t)(head * queries + q) * split_positions + t;
+                multiply(at, at, scales, near_positions);
+            }
         }
     }
 }
@@ -651,7 +653,17 @@ inline void AttentionPlan::make(const Attention &task, const Pass &pass, int thr
             for (int set = 0; set < sets(); set++)
                 for (int part = 0; part < parts_of(tiles[tile]); part++) parts.push_back({tile, set, part});
     }
+    const int half = heads.width / 2;
     sink_cos_sin.resize((size_t)pass.count * widest.sinks * heads.width);
+    for (int64_t item = 0; item < (int64_t)pass.count * widest.sinks; item++) {
+        int position = spans[item / widest.sinks].position, shift = widest.shift(position);
+        if (!widest.dropped(position)) continue;
+        float *cos_sin = &sink_cos_sin[item * heads.width];
+        for (int c = 0; c < half; c++) {
+            float angle = rope_angle(shift + (cached ? (int)(item % widest.sinks) : 0), frequencies[c]);
+            cos_sin[c] = std::cos(angle), cos_sin[c + half] = std::sin(angle);
+        }
+    }
 }
 
 // The plan of the pass, made when its first layer comes.
@@ -664,18 +676,7 @@ inline AttentionPlan &plan_of(Cpu &m, const Attention &task, const Pass &pass) {
         ((AttentionPlan *)m.plan.get())->make(task, pass, m.team());
     }
     m.wait();
-    plan = (AttentionPlan *)m.plan.get();
-    const int sinks = plan->widest.sinks, width = task.heads.width, half = width / 2;
-    m.for_each((int64_t)pass.count * sinks, [&](int64_t item, Alone) {
-        int position = pass.spans[item / sinks].position, shift = plan->widest.shift(position);
-        if (!plan->widest.dropped(position)) return;
-        float *cos_sin = &plan->sink_cos_sin[item * width];
-        for (int c = 0; c < half; c++) {
-            float angle = rope_angle(shift + (plan->cached ? (int)(item % sinks) : 0), pass.frequencies[c]);
-            cos_sin[c] = std::cos(angle), cos_sin[c + half] = std::sin(angle);
-        }
-    });
-    return *plan;
+    return *(AttentionPlan *)m.plan.get();
 }
 
 // Some of the sinks, for those tokens of a tile between which and the sinks positions were dropped: each token sees

@@ -93,9 +93,14 @@ inline void load_pairs(const f16 *p, Vec &even, Vec &odd) {
     As<uint32_t> d;
     auto both = hn::LoadU(d, (const uint32_t *)p);
     auto widen = [](auto numbers) {
-        alignas(64) f16 low[lanes];
-        hn::Store(hn::TruncateTo(As<uint16_t>(), numbers), As<uint16_t>(), &low[0].bits);
-        return load(low);
+        auto halves = hn::TruncateTo(As<uint16_t>(), numbers);
+#if defined(__F16C__) || defined(__aarch64__)
+        return hn::PromoteTo(Lanes(), hn::BitCast(As<hwy::float16_t>(), halves));
+#else
+        f16 stored[lanes];
+        hn::StoreU(halves, As<uint16_t>(), &stored[0].bits);
+        return load(stored);
+#endif
     };
     even = widen(both), odd = widen(hn::ShiftRight<16>(both));
 }
