@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../attention.cu"
+#include "attend.h"
 #include "decode.cu"
 #include "linear.cu"
 #include "linear.h"

@@ -19,24 +19,6 @@
 
 namespace fast {
 
-// Calls body(0), body(1), ... body(n - 1), each with a constant: what it does to arrays of registers stays in
-// registers.
-template <class Body, int... i>
-inline void each_of([[maybe_unused]] Body body, std::integer_sequence<int, i...>) {
-    (body(std::integral_constant<int, i>()), ...);
-}
-template <int n, class Body>
-inline void unrolled(Body body) {
-    each_of(body, std::make_integer_sequence<int, n>());
-}
-
-// Calls use(size, first) for batches of `most` of `count` tokens, and once for what is left; size is a constant.
-template <int most, class Use>
-inline void in_batches(int count, Use use, int first = 0) {
-    for (; count - first >= most; first += most) use(std::integral_constant<int, most>(), first);
-    if constexpr (most > 1) in_batches<most - 1>(count, use, first);
-}
-
 // The tile of sums that stays in registers, beside a token's numbers and a row's: of 32 registers, or of 16.
 constexpr bool many_registers = HWY_ARCH_ARM || lanes == 16;
 constexpr int tile_rows = many_registers ? 8 : 4, tile_tokens = 3;
