@@ -91,7 +91,7 @@ inline Roofline roofline_of(Cpu &cpu, const Engine &engine) {
 // Of a GPU: the bandwidth of copies within its memory, and the rate of a large product of the weights' type.
 template <class M>
 Roofline roofline_of(M &gpu, const Engine &engine) {
-    constexpr int side = M::large_side, products = 3;
+    const int side = gpu.room().bytes > 4e9 ? 8192 : 128, products = 3;
     DType type = engine.model.layers[0].up.weight.type;
     std::vector<uint32_t> bits((size_t)side * side);
     std::mt19937 random(0);  // signs and fractions: zeros would be multiplied faster
@@ -110,7 +110,12 @@ Roofline roofline_of(M &gpu, const Engine &engine) {
         return products * 2.0 * side * side * side / (now() - start);
     };
     matrix_rate();  // the library loads its kernels
-    return {[&gpu] { return gpu.copy_bandwidth(); }, matrix_rate, dtype_name(type), 0};
+    auto bandwidth = [=, &gpu, bytes = 4 * bits.size()] {
+        double start = now();
+        for (int i = 0; i < products; i++) gpu.read(y.get(), numbers.get(), bytes);  // from card to card
+        return products * 2.0 * (double)bytes / (now() - start);
+    };
+    return {bandwidth, matrix_rate, dtype_name(type), 0};
 }
 
 // ---- What is measured --------------------------------------------------------------------------------------
@@ -170,7 +175,7 @@ inline void fill(Engine &engine, Cache &cache, int depth) {
             best::rope_angles(m, pass, heads.width);
             for (int layer = 0; layer < engine.model.config.layers; layer++) {
                 Attention task = {nullptr, nullptr, vectors, vectors, cache.view, layer, {}, heads};
-                best::store(m, task, pass);
+                best::store_rows(m, task, pass);
                 best::keep_residual(m, task, pass);
             }
         };

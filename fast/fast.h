@@ -19,6 +19,6 @@ using plain::norm_and_rope;
 using plain::rms_norm;
 using plain::rope_angles;
 using plain::run;
-using plain::store;
+using plain::store_rows;
 using plain::swiglu;
 }  // namespace fast
