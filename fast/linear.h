@@ -24,39 +24,58 @@ constexpr bool many_registers = HWY_ARCH_ARM || lanes == 16;
 constexpr int tile_rows = many_registers ? 8 : 4, tile_tokens = 3;
 constexpr int streams = 4, few_tokens = many_registers ? 6 : 3;  // a tile of these, where rows come from memory
 
-// sums (T, R) = R rows, `stride` numbers apart, times T tokens, over some channels. Lanes of sums that were begun in
-// other channels come from `partial` (T, R, lanes), and those that go on there, go to it.
-template <int R, int T, bool from_memory, class Number>
-__attribute__((flatten)) void tile(float *sums, float *partial, bool first, bool last, const Number *rows,
-                                   size_t stride, const float *x, size_t x_stride, int channels) {
+// Numbers that a tile reads, a Vec of row or token i from channel c on: as they lie in a matrix, `stride` apart; or N
+// of them copied side by side, Vec for Vec.
+template <class Number>
+struct Strided {
+    const Number *start;
+    int64_t stride;
+    Vec at(int i, int c) const { return load(start + i * stride + c); }
+    Vec part(int i, int c, int count) const { return load_part(start + i * stride + c, count); }
+    void ask(int i, int c) const { prefetch_twice(start + i * stride + c); }
+};
+template <int N>
+struct SideBySide {
+    const float *start;
+    Vec at(int i, int c) const { return load(start + c * N + i * lanes); }
+};
+
+// sums (T, R) = R rows times T tokens, over some channels. Lanes of sums that were begun in other channels come from
+// `partial` (T, R, lanes), and those that go on there, go to it.
+template <int R, int T, int line, class Rows, class Tokens>
+__attribute__((flatten)) void tile(float *sums, float *partial, bool first, bool last, Rows rows, Tokens tokens,
+                                   int channels) {
     Vec totals[T * R];
     unrolled<T * R>([&](auto i) { totals[i] = first ? set(0) : load(partial + i * lanes); });
-    auto add_products = [&](int c) {
+    auto add_products = [&](auto row_at, auto token_at) {
         Vec token[T];
-        unrolled<T>([&](auto t) { token[t] = load(x + t * x_stride + c); });
+        unrolled<T>([&](auto t) { token[t] = token_at(t); });
         unrolled<R>([&](auto r) {
-            Vec row = load(rows + r * stride + c);
+            Vec row = row_at(r);
             unrolled<T>([&](auto t) { totals[t * R + r] = fma(row, token[t], totals[t * R + r]); });
         });
     };
-    constexpr int line = cache_line / (int)sizeof(Number);
+    auto add_channels = [&](int c) {
+        add_products([&](int r) { return rows.at(r, c); }, [&](int t) { return tokens.at(t, c); });
+    };
     int c = 0;
-    if (from_memory) {
+    if constexpr (line > 0) {
         for (; c + line <= channels; c += line) {
-            unrolled<R>([&](auto r) { prefetch_twice(rows + r * stride + c); });
-            unrolled<line / lanes>([&](auto i) { add_products(c + i * lanes); });
+            unrolled<R>([&](auto r) { rows.ask(r, c); });
+            unrolled<line / lanes>([&](auto i) { add_channels(c + i * lanes); });
         }
+        for (; c + lanes <= channels; c += lanes) add_channels(c);
+        const int rest = channels - c;
+        if (rest > 0)
+            add_products([&](int r) { return rows.part(r, c, rest); }, [&](int t) { return tokens.part(t, c, rest); });
+    } else {
+        for (; c < channels; c += lanes) add_channels(c);
     }
-    for (; c + lanes <= channels; c += lanes) add_products(c);
-    if (!last) return unrolled<T * R>([&](auto i) { ::store(partial + i * lanes, totals[i]); });
+    if (!last) return unrolled<T * R>([&](auto i) { store(partial + i * lanes, totals[i]); });
     constexpr int fours = T * R / 4 * 4;
     unrolled<T * R / 4>(
         [&](auto i) { sum4(sums + 4 * i, totals[4 * i], totals[4 * i + 1], totals[4 * i + 2], totals[4 * i + 3]); });
     unrolled<T * R - fours>([&](auto i) { sums[fours + i] = sum(totals[fours + i]); });
-    for (int i = 0; c < channels && i < T * R; i++) {
-        Vec row = load_part(rows + i % R * stride + c, channels - c);
-        sums[i] += sum(mul(row, load_part(x + i / R * x_stride + c, channels - c)));
-    }
 }
 
 // The results of a token with `count` rows from `row` on.
@@ -78,8 +97,9 @@ void linear_streams(Cpu &m, const Number *weight, const float *x, const Product 
     const int apart = share.count() / streams;
     float sums[T * streams];
     auto compute = [&](auto rows, int first) {
-        tile<rows, T, true>(sums, nullptr, true, true, weight + (share.first + first) * inputs, apart * inputs, x,
-                            inputs, (int)inputs);
+        tile<rows, T, cache_line / (int)sizeof(Number)>(
+            sums, nullptr, true, true, Strided<Number>{weight + (share.first + first) * inputs, apart * inputs},
+            Strided<float>{x, inputs}, (int)inputs);
         for (int i = 0; i < T * rows; i++)
             put(product, how, i / rows, share.first + first + i % rows * apart, sums + i, 1);
     };
@@ -87,42 +107,104 @@ void linear_streams(Cpu &m, const Number *weight, const float *x, const Product 
     for (int r = apart * streams; r < share.count(); r++) compute(std::integral_constant<int, 1>(), r);
 }
 
-// Many. Threads share the blocks of tokens x rows.
-constexpr int block_tokens = 126, block_channels = 768;
-template <class Number>
-void linear_blocks(Cpu &m, const Number *weight, const float *x, int count, const Product &product, Store how) {
-    auto parts = [](int64_t whole, int64_t most, int64_t unit) {  // of equal size, but for the last
-        int64_t pieces = (whole + most - 1) / most, size = (whole + pieces - 1) / pieces;
-        return (int)((size + unit - 1) / unit * unit);
-    };
-    const int64_t outputs = product.linear.weight.rows, inputs = product.linear.weight.cols;
-    const int tokens = parts(count, block_tokens, tile_tokens), depth = parts(inputs, block_channels, lanes);
-    const int64_t row_blocks = (outputs + tile_rows - 1) / tile_rows;
-    thread_local Floats wide, partial;
-    wide.resize(tile_rows * block_channels);
-    partial.resize((size_t)block_tokens * tile_rows * lanes);
-    const Share share = m.share((count + tokens - 1) / tokens * row_blocks);
-    for (int64_t item = share.first; item < share.last; item++) {
-        const int64_t begin = item / row_blocks * tokens, row = item % row_blocks * tile_rows;
-        const int rows = (int)std::min<int64_t>(tile_rows, outputs - row);
-        for (int64_t c = 0; c < inputs; c += depth) {
-            const int channels = (int)std::min<int64_t>(depth, inputs - c);
-            for (int r = 0; r < rows; r++) {
-                const Number *from = weight + (row + r) * inputs + c;
-                int i = 0;
-                for (; i + lanes <= channels; i += lanes) ::store(&wide[r * depth + i], load(from + i));
-                for (; i < channels; i++) wide[r * depth + i] = to_float(from[i]);
-            }
-            const bool last = c + channels == inputs;
-            in_batches<tile_tokens>((int)std::min<int64_t>(tokens, count - begin), [&](auto size, int t) {
-                float sums[size * tile_rows];
-                tile<tile_rows, size, false>(sums, &partial[(size_t)t * tile_rows * lanes], c == 0, last, wide.data(),
-                                             depth, x + (begin + t) * inputs + c, inputs, channels);
-                for (int i = 0; last && i < size; i++)
-                    put(product, how, begin + t + i, row, sums + i * tile_rows, rows);
-            });
-        }
+// ---- Many tokens ---------------------------------------------------------------------------------------------
+
+// Memory that a team shares; called by all, and there is one team at a time.
+template <class T>
+T *shared(Cpu &m, Aligned<T> &memory, size_t count) {
+    if (memory.size() < count) {
+        m.wait();
+        if (m.index() == 0) memory.resize(count);
+        m.wait();
     }
+    return memory.data();
+}
+
+// A number of items in equal parts of a multiple of `unit`, at most `most` each; the last may be smaller.
+inline int part_of(int64_t items, int64_t most, int64_t unit) {
+    int64_t parts = (items + most - 1) / most, each = (items + parts - 1) / parts;
+    return (int)((each + unit - 1) / unit * unit);
+}
+inline int64_t pieces(int64_t items, int64_t each) { return (items + each - 1) / each; }
+
+// x (count, inputs), copied: blocks of tokens, in them blocks of channels, in those tiles of tokens, side by side.
+// Zeros make the channels whole Vecs.
+constexpr int block_tokens = 63, block_channels = 768, block_rows = 64;
+struct TokenBlocks {
+    const float *numbers;
+    int count, tokens, channels, inputs, padded;  // tokens and channels of a block
+    TokenBlocks(Cpu &m, const float *x, int count, int inputs)
+        : count(count),
+          tokens(part_of(count, block_tokens, tile_tokens)),
+          channels(part_of(inputs, block_channels, lanes)),
+          inputs(inputs),
+          padded((inputs + lanes - 1) / lanes * lanes) {
+        static Floats memory;
+        float *to = shared(m, memory, (size_t)count * padded);
+        numbers = to;
+        m.for_each(pieces(count, tile_tokens), [&](int64_t item, Alone) {
+            int first = (int)item * tile_tokens, size = std::min(tile_tokens, count - first);
+            for (int c = 0; c < padded; c += lanes) {
+                float *vec = to + (at(first, c / channels * channels) - numbers) + c % channels * size;
+                for (int t = 0; t < size; t++) {
+                    const float *from = x + (size_t)(first + t) * inputs + c;
+                    store(vec + t * lanes, c + lanes <= inputs ? load(from) : load_part(from, inputs - c));
+                }
+            }
+        });
+    }
+    // The tile that starts with token t in the channels of the block that starts with c.
+    const float *at(int t, int c) const {
+        int block = t / tokens * tokens, size = std::min(tokens, count - block), depth = std::min(channels, padded - c);
+        return numbers + (size_t)block * padded + (size_t)c * size + (size_t)(t - block) * depth;
+    }
+};
+
+// wide = tile_rows rows of a matrix, side by side: those that there are, and the last of them for the others. Zeros
+// make the channels whole Vecs.
+template <class Number>
+inline void widen(float *wide, const Number *weight, int rows, int64_t stride, int channels) {
+    const Number *row[tile_rows];
+    for (int r = 0; r < tile_rows; r++) row[r] = weight + std::min(r, rows - 1) * stride;
+    int c = 0;
+    for (; c + lanes <= channels; c += lanes)
+        unrolled<tile_rows>([&](auto r) { store(wide + c * tile_rows + r * lanes, load(row[r] + c)); });
+    for (int r = 0; c < channels && r < tile_rows; r++)
+        store(wide + c * tile_rows + r * lanes, load_part(row[r] + c, channels - c));
+}
+
+// Threads share the tiles of rows.
+template <class Number>
+void linear_blocks(Cpu &m, const Number *weight, const TokenBlocks &x, const Product &product, Store how) {
+    const int64_t outputs = product.linear.weight.rows;
+    thread_local Floats wide, partials;  // (channels, tile_rows); (block_rows, tokens, lanes)
+    wide.resize((size_t)tile_rows * x.channels);
+    partials.resize((size_t)x.tokens * block_rows * lanes);
+    // Calls use(begin, count) for pieces of `most` of first .. last.
+    auto in_blocks = [](int64_t first, int64_t last, int most, auto use) {
+        for (; first < last; first += most) use(first, (int)std::min<int64_t>(most, last - first));
+    };
+    const Share share = m.share(pieces(outputs, tile_rows));
+    in_blocks(share.first * tile_rows, std::min(share.last * tile_rows, outputs), block_rows,
+              [&](int64_t block, int rows) {
+                  in_blocks(0, x.count, x.tokens, [&](int64_t begin, int count) {
+                      in_blocks(0, x.inputs, x.channels, [&](int64_t c, int channels) {
+                          in_blocks(block, block + rows, tile_rows, [&](int64_t row, int some) {
+                              const bool first = c == 0, last = c + channels == x.inputs;
+                              float *partial = &partials[(row - block) * x.tokens * lanes];
+                              widen(wide.data(), weight + row * x.inputs + c, some, x.inputs, channels);
+                              in_batches<tile_tokens>(count, [&](auto size, int t) {
+                                  float sums[size * tile_rows];
+                                  tile<tile_rows, size, 0>(sums, partial + t * tile_rows * lanes, first, last,
+                                                           SideBySide<tile_rows>{wide.data()},
+                                                           SideBySide<size>{x.at((int)begin + t, (int)c)}, channels);
+                                  for (int i = 0; last && i < size; i++)
+                                      put(product, how, begin + t + i, row, sums + i * tile_rows, some);
+                              });
+                          });
+                      });
+                  });
+              });
 }
 
 // ---- Int8 weights (formats.h) ------------------------------------------------------------------------------------
@@ -158,7 +240,7 @@ __attribute__((flatten)) void int8_tile(float *sums, const Int8Block *blocks, si
             totals[i] = fma(to_floats(products[i]), mul(scale, set(x[i / (P * vecs) * groups + g].scale)), totals[i]);
         });
     }
-    unrolled<T * P * vecs>([&](auto i) { ::store(sums + i * lanes, totals[i]); });
+    unrolled<T * P * vecs>([&](auto i) { store(sums + i * lanes, totals[i]); });
 }
 
 // Panels are shared by the threads: for one token each reads four streams of them, for more two stay in the caches.
@@ -192,13 +274,9 @@ inline void linear_int8(Cpu &m, const Int8Group *x, int count, const Product &pr
 
 // The tokens as products with int8 weights read them; threads share the groups.
 inline const Int8Group *int8_inputs(Cpu &m, const float *x, int count, int64_t inputs) {
-    static Aligned<Int8Group> numbers;  // of the team: there is one at a time
+    static Aligned<Int8Group> memory;
     const int64_t groups = int8_groups(inputs);
-    if (numbers.size() < (size_t)(count * groups)) {
-        m.wait();
-        if (m.index() == 0) numbers.resize(count * groups);
-        m.wait();
-    }
+    Int8Group *numbers = shared(m, memory, count * groups);
     m.for_each(count * groups, [&](int64_t item, Alone) {
         int64_t first = item % groups * int8_group;
         int8_t rounded[int8_group];
@@ -210,25 +288,31 @@ inline const Int8Group *int8_inputs(Cpu &m, const float *x, int count, int64_t i
             group.four[i / 4].magnitude[i % 4] = (uint8_t)std::abs(rounded[i]);
         }
     });
-    return numbers.data();
+    return numbers;
 }
 
 // y (count, outputs) = or += W x + bias for each of some matrices; x (count, inputs).
 inline void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Store how = Store::set) {
-    const Int8Group *int8 = nullptr;
-    for (const Product &product : products) {
-        const Tensor &weight = product.linear.weight;
-        if (weight.type == DType::int8) {
-            if (!int8) int8 = int8_inputs(m, x, count, weight.cols);
-            linear_int8(m, int8, count, product, how);
-        } else if (count > few_tokens) {
-            with_numbers(weight, [&](auto *numbers) { linear_blocks(m, numbers, x, count, product, how); });
-        } else {
-            with_numbers(weight, [&](auto *numbers) {
+    const Tensor &first = products.begin()->linear.weight;
+    auto each = [&](auto use) {
+        for (const Product &product : products) use(product);
+    };
+    if (first.type == DType::int8) {
+        const Int8Group *numbers = int8_inputs(m, x, count, first.cols);
+        each([&](const Product &product) { linear_int8(m, numbers, count, product, how); });
+    } else if (count > few_tokens) {
+        TokenBlocks tokens(m, x, count, (int)first.cols);
+        each([&](const Product &product) {
+            with_numbers(product.linear.weight,
+                         [&](auto *numbers) { linear_blocks(m, numbers, tokens, product, how); });
+        });
+    } else {
+        each([&](const Product &product) {
+            with_numbers(product.linear.weight, [&](auto *numbers) {
                 in_batches<few_tokens>(count,
                                        [&](auto size, int) { linear_streams<size>(m, numbers, x, product, how); });
             });
-        }
+        });
     }
     m.wait();
 }
