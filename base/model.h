@@ -691,7 +691,8 @@ inline CacheSizes read_cache_sizes(const std::string &name, const std::string &t
     int shared = config.integer("num_kv_shared_layers", 0, (int)out.windows.size(), 0);  // read those of layers before
     out.windows.resize(out.windows.size() - (size_t)shared);
     out.layers = (int)out.windows.size();
-    if (config.find("kv_lora_rank")) {  // DeepSeek-AI 2024, DeepSeek-V2, section 2.1: one row for all heads
+    const cJSON *rank = config.find("kv_lora_rank");
+    if (rank && !is_neutral(rank, 0)) {  // DeepSeek-AI 2024, DeepSeek-V2, section 2.1: one row for all heads
         out.kv_heads = 1;
         out.key_width = config.integer("kv_lora_rank", 1, max_size) + config.integer("qk_rope_head_dim", 0, max_size);
         return out;

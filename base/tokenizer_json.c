@@ -100,11 +100,11 @@ static cJSON *parse(const Bytes *json, Error *error) {
     return root;
 }
 
+// A member that is null counts as missing.
 static const cJSON *member(const cJSON *object, const char *key) {
-    return cJSON_GetObjectItemCaseSensitive(object, key);
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
+    return cJSON_IsNull(item) ? NULL : item;
 }
-
-static bool is_given(const cJSON *item) { return item && !cJSON_IsNull(item); }
 
 typedef struct {
     Tokenizer *t;
@@ -116,8 +116,8 @@ typedef struct {
 
 static bool read_bool(Loader *l, const cJSON *object, const char *key, bool otherwise) {
     const cJSON *item = member(object, key);
-    if (is_given(item) && !cJSON_IsBool(item)) fail(l->error, "%s is not true or false", key);
-    return is_given(item) ? cJSON_IsTrue(item) : otherwise;
+    if (item && !cJSON_IsBool(item)) fail(l->error, "%s is not true or false", key);
+    return item ? cJSON_IsTrue(item) : otherwise;
 }
 
 static const char *read_text(Loader *l, const cJSON *object, const char *key) {
@@ -201,16 +201,11 @@ static void load_vocabulary(Loader *l, const cJSON *vocab, const cJSON *added) {
     Tokenizer *t = l->t;
     const cJSON *item;
     if (!cJSON_IsObject(vocab) || !vocab->child) fail(l->error, "model.vocab is missing, empty or not an object");
-    if (is_given(added) && !cJSON_IsArray(added)) fail(l->error, "added_tokens is not a list");
-    int highest = 0, id;
-    cJSON_ArrayForEach(item, vocab) {
-        id = read_number(l, item, item->string, MAX_ID);
-        highest = id > highest ? id : highest;
-    }
-    cJSON_ArrayForEach(item, added) {
-        id = read_number(l, member(item, "id"), "an added token's id", MAX_ID);
-        highest = id > highest ? id : highest;
-    }
+    if (added && !cJSON_IsArray(added)) fail(l->error, "added_tokens is not a list");
+    int highest = 0;
+    cJSON_ArrayForEach(item, vocab) highest = (int)fmax(highest, read_number(l, item, item->string, MAX_ID));
+    cJSON_ArrayForEach(item, added) highest =
+        (int)fmax(highest, read_number(l, member(item, "id"), "an added token's id", MAX_ID));
     if (l->error->failed) return;
     t->size = highest + 1;
     size_t count = (size_t)cJSON_GetArraySize(vocab) + (size_t)cJSON_GetArraySize(added);
@@ -282,13 +277,13 @@ static void load_shortcuts(Loader *l, const char *unknown, bool byte_fallback) {
 static void load_model(Loader *l, cJSON *model, const cJSON *added) {
     static const char *const unsupported[] = {"continuing_subword_prefix", "end_of_word_suffix", "dropout"};
     if (!cJSON_IsObject(model)) return fail(l->error, "model is missing or not an object");
-    if (is_given(member(model, "type"))) read_word(l, model, "model", "type", "BPE");
+    if (member(model, "type")) read_word(l, model, "model", "type", "BPE");
     for (int i = 0; i < 3; i++) {
         const cJSON *item = member(model, unsupported[i]);
         bool off = cJSON_IsString(item) ? !*item->valuestring : cJSON_IsNumber(item) && item->valuedouble == 0;
-        if (is_given(item) && !off) fail(l->error, "model.%s is not supported, expected null", unsupported[i]);
+        if (item && !off) fail(l->error, "model.%s is not supported, expected null", unsupported[i]);
     }
-    const char *unknown = is_given(member(model, "unk_token")) ? read_text(l, model, "unk_token") : NULL;
+    const char *unknown = member(model, "unk_token") ? read_text(l, model, "unk_token") : NULL;
     bool byte_fallback = read_bool(l, model, "byte_fallback", false);
     l->t->fuse_unknown = read_bool(l, model, "fuse_unk", false);
     l->t->ignore_merges = read_bool(l, model, "ignore_merges", false);
@@ -391,7 +386,7 @@ static const char *read_metaspace(Loader *l, const cJSON *item, When *when) {
     const char *sign = read_text(l, item, "replacement");
     if (!*sign) fail(l->error, "Metaspace: replacement is empty");
     *when = read_bool(l, item, "add_prefix_space", true) ? UNLESS_THERE : NEVER;
-    if (is_given(member(item, "prepend_scheme")))
+    if (member(item, "prepend_scheme"))
         *when = (When)read_word(l, item, "Metaspace", "prepend_scheme", "always first never");
     return sign;
 }
@@ -485,6 +480,7 @@ static void load_post_processor(Loader *l, const cJSON *item) {
 // {"content": "<s>"}, stands before a text.
 static void load_config(Loader *l, const char *path) {
     if (access(path, F_OK) != 0) return;  // there need not be one
+    const char *name = l->error->name;
     l->error->name = path;
     Bytes text = read_file(path, l->error);
     cJSON *config = parse(&text, l->error);
@@ -493,20 +489,19 @@ static void load_config(Loader *l, const char *path) {
         const cJSON *bos = member(config, "bos_token");
         const char *content = cJSON_GetStringValue(cJSON_IsObject(bos) ? member(bos, "content") : bos);
         int id = content ? *token_slot(l->t, content, strlen(content)) : -1;
-        if (!content)
-            fail(l->error, "add_bos_token is true, but bos_token is neither a string nor has a content");
-        else if (id < 0)
-            fail(l->error, "bos_token %.60s is not a token of tokenizer.json", content);
-        else
-            l->t->before[l->t->before_count++] = id;
+        const char *what = content ? content : "neither a string nor an object with a content";
+        if (id < 0)
+            fail(l->error, "add_bos_token is true, bos_token is %.60s, expected a token of tokenizer.json", what);
+        if (id >= 0) l->t->before[l->t->before_count++] = id;
     }
     cJSON_Delete(config);
+    if (!l->error->failed) l->error->name = name;
 }
 
 // ---- All of it -------------------------------------------------------------------------------------------------
 
 static void load_part(Loader *l, const cJSON *root, const char *name, void (*load)(Loader *, const cJSON *)) {
-    if (is_given(member(root, name)) && !l->error->failed) load(l, member(root, name));
+    if (member(root, name) && !l->error->failed) load(l, member(root, name));
 }
 
 static void load_parts(Loader *l, cJSON *root) {
@@ -519,7 +514,7 @@ static void load_parts(Loader *l, cJSON *root) {
     load_part(l, root, "pre_tokenizer", load_pre_tokenizer);
     load_part(l, root, "post_processor", load_post_processor);
     load_part(l, root, "decoder", load_decoder);
-    if (!is_given(member(root, "decoder"))) add_step(l, &l->t->decode, (Step){.kind = JOIN}, "");
+    if (!member(root, "decoder")) add_step(l, &l->t->decode, (Step){.kind = JOIN}, "");
 }
 
 Tokenizer *read_tokenizer(const Bytes *json, const char *config, Error *error) {

@@ -19,9 +19,8 @@ inline void add_config(Report &report, const Model &model, int tokenizer_ids) {
     report.add("parameters", model.parameters, formatted("  parameters     %.4g M", (double)model.parameters / 1e6));
     report.add("weight_bytes", model.weight_bytes, " in " + in_units((double)model.weight_bytes) + "\n");
     report.add("hidden", config.hidden, formatted("  layers         %d, %d wide", config.layers, config.hidden));
-    report.add("ffn", config.ffn, formatted(", ffn %d\n", config.ffn));
-    report.add("heads", config.heads, formatted("  query heads    %d\n", config.heads));
-    report.add("head_dim", config.head_dim).add("window", config.window);
+    report.add("ffn", config.ffn, formatted(", ffn %d", config.ffn)).add("head_dim", config.head_dim);
+    report.add("heads", config.heads, formatted(", %d query heads\n", config.heads)).add("window", config.window);
     report.add("rope_theta", config.rope_theta, formatted("  RoPE           theta %g", config.rope_theta));
     report.add("rope_scaling", rope, ", scaling " + rope + "\n");
     report.add("vocabulary", config.vocabulary, formatted("  vocabulary     %d", config.vocabulary));
@@ -61,14 +60,13 @@ inline int run_info(const Options &options) {
     report.add("cache_bytes_per_token_f16", a_token, "\n                 " + in_units(a_token) + " a token in f16");
     report.say(", " + in_units(whole) + " for all positions\n  will it run    ");
     report.add("runs", runs).add("why_not", sizes.why_not, runs ? "" : "no: " + sizes.why_not + "\n");
-    report.add("fits", runs && weights + whole <= free.bytes);
-    if (runs && weights + whole <= free.bytes)
-        report.say("yes: " + in_units(weights + whole) + " for weights and all positions");
-    else if (runs && weights + a_token <= free.bytes)
-        report.say(formatted("yes, with -c %.0f or fewer", std::floor((free.bytes - weights) / a_token)));
-    else if (runs)
-        report.say("slowly, with weights read from the disk again and again: " + in_units(weights));
-    if (runs) report.say(", " + free.where + " has " + in_units(free.bytes) + "\n");
+    bool fits = weights + whole <= free.bytes, some_fit = weights + a_token <= free.bytes;
+    report.add("fits", runs && fits);
+    std::string answer = fits ? "yes: " + in_units(weights + whole) + " for weights and all positions"
+                         : some_fit
+                             ? formatted("yes, with -c %.0f or fewer", std::floor((free.bytes - weights) / a_token))
+                             : "slowly, its weights read from the disk again and again: " + in_units(weights);
+    if (runs) report.say(answer + ", " + free.where + " has " + in_units(free.bytes) + " free\n");
     report.print(options.json);
     return runs ? 0 : 1;
 }

@@ -46,10 +46,18 @@ inline MemoryQuestion memory_question(const Options &options) {
     return question;
 }
 
+// Of `rows` rows of a layer.
+inline CacheBytes bytes_in(const CacheShape &shape, CacheChoice cache, double rows) {
+    if (!shape.value_width) cache.type_v = F32{};  // of which no numbers take no bytes
+    return bytes_of(shape, open_layout(shape, cache.layout), cache.type_k, cache.type_v, rows);
+}
+inline double bytes_per_token(const CacheShape &shape, const CacheChoice &cache) {
+    return bytes_in(shape, cache, 1).total() - bytes_in(shape, cache, 0).total();
+}
+
 // The whole of a cache: of a paged one all pages. Allocates nothing.
 inline CacheBytes full_bytes(const CacheShape &shape, const CacheChoice &cache) {
-    Layout opened = open_layout(shape, cache.layout);
-    return bytes_of(shape, opened, cache.type_k, cache.type_v, (double)rows_of(shape, opened));
+    return bytes_in(shape, cache, (double)rows_of(shape, open_layout(shape, cache.layout)));
 }
 
 // Bytes that a decoding step reads of one sequence's cache with all its positions there: the rows that each layer
@@ -60,15 +68,15 @@ inline double read_at_capacity(const MemoryQuestion &question, const CacheChoice
     double bytes = 0;
     for (auto &[window, layers] : question.windows) {
         Visible visible = visible_of(open_layout(shape, cache.layout), window);
+        const double heads = (double)layers * shape.kv_heads;
         int first = visible.first(last), sinks = visible.dropped(last) ? visible.sinks : 0;
         auto add = [&](const Precision &type, int width) {
             int stored = has_blocks(type) ? std::max(first, block) : end;
-            bytes += (double)layers * shape.kv_heads *
-                     ((double)(stored - first) * (double)row_bytes(type, width) +
-                      (double)width * ((double)(end - stored) * sizeof(f16) + (double)sinks * sizeof(float)));
+            bytes += heads * ((double)(stored - first) * (double)row_bytes(type, width) +
+                              (double)width * ((double)(end - stored) * sizeof(f16) + (double)sinks * sizeof(float)));
         };
         add(cache.type_k, shape.key_width);
-        add(cache.type_v, shape.value_width);
+        if (shape.value_width) add(cache.type_v, shape.value_width);
     }
     return bytes;
 }
@@ -131,16 +139,15 @@ inline void check_size(const CacheShape &shape, const CacheChoice &cache) {
 }
 
 // The cells of a cache's row, and its part of the JSON.
-inline Report memory_row(const MemoryQuestion &question, const CacheChoice &choice, const Options &options) {
+inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cache, const Options &options) {
     CacheShape shape = question.shape;
-    CacheChoice cache = {open_layout(shape, choice.layout), choice.type_k, choice.type_v};
-    if (!shape.value_width) cache.type_v = F32{};  // which takes no bytes then
-    check_size(shape, cache);
+    const Layout opened = open_layout(shape, cache.layout);
+    check_size(shape, {opened, cache.type_k, cache.type_v});
     CacheBytes bytes = full_bytes(shape, cache);
-    auto of_rows = [&](double rows) { return bytes_of(shape, cache.layout, cache.type_k, cache.type_v, rows).total(); };
-    std::string layout = name_of(cache.layout), k = name_of(choice.type_k), v = name_of(choice.type_v);
+    std::string layout = name_of(cache.layout), k = name_of(cache.type_k), v = name_of(cache.type_v);
     auto cell = [](const std::string &text) { return formatted(" %9s", text.c_str()); };
-    double per_token = of_rows(1) - of_rows(0), rows = (double)rows_of(shape, cache.layout);
+    double per_token = bytes_per_token(shape, cache), rows = (double)rows_of(shape, opened);
+    double percent = 100 * bytes.metadata / bytes.payload;
     double smaller = full_bytes(shape, {cache.layout, F32{}, F32{}}).total() / bytes.total();
     double read = question.weights + shape.sequences * read_at_capacity(question, cache);
 
@@ -149,25 +156,24 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &choi
     row.add("type_v", v).add("payload_bytes", bytes.payload, cell(in_units(bytes.payload)), "payload");
     row.add("metadata_bytes", bytes.metadata, cell(in_units(bytes.metadata)), "metadata");
     row.add("bytes", bytes.total(), cell(in_units(bytes.total())), "total");
-    row.add("metadata_percent", 100 * bytes.metadata / bytes.payload,
-            cell(in_figures(100 * bytes.metadata / bytes.payload)), "metad. %");
+    row.add("metadata_percent", percent, cell(in_figures(percent)), "metad. %");
     row.add("times_smaller", smaller, cell(in_figures(smaller)), "x less");
     row.add("bytes_per_token", per_token, cell(in_units(per_token)), "a token");
     auto of_layers = [&](int layers) { return shape.layers = layers, full_bytes(shape, cache).total(); };
     double per_layer = of_layers(1) - of_layers(0);  // page tables, which all layers share, are not in it
     shape = question.shape;
     row.add("bytes_per_layer", per_layer, cell(in_units(per_layer)), "a layer").add("rows", rows);
-    if (auto *paged = std::get_if<Paged>(&cache.layout)) row.add("pages", paged->pages(shape));
+    if (auto *paged = std::get_if<Paged>(&opened)) row.add("pages", paged->pages(shape));
     row.add("bytes_read_per_token", read / shape.sequences, cell(in_units(read / shape.sequences)), "read");
     row.add("bytes_read_per_step", read);
     double rate = options.bandwidth * 1e9 * shape.sequences / read;
     if (options.bandwidth && question.weights)
         row.add("tokens_per_second", rate, cell(in_figures(rate)), "tokens/s");
     else if (options.bandwidth)
-        row.add("cache_only_tokens_per_second", rate, formatted(" %13s", in_figures(rate).c_str()), "cache only/s");
+        row.add("cache_only_tokens_per_second", rate, formatted(" %12s", in_figures(rate).c_str()), "cache only/s");
     if (options.budget) {
         double fits = tokens_in(options.budget, shape, cache);
-        row.add("tokens_in_budget", fits, formatted(" %12.0f", fits), "fits");
+        row.add("tokens_in_budget", fits, formatted(" %11.0f", fits), "fits");
     }
     return row;
 }
@@ -177,7 +183,7 @@ inline void add_question(Report &report, const MemoryQuestion &question, const C
                          const Options &options) {
     const CacheShape &shape = question.shape;
     const std::string all = shape.sequences > 1 ? ", " + counted(shape.sequences, "sequence") + " together" : "";
-    auto times = [](double count, const char *what) { return " x " + counted((int64_t)count, what); };
+    auto times = [](int count, const char *what) { return " x " + counted(count, what); };
     if (!question.model.empty()) report.add("model", question.model, question.model + "\n");
     report.say("payload = " + std::string(shape.value_width ? "2 (K, V)" : "1 (MLA)"));
     report.add("layers", shape.layers, times(shape.layers, "layer"));
@@ -191,14 +197,13 @@ inline void add_question(Report &report, const MemoryQuestion &question, const C
         report.add("bandwidth_gb_per_second", options.bandwidth,
                    formatted("tokens/s: decoding at %g GB/s%s%s\n", options.bandwidth, all.c_str(),
                              question.weights ? "" : "; no weights are counted, the cache only"));
-    if (options.budget)
-        report.add("budget_bytes", options.budget,
-                   "fits: positions in a cache of " + in_units(options.budget) + all +
-                       ", at most 2^30 each; paged: whole pages; ring: window and sinks\n");
+    std::string fits = "fits: positions in a cache of " + in_units(options.budget) + all + ", at most 2^30 each";
+    if (options.budget) report.add("budget_bytes", options.budget, fits + "; paged: pages; ring: window and sinks\n");
     report.add("layout", std::string(name_of(named.layout)));
     report.add("type_k", std::string(name_of(named.type_k))).add("type_v", std::string(name_of(named.type_v)));
     CacheBytes bytes = full_bytes(shape, named);
     report.add("bytes", bytes.total()).add("payload_bytes", bytes.payload).add("metadata_bytes", bytes.metadata);
+    report.add("bytes_per_token", bytes_per_token(shape, named));
 }
 
 inline std::string layout_line(const CacheShape &shape, const Layout &layout) {
@@ -206,8 +211,7 @@ inline std::string layout_line(const CacheShape &shape, const Layout &layout) {
     if (auto *paged = std::get_if<Paged>(&layout))
         line += ", " + counted(paged->pages(shape), "page") + formatted(" of %d", shape.page);
     if (std::holds_alternative<Ring>(layout))
-        line +=
-            formatted(": a window of %d, %s, and room for a pass", shape.window, counted(shape.sinks, "sink").c_str());
+        line += formatted(": a window of %d, ", shape.window) + counted(shape.sinks, "sink") + ", and room for a pass";
     return line + "\n";
 }
 
@@ -223,26 +227,24 @@ inline int run_memory(const Options &options) {
     }
     std::vector<Report> rows;
     double least = INFINITY;  // bytes of the smallest cache that holds anything
+    std::string above;
     for (const CacheChoice &cache : caches) {
         rows.push_back(memory_row(question, cache, options));
-        bool first = rows.size() == 1 || cache.layout.index() != (&cache)[-1].layout.index();
-        if (first) rows.back().text.insert(0, layout_line(shape, open_layout(shape, cache.layout)));
+        std::string line = layout_line(shape, open_layout(shape, cache.layout));
+        if (line != above) rows.back().text = line + rows.back().text;
+        above = line;
         least = std::min(least, full_bytes(sized(shape, cache.layout, 1).shape, cache).total());
     }
     if (options.budget && options.budget < least)
-        fail(
-            "--budget: %.0f bytes; the smallest of these caches needs %.0f: raise it, or lower --kv, --page or --batch",
-            options.budget, least);
+        fail("--budget: %.0f bytes; the smallest of these needs %.0f: raise it, or lower --kv, --page or --batch",
+             options.budget, least);
     Report report;
     add_question(report, question, named, options);
     report.say("\n").table("results", rows);
-    report.say(
-        "\nmetadata: scales, zero points, padding, page tables, f16 blocks and sinks; % of the payload\n"
-        "x less: than f32 in the same layout\n"
-        "a token: a position of a sequence in all layers, K and V with scales; no page table, f16 block or sink\n"
-        "a layer: without page tables, which all layers share\n");
-    report.say(
-        formatted("read: for a token decoded at position %d, what its sequence sees of the cache", shape.capacity - 1));
+    report.say("\nmetadata: scales, zero points, padding, page tables, f16 blocks and sinks; % of the payload\n");
+    report.say("x less: than f32 in the same layout\na token: a position in all layers, K and V with their scales\n");
+    report.say("a layer: without page tables, which all layers share\nread: for a token decoded at position ");
+    report.say(std::to_string(shape.capacity - 1) + ", what its sequence sees of the cache");
     if (question.weights) report.say(", and " + in_units(question.weights) + " of weights");
     if (question.weights && shape.sequences > 1) report.say(formatted(" shared by %d", shape.sequences));
     report.say("\n").print(options.json);

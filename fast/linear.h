@@ -19,24 +19,6 @@
 
 namespace fast {
 
-// Calls body(0), body(1), ... body(n - 1), each with a constant: what it does to arrays of registers stays in
-// registers.
-template <class Body, int... i>
-inline void each_of([[maybe_unused]] Body body, std::integer_sequence<int, i...>) {
-    (body(std::integral_constant<int, i>()), ...);
-}
-template <int n, class Body>
-inline void unrolled(Body body) {
-    each_of(body, std::make_integer_sequence<int, n>());
-}
-
-// Calls use(size, first) for batches of `most` of `count` tokens, and once for what is left; size is a constant.
-template <int most, class Use>
-inline void in_batches(int count, Use use, int first = 0) {
-    for (; count - first >= most; first += most) use(std::integral_constant<int, most>(), first);
-    if constexpr (most > 1) in_batches<most - 1>(count, use, first);
-}
-
 // The tile of sums that stays in registers, beside a token's numbers and a row's: of 32 registers, or of 16.
 constexpr bool many_registers = HWY_ARCH_ARM || lanes == 16;
 constexpr int tile_rows = many_registers ? 8 : 4, tile_tokens = 3;
@@ -66,7 +48,7 @@ __attribute__((flatten)) void tile(float *sums, float *partial, bool first, bool
         }
     }
     for (; c + lanes <= channels; c += lanes) add_products(c);
-    if (!last) return unrolled<T * R>([&](auto i) { store(partial + i * lanes, totals[i]); });
+    if (!last) return unrolled<T * R>([&](auto i) { ::store(partial + i * lanes, totals[i]); });
     constexpr int fours = T * R / 4 * 4;
     unrolled<T * R / 4>(
         [&](auto i) { sum4(sums + 4 * i, totals[4 * i], totals[4 * i + 1], totals[4 * i + 2], totals[4 * i + 3]); });
@@ -128,7 +110,7 @@ void linear_blocks(Cpu &m, const Number *weight, const float *x, int count, cons
             for (int r = 0; r < rows; r++) {
                 const Number *from = weight + (row + r) * inputs + c;
                 int i = 0;
-                for (; i + lanes <= channels; i += lanes) store(&wide[r * depth + i], load(from + i));
+                for (; i + lanes <= channels; i += lanes) ::store(&wide[r * depth + i], load(from + i));
                 for (; i < channels; i++) wide[r * depth + i] = to_float(from[i]);
             }
             const bool last = c + channels == inputs;
@@ -176,7 +158,7 @@ __attribute__((flatten)) void int8_tile(float *sums, const Int8Block *blocks, si
             totals[i] = fma(to_floats(products[i]), mul(scale, set(x[i / (P * vecs) * groups + g].scale)), totals[i]);
         });
     }
-    unrolled<T * P * vecs>([&](auto i) { store(sums + i * lanes, totals[i]); });
+    unrolled<T * P * vecs>([&](auto i) { ::store(sums + i * lanes, totals[i]); });
 }
 
 // Panels are shared by the threads: for one token each reads four streams of them, for more two stay in the caches.
