@@ -88,29 +88,37 @@ inline Roofline roofline_of(Cpu &cpu, const Engine &engine) {
     return {bandwidth, matrix_rate, "f32", bytes};
 }
 
-// Of a GPU: the bandwidth of copies within its memory, and the rate of a large product of the weights' type.
+// Of a GPU: the bandwidth of copies within its memory, bytes read and written both counted, and the rate of a large
+// product of the weights' type.
 template <class M>
 Roofline roofline_of(M &gpu, const Engine &engine) {
-    constexpr int side = M::large_side, products = 3;
+    constexpr int side = M::large_side;
     DType type = engine.model.layers[0].up.weight.type;
     std::vector<uint32_t> bits((size_t)side * side);
+    size_t bytes = 4 * bits.size();
     std::mt19937 random(0);  // signs and fractions: zeros would be multiplied faster
     for (uint32_t &word : bits) word = (random() & 0x83ff83ff) | 0x3c003c00;
-    auto numbers = gpu.reserve(4 * bits.size(), "measuring the matrix rate", "free some"), y = numbers;
-    y = gpu.reserve(4 * bits.size(), "measuring the matrix rate", "free some");
-    gpu.write(numbers.get(), bits.data(), 4 * bits.size());
-    auto matrix_rate = [=, &gpu] {
-        Linear square = {{numbers.get(), type, side, side}, {}};
-        float end, *to = (float *)y.get(), *from = (float *)numbers.get();
-        double start = now();
-        gpu.run([&] {
-            for (int i = 0; i < products; i++) best::linear(gpu, from, side, {{square, to}});
-        });
-        gpu.read(&end, to, sizeof end);  // waits
-        return products * 2.0 * side * side * side / (now() - start);
+    auto x = gpu.reserve(bytes, "measuring the matrix rate", "free some"), y = x;
+    y = gpu.reserve(bytes, "measuring the matrix rate", "free some");
+    gpu.write(x.get(), bits.data(), bytes);
+    auto rate_of = [=, &gpu](double amount, auto work) {
+        constexpr int times = 5;
+        float end;
+        double start = 0;
+        for (int i = -1; i < times; i++) {  // the first time, libraries load their kernels
+            if (i == 0) gpu.read(&end, y.get(), sizeof end), start = now();  // which waits
+            gpu.run(work);
+        }
+        gpu.read(&end, y.get(), sizeof end);
+        return times * amount / (now() - start);
     };
-    matrix_rate();  // the library loads its kernels
-    return {[&gpu] { return gpu.copy_bandwidth(); }, matrix_rate, dtype_name(type), 0};
+    auto copy = [=, &gpu] { gpu.write(y.get(), x.get(), bytes); };
+    auto multiply = [=, &gpu] {
+        Linear square = {{x.get(), type, side, side}, {}};
+        best::linear(gpu, (const float *)x.get(), side, {{square, (float *)y.get()}});
+    };
+    return {[=] { return rate_of(2.0 * (double)bytes, copy); },
+            [=] { return rate_of(2.0 * side * side * side, multiply); }, dtype_name(type), 0};
 }
 
 // ---- What is measured --------------------------------------------------------------------------------------
