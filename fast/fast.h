@@ -3,14 +3,17 @@
 #pragma once
 
 #include "../attention.cu"
-#include "attend.h"
 #include "decode.cu"
 #include "linear.cu"
-#include "linear.h"
 #include "prefill.cu"
 #include "step.cu"
 
 namespace fast {
+// Of the CPU: attend.cpp, linear.cpp.
+void attention(Cpu &m, const Attention &task, const Pass &pass);
+void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Store store = Store::set);
+void swiglu(Cpu &m, float *out, const float *gate, const float *up, int64_t count);
+
 using plain::attention;
 using plain::embed;
 using plain::keep_residual;

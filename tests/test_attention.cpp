@@ -13,7 +13,7 @@
 #include <fstream>
 #include <functional>
 
-#include "../fast/attend.h"
+#include "../fast/fast.h"
 #include "reference.h"
 
 using reference::Expected;

@@ -7,14 +7,13 @@
 //   many: multiply-adds are. Blocks of tokens x rows x channels that the caches hold, the weights of a block widened to
 //   float32 once, and the lanes of sums that the channels of a block do not finish kept from one block to the next.
 // What that was predicted and measured to give: docs/where_the_time_goes.md.
-#pragma once
-
 #include <algorithm>
 #include <initializer_list>
 #include <type_traits>
 #include <utility>
 
 #include "../layers.cu"
+#include "fast.h"
 #include "simd.h"
 
 namespace fast {
@@ -292,7 +291,7 @@ inline const Int8Group *int8_inputs(Cpu &m, const float *x, int count, int64_t i
 }
 
 // y (count, outputs) = or += W x + bias for each of some matrices; x (count, inputs).
-inline void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Store how = Store::set) {
+void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Store how) {
     const Tensor &first = products.begin()->linear.weight;
     auto each = [&](auto use) {
         for (const Product &product : products) use(product);
@@ -315,6 +314,21 @@ inline void linear(Cpu &m, const float *x, int count, std::initializer_list<Prod
         });
     }
     m.wait();
+}
+
+// out = silu(gate) * up; `out` may be `gate`.
+void swiglu(Cpu &m, float *out, const float *gate, const float *up, int64_t count) {
+    constexpr int piece = 256;
+    m.for_each((count + piece - 1) / piece, [=](int64_t item, Alone) {
+        const int64_t end = std::min(count, (item + 1) * piece);
+        for (int64_t i = item * piece; i < end; i += lanes) {
+            int rest = (int)std::min<int64_t>(lanes, end - i);
+            Vec x = rest == lanes ? load(gate + i) : load_part(gate + i, rest);
+            Vec y = rest == lanes ? load(up + i) : load_part(up + i, rest);
+            Vec result = mul(div(x, add(set(1), exp(mul(max(set(-88), x), set(-1))))), y);
+            rest == lanes ? store(out + i, result) : store_part(out + i, result, rest);
+        }
+    });
 }
 
 }  // namespace fast
