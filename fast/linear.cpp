@@ -37,6 +37,7 @@ template <int N>
 struct SideBySide {
     const float *start;
     Vec at(int i, int c) const { return load(start + c * N + i * lanes); }
+    void ask(int i, int c) const { prefetch(start + c * N + i * lanes); }
 };
 
 // sums (T, R) = R rows times T tokens, over some channels. Lanes of sums that were begun in other channels come from
@@ -60,7 +61,7 @@ __attribute__((flatten)) void tile(float *sums, float *partial, bool first, bool
     int c = 0;
     if constexpr (line > 0) {
         for (; c + line <= channels; c += line) {
-            unrolled<R>([&](auto r) { rows.ask(r, c); });
+            for (int r = 0; r < R; r++) rows.ask(r, c);  // no lambda: g++ takes one that does only this for useless
             unrolled<line / lanes>([&](auto i) { add_channels(c + i * lanes); });
         }
         for (; c + lanes <= channels; c += lanes) add_channels(c);
@@ -68,7 +69,10 @@ __attribute__((flatten)) void tile(float *sums, float *partial, bool first, bool
         if (rest > 0)
             add_products([&](int r) { return rows.part(r, c, rest); }, [&](int t) { return tokens.part(t, c, rest); });
     } else {
-        for (; c < channels; c += lanes) add_channels(c);
+        for (; c < channels; c += lanes) {
+            for (int t = 0; t < T; t++) tokens.ask(t, c);
+            add_channels(c);
+        }
     }
     if (!last) return unrolled<T * R>([&](auto i) { store(partial + i * lanes, totals[i]); });
     constexpr int fours = T * R / 4 * 4;
@@ -128,7 +132,7 @@ inline int64_t pieces(int64_t items, int64_t each) { return (items + each - 1) /
 
 // x (count, inputs), copied: blocks of tokens, in them blocks of channels, in those tiles of tokens, side by side.
 // Zeros make the channels whole Vecs.
-constexpr int block_tokens = 63, block_channels = 768, block_rows = 64;
+constexpr int block_tokens = 96, block_channels = 576, block_rows = 64;
 struct TokenBlocks {
     const float *numbers;
     int count, tokens, channels, inputs, padded;  // tokens and channels of a block
@@ -167,7 +171,10 @@ inline void widen(float *wide, const Number *weight, int rows, int64_t stride, i
     for (int r = 0; r < tile_rows; r++) row[r] = weight + std::min(r, rows - 1) * stride;
     int c = 0;
     for (; c + lanes <= channels; c += lanes)
-        unrolled<tile_rows>([&](auto r) { store(wide + c * tile_rows + r * lanes, load(row[r] + c)); });
+        unrolled<tile_rows>([&](auto r) {
+            __builtin_prefetch(row[r] + tile_rows * stride + c, 0, 2);
+            store(wide + c * tile_rows + r * lanes, load(row[r] + c));
+        });
     for (int r = 0; c < channels && r < tile_rows; r++)
         store(wide + c * tile_rows + r * lanes, load_part(row[r] + c, channels - c));
 }
@@ -210,6 +217,7 @@ void linear_blocks(Cpu &m, const Number *weight, const TokenBlocks &x, const Pro
 
 struct Int8Group {  // of a token
     float scale;
+    int total;
     Int8x4 four[int8_group / 4];
 };
 
@@ -223,7 +231,7 @@ __attribute__((flatten)) void int8_tile(float *sums, const Int8Block *blocks, si
     unrolled<T * P * vecs>([&](auto i) { totals[i] = set(0); });
     for (int64_t g = 0; g < groups; g++) {
         Ints products[T * P * vecs];
-        unrolled<T * P * vecs>([&](auto i) { products[i] = to_ints(set(0)); });
+        unrolled<T * P * vecs>([&](auto i) { products[i] = begin_products(x[i / (P * vecs) * groups + g].total); });
         unrolled<int8_group / 4>([&](auto step) {
             unrolled<P>([&](auto p) {
                 const auto *weights = blocks[p * apart + g].weight[step];
@@ -282,7 +290,9 @@ inline const Int8Group *int8_inputs(Cpu &m, const float *x, int count, int64_t i
         Int8Group &group = numbers[item];
         group.scale =
             quantize(rounded, x + item / groups * inputs + first, (int)std::min<int64_t>(int8_group, inputs - first));
+        group.total = 0;
         for (int i = 0; i < int8_group; i++) {
+            group.total += rounded[i];
             group.four[i / 4].number[i % 4] = rounded[i];
             group.four[i / 4].magnitude[i % 4] = (uint8_t)std::abs(rounded[i]);
         }
