@@ -56,6 +56,14 @@ static void round_block(Cache &cache, int begin, Rounding rounding) {
     }
 }
 
+// Without the first three, which are special.
+static Tokens plain_tokens(const Engine &engine) {
+    reference::Random random{1};
+    Tokens tokens(positions);
+    for (int &token : tokens) token = 3 + (int)(random.bits() % (uint64_t)(engine.model.config.vocabulary - 3));
+    return tokens;
+}
+
 struct Distance {     // from the naive path
     double kl = 0;    // nats, mean over the positions
     double same = 0;  // share of positions whose likeliest token is the naive path's
