@@ -197,7 +197,7 @@ TEST_CASE("a model's sliding window in a ring of that size is the contiguous cac
 }
 
 TEST_CASE("prefill() hands a ring no more positions at once than it has rows to spare") {
-    Engine engine = engine_of(fixtures + "llama_gqa_9_on_3");
+    Engine engine = engine_of(random_model({1, 8, 8, 1, 1, 4, 8}));
     Tokens tokens = random_tokens(engine, 1100);
     auto chunks = [&](const Place &place) {
         Cache cache = cache_for(engine, F16{}, F16{}, 1100, place);
