@@ -52,7 +52,8 @@ LIBS := -lcjson -lonig -lutf8proc
 comma := ,
 empty :=
 # Machine code for each GPU asked for, and PTX, which drivers compile for those between and to come.
-NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings --extended-lambda --threads 0 \
+NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings --extended-lambda --expt-relaxed-constexpr \
+  --threads 0 \
   $(foreach arch,$(CUDA_ARCH),-gencode 'arch=compute_$(arch),code=[compute_$(arch),sm_$(arch)]') \
   -Xcompiler $(subst $(empty) ,$(comma),-O3 $(HOST) -Wall -Wextra -Werror)
 CUDA_LIBS := -lcublas -Xlinker -rpath,$(NVCC:/bin/nvcc=/lib64)

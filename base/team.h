@@ -101,7 +101,8 @@ inline void pause_briefly() {  // between two looks at what another core will ch
 class Cpu : public Memory {
 public:
     using Team = Alone;
-    int threads;  // at most
+    int threads;                 // at most
+    std::shared_ptr<void> plan;  // how fast::attention shares the newest pass among the threads
 
     explicit Cpu(int most) : threads(most), state_(std::make_unique<State>()) { state_->team = most; }
 

@@ -6,10 +6,10 @@
 // Ids and text are those of the `tokenizers` library: BPE, byte-level (GPT-2, Llama 3, Qwen, SmolLM, DeepSeek,
 // StarCoder) or SentencePiece-style (Llama 2, TinyLlama, Mistral). Anything else in the file is refused by name.
 //
-// Which characters are letters, digits or symbols, and how they are normalized, PCRE2 and utf8proc say. Where their
-// Unicode is another than the library's, characters that are in only one of the two may come out as other ids: on
-// Debian 12, letters and symbols newer than Unicode 14 (2021) next to others, and combining marks and compatibility
-// characters newer than Unicode 9 (2016) if the tokenizer normalizes.
+// Patterns are matched by Oniguruma, as in the library, and characters normalized by utf8proc. Where their Unicode is
+// another than the library's, characters that are in only one of the two may come out as other ids: on Debian 12,
+// letters and symbols newer than Unicode 14 (2021) next to others, and combining marks and compatibility characters
+// newer than Unicode 9 (2016) if the tokenizer normalizes.
 //
 // A Tokenizer never changes once loaded: any number of threads may encode and decode with it.
 // Errors are one line without a line break: "FILE: what was found, what was expected".
@@ -27,8 +27,9 @@ typedef struct Tokenizer Tokenizer;
 typedef struct TokenizerStream TokenizerStream;
 
 // From a file, or from its text (`length` bytes; `name` stands before the error). NULL and an error if it cannot be
-// used. Ids must be below 2^24.
-Tokenizer *tokenizer_load(const char *path, char *error, size_t error_size);
+// used. Ids must be below 2^24. `config`: path of the tokenizer_config.json beside it, which there may be or not, or
+// NULL: it says whether a text begins with BOS where tokenizer.json does not.
+Tokenizer *tokenizer_load(const char *path, const char *config, char *error, size_t error_size);
 Tokenizer *tokenizer_parse(const char *json, size_t length, const char *name, char *error, size_t error_size);
 void tokenizer_free(Tokenizer *tokenizer);
 

@@ -1,11 +1,12 @@
-// numbers.h: the stored formats to the last bit, and the sixteen lanes against double precision.
+// base/formats.h: the stored formats to the last bit. fast/simd.h: its lanes against double precision.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include "../numbers.h"
+#include "../fast/simd.h"
 
 #include <doctest/doctest.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <limits>
 
 #include "reference.h"
@@ -354,25 +355,6 @@ TEST_CASE("sum4() is sum() of each of four") {
     }
 }
 
-TEST_CASE("sum4() of whole numbers is their exact sum, rounded once") {
-    Random random{20};
-    for (int round = 0; round < 1000; round++) {
-        Ints four[4];
-        float sums[4];
-        int64_t exact[4] = {};
-        for (int i = 0; i < 4; i++) {
-            std::vector<float> x(lanes);
-            for (float &number : x) {
-                number = std::floor(random.uniform(-(float)INT_MAX / lanes, (float)INT_MAX / lanes));
-                exact[i] += (int64_t)number;
-            }
-            four[i] = to_ints(lanes_of(x));
-        }
-        sum4(sums, four[0], four[1], four[2], four[3]);
-        for (int i = 0; i < 4; i++) REQUIRE((sums[i] == (float)exact[i] && sum(four[i]) == exact[i]));
-    }
-}
-
 // ---- exp ---------------------------------------------------------------------------------------------------
 
 // Distance to e^x in units of the last place that float32 has there, or of 2^-127 where that is more.
@@ -451,57 +433,7 @@ TEST_CASE_TEMPLATE("pairs of packed codes times pairs of factors are exact sums,
     }
 }
 
-TEST_CASE("neighbours of 8 and of 16 bits times each other are exact sums, lane by lane") {
-    Random random{18};
-    int8_t codes[2 * lanes];
-    int16_t factors[2 * lanes];
-    for (int round = 0; round < 100; round++) {
-        for (int i = 0; i < 2 * lanes; i++) {
-            codes[i] = (int8_t)std::floor(random.uniform(-127, 128));
-            factors[i] = (int16_t)std::floor(random.uniform(-32767, 32768));
-        }
-        if (round == 0) std::fill(codes, codes + 2 * lanes, -127), std::fill(factors, factors + 2 * lanes, 32767);
-        Ints sums = add_products(to_ints(set(-3)), load_neighbours(codes), load_neighbours(factors));
-        std::vector<float> got = numbers_of(to_floats(sums));
-        for (int i = 0; i < 2 * lanes; i += 2)
-            REQUIRE(got[i / 2] == (float)(-3 + codes[i] * factors[i] + codes[i + 1] * factors[i + 1]));
-    }
-}
-
 // ---- dot and axpy ------------------------------------------------------------------------------------------
-
-TEST_CASE_TEMPLATE("load_pairs() takes pairs apart, lane by lane", Number, f16, bf16) {
-    Number pairs[2 * lanes];
-    for (int i = 0; i < lanes; i++) {
-        from_float(pairs[2 * i], -1.5f - i);
-        from_float(pairs[2 * i + 1], 0x1p-24f * (i + 1));
-    }
-    Vec first, second;
-    load_pairs(pairs, first, second);
-    for (int i = 0; i < lanes; i++) {
-        CHECK(numbers_of(first)[i] == -1.5f - i);
-        CHECK(numbers_of(second)[i] == 0x1p-24f * (i + 1));
-    }
-}
-
-TEST_CASE("a row in pairs is decoded in the order of in_pairs(), which out_of_pairs() undoes") {
-    Random random{19};
-    const int width = 3 * PairedRow::line_numbers;
-    std::vector<float> x = reference::random_floats(random, width), ordered(width), back(width), decoded(width);
-    std::vector<bf16> row(width);
-    for (int i = 0; i < width; i++) from_float(row[i], x[i]), x[i] = to_float(row[i]);
-    in_pairs(ordered.data(), x.data(), width);
-    out_of_pairs(back.data(), ordered.data(), width);
-    for (int i = 0; i < width; i += 2 * lanes) {
-        Vec two[2];
-        decode<PairedRow>(two, (const char *)row.data(), i);
-        store(&decoded[i], two[0]);
-        store(&decoded[i + lanes], two[1]);
-    }
-    CHECK(decoded == ordered);
-    CHECK(back == x);
-    CHECK(ordered != x);
-}
 
 TEST_CASE("dot() adds in the documented order") {
     Random random{5};
@@ -545,33 +477,4 @@ TEST_CASE_TEMPLATE("axpy() is right for every length and touches nothing behind 
                     reference::gamma(2) * std::fabs(before[i]) + reference::gamma(2) * std::fabs(term));
         }
     }
-}
-
-TEST_CASE_TEMPLATE("a row decodes to what was encoded, whole and in parts", Number, float, f16, bf16) {
-    using Row = PlainRow<Number>;
-    Random random{8};
-    Guarded<char> guarded;
-    for (int width = 1; width <= 70; width++) {
-        CHECK(Row::row_bytes(width) == width * sizeof(Number));
-        char *row = guarded.room(Row::row_bytes(width));
-        std::vector<float> numbers = reference::random_floats(random, width);
-        Row::encode(row, numbers.data(), width);
-        for (int channel = 0; channel < width; channel++) {
-            int count = std::min(lanes, width - channel);
-            std::vector<float> got =
-                numbers_of(count == lanes ? Row::decode(row, channel) : Row::decode_part(row, channel, count));
-            for (int i = 0; i < lanes; i++) {
-                float expected = i < count ? to_float(encoded<Number>(numbers[channel + i])) : 0;
-                REQUIRE(same(got[i], expected));
-            }
-        }
-    }
-}
-
-TEST_CASE("transpose8() turns rows into columns") {
-    float from[8 * 11], to[8 * 13] = {};
-    for (int i = 0; i < 8 * 11; i++) from[i] = (float)i;
-    transpose8(to, 13, from, 11);
-    for (int r = 0; r < 8; r++)
-        for (int c = 0; c < 13; c++) CHECK(to[r * 13 + c] == (c < 8 ? from[c * 11 + r] : 0));
 }

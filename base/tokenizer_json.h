@@ -1,0 +1,101 @@
+// What a tokenizer.json comes to: a vocabulary, merges, and the steps a text goes through on its way to the merging and
+// back. base/tokenizer_json.c reads it, tokenizer.c walks it.
+#ifndef TOKENIZER_JSON_H
+#define TOKENIZER_JSON_H
+
+#include <oniguruma.h>
+#include <stdint.h>
+
+#include "tokenizer.h"
+
+enum { MAX_STEPS = 32, MAX_AROUND = 16, MAX_TEXT = 1 << 28 };  // MAX_TEXT: bytes of a text or a file
+
+// An Error is sticky: the first failure is kept, and everything called after it does nothing.
+typedef struct {
+    const char *name;  // of the file, NULL for none
+    char *text;        // (size): one line
+    size_t size;
+    bool failed;
+} Error;
+void fail(Error *error, const char *format, ...);
+
+// Makes room for `need` items of `item` bytes; on failure `data` stays as it is.
+void *reserve(Error *error, void *data, size_t *capacity, size_t need, size_t item);
+
+typedef struct {
+    char *data;  // (length), and a NUL behind them
+    size_t length, capacity;
+} Bytes;
+void append(Error *error, Bytes *bytes, const char *s, size_t n);
+Bytes read_file(const char *path, Error *error);
+
+size_t utf8_valid(const char *s, size_t n);  // offset of the first byte that is not UTF-8, n if all of it is
+
+typedef enum { ADDED, PREPEND, REPLACE, NORMALIZE, STRIP, SPLIT, BYTES, METASPACE, BYTE_FALLBACK, FUSE, JOIN } Kind;
+typedef enum { ISOLATED, REMOVED, CONTIGUOUS, MERGED_WITH_PREVIOUS, MERGED_WITH_NEXT } Behavior;
+typedef enum { UNLESS_THERE, AT_TEXT_START, NEVER, ALWAYS } When;
+
+// One step a text goes through. Encoding and decoding are lists of them.
+typedef struct {
+    Kind kind;
+    int mode;          // ADDED: 0 raw, 1 normalized · PREPEND: When · NORMALIZE: utf8proc's options
+                       // SPLIT: Behavior · STRIP: 1 left, 2 right; in decoding how many
+                       // METASPACE: 1 if the sign was put before the text
+    bool invert;       // SPLIT: what does not match is the match
+    bool fused;        // in decoding: the text comes in parts, no longer token by token
+    regex_t *regex;    // SPLIT, REPLACE
+    const char *text;  // PREPEND, REPLACE: what to put there · in decoding STRIP, METASPACE: what goes
+    size_t length;     // its bytes
+} Step;
+
+typedef struct {
+    Step steps[MAX_STEPS];
+    int count;
+} Chain;
+
+enum { IN_MODEL = 1, SPECIAL = 2, LEFT_STRIP = 4, RIGHT_STRIP = 8, SINGLE_WORD = 16, NORMALIZED = 32, LOOKED_FOR = 64 };
+typedef struct {
+    const char *content;            // as the file spells it; NULL for an id that is not used
+    const char *shown;              // what is looked for and decoded: content, or its normalized form if NORMALIZED
+    uint32_t length, shown_length;  // bytes
+    uint8_t flags;
+} Token;
+
+typedef struct {
+    uint64_t pair;  // left id << 32 | right id; UINT64_MAX: free
+    int rank, id;   // the lower rank is merged first, into this id
+} Merge;
+
+typedef struct {           // added tokens that are looked for together
+    const Token **tokens;  // (count): the longest first
+    size_t count, capacity;
+    bool starts[256];  // does one start with this byte?
+} AddedSet;
+
+struct Tokenizer {
+    Chain encode, decode;
+    Token *tokens;  // (size): by id
+    int size;
+    int *slots;  // (slot_mask + 1): open-addressed hash, content -> id; -1: free
+    size_t slot_mask;
+    Merge *merges;  // (merge_mask + 1): open-addressed hash, pair -> rank and id
+    size_t merge_mask;
+    int character_ids[512];  // id of the character with this code point, -1 if it has none
+    int byte_ids[256];       // id of "<0x00>" to "<0xFF>" with byte_fallback, else -1
+    int unknown;             // id, or -1
+    bool fuse_unknown, ignore_merges;
+    AddedSet added[2];                          // looked for before and after normalizing; tokenizer.c gathers them
+    int before[MAX_AROUND], after[MAX_AROUND];  // the post-processor's ids around a text
+    int before_count, after_count;
+    struct cJSON *json;  // the file, to whose strings tokens and steps point
+};
+
+// The tokenizer of a tokenizer.json's text; NULL and an error if it cannot be used. `config`: path of the
+// tokenizer_config.json beside it, which there may be or not, or NULL.
+Tokenizer *read_tokenizer(const Bytes *json, const char *config, Error *error);
+
+int *token_slot(const Tokenizer *tokenizer, const char *s, size_t n);  // slot of this content, or the free one for it
+int model_token(const Tokenizer *tokenizer, const char *s, size_t n);  // id of a token that merges may make, or -1
+Merge *merge_slot(const Tokenizer *tokenizer, int left, int right);    // the merge of this pair, or the free place
+
+#endif

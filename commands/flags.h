@@ -1,0 +1,370 @@
+// The command line: a typed row a flag, from which parsing, help and messages come; what may not stand together;
+// parse_options(), which fills Options (llm.cu), or throws Error with a line that names the flag, what was found, what
+// was expected and the cure.
+#pragma once
+
+// ---- The flags and commands ----------------------------------------------------------------------------------
+
+template <class Value>
+struct Range {
+    Value Options::*field;
+    double least, most;
+};
+
+struct Flag {
+    std::string names;     // the first is the one in Options::given
+    const char *argument;  // "": a switch; "a|b": one of these; whole numbers named N may end in k (1,024)
+    const char *commands;  // that know it
+    std::variant<bool Options::*, std::string Options::*, Range<int>, Range<int64_t>, Range<std::vector<int>>,
+                 Range<double>, double Options::*, std::vector<Layout> Options::*, std::vector<Precision> Options::*>
+        value;  // where it goes, and so of which kind it is; a double without range: bytes
+    std::string help;
+};
+
+inline const std::vector<Flag> &flags() {
+    using O = Options;
+    using Int = Range<int>;
+    using Ints = Range<std::vector<int>>;
+    using Real = Range<double>;
+    const char *all = "generate diff eval bench memory tokenize info", *run = "generate diff eval bench";
+    const char *text = "generate diff tokenize", *texts = "generate diff eval tokenize", *timed = "generate diff bench";
+    const char *caches = "generate diff eval bench memory", *one = "generate", *shape = "memory";
+    const std::string several = "; eval, bench and memory take several, as a,b";
+    // clang-format off
+    static const std::vector<Flag> table = {
+        {"-m --model", "DIR", all, &O::directory, "a Hugging Face directory (default: the built-in checkpoint)"},
+        {"-p --prompt", "TEXT", text, &O::prompt, "the prompt; empty: it starts from the token that opens a text"},
+        {"-f --file", "FILE", texts, &O::prompt_file, "the prompt, or eval's text, from a file; -: standard input"},
+        {"--ids", "1,2,3", texts, Ints{&O::prompt_ids, 0, INT_MAX}, "the same as ids; nothing is put before them"},
+        {"-n --predict", "N", timed, Int{&O::count, 0, 1e9}, "tokens to generate at most (default 256; bench: 64)"},
+        {"-c --ctx-size", "N", "generate diff eval memory", Int{&O::context, 1, 1 << 30},
+         "positions the cache holds (default: prompt + N, at most the model's context; memory: that context)"},
+        {"-ub --ubatch-size", "N", run, Int{&O::chunk, 1, 1 << 20}, "tokens of a prefill pass (default 512)"},
+        {"-t --threads", "N", run, Int{&O::threads, 1, 256}, "threads (default: as many as this process may use)"},
+        {"--cache", "LAYOUT", caches, &O::layouts, "none (the naive path) or " + layout_names() + several},
+        {"--kv", "TYPE", caches, &O::types_k, "type of K and V (default f16): " + precision_names() + several},
+        {"-ctk --cache-type-k", "TYPE", caches, &O::types_k, "cache type of K alone"},
+        {"-ctv --cache-type-v", "TYPE", caches, &O::types_v, "cache type of V alone"},
+        {"--page", "N", caches, Int{&O::page, 1, 1 << 16}, "paged: positions per page (default 16)"},
+        {"--window", "N", caches, Int{&O::window, 1, 1 << 24},
+         "ring: positions that stay visible (default: the model's sliding window, or its context)"},
+        {"--sinks", "N", caches, Int{&O::sinks, 0, 1 << 16},
+         "ring: first positions that stay visible too, fewer than --window (default 4; 0 with a sliding window)"},
+        {"--temp", "T", one, Real{&O::temperature, 0, 1000}, "temperature; 0 takes the likeliest token (default 0)"},
+        {"--top-k", "N", one, Int{&O::top_k, 0, 1 << 30}, "sample from the N likeliest tokens; 0 (default): from all"},
+        {"--top-p", "P", one, Real{&O::top_p, 0, 1}, "sample from the likeliest that reach probability P (default 1)"},
+        {"--min-p", "P", one, Real{&O::min_p, 0, 1}, "drop tokens below P times the likeliest's share (default 0)"},
+        {"-s --seed", "SEED", one, Range<int64_t>{&O::seed, 0, 0x1p53}, "for the same text again (default: drawn)"},
+        {"--ignore-eos", "", "generate diff", &O::ignore_end, "go on after an end id"},
+        {"--tolerance", "X", "diff", Real{&O::tolerance, 0, 1e30}, "of a logit's difference (default: by cache types)"},
+        {"--depth", "N,...", "bench", Ints{&O::depths, 0, 1 << 24},
+         "positions in the cache before the timed steps (default: what the context holds of 0,1024,4096,8000)"},
+        {"--prefill", "N,...", "bench", Ints{&O::prompts, 1, 1 << 24},
+         "lengths of the timed prompts (default: what the context holds of 128,512,2048)"},
+        {"--repeats", "N", "eval bench", Int{&O::repeats, 1, 1000}, "measurements; their median counts (default 3)"},
+        {"--all", "", "eval", &O::standard_set, "a standard set of caches, in place of --cache and --kv"},
+        {"--layers", "N", shape, Int{&O::layers, 1, 1 << 30}, "a shape in place of a model's; with the next two, -c"},
+        {"--kv-heads", "N", shape, Int{&O::kv_heads, 1, 1 << 30}, "KV heads of a layer"},
+        {"--head-dim", "N", shape, Int{&O::head_dim, 1, 1 << 30}, "numbers of a head"},
+        {"--weight-bytes", "BYTES", shape, &O::weight_bytes, "that a step of decoding reads, where no model tells"},
+        {"--batch", "N", shape, Int{&O::batch, 1, 1 << 30}, "sequences of -c positions each (default 1)"},
+        {"--budget", "BYTES", shape, &O::budget, "how many tokens fit, say in 40GiB or 8G (2^30), 40GB (10^9)"},
+        {"--bandwidth", "GB/S", shape, Real{&O::bandwidth, 1e-6, 1e9}, "tokens/s of decoding at so many 10^9 bytes/s"},
+        {"--dump-logits", "FILE.npy", one, &O::dump_logits,
+         "float32 [positions, vocabulary]: a row for each prompt position, then one for each generated token"},
+        {"--weights", "stored|copied|int8", run, &O::weights,
+         "copied: to huge pages first, to decode faster; int8: groups of 32 with a scale (default stored)"},
+        {"--device", "auto|cpu|cuda", run, &O::device, "auto: the GPU if there is one (default)"},
+        {"--json", "", all, &O::json, "one JSON object on standard output"},
+        {"-h --help", "", all, &O::help, "this text"},
+    };
+    // clang-format on
+    return table;
+}
+
+struct Command {
+    const char *name, *help, *example;
+};
+
+constexpr Command commands[] = {
+    {"generate", "stream the text that follows a prompt; then tokens/s, cache bytes, GB/s",
+     "-p \"Once upon a time\" -n 100 --temp 0.8 -s 1 --kv int8"},
+    {"diff", "naive and cached path in lockstep, a line a token, and a verdict", "-p \"Once upon a time\" --kv bf16"},
+    {"eval", "quality per cache: perplexity, recall, bytes, tokens/s", "-f my.txt --kv f16,int8,int4"},
+    {"bench", "prefill and decode beside what memory and processor give", "--depth 0,1k --kv f16,int8"},
+    {"memory", "bytes of a cache by the formula", "--layers 80 --kv-heads 8 --head-dim 128 -c 128k --budget 40GiB"},
+    {"tokenize", "ids of a text (-p, -f), or the text of ids (--ids)", "-p \"Once upon a time\""},
+    {"info", "what is in a checkpoint, what its cache costs, and will it run", "-m ~/models/SmolLM2-135M"},
+};
+
+// Lists of words stand in texts, with a blank, comma or bar between.
+inline std::vector<std::string> split(const std::string &list, char between = ' ') {
+    std::vector<std::string> words(1);
+    for (char c : list) c == between ? words.push_back("") : words.back().push_back(c);
+    return words;
+}
+inline bool has(const std::string &list, const std::string &word, char between = ' ') {
+    std::vector<std::string> words = split(list, between);
+    return std::count(words.begin(), words.end(), word) > 0;
+}
+
+inline const Flag *find_flag(const std::string &name) {
+    for (const Flag &flag : flags())
+        if (has(flag.names, name)) return &flag;
+    return nullptr;
+}
+
+// ---- Values --------------------------------------------------------------------------------------------------
+
+[[noreturn]] inline void refuse(const std::string &flag, const std::string &value, const std::string &why) {
+    fail("%s%s%.80s: %s", flag.c_str(), value.empty() ? "" : " ", value.c_str(), why.c_str());
+}
+
+// "40GiB" and "40G", "1.5 GB", "128k"; NAN: none of these.
+inline double with_unit(const std::string &text) {
+    if (!isdigit(text[0]) && text[0] != '.') return NAN;
+    char *end;
+    double number = strtod(text.c_str(), &end);
+    std::string unit = end + strspn(end, " ");
+    if (unit.empty() || unit == "B") return number;
+    size_t power = std::string(" KMGT").find((char)toupper(unit[0]));
+    std::string rest = unit.substr(1);
+    double base = rest == "B" ? 1000 : rest.empty() || rest == "iB" ? 1024 : NAN;
+    return power > 4 || end == text.c_str() ? NAN : number * std::pow(base, power);
+}
+
+// Reads a value into where its flag says: one body a kind.
+struct ReadValue {
+    Options &options;
+    const Flag &flag;
+    std::string name, value;  // as they stood on the command line
+
+    int64_t whole(const std::string &text, double least, double most, const std::string &expected) const {
+        size_t digits = std::min(text.find_first_not_of("0123456789"), text.size());
+        bool unit = flag.argument[0] == 'N' && digits + 1 == text.size() && strchr("kKM", text[digits]);
+        double number = unit || digits == text.size() ? with_unit(text) : NAN;
+        if (number >= least && number <= most) return (int64_t)number;
+        refuse(name, value, formatted("%s from %.0f to %.0f", expected.c_str(), least, most));
+    }
+    std::vector<std::string> names() const {  // one or several, in small letters
+        std::vector<std::string> words = split(value, ',');
+        if (words.size() > 1 && !has("eval bench memory", options.command))
+            refuse(name, value, "llm " + options.command + " takes one; eval, bench and memory take several");
+        if (has(value, "", ',')) refuse(name, value, "an entry is empty, expected names with commas between");
+        for (std::string &word : words) std::transform(word.begin(), word.end(), word.begin(), tolower);
+        return words;
+    }
+
+    void operator()(bool Options::*field) const { options.*field = true; }
+    void operator()(std::string Options::*field) const {
+        if (strchr(flag.argument, '|') && !has(flag.argument, value, '|'))
+            refuse(name, value, std::string("expected ") + flag.argument);
+        options.*field = value;
+    }
+    template <class Whole>
+    void operator()(Range<Whole> to) const {
+        options.*to.field = (Whole)whole(value, to.least, to.most, "expected a whole number");
+    }
+    void operator()(Range<std::vector<int>> to) const {
+        (options.*to.field).clear();
+        size_t at = 1;  // of the character that is wrong, which a long list does not show
+        for (const std::string &part : split(value, ',')) {
+            std::string expected = formatted("\"%.20s\" at character %zu, expected whole numbers", part.c_str(), at);
+            (options.*to.field).push_back((int)whole(part, to.least, to.most, expected));
+            at += part.size() + 1;
+        }
+    }
+    void operator()(Range<double> to) const {
+        char *end;
+        double number = strtod(value.c_str(), &end);
+        if (*end || !(number >= to.least && number <= to.most))
+            refuse(name, value, formatted("expected a number from %g to %g", to.least, to.most));
+        options.*to.field = number;
+    }
+    void operator()(double Options::*field) const {
+        options.*field = std::round(with_unit(value));
+        if (!(options.*field >= 1 && options.*field <= 0x1p53))
+            refuse(name, value, "expected 1 to 2^53 bytes, as 40GiB, 8G or 1.5 GB (K .. T, KiB .. TiB, kB .. TB)");
+    }
+    void operator()(std::vector<Layout> Options::*field) const {
+        (options.*field).clear();
+        for (const std::string &word : names())
+            word == "none" ? (void)(options.naive = true) : (options.*field).push_back(parse_layout(name, word));
+    }
+    // fp16, float16, bfloat16, fp32 and float32 are what others call f16, bf16 and f32.
+    void operator()(std::vector<Precision> Options::*field) const {
+        (options.*field).clear();
+        for (std::string word : names()) {
+            if (has("fp16 fp32 float16 float32 bfloat16", word))
+                word = (word[0] == 'b' ? "bf" : "f") + word.substr(word.size() - 2);
+            (options.*field).push_back(parse_precision(name, word));
+        }
+        if (name == "--kv") options.types_v = options.types_k;
+    }
+};
+
+// ---- What may not stand together -----------------------------------------------------------------------------
+
+// Refuses flags that contradict each other or would have no effect.
+inline void check_together(const Options &o) {
+    auto refuse_if = [&](bool wrong, const std::string &names, const std::string &why) {
+        for (const std::string &name : split(names))
+            if (wrong && o.has(name)) refuse(name, o.given.at(name), why);
+    };
+    auto in = [&](const char *commands) { return has(commands, o.command); };
+    auto missing = [&](const Layout &wanted) {
+        return std::none_of(o.layouts.begin(), o.layouts.end(), [&](auto &it) { return it.index() == wanted.index(); });
+    };
+    const std::string found = ", found --cache " + (o.has("--cache") ? o.given.at("--cache") : "contiguous");
+    const int shape = o.has("--layers") + o.has("--kv-heads") + o.has("--head-dim");
+    const int texts = o.has("-p") + o.has("-f") + o.has("--ids");
+    refuse_if(o.has("-ctk") || o.has("-ctv"), "--kv", "is the type of K and V: keep it, or -ctk and -ctv");
+    refuse_if(o.standard_set, "--cache --kv -ctk -ctv --page --window --sinks", "--all is a set of its own: drop one");
+    refuse_if(o.naive && in("diff eval memory"), "--cache", "llm " + o.command + " is about caches: " + layout_names());
+    refuse_if(o.layouts.empty(), "--kv -ctk -ctv", "is the type of a cache" + found + ": drop one of the two");
+    refuse_if(missing(Paged{}), "--page", "belongs to --cache paged" + found);
+    refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
+    refuse_if(!missing(Ring{}) && in("generate diff"), "-c", "a ring holds --window and --sinks without end: drop -c");
+    refuse_if(o.temperature == 0, "--top-k --top-p --min-p -s",
+              "changes nothing at --temp 0, which takes the likeliest token: raise --temp, or drop it");
+    refuse_if(o.device == "cuda" && o.weights != "stored", "--weights",
+              "is for the CPU, found --device cuda: drop one of the two, or use --device auto");
+    refuse_if(o.count == 0 && in("diff bench"), "-n", "expected 1 or more, or there is nothing to compare or time");
+    refuse_if(shape > 0, "-m", "a model has a shape of its own: drop -m, or --layers --kv-heads --head-dim");
+    refuse_if(shape < 3 || !o.has("-c"), "--layers --kv-heads --head-dim",
+              "a shape is --layers N --kv-heads N --head-dim N -c N: give all four, or a model");
+    refuse_if(texts > 1, "-p -f --ids", "-p, -f and --ids each give the text: keep one of them");
+    if (texts == 0 && in("generate diff tokenize"))
+        fail("no prompt: give -p TEXT, -f FILE (- is standard input) or --ids 1,2,3");
+}
+
+// ---- The command line ----------------------------------------------------------------------------------------
+
+// Whether so many letters changed, added or dropped make one word the other (Levenshtein 1966).
+inline bool is_near(const char *a, const char *b, size_t edits) {
+    for (; *a && *a == *b; a++) b++;
+    if (!*a && !*b) return true;
+    return edits > 0 && ((*a && *b && is_near(a + 1, b + 1, edits - 1)) || (*a && is_near(a + 1, b, edits - 1)) ||
+                         (*b && is_near(a, b + 1, edits - 1)));
+}
+
+// "; did you mean --cache?" where one of the known words is two letters off at most, and a third of this one.
+inline std::string suggestion(const std::string &word, const std::string &known) {
+    for (size_t edits = 1; edits <= std::min<size_t>(2, word.size() / 3); edits++)
+        for (const std::string &each : split(known))
+            if (is_near(word.c_str(), each.c_str(), edits)) return "; did you mean " + each + "?";
+    return "";
+}
+
+inline const Flag &known_flag(const std::string &name, const std::string &command) {
+    const Flag *found = find_flag(name);
+    if (found && has(found->commands, command)) return *found;
+    if (found) refuse(name, "", "llm " + command + " has no such flag; it belongs to: " + found->commands);
+    if (name[0] != '-') refuse(name, "", "expected a flag; a prompt goes behind -p, in quotes if it has spaces");
+    std::string known;
+    for (const Flag &flag : flags())
+        if (has(flag.commands, command)) known += " " + flag.names;
+    refuse(name, "", "unknown flag" + suggestion(name, known) + " (llm " + command + " --help lists all)");
+}
+
+// Reads words[at], and words[++at] if its value is there: "--name value", "--name=value", "-n5".
+inline void read_flag(Options &options, const std::vector<std::string> &words, size_t &at) {
+    const std::string &word = words[at];
+    size_t equals = word[0] == '-' ? word.find('=') : std::string::npos, end = equals;
+    if (word.size() > 2 && isdigit(word[2]) && find_flag(word.substr(0, 2))) end = 2;
+    const std::string name = word.substr(0, end);
+    const Flag &flag = known_flag(name, options.command);
+    std::string value, argument = flag.argument, first = split(flag.names)[0];
+    if (end != std::string::npos) {
+        value = word.substr(end == equals ? end + 1 : end);
+        if (argument.empty()) refuse(word, "", name + " takes no value");
+    } else if (!argument.empty()) {
+        if (++at == words.size()) refuse(name, "", "needs a value: " + name + " " + argument);
+        value = words[at];
+        if (find_flag(value))
+            refuse(name, "", "needs a value, found the flag " + value + "; or give it as " + name + "=" + value);
+    }
+    if (!argument.empty() && value.empty() && first != "-p")
+        refuse(name, "", "its value is empty, expected " + argument);
+    if (!options.given.emplace(first, value).second) refuse(name, "", "given twice, keep one of them");
+    std::visit(ReadValue{options, flag, name, value}, flag.value);
+}
+
+// Standard input is called -. A pipe is read to its end.
+inline std::string read_text(const std::string &name) {
+    constexpr size_t limit = 1 << 30;
+    std::unique_ptr<FILE, int (*)(FILE *)> file(name == "-" ? stdin : fopen(name.c_str(), "rb"), fclose);
+    if (!file) refuse("-f", name, strerror(errno));
+    std::string text;
+    char part[1 << 16];
+    for (size_t count; text.size() <= limit && (count = fread(part, 1, sizeof part, file.get())) > 0;)
+        text.append(part, count);
+    if (ferror(file.get())) refuse("-f", name, std::string(strerror(errno)) + ", expected a file or a pipe");
+    if (text.size() > limit) refuse("-f", name, "is longer than 1 GiB, which no context holds");
+    return text;
+}
+
+inline Options parse_options(const std::vector<std::string> &words) {
+    Options options;
+    std::string known;
+    for (const Command &command : commands) known += std::string(known.empty() ? "" : " ") + command.name;
+    const std::string command = options.command = words.empty() ? "no command" : words[0];
+    options.help = has("-h --help help", command);
+    options.version = command == "--version";
+    if (options.help || options.version) return options.command.clear(), options;
+    if (!has(known, command)) refuse(command, "", "expected one of: " + known + suggestion(command, known));
+    for (size_t at = 1; at < words.size(); at++) read_flag(options, words, at);
+    if (options.help) return options;
+    if (command == "bench" && !options.has("-n")) options.count = 64;
+    if (command == "memory" && !options.has("--cache")) {
+        options.layouts.clear();
+        for_each_type<Layout>([&](auto layout) { options.layouts.push_back(layout); });
+    }
+    check_together(options);
+    if (options.temperature > 0 && !options.has("-s")) options.seed = std::random_device()() & INT_MAX;
+    if (options.has("-f")) options.prompt = read_text(options.prompt_file);
+    return options;
+}
+
+// ---- Help ----------------------------------------------------------------------------------------------------
+
+// `text` behind `line`, in lines of at most 100 columns that begin at `column`.
+inline void print_wrapped(std::string line, const std::string &text, size_t column) {
+    line.resize(std::max(column, line.size() + 1) - 1, ' ');
+    for (const std::string &word : split(text)) {
+        if (line.size() + word.size() >= 100) line = (puts(line.c_str()), std::string(column - 1, ' '));
+        line += " " + word;
+    }
+    puts(line.c_str());
+}
+
+inline void print_version() {
+#if defined __AVX512BW__
+    const char *simd = "AVX-512";
+#elif defined __AVX2__
+    const char *simd = "AVX2";
+#elif defined __ARM_NEON
+    const char *simd = "NEON";
+#else
+    const char *simd = "no SIMD";
+#endif
+    const bool cuda = std::variant_size_v<Machine> > 1, clang = strstr(__VERSION__, "lang");
+    printf("llm 1.0, built with %s%s, %s, %s CUDA\n", clang ? "" : "g++ ", __VERSION__, simd,
+           cuda ? "with" : "without");
+}
+
+// Of a command, or of all; or what this program is.
+inline void print_help(const Options &options) {
+    if (options.version) return print_version();
+    const std::string &of = options.command;
+    for (const Command &command : commands) {
+        if (of.empty() || of == command.name) print_wrapped(std::string("llm ") + command.name, command.help, 14);
+        if (of == command.name) printf("For example: llm %s %s\n\n", command.name, command.example);
+    }
+    for (const Flag &flag : flags())
+        if (has(flag.commands, of))
+            print_wrapped("  " + joined(split(flag.names), ", ") + " " + flag.argument, flag.help, 31);
+    puts(of.empty() ? "\nllm COMMAND --help shows its flags and an example, llm --version what this is."
+                    : "\nN may end in k: 128k is 131072. -n 5, -n5 and -n=5 are the same.");
+    puts("Exit status: 0 done; 1 it ran and the answer is no, or the disk is full; 2 the input is wrong.");
+}
