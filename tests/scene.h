@@ -49,18 +49,18 @@ inline uint64_t seed_of_run() {
 
 // ---- Models and tokens -------------------------------------------------------------------------------------
 
-inline Engine open(Model model, int threads = 1, const std::string &weights = "stored") {
+inline Engine engine_of(Model model, int threads = 1, const std::string &weights = "stored") {
     return open_engine(std::move(model), open_machine("cpu", threads), weights);
 }
-inline Engine open(const std::string &directory, int threads = 1, const std::string &weights = "stored") {
-    return open(load_model(directory), threads, weights);
+inline Engine engine_of(const std::string &directory, int threads = 1, const std::string &weights = "stored") {
+    return engine_of(load_model(directory), threads, weights);
 }
 // The same weights once more, for another team.
 inline Engine with_threads(const Engine &engine, int threads) {
     Model model;
     model.config = engine.model.config, model.embedding = engine.model.embedding, model.head = engine.model.head;
     model.final_norm = engine.model.final_norm, model.layers = engine.model.layers;
-    return open(std::move(model), threads);
+    return engine_of(std::move(model), threads);
 }
 
 // A Llama with random weights and no file.
@@ -138,8 +138,8 @@ inline Layout opened_ring(int window, int sinks) {
     return open_layout(shape, Ring{});
 }
 
-inline Cache open(Engine &engine, const Precision &type_k, const Precision &type_v, int capacity,
-                  const Place &place = {}, int sequences = 1) {
+inline Cache cache_for(Engine &engine, const Precision &type_k, const Precision &type_v, int capacity,
+                       const Place &place = {}, int sequences = 1) {
     const Config &config = engine.model.config;
     CacheShape shape = {config.layers, config.kv_heads, config.head_dim, config.head_dim, sequences, capacity};
     shape.page = place.page, shape.window = place.window, shape.sinks = place.sinks;

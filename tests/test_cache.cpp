@@ -17,11 +17,11 @@ using reference::Random;
 
 static Cpu cpu(1);
 
-static Cache open(const CacheShape &shape, const Layout &layout, const Precision &type_k, const Precision &type_v) {
+static Cache opened(const CacheShape &shape, const Layout &layout, const Precision &type_k, const Precision &type_v) {
     return open_cache(cpu, shape, layout, type_k, type_v);
 }
-static Cache open(const CacheShape &shape, const Layout &layout, const Precision &type) {
-    return open(shape, layout, type, type);
+static Cache opened(const CacheShape &shape, const Layout &layout, const Precision &type) {
+    return opened(shape, layout, type, type);
 }
 
 template <class Use>
@@ -67,7 +67,7 @@ TEST_CASE("64 query heads on 8 KV heads read the KV heads 0, 0, 1, 3, 7") {
 }
 
 TEST_CASE("3 tokens, 2 KV heads, 4 numbers in bf16: 48 bytes of K and 48 of V, and where they are") {
-    Cache cache = open({1, 2, 4, 4, 1, 3}, Contiguous{}, BF16{});
+    Cache cache = opened({1, 2, 4, 4, 1, 3}, Contiguous{}, BF16{});
     const CacheRows &keys = cache.view.keys, &values = cache.view.values;
     CHECK(bytes_of(cache).payload == 96);
     CHECK(bytes_of(cache).metadata == 0);
@@ -171,7 +171,7 @@ static std::vector<const CacheRows *> memories(const Cache &cache) {
 TEST_CASE("bytes are those of the memory that was taken; of pages, those that were handed out") {
     for_each_cache([](const Layout &layout, const Precision &type_k, const Precision &type_v) {
         CacheShape shape = {3, 2, 20, 37, 3, 70, 7, 0, 40, 3};
-        Cache cache = open(shape, layout, type_k, type_v);
+        Cache cache = opened(shape, layout, type_k, type_v);
         for (int sequence = 0; sequence < 3; sequence++) grow(cache, sequence, 70);
         double taken = 0;
         for (const CacheRows *rows : memories(cache)) taken += (double)rows->bytes(shape.layers);
@@ -179,7 +179,7 @@ TEST_CASE("bytes are those of the memory that was taken; of pages, those that we
         CHECK(bytes_of(cache).total() == taken);
         CHECK(bytes_of(cache).payload == bytes_for(shape, layout, type_k, type_v).payload);
     });
-    Cache cache = open({8, 8, 128, 128, 2, 900}, Paged{}, BF16{});
+    Cache cache = opened({8, 8, 128, 128, 2, 900}, Paged{}, BF16{});
     auto pages = [&] { return bytes_of(cache).payload / (8 * 65536); };
     CHECK(pages() == 0);
     for (auto [count, expected] : {std::pair{1, 1}, {15, 1}, {884, 57}}) {
@@ -200,7 +200,7 @@ TEST_CASE("rows never overlap, stay inside the memory, and follow one another as
         for (const Precision &type : all_of<Precision>()) {
             for (const CacheShape &shape : edge_shapes(20, 6, 3, 37)) {
                 CAPTURE(std::string(name_of(layout)) + " " + name_of(type));
-                Cache cache = open(shape, layout, type);
+                Cache cache = opened(shape, layout, type);
                 int rows = (int)(rows_of(shape, cache.layout) / shape.sequences), from = std::max(0, 37 - rows);
                 for (int sequence : {2, 0, 1}) grow(cache, sequence, 20);
                 for (int sequence : {0, 1, 2}) grow(cache, sequence, 17);  // pages of the three alternate
@@ -229,7 +229,7 @@ TEST_CASE("rows never overlap, stay inside the memory, and follow one another as
             }
         }
     }
-    Cache cache = open({3, 2, 20, 6, 3, 5}, Contiguous{}, Int8{}, BF16{});  // fills its memory to the last byte
+    Cache cache = opened({3, 2, 20, 6, 3, 5}, Contiguous{}, Int8{}, BF16{});  // fills its memory to the last byte
     CHECK(cache.view.keys.at(2, row_of(cache, 2, 4), 1) + 22 == cache.view.keys.data + cache.view.keys.bytes(3));
     CHECK(cache.view.values.at(2, row_of(cache, 2, 4), 1) + 12 == cache.view.values.data + 3 * 3 * 5 * 2 * 12);
 }
@@ -433,7 +433,7 @@ struct Scene {
     int refusals = 0;  // of walk()
 
     Scene(const CacheShape &shape, const Layout &layout, const Precision &type_k, const Precision &type_v)
-        : cache(::open(shape, layout, type_k, type_v)) {
+        : cache(opened(shape, layout, type_k, type_v)) {
         for (bool keys : {true, false}) {
             const Precision &type = keys ? type_k : type_v;
             for (int i = 0; i < shape.layers * shape.kv_heads * shape.sequences; i++)
@@ -822,7 +822,7 @@ TEST_CASE("an unknown name is answered with the known ones, and memory that cann
              {CacheShape{80, 64, 128, 128, 1, INT_MAX}, CacheShape{80, 64, 128, 128, 4096, INT_MAX},
               CacheShape{INT_MAX, INT_MAX, 128, 128, 1, INT_MAX}, CacheShape{1, 64, 1024, 1024, 1, some}}) {
             shape.window = shape.capacity - 1000;
-            std::string line = error_of([&] { ::open(shape, layout, F32{}); });
+            std::string line = error_of([&] { opened(shape, layout, F32{}); });
             CHECK(contains(line, "the KV cache"));
             CHECK(contains(line, "lower -c"));
             CHECK(!contains(line, "\n"));

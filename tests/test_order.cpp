@@ -27,7 +27,7 @@ struct Case {
     Place place;
     Tokens tokens;
     Cache cache(int sequences = 1) {
-        return open(teams.of(1), type_k, type_v, (int)tokens.size() + 64, place, sequences);
+        return cache_for(teams.of(1), type_k, type_v, (int)tokens.size() + 64, place, sequences);
     }
     // In passes of `chunk` tokens at most.
     Vector prefilled(int chunk, int threads) {
@@ -88,7 +88,7 @@ static void check_ways(Case one, const std::vector<int> &chunks, bool decode, co
 }
 
 TEST_CASE("every layout with every pair of precisions") {
-    Teams teams(open(random_model({2, 32, 48, 4, 2, 20, 40})));
+    Teams teams(engine_of(random_model({2, 32, 48, 4, 2, 20, 40})));
     Tokens tokens = random_tokens(teams.of(1), 75);
     for_each_pair([&](const Precision &type_k, const Precision &type_v) {
         Vector expected = Case{teams, type_k, type_v, {}, tokens}.prefilled(whole_text, 1);
@@ -109,18 +109,18 @@ TEST_CASE("every type of weights, a model with sliding windows, one with normed 
     };
     for (const char *name : {"llama_bf16", "llama_f16", "mistral_window", "qwen3_layer_types", "llama_gqa_9_on_3"}) {
         CAPTURE(std::string(name));
-        check(open(fixtures + name), 75);
+        check(engine_of(fixtures + name), 75);
     }
     // Of a bf16 model, rows that fill no group of 32, and matrices that fill no tile.
     for (std::string weights : {"stored", "int8"}) {
         CAPTURE(weights);
-        check(open(random_model({1, 97, 131, 3, 1, 34, 41, DType::bf16}), 1, weights), 140);
+        check(engine_of(random_model({1, 97, 131, 3, 1, 34, 41, DType::bf16}), 1, weights), 140);
     }
 }
 
 // Heads as wide as real models have them: what is read together must not depend on how many rows a pass has.
 TEST_CASE("8 heads on 2 KV heads of 128: K at f16, V at int4, and neighbours of them") {
-    Teams teams(open(random_model({2, 64, 96, 8, 2, 128, 64})));
+    Teams teams(engine_of(random_model({2, 64, 96, 8, 2, 128, 64})));
     Tokens tokens = random_tokens(teams.of(1), 100);
     for (auto [type_k, type_v] : {std::pair<Precision, Precision>{F16{}, Int4{}}, {Int4{}, Int2{}}, {Int8{}, Int4{}}}) {
         Vector expected = Case{teams, type_k, type_v, {}, tokens}.prefilled(whole_text, 1);
@@ -130,7 +130,7 @@ TEST_CASE("8 heads on 2 KV heads of 128: K at f16, V at int4, and neighbours of 
 }
 
 TEST_CASE("the beginning of a longer prompt, and more tokens than a pass takes") {
-    Teams teams(open(random_model({1, 32, 48, 4, 2, 34, 40})));
+    Teams teams(engine_of(random_model({1, 32, 48, 4, 2, 34, 40})));
     Tokens tokens = random_tokens(teams.of(1), 700);
     for (auto [type_k, type_v] : {std::pair<Precision, Precision>{F32{}, F32{}}, {F16{}, Int4{}}, {Int4{}, BF16{}}}) {
         Case all{teams, type_k, type_v, {}, tokens}, beginning{teams, type_k, type_v, {}, part(tokens, 0, 513)};
@@ -144,7 +144,7 @@ TEST_CASE("the beginning of a longer prompt, and more tokens than a pass takes")
 TEST_CASE("the naive path, whatever the number of threads, and of a longer text") {
     for (const char *name : {"llama_gqa_9_on_3", "mistral_window", "qwen3", "head_dim_80"}) {
         CAPTURE(std::string(name));
-        Teams teams(open(fixtures + name));
+        Teams teams(engine_of(fixtures + name));
         Tokens tokens = random_tokens(teams.of(1), 75);
         Vector naive = naive_rows(teams.of(1), tokens);
         for (int threads : {2, 3}) CHECK(reference::same_bits(naive, naive_rows(teams.of(threads), tokens)));
