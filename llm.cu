@@ -462,9 +462,9 @@ struct Options {
     std::vector<CacheChoice> caches() const {
         std::vector<CacheChoice> list;
         for (const Layout &layout : layouts)
-            for (const Precision &k : types_k)
-                for (const Precision &v : types_v)
-                    if (!has("--kv") || k.index() == v.index()) list.push_back({layout, k, v});
+            for (size_t k = 0; k < types_k.size(); k++)
+                for (size_t v = 0; v < types_v.size(); v++)
+                    if (!has("--kv") || k == v) list.push_back({layout, types_k[k], types_v[v]});
         return list;
     }
 };
