@@ -72,25 +72,30 @@ HOST_DEVICE float key_number(const Segment &segment, int t, int channel, const f
 
 // One query goes on over one more segment, a position after the other: whenever a larger score comes, what was summed
 // up so far is rescaled (Milakov and Gimelshein 2018, online softmax). `out` is not yet divided by the sum.
+template <class KeyFormat, class ValueFormat, class Team>
+HOST_DEVICE void attend_rows(Softmax &softmax, float *out, const float *query, const Segment &segment,
+                             const float *frequencies, Team team) {
+    for (int t = segment.begin; t < segment.end; t++) {
+        float score = 0;
+        for (int c = team.first(); c < segment.keys.width; c += team.step())
+            score += query[c] * key_number<KeyFormat>(segment, t, c, frequencies);
+        score = team.sum(score) / sqrtf((float)segment.keys.width);
+        float max_score = fmaxf(softmax.max_score, score);
+        float rescale = expf(softmax.max_score - max_score), weight = expf(score - max_score);
+        softmax = {max_score, softmax.sum * rescale + weight};
+        const char *row = segment.values.row(t);
+        for (int c = team.first(); c < segment.values.width; c += team.step())
+            out[c] = out[c] * rescale + weight * ValueFormat::number(row, c);
+    }
+}
+
 template <class Team>
 HOST_DEVICE void attend_segment(Softmax &softmax, float *out, const float *query, const Segment &segment,
                                 const float *frequencies, Team team) {
-    auto attend = [&](auto key_format, auto value_format) {
-        for (int t = segment.begin; t < segment.end; t++) {
-            float score = 0;
-            for (int c = team.first(); c < segment.keys.width; c += team.step())
-                score += query[c] * key_number<decltype(key_format)>(segment, t, c, frequencies);
-            score = team.sum(score) / sqrtf((float)segment.keys.width);
-            float max_score = fmaxf(softmax.max_score, score);
-            float rescale = expf(softmax.max_score - max_score), weight = expf(score - max_score);
-            softmax = {max_score, softmax.sum * rescale + weight};
-            const char *row = segment.values.row(t);
-            for (int c = team.first(); c < segment.values.width; c += team.step())
-                out[c] = out[c] * rescale + weight * decltype(value_format)::number(row, c);
-        }
-    };
     segment.keys.type.visit([&](auto key_format) {
-        segment.values.type.visit([&](auto value_format) { attend(key_format, value_format); });
+        segment.values.type.visit([&](auto value_format) {
+            attend_rows<decltype(key_format), decltype(value_format)>(softmax, out, query, segment, frequencies, team);
+        });
     });
 }
 
@@ -129,7 +134,7 @@ void attention(M &m, const Attention &task, const Pass &pass) {
 // The pass's keys and values into the cache's rows, before its queries read. What a block of positions keeps at f16 is
 // rounded first, in place: so this pass's queries see it as later ones will.
 template <class M>
-void store(M &m, const Attention &task, const Pass &pass) {
+void store_rows(M &m, const Attention &task, const Pass &pass) {
     int heads = task.heads.kv;
     auto round = [&](const CacheRows &residual, const PassVectors &vectors) {
         if (!residual.data) return;

@@ -39,6 +39,7 @@ struct Activations {
     Buffer<float> frequencies;      // (D / 2)
     Buffer<int> tokens;             // (count)
     Buffer<Span> spans;             // (count)
+    std::vector<Span> spans_on_host;
 };
 
 struct Engine {
@@ -187,10 +188,11 @@ inline Pass begin_pass(Engine &engine, const Batch &batch) {
     a.cos_sin.resize(memory, count * head_dim);
     a.tokens.resize(memory, count);
     a.spans.resize(memory, count);
-    std::vector<Span> spans = spans_of(batch);
+    a.spans_on_host = spans_of(batch);
     memory.write(a.tokens.data(), batch.tokens.data(), count * sizeof(int));
-    memory.write(a.spans.data(), spans.data(), count * sizeof(Span));
-    return {(int)count, a.tokens.data(), a.spans.data(), a.cos_sin.data(), a.frequencies.data()};
+    memory.write(a.spans.data(), a.spans_on_host.data(), count * sizeof(Span));
+    return {(int)count,       a.tokens.data(),      a.spans.data(),
+            a.cos_sin.data(), a.frequencies.data(), a.spans_on_host.data()};
 }
 
 // All layers, for one batch; what comes out is in engine.a.x. What is new is stored in the cache, and the past is read
@@ -217,7 +219,7 @@ void forward(M &m, Engine &engine, const Batch &batch, const CacheView &cache) {
             best::linear(m, normed, count, {{w.query, query}, {w.key, key}, {w.value, value}});  // q, k, v = W n + b
             best::norm_and_rope(m, query, w.query_norm, epsilon, heads.query, head_dim, pass);
             best::norm_and_rope(m, key, w.key_norm, epsilon, heads.kv, head_dim, pass);
-            if (cache.keys.data) best::store(m, task, pass);
+            if (cache.keys.data) best::store_rows(m, task, pass);
             best::attention(m, task, pass);  // o = softmax(q K^T / sqrt(D)) V
             if (cache.keys.data) best::keep_residual(m, task, pass);
             best::linear(m, attended, count, {{w.output, x}}, Store::add);  // x += W o
@@ -372,7 +374,8 @@ using TokenizerPointer = std::unique_ptr<Tokenizer, decltype(&tokenizer_free)>;
 
 inline TokenizerPointer load_tokenizer(const std::string &directory) {
     char error[1000];
-    Tokenizer *tokenizer = tokenizer_load(join_path(directory, "tokenizer.json").c_str(), error, sizeof error);
+    std::string file = join_path(directory, "tokenizer.json"), config = join_path(directory, "tokenizer_config.json");
+    Tokenizer *tokenizer = tokenizer_load(file.c_str(), config.c_str(), error, sizeof error);
     if (!tokenizer) fail("%s", error);
     return TokenizerPointer(tokenizer, tokenizer_free);
 }
@@ -429,7 +432,7 @@ struct Options {
     std::string prompt, prompt_file;  // the text of -p, or what stood in the file
     std::vector<int> prompt_ids;
     int count = 256, context = 0;  // tokens to generate at most; positions the cache holds, 0: as many as are needed
-    int threads = usable_threads();
+    int threads = std::min(256, usable_threads());
     int chunk = 0;  // tokens of a prefill pass at most; 0: as many as the machine likes
     std::string device = "auto", weights = "stored", dump_logits;
     bool ignore_end = false;  // go on after an end id
@@ -459,9 +462,9 @@ struct Options {
     std::vector<CacheChoice> caches() const {
         std::vector<CacheChoice> list;
         for (const Layout &layout : layouts)
-            for (const Precision &k : types_k)
-                for (const Precision &v : types_v)
-                    if (!has("--kv") || k.index() == v.index()) list.push_back({layout, k, v});
+            for (size_t k = 0; k < types_k.size(); k++)
+                for (size_t v = 0; v < types_v.size(); v++)
+                    if (!has("--kv") || k == v) list.push_back({layout, types_k[k], types_v[v]});
         return list;
     }
 };

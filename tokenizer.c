@@ -1,8 +1,8 @@
-// Text <-> token ids. In the order a text travels: its characters, the merging, the steps before the merging; then back
-// from ids to text. base/tokenizer_json.h has the tables and the lists of steps that are walked here.
+// Text <-> token ids. In the order a text travels: its characters, patterns over them, the merging, the steps before
+// the merging; then back from ids to text. base/tokenizer_json.h has the tables and the lists of steps that are walked
+// here.
 #include "base/tokenizer_json.h"
 
-#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -79,8 +79,7 @@ static int character_byte(int code) {  // -1: stands for no byte
 // What matching needs beside a pattern; one for each text or stream.
 typedef struct {
     Error *error;
-    size_t limit;   // bytes that a text may grow to
-    size_t budget;  // steps back that long searches may still take
+    size_t limit;  // bytes that a text may grow to
     OnigRegion *region;
     OnigMatchParam *param;
 } Matcher;
@@ -89,31 +88,18 @@ typedef struct {
 static void matcher_open(Matcher *matcher, size_t n, Error *error) {
     matcher->error = error;
     matcher->limit = 64 * n + (1 << 20) < MAX_GROWN ? 64 * n + (1 << 20) : MAX_GROWN;
-    matcher->budget = matcher->limit;
     matcher->region = onig_region_new();
     matcher->param = onig_new_match_param();
     if (!matcher->region || !matcher->param) return fail(error, "out of memory");
     onig_initialize_match_param(matcher->param);
-    onig_set_retry_limit_in_match_of_match_param(matcher->param, ULONG_MAX);
+    onig_set_retry_limit_in_match_of_match_param(matcher->param, 100000 + 64 * n);
+    onig_set_retry_limit_in_search_of_match_param(matcher->param, 100000 + 64 * n);
     onig_set_match_stack_limit_size_of_match_param(matcher->param, 1 << 23);  // of 40 bytes each
 }
 
 static void matcher_close(Matcher *matcher) {
     if (matcher->region) onig_region_free(matcher->region, 1);
     if (matcher->param) onig_free_match_param(matcher->param);
-}
-
-// Searches from `from` on. Up to 1,000 steps back are free, so that the time is linear in the text; what takes more is
-// tried again with four times as many, at the expense of the budget.
-static int search(Matcher *matcher, regex_t *regex, const char *s, size_t n, size_t from) {
-    const UChar *start = (const UChar *)s, *end = start + n;
-    for (size_t steps = 1000;; steps *= 4) {
-        onig_set_retry_limit_in_search_of_match_param(matcher->param, steps);
-        int found = onig_search_with_param(regex, start, end, start + from, end, matcher->region, ONIG_OPTION_NONE,
-                                           matcher->param);
-        if (found != ONIGERR_RETRY_LIMIT_IN_SEARCH_OVER || steps > matcher->budget) return found;
-        matcher->budget -= steps;
-    }
 }
 
 // A match, and where the search for the next one goes on. An empty match right behind the last match is none.
@@ -123,12 +109,14 @@ typedef struct {
 static const Match FIRST_MATCH = {0, 0, 0, SIZE_MAX};
 
 static bool next_match(Matcher *matcher, regex_t *regex, const char *s, size_t n, Match *match) {
+    const UChar *text = (const UChar *)s;
     while (match->from <= n && !matcher->error->failed) {
-        int found = search(matcher, regex, s, n, match->from);
+        int found = onig_search_with_param(regex, text, text + n, text + match->from, text + n, matcher->region,
+                                           ONIG_OPTION_NONE, matcher->param);
         if (found == ONIG_MISMATCH) return false;
-        size_t start = found < 0 ? 0 : (size_t)matcher->region->beg[0],
-               end = found < 0 ? 0 : (size_t)matcher->region->end[0];
-        UChar why[ONIG_MAX_ERROR_MESSAGE_LEN] = "a match outside of what was searched";
+        size_t start = found < 0 ? 0 : (size_t)matcher->region->beg[0];
+        size_t end = found < 0 ? 0 : (size_t)matcher->region->end[0];
+        UChar why[ONIG_MAX_ERROR_MESSAGE_LEN] = "a match that goes back";  // by \K
         if (found < 0) onig_error_code_to_str(why, found);
         if (found < 0 || start < match->from || end < start)
             return fail(matcher->error, "a pattern of the tokenizer on this text: %s", (char *)why), false;
@@ -655,6 +643,7 @@ static void normalize_added(const Tokenizer *t, Token *token, Error *error) {
     token->shown_length = (uint32_t)n;
 }
 
+// Added tokens are looked for together: the NORMALIZED ones behind the normalizer, the others in the text as it is.
 static void gather_added(Tokenizer *t, bool normalized, Error *error) {
     AddedSet *set = &t->added[normalized];
     for (int id = 0; id < t->size && !error->failed; id++) {

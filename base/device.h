@@ -1,11 +1,12 @@
-// The GPU under the kernels: its memory, how a kernel is launched, and the few instructions that C++ has no word for.
+// The GPU under the operations: its memory, how a kernel is launched, and the few instructions that C++ has no word
+// for.
 //
-// A kernel is written once. nvcc compiles it for the GPU. Where there is none, tests/cuda_on_cpu.h gives g++ what the
-// toolkit would, and runs the same source thread by thread on the CPU, with checks; it defines CUDA_ON_CPU. For that,
-// kernels keep to CUDA's basic words (threadIdx, __syncthreads, __shfl_sync, ...) and to what stands here:
+// nvcc compiles a kernel for the GPU. Where there is none, tests/cuda_on_cpu.h gives g++ what the toolkit would, and
+// runs the same source thread by thread on the CPU, with checks; it defines CUDA_ON_CPU. For that, kernels keep to
+// CUDA's basic words (threadIdx, __syncthreads, __shfl_sync, ...) and to what stands here:
 //   Shared<T>            shared memory: of a size the launch gives, piece by piece from SharedMemory, or STATIC_SHARED
 //   wait_for_previous()  called by every thread of every kernel before it touches what another kernel writes or reads
-//   the last part        asynchronous copies, matrix fragments and products, each with its plain twin
+//   the last part        asynchronous copies, products of matrix fragments, 16-bit numbers, each with its plain twin
 #pragma once
 
 #include <variant>
@@ -18,17 +19,16 @@
 #ifndef CUDA_ON_CPU
 #include <cublas_v2.h>
 #include <cuda_runtime.h>
-#include <dlfcn.h>
 #endif
 
+#include <map>
 #include <memory>
 #include <type_traits>
-#include <vector>
+#include <typeindex>
 
 #include "formats.h"
-#include "team.h"
 
-// ---- Errors, memory ----------------------------------------------------------------------------------------
+// ---- Errors ------------------------------------------------------------------------------------------------
 
 inline const char *cure_of(cudaError_t error) {
     switch (error) {
@@ -56,25 +56,10 @@ inline void check(cudaError_t error, const char *what) {
     fail("CUDA: %s: %s: %s; --device cpu needs no card", what, cudaGetErrorString(error), cure_of(error));
 }
 
-#ifdef CUDA_ON_CPU
-#define CUBLAS(function) function
-#else
-// cuBLAS is loaded when a card is to compute, and not at each start of the program, which would take 0.1 s longer.
-inline void *cublas_symbol(const char *name) {
-    static const std::string file = "libcublas.so." + std::to_string(CUBLAS_VER_MAJOR);
-    static void *library = dlopen(file.c_str(), RTLD_LAZY);
-    void *symbol = library ? dlsym(library, name) : nullptr;
-    if (!symbol) fail("%s: %s: install the CUDA toolkit's libraries, or use --device cpu", file.c_str(), dlerror());
-    return symbol;
-}
-#define CUBLAS_NAME(function) #function
-#define CUBLAS(function) ((decltype(&function))cublas_symbol(CUBLAS_NAME(function)))
-#endif
-
 inline void check(cublasStatus_t status, const char *what) {
     if (status == CUBLAS_STATUS_SUCCESS) return;
     fail("cuBLAS: %s: %s: another driver or card may help; --device cpu needs neither", what,
-         CUBLAS(cublasGetStatusString)(status));
+         cublasGetStatusString(status));
 }
 
 __global__ void nothing() {}
@@ -82,89 +67,83 @@ __global__ void nothing() {}
 // What the compiler says about a kernel; an error if the program was not built for this card.
 inline cudaError_t about_build(cudaFuncAttributes &about) { return cudaFuncGetAttributes(&about, nothing); }
 
-// The card that computes: a stream on which all its work goes, in order. Lives longer than all memory taken from it.
-struct Device {
-    cudaDeviceProp properties = {};
-    cudaStream_t stream = nullptr;
-    cublasHandle_t blas = nullptr;
-    bool early = false;  // kernels wait for the one before where they must: see launch()
-    Device() {
-        check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
-        cudaFuncAttributes about;
-        check(about_build(about), "cudaFuncGetAttributes");
-        early = properties.major >= 9 && about.ptxVersion >= 90;
-        check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-        check(CUBLAS(cublasCreate)(&blas), "cublasCreate");
-        check(CUBLAS(cublasSetStream)(blas, stream), "cublasSetStream");
-    }
-    Device(const Device &) = delete;
-    ~Device() {
-        CUBLAS(cublasDestroy)(blas);
-        cudaStreamDestroy(stream);
-    }
-    int multiprocessors() const { return properties.multiProcessorCount; }
-    void wait() const { check(cudaStreamSynchronize(stream), "cudaStreamSynchronize"); }
+// Why no card computes, or "".
+inline std::string no_gpu() {
+    int count = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+    if (count == 0) return "no CUDA device";
+    cudaFuncAttributes about;
+    error = about_build(about);
+    if (error != cudaErrorNoKernelImageForDevice) return error == cudaSuccess ? "" : cudaGetErrorString(error);
+    cudaGetLastError();  // was told
+    cudaDeviceProp card;
+    check(cudaGetDeviceProperties(&card, 0), "cudaGetDeviceProperties");
+    return std::string(card.name) + " has compute capability " + std::to_string(card.major) + "." +
+           std::to_string(card.minor) + "; this program was built for others";
+}
+
+// ---- Threads -----------------------------------------------------------------------------------------------
+
+constexpr int warp_size = 32;
+constexpr unsigned all_lanes = 0xffffffff;
+
+__device__ inline int lane_id() { return (int)(threadIdx.x % warp_size); }  // of unsigned numbers: one instruction
+__device__ inline int warp_id() { return (int)(threadIdx.x / warp_size); }
+
+// Returns when the kernel before has ended and what it wrote can be seen.
+__device__ inline void wait_for_previous() {
+#ifdef CUDA_ON_CPU
+    cuda_on_cpu::note_wait();
+#elif __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Once all blocks have said so, those of the next kernel may start, and go on until their wait_for_previous().
+__device__ inline void let_next_start() {
+#if !defined(CUDA_ON_CPU) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ inline float warp_sum(float x) {
+    for (int step = warp_size / 2; step > 0; step /= 2) x += __shfl_xor_sync(all_lanes, x, step);
+    return x;
+}
+
+__device__ inline float warp_max(float x) {
+    for (int step = warp_size / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(all_lanes, x, step));
+    return x;
+}
+
+// The 32 threads of a warp as a team. nvcc compiles a body for the host as well, where nobody calls it.
+#if defined(__CUDA_ARCH__) || defined(CUDA_ON_CPU)
+#define ON_CARD(on_card, on_host) on_card
+#else
+#define ON_CARD(on_card, on_host) on_host
+#endif
+struct Warp {
+    HOST_DEVICE int first() const { return ON_CARD(lane_id(), 0); }
+    HOST_DEVICE int step() const { return warp_size; }
+    HOST_DEVICE float sum(float x) const { return ON_CARD(warp_sum(x), x); }
+    HOST_DEVICE float largest(float x) const { return ON_CARD(warp_max(x), x); }
+    HOST_DEVICE void wait() const { ON_CARD(__syncwarp(), (void)0); }
 };
 
-inline size_t free_memory() {
-    size_t available = 0, all = 0;
-    check(cudaMemGetInfo(&available, &all), "cudaMemGetInfo");
-    return available;
+constexpr int items_together = 4;  // of a loop, in a block of threads
+
+// op(item, team) for all items, a warp each.
+template <class Op>
+__global__ void __launch_bounds__(items_together *warp_size) for_each_kernel(int64_t items, Op op) {
+    wait_for_previous();
+    let_next_start();
+    for (int64_t i = (int64_t)blockIdx.x * items_together + warp_id(); i < items;
+         i += (int64_t)gridDim.x * items_together)
+        op(i, Warp());
 }
 
-// Memory on the card, whatever is in it. `what` needs it, `cure` says what to do if it cannot be had.
-inline std::shared_ptr<void> device_memory(const Device &device, size_t bytes, const char *what, const char *cure) {
-    void *data = nullptr;
-    size_t available = free_memory();
-    if (bytes > available || cudaMalloc(&data, std::max<size_t>(bytes, 1)) != cudaSuccess) {
-        cudaGetLastError();  // was told
-        fail("%s: %.3f GiB are needed, %s has %.3f GiB free: %s", what, (double)bytes / 0x1p30, device.properties.name,
-             (double)available / 0x1p30, cure);
-    }
-    return std::shared_ptr<void>(data, [](void *start) { cudaFree(start); });
-}
-
-// Numbers on the card. resize() keeps none of them; it says whether they are elsewhere now. One token more a step, as
-// on the naive path, does not move them each time.
-template <class T>
-struct DeviceArray {
-    std::shared_ptr<void> memory;
-    size_t room = 0;
-    T *data() const { return (T *)memory.get(); }
-    bool resize(const Device &device, size_t count) {
-        if (count <= room) return false;
-        device.wait();  // what was launched may still use the old memory
-        memory.reset();
-        size_t more = std::max(count, room + room / 2);
-        room = more * sizeof(T) <= free_memory() ? more : count;
-        memory = device_memory(device, room * sizeof(T), "the activations of this many tokens",
-                               "shorten the prompt or lower -c");
-        return true;
-    }
-};
-
-// From or to the card, in the order of the stream. `from` may change when the call returns; `to` is there after wait().
-inline void copy(const Device &device, void *to, const void *from, size_t bytes) {
-    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, device.stream), "cudaMemcpyAsync");
-}
-
-template <class T>
-DeviceArray<T> upload(const Device &device, const std::vector<T> &numbers) {
-    DeviceArray<T> array;
-    array.resize(device, numbers.size());
-    copy(device, array.data(), numbers.data(), numbers.size() * sizeof(T));
-    return array;
-}
-
-template <class T>
-std::vector<T> download(const Device &device, const T *from, size_t count) {
-    std::vector<T> numbers(count);
-    copy(device, numbers.data(), from, count * sizeof(T));
-    device.wait();
-    return numbers;
-}
-
-// ---- Launching ---------------------------------------------------------------------------------------------
+// ---- The GPU, a machine ------------------------------------------------------------------------------------
 
 struct Grid {
     dim3 blocks;
@@ -177,36 +156,125 @@ struct Same {
     using type = T;
 };
 
-// Starts kernel(arguments...). Its blocks may start while the last blocks of the kernel before are still at work
-// ("programmatic dependent launch", compute capability 9.0 and later, in the card and in the code, which may be older
-// PTX), which is what wait_for_previous() is for.
-template <class... Parameters>
-void launch(const Device &device, const Grid &grid, void (*kernel)(Parameters...),
-            typename Same<Parameters>::type... arguments) {
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid.blocks;
-    config.blockDim = dim3(grid.threads);
-    config.dynamicSmemBytes = grid.shared_bytes;
-    config.stream = device.stream;
-    config.attrs = &early;
-    config.numAttrs = device.early ? 1 : 0;
-    if (grid.shared_bytes > device.properties.sharedMemPerBlockOptin) {
-        fail(
-            "attention over heads this wide takes %zu bytes of a block's shared memory, %s has %zu: --device cpu has "
-            "room",
-            grid.shared_bytes, device.properties.name, device.properties.sharedMemPerBlockOptin);
+// A card, and a stream on which all its work goes, in order. Lives longer than all memory taken from it.
+class Gpu : public Memory {
+public:
+    using Team = Warp;
+    cudaDeviceProp properties = {};
+    cudaStream_t stream = nullptr;
+    cublasHandle_t blas = nullptr;
+    bool early = false;    // kernels wait for the one before where they must: see launch()
+    int reservations = 0;  // so far: whoever recorded addresses sees that some may have changed
+
+    Gpu() {
+        check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
+        cudaFuncAttributes about;
+        check(about_build(about), "cudaFuncGetAttributes");
+        early = properties.major >= 9 && about.ptxVersion >= 90;
+        check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+        check(cublasCreate(&blas), "cublasCreate");
+        check(cublasSetStream(blas, stream), "cublasSetStream");
     }
-    if (grid.shared_bytes > 48 << 10) {  // must be asked for
-        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)grid.shared_bytes),
-              "cudaFuncSetAttribute");
+    Gpu(const Gpu &) = delete;
+    ~Gpu() override {
+        cudaStreamSynchronize(stream);
+        kept_.clear();
+        cublasDestroy(blas);
+        cudaStreamDestroy(stream);
     }
-    const char *name = "a kernel";
-    cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
-    if (error != cudaSuccess) cudaFuncGetName(&name, (const void *)kernel);
-    check(error, name);
+
+    template <class Body>
+    void run(Body body) {
+        body();
+    }
+    template <class Op>
+    void for_each(int64_t items, Op op) {
+        if (items <= 0) return;
+        int64_t blocks = std::min<int64_t>((items + items_together - 1) / items_together, INT_MAX);
+        launch({dim3((unsigned)blocks), items_together * warp_size}, for_each_kernel<Op>, items, op);
+    }
+
+    // Starts kernel(arguments...). Its blocks may start while the last blocks of the kernel before are still at work
+    // ("programmatic dependent launch", compute capability 9.0 and later, in the card and in the code, which may be
+    // older PTX), which is what wait_for_previous() is for.
+    template <class... Parameters>
+    void launch(const Grid &grid, void (*kernel)(Parameters...), typename Same<Parameters>::type... arguments) {
+        cudaLaunchAttribute start_early = {};
+        start_early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        start_early.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchConfig_t config = {};
+        config.gridDim = grid.blocks;
+        config.blockDim = dim3(grid.threads);
+        config.dynamicSmemBytes = grid.shared_bytes;
+        config.stream = stream;
+        config.attrs = &start_early;
+        config.numAttrs = early ? 1 : 0;
+        if (grid.shared_bytes > properties.sharedMemPerBlockOptin)
+            fail("a kernel takes %zu bytes of a block's shared memory, %s has %zu: --device cpu has room",
+                 grid.shared_bytes, properties.name, properties.sharedMemPerBlockOptin);
+        if (grid.shared_bytes > 48 << 10)  // must be asked for
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)grid.shared_bytes),
+                  "cudaFuncSetAttribute");
+        const char *name = "a kernel";
+        cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+        if (error != cudaSuccess) cudaFuncGetName(&name, (const void *)kernel);
+        check(error, name);
+    }
+
+    std::shared_ptr<void> reserve(size_t bytes, const char *what, const char *cure) override {
+        void *data = nullptr;
+        Room free = room();
+        if ((double)bytes > free.bytes || cudaMalloc(&data, std::max<size_t>(bytes, 1)) != cudaSuccess) {
+            cudaGetLastError();  // was told
+            fail("%s: %.3f GiB are needed, %s has %.3f GiB free: %s", what, (double)bytes / 0x1p30, free.name.c_str(),
+                 free.bytes / 0x1p30, cure);
+        }
+        reservations++;
+        check(cudaMemsetAsync(data, 0, bytes, stream), "cudaMemsetAsync");
+        return std::shared_ptr<void>(data, [](void *start) { cudaFree(start); });  // waits for the card
+    }
+    // In the order of the stream. `from` may change when write() returns.
+    void write(void *to, const void *from, size_t bytes) override {
+        check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+    }
+    void read(void *to, const void *from, size_t bytes) override {
+        write(to, from, bytes);
+        wait();
+    }
+    void wait() const { check(cudaStreamSynchronize(stream), "cudaStreamSynchronize"); }
+    Room room() const override {
+        size_t available = 0, all = 0;
+        check(cudaMemGetInfo(&available, &all), "cudaMemGetInfo");
+        return {(double)available, properties.name};
+    }
+    std::string name() const {
+        char about[400];
+        snprintf(about, sizeof about, "%s, %.1f GiB, %.1f of them free", properties.name,
+                 (double)properties.totalGlobalMem / 0x1p30, room().bytes / 0x1p30);
+        return about;
+    }
+
+    // What operations keep here from one call to the next: one T.
+    template <class T>
+    T &kept() {
+        std::shared_ptr<void> &object = kept_[typeid(T)];
+        if (!object) object = std::make_shared<T>();
+        return *(T *)object.get();
+    }
+
+private:
+    std::map<std::type_index, std::shared_ptr<void>> kept_;
+};
+
+using Machine = std::variant<Cpu, Gpu>;
+
+// `device`: auto, cpu or cuda.
+inline std::unique_ptr<Machine> open_machine(const std::string &device, int threads) {
+    std::string reason = device == "cpu" ? "" : no_gpu();
+    if (device == "cuda" && !reason.empty())
+        fail("--device cuda: %s: --device auto computes on the CPU then", reason.c_str());
+    if (device == "cpu" || !reason.empty()) return std::make_unique<Machine>(std::in_place_type<Cpu>, threads);
+    return std::make_unique<Machine>(std::in_place_type<Gpu>);
 }
 
 // ---- Shared memory -----------------------------------------------------------------------------------------
@@ -259,56 +327,6 @@ struct SharedMemory {
 #else
 #define UNROLL _Pragma("unroll")
 #endif
-
-constexpr int warp_size = 32;
-constexpr unsigned all_lanes = 0xffffffff;
-
-__device__ inline int lane_id() { return (int)(threadIdx.x % warp_size); }  // of unsigned numbers: one instruction
-__device__ inline int warp_id() { return (int)(threadIdx.x / warp_size); }
-
-// Returns when the kernel before has ended and what it wrote can be seen.
-__device__ inline void wait_for_previous() {
-#ifdef CUDA_ON_CPU
-    cuda_on_cpu::note_wait();
-#elif __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Once all blocks have said so, those of the next kernel may start, and go on until their wait_for_previous().
-__device__ inline void let_next_start() {
-#if !defined(CUDA_ON_CPU) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ inline float warp_sum(float x) {
-    for (int step = warp_size / 2; step > 0; step /= 2) x += __shfl_xor_sync(all_lanes, x, step);
-    return x;
-}
-
-__device__ inline float warp_max(float x) {
-    for (int step = warp_size / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(all_lanes, x, step));
-    return x;
-}
-
-// A warp that encodes a row together (cache.h). Only called on the card.
-struct Warp {
-    static constexpr int step = warp_size;
-    HOST_DEVICE int first() const {
-#if defined(__CUDA_ARCH__) || defined(CUDA_ON_CPU)
-        return lane_id();
-#else
-        return 0;
-#endif
-    }
-    HOST_DEVICE float largest(float x) const {
-#if defined(__CUDA_ARCH__) || defined(CUDA_ON_CPU)
-        x = warp_max(x);
-#endif
-        return x;
-    }
-};
 
 // 2^x within 2 units in the last place, in one instruction; 0 below 2^-126.
 __device__ inline float exp2_fast(float x) {
@@ -366,42 +384,6 @@ __device__ inline void wait_copies() {
 
 // A fragment is a warp's share of a matrix of 16-bit numbers, two in a register: the 8 x 8 matrix of a register has row
 // lane / 4 and columns 2 (lane % 4) and the next one in each lane.
-
-// Four 8 x 8 matrices from shared memory: matrix m's row r begins at from[i] of lane 8 m + r, aligned to 16 bytes.
-template <class T>
-__device__ inline void load_matrices(uint32_t (&matrices)[4], Shared<T> from, int i) {
-#ifdef CUDA_ON_CPU
-    uint4 row = from.template read<uint4>(i);
-    const uint4 *rows = cuda_on_cpu::exchange(row);
-    for (int m = 0; m < 4; m++) matrices[m] = ((const uint32_t *)&rows[8 * m + lane_id() / 4])[lane_id() % 4];
-#else
-    unsigned at = (unsigned)__cvta_generic_to_shared(&from[i]);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
-                 : "r"(at)
-                 : "memory");
-#endif
-}
-
-// The same, each matrix transposed.
-template <class T>
-__device__ inline void load_matrices_transposed(uint32_t (&matrices)[4], Shared<T> from, int i) {
-#ifdef CUDA_ON_CPU
-    uint4 row = from.template read<uint4>(i);
-    const uint4 *rows = cuda_on_cpu::exchange(row);
-    int column = lane_id() / 4, first = 2 * (lane_id() % 4);
-    for (int m = 0; m < 4; m++) {
-        auto number = [&](int r) { return (uint32_t)((const uint16_t *)&rows[8 * m + r])[column]; };
-        matrices[m] = number(first) | number(first + 1) << 16;
-    }
-#else
-    unsigned at = (unsigned)__cvta_generic_to_shared(&from[i]);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
-                 : "r"(at)
-                 : "memory");
-#endif
-}
 
 // The 8 x 8 matrix of a register, transposed.
 __device__ inline uint32_t transpose_matrix(uint32_t matrix) {

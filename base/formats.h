@@ -19,8 +19,10 @@
 
 #ifdef __CUDACC__
 #define HOST_DEVICE __host__ __device__
+#define CALLS_ITS_ARGUMENT _Pragma("nv_exec_check_disable")  // which may be for the host alone
 #else
 #define HOST_DEVICE
+#define CALLS_ITS_ARGUMENT
 #endif
 
 template <class To, class From>
@@ -152,17 +154,17 @@ struct Int8Block {
     f16 scale[int8_rows];
     int8_t weight[int8_group / 4][int8_rows][4];
     int8_t &at(int row, int channel) { return weight[channel / 4][row][channel % 4]; }
-    int at(int row, int channel) const { return weight[channel / 4][row][channel % 4]; }
+    HOST_DEVICE int at(int row, int channel) const { return weight[channel / 4][row][channel % 4]; }
 };
 
-inline int64_t int8_groups(int64_t inputs) { return (inputs + int8_group - 1) / int8_group; }
+HOST_DEVICE inline int64_t int8_groups(int64_t inputs) { return (inputs + int8_group - 1) / int8_group; }
 inline int64_t int8_panels(int64_t outputs) { return (outputs + int8_rows - 1) / int8_rows; }
 inline size_t int8_bytes(int64_t outputs, int64_t inputs) {
     return (size_t)(int8_panels(outputs) * int8_groups(inputs)) * sizeof(Int8Block);
 }
 
 // The largest magnitude of a group; NaN if one of its numbers is infinite or NaN.
-inline float largest_magnitude(const float (&group)[int8_group]) {
+HOST_DEVICE inline float largest_magnitude(const float (&group)[int8_group]) {
     uint32_t most = 0;  // magnitudes are in the order of their bits
     for (float number : group) {
         uint32_t magnitude = bit_cast<uint32_t>(number) & 0x7fffffff;
@@ -173,13 +175,13 @@ inline float largest_magnitude(const float (&group)[int8_group]) {
 
 // The whole numbers next to those of a group over its scale; zeros if that is 0 or NaN. A scale below the normal
 // numbers is so coarse that a quotient may pass 127.
-inline void round_group(int8_t (&to)[int8_group], const float (&group)[int8_group], float scale) {
+HOST_DEVICE inline void round_group(int8_t (&to)[int8_group], const float (&group)[int8_group], float scale) {
     for (int i = 0; i < int8_group; i++) from_float(to[i], scale > 0 ? group[i] / scale : 0);
 }
 
 // What a product with int8 weights reads: the whole numbers of `count` <= 32 numbers of a vector, zeros behind them.
 // Returns their scale; if one of them is infinite or NaN, that is NaN.
-inline float quantize(int8_t (&to)[int8_group], const float *x, int count) {
+HOST_DEVICE inline float quantize(int8_t (&to)[int8_group], const float *x, int count) {
     float padded[int8_group] = {};
     memcpy(padded, x, (size_t)count * sizeof(float));
     float scale = largest_magnitude(padded) / 127;

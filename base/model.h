@@ -157,7 +157,7 @@ inline const Family &find_family(const Section &config) {
 
 // Whether a key asks for nothing: `neutral` or a list of nothing else, false being 0 and true 1; or nothing at all.
 inline bool is_neutral(const cJSON *item, double neutral) {
-    if (cJSON_IsNumber(item)) return std::fabs(item->valuedouble - neutral) <= 1e-6 * std::fabs(neutral);
+    if (cJSON_IsNumber(item)) return std::fabs(item->valuedouble - neutral) <= 1e-5 * std::fabs(neutral);
     if (cJSON_IsBool(item)) return cJSON_IsTrue(item) == (neutral != 0);
     if (cJSON_IsString(item)) return !*item->valuestring;
     for (const cJSON *child = item->child; child; child = child->next)
@@ -691,7 +691,8 @@ inline CacheSizes read_cache_sizes(const std::string &name, const std::string &t
     int shared = config.integer("num_kv_shared_layers", 0, (int)out.windows.size(), 0);  // read those of layers before
     out.windows.resize(out.windows.size() - (size_t)shared);
     out.layers = (int)out.windows.size();
-    if (config.find("kv_lora_rank")) {  // DeepSeek-AI 2024, DeepSeek-V2, section 2.1: one row for all heads
+    const cJSON *rank = config.find("kv_lora_rank");
+    if (rank && !is_neutral(rank, 0)) {  // DeepSeek-AI 2024, DeepSeek-V2, section 2.1: one row for all heads
         out.kv_heads = 1;
         out.key_width = config.integer("kv_lora_rank", 1, max_size) + config.integer("qk_rope_head_dim", 0, max_size);
         return out;

@@ -100,11 +100,11 @@ static cJSON *parse(const Bytes *json, Error *error) {
     return root;
 }
 
+// A member that is null counts as missing.
 static const cJSON *member(const cJSON *object, const char *key) {
-    return cJSON_GetObjectItemCaseSensitive(object, key);
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
+    return cJSON_IsNull(item) ? NULL : item;
 }
-
-static bool is_given(const cJSON *item) { return item && !cJSON_IsNull(item); }
 
 typedef struct {
     Tokenizer *t;
@@ -116,8 +116,8 @@ typedef struct {
 
 static bool read_bool(Loader *l, const cJSON *object, const char *key, bool otherwise) {
     const cJSON *item = member(object, key);
-    if (is_given(item) && !cJSON_IsBool(item)) fail(l->error, "%s is not true or false", key);
-    return is_given(item) ? cJSON_IsTrue(item) : otherwise;
+    if (item && !cJSON_IsBool(item)) fail(l->error, "%s is not true or false", key);
+    return item ? cJSON_IsTrue(item) : otherwise;
 }
 
 static const char *read_text(Loader *l, const cJSON *object, const char *key) {
@@ -200,19 +200,15 @@ static Token *add_token(Loader *l, int id, const char *content) {
 static void load_vocabulary(Loader *l, const cJSON *vocab, const cJSON *added) {
     Tokenizer *t = l->t;
     const cJSON *item;
-    size_t count = 0;
     if (!cJSON_IsObject(vocab) || !vocab->child) fail(l->error, "model.vocab is missing, empty or not an object");
-    if (is_given(added) && !cJSON_IsArray(added)) fail(l->error, "added_tokens is not a list");
-    for (int k = 0; k < 2; k++) {
-        const cJSON *list = k ? added : vocab;
-        cJSON_ArrayForEach(item, list) {
-            int id = k ? read_number(l, member(item, "id"), "an added token's id", MAX_ID)
-                       : read_number(l, item, item->string, MAX_ID);
-            t->size = id < t->size ? t->size : id + 1;
-            count++;
-        }
-    }
+    if (added && !cJSON_IsArray(added)) fail(l->error, "added_tokens is not a list");
+    int highest = 0;
+    cJSON_ArrayForEach(item, vocab) highest = (int)fmax(highest, read_number(l, item, item->string, MAX_ID));
+    cJSON_ArrayForEach(item, added) highest =
+        (int)fmax(highest, read_number(l, member(item, "id"), "an added token's id", MAX_ID));
     if (l->error->failed) return;
+    t->size = highest + 1;
+    size_t count = (size_t)cJSON_GetArraySize(vocab) + (size_t)cJSON_GetArraySize(added);
     t->slots = hash_table(l, count, sizeof *t->slots, &t->slot_mask);
     t->tokens = calloc((size_t)t->size, sizeof *t->tokens);
     if (!t->tokens) fail(l->error, "out of memory");
@@ -223,16 +219,15 @@ static void load_vocabulary(Loader *l, const cJSON *vocab, const cJSON *added) {
 static bool read_pair(Loader *l, const cJSON *item, Bytes *whole, size_t *left) {
     const char *a = cJSON_GetStringValue(item), *b = a ? strchr(a, ' ') : NULL;
     *left = b ? (size_t)(b++ - a) : 0;
-    if (cJSON_GetArraySize(item) == 2) {
+    if (b && strchr(b, ' ')) return false;
+    if (cJSON_IsArray(item) && cJSON_GetArraySize(item) == 2) {
         a = cJSON_GetStringValue(item->child);
         b = a ? cJSON_GetStringValue(item->child->next) : NULL;
         *left = b ? strlen(a) : 0;
-    } else if (b && strchr(b, ' ')) {
-        return false;
     }
     whole->length = 0;
-    append(l->error, whole, a, *left);
-    append(l->error, whole, b, b ? strlen(b) : 0);
+    if (b) append(l->error, whole, a, *left);
+    if (b) append(l->error, whole, b, strlen(b));
     return b != NULL;
 }
 
@@ -282,13 +277,13 @@ static void load_shortcuts(Loader *l, const char *unknown, bool byte_fallback) {
 static void load_model(Loader *l, cJSON *model, const cJSON *added) {
     static const char *const unsupported[] = {"continuing_subword_prefix", "end_of_word_suffix", "dropout"};
     if (!cJSON_IsObject(model)) return fail(l->error, "model is missing or not an object");
-    if (is_given(member(model, "type"))) read_word(l, model, "model", "type", "BPE");
+    if (member(model, "type")) read_word(l, model, "model", "type", "BPE");
     for (int i = 0; i < 3; i++) {
         const cJSON *item = member(model, unsupported[i]);
         bool off = cJSON_IsString(item) ? !*item->valuestring : cJSON_IsNumber(item) && item->valuedouble == 0;
-        if (is_given(item) && !off) fail(l->error, "model.%s is not supported, expected null", unsupported[i]);
+        if (item && !off) fail(l->error, "model.%s is not supported, expected null", unsupported[i]);
     }
-    const char *unknown = is_given(member(model, "unk_token")) ? read_text(l, model, "unk_token") : NULL;
+    const char *unknown = member(model, "unk_token") ? read_text(l, model, "unk_token") : NULL;
     bool byte_fallback = read_bool(l, model, "byte_fallback", false);
     l->t->fuse_unknown = read_bool(l, model, "fuse_unk", false);
     l->t->ignore_merges = read_bool(l, model, "ignore_merges", false);
@@ -391,7 +386,7 @@ static const char *read_metaspace(Loader *l, const cJSON *item, When *when) {
     const char *sign = read_text(l, item, "replacement");
     if (!*sign) fail(l->error, "Metaspace: replacement is empty");
     *when = read_bool(l, item, "add_prefix_space", true) ? UNLESS_THERE : NEVER;
-    if (is_given(member(item, "prepend_scheme")))
+    if (member(item, "prepend_scheme"))
         *when = (When)read_word(l, item, "Metaspace", "prepend_scheme", "always first never");
     return sign;
 }
@@ -433,11 +428,8 @@ static void load_decoder(Loader *l, const cJSON *item) {
     if (type == SEQUENCE) load_sequence(l, item, "decoders", load_decoder);
     if (type <= SEQUENCE) return;
     Step step = {.kind = kinds[type]};
-    const char *text = "";
-    if (type == META) {
-        text = read_metaspace(l, item, &when);
-        step.mode = when != NEVER;
-    }
+    const char *text = type == META ? read_metaspace(l, item, &when) : "";
+    if (type == META) step.mode = when != NEVER;
     if (type == REPLACING || type == STRIPPING) text = read_text(l, item, "content");
     if (type == REPLACING) step.regex = read_pattern(l, item);
     if (type == STRIPPING) {
@@ -451,12 +443,6 @@ static void load_decoder(Loader *l, const cJSON *item) {
 }
 
 // ---- What stands around a text ---------------------------------------------------------------------------------
-
-static void add_around(Loader *l, const char *who, int id, int *ids, int *count) {
-    if (!l->t->tokens[id].content) fail(l->error, "%s: id %d stands for no token", who, id);
-    if (*count == MAX_AROUND) fail(l->error, "%s: more than %d special tokens", who, MAX_AROUND);
-    if (!l->error->failed) ids[(*count)++] = id;
-}
 
 // A template: [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}, ...]
 static void load_template(Loader *l, const cJSON *item) {
@@ -474,8 +460,10 @@ static void load_template(Loader *l, const cJSON *item) {
             fail(l->error, "TemplateProcessing: a part of single is neither text nor known token");
         cJSON_ArrayForEach(one, ids) {
             int id = read_number(l, one, "TemplateProcessing: id of a special token", t->size - 1);
-            add_around(l, "TemplateProcessing", id, texts ? t->after : t->before,
-                       texts ? &t->after_count : &t->before_count);
+            int *count = texts ? &t->after_count : &t->before_count;
+            if (!t->tokens[id].content) fail(l->error, "TemplateProcessing: id %d stands for no token", id);
+            if (*count == MAX_AROUND) fail(l->error, "TemplateProcessing: more than %d special tokens", MAX_AROUND);
+            if (!l->error->failed) (texts ? t->after : t->before)[(*count)++] = id;
         }
     }
     if (texts != 1) fail(l->error, "TemplateProcessing: single holds the text %d times, expected once", texts);
@@ -492,6 +480,7 @@ static void load_post_processor(Loader *l, const cJSON *item) {
 // {"content": "<s>"}, stands before a text.
 static void load_config(Loader *l, const char *path) {
     if (access(path, F_OK) != 0) return;  // there need not be one
+    const char *name = l->error->name;
     l->error->name = path;
     Bytes text = read_file(path, l->error);
     cJSON *config = parse(&text, l->error);
@@ -500,33 +489,32 @@ static void load_config(Loader *l, const char *path) {
         const cJSON *bos = member(config, "bos_token");
         const char *content = cJSON_GetStringValue(cJSON_IsObject(bos) ? member(bos, "content") : bos);
         int id = content ? *token_slot(l->t, content, strlen(content)) : -1;
-        if (!content) fail(l->error, "add_bos_token is true, but bos_token is neither a string nor has a content");
-        if (id < 0) fail(l->error, "bos_token %.60s is not a token of tokenizer.json", content);
-        if (id >= 0) add_around(l, "add_bos_token", id, l->t->before, &l->t->before_count);
+        const char *what = content ? content : "neither a string nor an object with a content";
+        if (id < 0)
+            fail(l->error, "add_bos_token is true, bos_token is %.60s, expected a token of tokenizer.json", what);
+        if (id >= 0) l->t->before[l->t->before_count++] = id;
     }
     cJSON_Delete(config);
+    if (!l->error->failed) l->error->name = name;
 }
 
 // ---- All of it -------------------------------------------------------------------------------------------------
 
+static void load_part(Loader *l, const cJSON *root, const char *name, void (*load)(Loader *, const cJSON *)) {
+    if (member(root, name) && !l->error->failed) load(l, member(root, name));
+}
+
 static void load_parts(Loader *l, cJSON *root) {
-    static const struct {
-        const char *name;
-        void (*load)(Loader *, const cJSON *);
-    } parts[] = {{"normalizer", load_normalizer},
-                 {"pre_tokenizer", load_pre_tokenizer},
-                 {"post_processor", load_post_processor},
-                 {"decoder", load_decoder}};
     const cJSON *added = member(root, "added_tokens"), *token;
     load_model(l, cJSON_GetObjectItemCaseSensitive(root, "model"), added);
     cJSON_ArrayForEach(token, added) if (!l->error->failed) load_added_token(l, token);
     add_step(l, &l->t->encode, (Step){.kind = ADDED, .mode = 0}, "");
-    for (int i = 0; i < 4; i++) {
-        const cJSON *item = member(root, parts[i].name);
-        if (is_given(item) && !l->error->failed) parts[i].load(l, item);
-        if (i == 0) add_step(l, &l->t->encode, (Step){.kind = ADDED, .mode = 1}, "");
-    }
-    if (!is_given(member(root, "decoder"))) add_step(l, &l->t->decode, (Step){.kind = JOIN}, "");
+    load_part(l, root, "normalizer", load_normalizer);
+    add_step(l, &l->t->encode, (Step){.kind = ADDED, .mode = 1}, "");
+    load_part(l, root, "pre_tokenizer", load_pre_tokenizer);
+    load_part(l, root, "post_processor", load_post_processor);
+    load_part(l, root, "decoder", load_decoder);
+    if (!member(root, "decoder")) add_step(l, &l->t->decode, (Step){.kind = JOIN}, "");
 }
 
 Tokenizer *read_tokenizer(const Bytes *json, const char *config, Error *error) {

@@ -10,6 +10,27 @@
 
 enum { MAX_STEPS = 32, MAX_AROUND = 16, MAX_TEXT = 1 << 28 };  // MAX_TEXT: bytes of a text or a file
 
+// An Error is sticky: the first failure is kept, and everything called after it does nothing.
+typedef struct {
+    const char *name;  // of the file, NULL for none
+    char *text;        // (size): one line
+    size_t size;
+    bool failed;
+} Error;
+void fail(Error *error, const char *format, ...);
+
+// Makes room for `need` items of `item` bytes; on failure `data` stays as it is.
+void *reserve(Error *error, void *data, size_t *capacity, size_t need, size_t item);
+
+typedef struct {
+    char *data;  // (length), and a NUL behind them
+    size_t length, capacity;
+} Bytes;
+void append(Error *error, Bytes *bytes, const char *s, size_t n);
+Bytes read_file(const char *path, Error *error);
+
+size_t utf8_valid(const char *s, size_t n);  // offset of the first byte that is not UTF-8, n if all of it is
+
 typedef enum { ADDED, PREPEND, REPLACE, NORMALIZE, STRIP, SPLIT, BYTES, METASPACE, BYTE_FALLBACK, FUSE, JOIN } Kind;
 typedef enum { ISOLATED, REMOVED, CONTIGUOUS, MERGED_WITH_PREVIOUS, MERGED_WITH_NEXT } Behavior;
 typedef enum { UNLESS_THERE, AT_TEXT_START, NEVER, ALWAYS } When;
@@ -71,33 +92,10 @@ struct Tokenizer {
 
 // The tokenizer of a tokenizer.json's text; NULL and an error if it cannot be used. `config`: path of the
 // tokenizer_config.json beside it, which there may be or not, or NULL.
-typedef struct Error Error;
-typedef struct Bytes Bytes;
 Tokenizer *read_tokenizer(const Bytes *json, const char *config, Error *error);
 
 int *token_slot(const Tokenizer *tokenizer, const char *s, size_t n);  // slot of this content, or the free one for it
 int model_token(const Tokenizer *tokenizer, const char *s, size_t n);  // id of a token that merges may make, or -1
 Merge *merge_slot(const Tokenizer *tokenizer, int left, int right);    // the merge of this pair, or the free place
-
-// An Error is sticky: the first failure is kept, and everything called after it does nothing.
-struct Error {
-    const char *name;  // of the file, NULL for none
-    char *text;        // (size): one line
-    size_t size;
-    bool failed;
-};
-void fail(Error *error, const char *format, ...);
-
-// Makes room for `need` items of `item` bytes; on failure `data` stays as it is.
-void *reserve(Error *error, void *data, size_t *capacity, size_t need, size_t item);
-
-struct Bytes {
-    char *data;  // (length), and a NUL behind them
-    size_t length, capacity;
-};
-void append(Error *error, Bytes *bytes, const char *s, size_t n);
-Bytes read_file(const char *path, Error *error);
-
-size_t utf8_valid(const char *s, size_t n);  // offset of the first byte that is not UTF-8, n if all of it is
 
 #endif

@@ -7,7 +7,8 @@
 
 template <class Value>
 struct Range {
-    Value Options::*field;
+    using Field = Value Options::*;
+    Field field;
     double least, most;
 };
 
@@ -39,7 +40,7 @@ inline const std::vector<Flag> &flags() {
         {"-n --predict", "N", timed, Int{&O::count, 0, 1e9}, "tokens to generate at most (default 256; bench: 64)"},
         {"-c --ctx-size", "N", "generate diff eval memory", Int{&O::context, 1, 1 << 30},
          "positions the cache holds (default: prompt + N, at most the model's context; memory: that context)"},
-        {"--chunk", "N", run, Int{&O::chunk, 1, 1 << 20}, "tokens of a prefill pass (default: by the machine)"},
+        {"-ub --ubatch-size", "N", run, Int{&O::chunk, 1, 1 << 20}, "tokens of a prefill pass (default 512)"},
         {"-t --threads", "N", run, Int{&O::threads, 1, 256}, "threads (default: as many as this process may use)"},
         {"--cache", "LAYOUT", caches, &O::layouts, "none (the naive path) or " + layout_names() + several},
         {"--kv", "TYPE", caches, &O::types_k, "type of K and V (default f16): " + precision_names() + several},
@@ -127,7 +128,7 @@ inline double with_unit(const std::string &text) {
     double number = strtod(text.c_str(), &end);
     std::string unit = end + strspn(end, " ");
     if (unit.empty() || unit == "B") return number;
-    size_t power = std::string(".KMGT").find((char)toupper(unit[0]));
+    size_t power = std::string(" KMGT").find((char)toupper(unit[0]));
     std::string rest = unit.substr(1);
     double base = rest == "B" ? 1000 : rest.empty() || rest == "iB" ? 1024 : NAN;
     return power > 4 || end == text.c_str() ? NAN : number * std::pow(base, power);
@@ -330,12 +331,12 @@ inline Options parse_options(const std::vector<std::string> &words) {
 
 // `text` behind `line`, in lines of at most 100 columns that begin at `column`.
 inline void print_wrapped(std::string line, const std::string &text, size_t column) {
-    line.resize(std::max(column, line.size() + 1), ' ');
+    line.resize(std::max(column, line.size() + 1) - 1, ' ');
     for (const std::string &word : split(text)) {
-        if (line.size() + word.size() > 100) line = (puts(line.c_str()), std::string(column, ' '));
-        line += word + " ";
+        if (line.size() + word.size() >= 100) line = (puts(line.c_str()), std::string(column - 1, ' '));
+        line += " " + word;
     }
-    puts(line.substr(0, line.size() - 1).c_str());
+    puts(line.c_str());
 }
 
 inline void print_version() {

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "../base/formats.h"
 
@@ -29,6 +30,24 @@
 #endif
 #include <hwy/highway.h>
 #pragma GCC diagnostic pop
+
+// Calls body(0), body(1), ... body(n - 1), each with a constant: what it does to arrays of registers stays in
+// registers.
+template <class Body, int... i>
+inline void each_of([[maybe_unused]] Body body, std::integer_sequence<int, i...>) {
+    (body(std::integral_constant<int, i>()), ...);
+}
+template <int n, class Body>
+inline void unrolled(Body body) {
+    each_of(body, std::make_integer_sequence<int, n>());
+}
+
+// Calls use(size, first) for batches of `most` of `count`, and once for what is left; size is a constant.
+template <int most, class Use>
+inline void in_batches(int count, Use use, int first = 0) {
+    for (; count - first >= most; first += most) use(std::integral_constant<int, most>(), first);
+    if constexpr (most > 1) in_batches<most - 1>(count, use, first);
+}
 
 namespace hn = hwy::HWY_NAMESPACE;
 using Lanes = hn::ScalableTag<float>;
@@ -67,6 +86,23 @@ inline Vec load(const fp8 *p) {
     auto wide = hn::ShiftLeft<7>(hn::PromoteTo(halves, hn::LoadU(As<int8_t>(), (const int8_t *)p)));
     wide = hn::And(wide, hn::Set(halves, (int16_t)0xbf80));
     return hn::PromoteTo(Lanes(), hn::BitCast(As<hwy::float16_t>(), wide));
+}
+
+// Of 2 * lanes numbers those at even and those at odd places.
+inline void load_pairs(const f16 *p, Vec &even, Vec &odd) {
+    As<uint32_t> d;
+    auto both = hn::LoadU(d, (const uint32_t *)p);
+    auto widen = [](auto numbers) {
+        auto halves = hn::TruncateTo(As<uint16_t>(), numbers);
+#if defined(__F16C__) || defined(__aarch64__)
+        return hn::PromoteTo(Lanes(), hn::BitCast(As<hwy::float16_t>(), halves));
+#else
+        f16 stored[lanes];
+        hn::StoreU(halves, As<uint16_t>(), &stored[0].bits);
+        return load(stored);
+#endif
+    };
+    even = widen(both), odd = widen(hn::ShiftRight<16>(both));
 }
 
 inline void store(float *p, Vec a) { hn::StoreU(a, Lanes(), p); }
@@ -267,37 +303,12 @@ inline Ints add_products(Ints sums, const int8_t (*weights)[4], const Int8x4 &x)
 
 // ---- Rows of numbers -------------------------------------------------------------------------------------------
 
-// sum of a[i] * b[i], i < n
-template <class A, class B>
-inline float dot(const A *a, const B *b, int n) {
-    Vec total = set(0);
-    int i = 0;
-    for (; i + lanes <= n; i += lanes) total = fma(load(a + i), load(b + i), total);
-    float rest = i < n ? sum(mul(load_part(a + i, n - i), load_part(b + i, n - i))) : 0;
-    return sum(total) + rest;
-}
-
-// y[i] += factor * x[i], i < n
-template <class Number>
-inline void axpy(float *y, float factor, const Number *x, int n) {
-    int i = 0;
-    for (; i + lanes <= n; i += lanes) store(y + i, fma(set(factor), load(x + i), load(y + i)));
-    if (i < n) store_part(y + i, fma(set(factor), load_part(x + i, n - i), load_part(y + i, n - i)), n - i);
-}
-
 // out[i] = a[i] * b[i], i < n; `out` may be `a`
 template <class Number>
 inline void multiply(float *out, const float *a, const Number *b, int n) {
     int i = 0;
     for (; i + lanes <= n; i += lanes) store(out + i, mul(load(a + i), load(b + i)));
     if (i < n) store_part(out + i, mul(load_part(a + i, n - i), load_part(b + i, n - i)), n - i);
-}
-
-// x[i] *= factor, i < n
-inline void multiply(float *x, float factor, int n) {
-    int i = 0;
-    for (; i + lanes <= n; i += lanes) store(x + i, mul(load(x + i), set(factor)));
-    if (i < n) store_part(x + i, mul(load_part(x + i, n - i), set(factor)), n - i);
 }
 
 // ---- Prefetch ----------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@
 #include <utility>
 #include <vector>
 
-#include "../numbers.h"
+#include "../base/formats.h"
 
 #ifdef __has_feature  // clang++
 #if __has_feature(address_sanitizer)
@@ -50,9 +50,6 @@
 #define __device__
 #define __host__
 #define __launch_bounds__(...)
-#define __forceinline__ inline __attribute__((always_inline))
-#define __align__(bytes) __attribute__((aligned(bytes)))
-#define __expf expf  // glibc declares another __expf
 
 namespace cuda_on_cpu {
 
@@ -67,18 +64,9 @@ struct alignas(4 * sizeof(T)) Four {
 
 inline namespace words {  // CUDA's own, which everybody sees
 
-using int2 = Two<int>;
 using uint2 = Two<unsigned>;
 using float2 = Two<float>;
-using int4 = Four<int>;
 using uint4 = Four<unsigned>;
-using float4 = Four<float>;
-inline int2 make_int2(int x, int y) { return {x, y}; }
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 struct uint3 {
     unsigned x, y, z;
@@ -90,24 +78,8 @@ struct dim3 {
 inline uint3 threadIdx, blockIdx;  // of the thread that runs
 inline dim3 blockDim, gridDim;
 
-#define MIN_AND_MAX(Number)                                         \
-    inline Number min(Number a, Number b) { return b < a ? b : a; } \
-    inline Number max(Number a, Number b) { return a < b ? b : a; }
-MIN_AND_MAX(int)
-MIN_AND_MAX(unsigned)
-MIN_AND_MAX(long)
-MIN_AND_MAX(unsigned long)
-MIN_AND_MAX(long long)
-MIN_AND_MAX(unsigned long long)
-#undef MIN_AND_MAX
-inline float min(float a, float b) { return fminf(a, b); }  // the number, if the other one is NaN
-inline float max(float a, float b) { return fmaxf(a, b); }
-
-inline float __fdividef(float a, float b) { return a / b; }
-inline float rsqrtf(float x) { return 1 / sqrtf(x); }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+inline int min(int a, int b) { return b < a ? b : a; }
+inline int max(int a, int b) { return a < b ? b : a; }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31));
 }
@@ -118,13 +90,6 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     for (int i = 0; i < 4; i++) result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
 }
-template <class T>
-T __ldg(const T *from) {
-    return *from;
-}
-inline void __threadfence() {}
-inline void __threadfence_block() {}
-
 }  // namespace words
 
 // ---- Threads -----------------------------------------------------------------------------------------------
@@ -442,18 +407,6 @@ inline unsigned vote(const Site &site, unsigned mask, bool predicate) {
     return (unsigned)me.got;
 }
 
-// In how many threads of the block the predicate holds.
-inline int count_block(const Site &site, bool predicate) {
-    Thread &me = *running;
-    me.value = predicate;
-    meet_block(site, [] {
-        uint64_t count = 0;
-        for (int i = 0; i < block.threads; i++) count += threads[i]->value;
-        for (int i = 0; i < block.threads; i++) threads[i]->got = count;
-    });
-    return (int)me.got;
-}
-
 #define FROM_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 // The values of the warp's 32 lanes, there until the thread's next exchange but one.
@@ -472,41 +425,16 @@ inline void __syncthreads(FROM_HERE) {
     const Site site = {"__syncthreads", file, line};
     if (!is_planted(site)) meet_block(site, [] {});
 }
-inline int __syncthreads_count(int predicate, FROM_HERE) {
-    return count_block({"__syncthreads_count", file, line}, predicate);
-}
-inline int __syncthreads_or(int predicate, FROM_HERE) {
-    return count_block({"__syncthreads_or", file, line}, predicate) > 0;
-}
-inline int __syncthreads_and(int predicate, FROM_HERE) {
-    return count_block({"__syncthreads_and", file, line}, predicate) == block.threads;
-}
 inline void __syncwarp(unsigned mask = 0xffffffff, FROM_HERE) {
     const Site site = {"__syncwarp", file, line};
     if (!is_planted(site)) meet_warp(site, mask, [&] { warp().barriers += mask == 0xffffffff; });
 }
-inline unsigned __ballot_sync(unsigned mask, int predicate, FROM_HERE) {
-    return vote({"__ballot_sync", file, line}, mask, predicate);
-}
 inline int __any_sync(unsigned mask, int predicate, FROM_HERE) {
     return vote({"__any_sync", file, line}, mask, predicate) != 0;
-}
-inline int __all_sync(unsigned mask, int predicate, FROM_HERE) {
-    return vote({"__all_sync", file, line}, mask, predicate) == mask;
 }
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32, FROM_HERE) {
     return shuffle({"__shfl_sync", file, line}, mask, value, segment(width) + (source & (width - 1)));
-}
-template <class T>
-T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, FROM_HERE) {
-    int lane = lane_number(), source = lane - (int)(delta & 31);
-    return shuffle({"__shfl_up_sync", file, line}, mask, value, source >= segment(width) ? source : lane);
-}
-template <class T>
-T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, FROM_HERE) {
-    int lane = lane_number(), source = lane + (int)(delta & 31);
-    return shuffle({"__shfl_down_sync", file, line}, mask, value, source < segment(width) + width ? source : lane);
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, FROM_HERE) {
@@ -522,14 +450,14 @@ constexpr int most_shared_bytes = 227 << 10;  // of a block
 
 // Who used a byte, after how many barriers of the block and of the warp.
 struct Touch {
-    uint64_t barrier : 32, warp_barrier : 18, thread : 10, several : 2, atomic : 1, copying : 1;
+    uint64_t barrier : 32, warp_barrier : 18, thread : 10, several : 3, copying : 1;
     enum { one, lanes, warps };  // `several`: threads that did since the last barrier
 };
 
 alignas(16) inline char shared_bytes[most_shared_bytes];
 inline Touch last_writes[most_shared_bytes], last_reads[most_shared_bytes];  // (byte)
 
-enum class Use { read, write, change, copy };
+enum class Use { read, write, copy };
 
 #define UNCHECKED __attribute__((no_sanitize("address", "undefined")))  // what runs for every byte
 
@@ -558,7 +486,7 @@ UNCHECKED inline Touch both(const Touch &was, Touch now) {
 
 [[noreturn]] __attribute__((noinline)) inline void broken_use(Use use, const Spot &spot, const Touch &was,
                                                               const char *did) {
-    const char *does[] = {"reads", "writes", "changes", "starts a copy to"};
+    const char *does[] = {"reads", "writes", "starts a copy to"};
     std::string piece = "the shared memory from byte " + std::to_string(spot.piece) + " on";
     for (const Static &known : block.statics)
         if (known.begin == spot.piece) piece = text_of(known.site);
@@ -572,29 +500,21 @@ UNCHECKED inline Touch both(const Touch &was, Touch now) {
 // Checks and notes that the running thread uses `count` bytes.
 UNCHECKED inline void use_shared(Use use, const Spot &spot, int count) {
     uint64_t thread = (uint64_t)running->number, warp_barrier = block.warps[thread / 32].barriers;
-    const Touch now = {barriers, warp_barrier, thread, Touch::one, use == Use::change, use == Use::copy};
+    const Touch now = {barriers, warp_barrier, thread, Touch::one, use == Use::copy};
     for (int i = spot.at, end = i + count; i < end;) {
         const Touch write = last_writes[i], read = last_reads[i];
-        bool written = write.barrier >= block.first_barrier, unordered = !ordered(write, now);
-        if (written ? write.copying : use == Use::read || use == Use::change) broken_use(use, spot, write, "");
-        if (unordered && !(now.atomic && write.atomic)) broken_use(use, spot, write, "wrote");
+        bool written = write.barrier >= block.first_barrier;
+        if (written ? write.copying : use == Use::read) broken_use(use, spot, write, "");
+        if (!ordered(write, now)) broken_use(use, spot, write, "wrote");
         if (use != Use::read && !ordered(read, now)) broken_use(use, spot, read, "read");
-        // A thread's own write stays noted when it goes on with atomics: those of others would race with it.
-        bool own = write.barrier == now.barrier && write.thread == now.thread && !write.atomic;
         Touch new_read = use == Use::read ? both(read, now) : read;
-        Touch new_write = use == Use::read || (now.atomic && own) ? write : now.atomic ? both(write, now) : now;
+        Touch new_write = use == Use::read ? write : now;
         do {  // all bytes that were used alike
             last_reads[i] = new_read;
             last_writes[i] = new_write;
         } while (++i < end && last_writes[i] == write && last_reads[i] == read);
     }
 }
-
-// What &s[i] is: for atomics.
-template <class T>
-struct Address {
-    Spot spot;
-};
 
 // What s[i] is: a number to be read or assigned at once. `auto x = s[i]` would read it later, and does not compile.
 template <class T>
@@ -615,8 +535,6 @@ struct Element {
     T operator+=(T value) && { return std::move(*this) = (T)std::move(*this) + value; }
     T operator-=(T value) && { return std::move(*this) = (T)std::move(*this) - value; }
     T operator*=(T value) && { return std::move(*this) = (T)std::move(*this) * value; }
-    T operator|=(T value) && { return std::move(*this) = (T)std::move(*this) | value; }
-    Address<T> operator&() && { return {spot}; }
 };
 
 template <class T>
@@ -692,7 +610,7 @@ Shared<T> static_shared(int count, FROM_HERE) {
     return {begin, begin + (int)bytes, begin};
 }
 
-// ---- Loads, copies, atomics --------------------------------------------------------------------------------
+// ---- Loads, copies -----------------------------------------------------------------------------------------
 
 inline void note_wait() {
     running->waited = true;
@@ -733,41 +651,7 @@ inline void wait_copies(int most, FROM_HERE) {
     copies.erase(copies.begin(), next);
 }
 
-// change(old) replaces what is there; the result is what was.
-template <class T, class Change>
-T atomic(T *at, Change change) {
-    T old = *at;
-    *at = change(old);
-    return old;
-}
-template <class T, class Change>
-T atomic(Address<T> at, Change change) {
-    use_shared(Use::change, at.spot, sizeof(T));
-    return atomic((T *)(shared_bytes + at.spot.at), change);
-}
-
 #undef FROM_HERE
-
-inline namespace words {
-
-template <class Place, class T>
-auto atomicAdd(Place at, T value) {
-    return atomic(at, [&](auto old) { return (decltype(old))(old + (decltype(old))value); });
-}
-template <class Place, class T>
-auto atomicMax(Place at, T value) {
-    return atomic(at, [&](auto old) { return max(old, (decltype(old))value); });
-}
-template <class Place, class T>
-auto atomicExch(Place at, T value) {
-    return atomic(at, [&](auto old) { return (decltype(old))value; });
-}
-template <class Place, class T, class U>
-auto atomicCAS(Place at, T expected, U value) {
-    return atomic(at, [&](auto old) { return old == (decltype(old))expected ? (decltype(old))value : old; });
-}
-
-}  // namespace words
 
 // ---- Blocks ------------------------------------------------------------------------------------------------
 

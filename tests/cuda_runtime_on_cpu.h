@@ -158,8 +158,6 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *to, int device) {
     *to = properties;
     return cudaSuccess;
 }
-inline cudaError_t cudaDriverGetVersion(int *version) { return *version = 13000, cudaSuccess; }
-inline cudaError_t cudaRuntimeGetVersion(int *version) { return *version = 13000, cudaSuccess; }
 inline cudaError_t cudaMemGetInfo(size_t *available, size_t *all) {
     *available = free_bytes();
     *all = properties.totalGlobalMem;
@@ -169,12 +167,7 @@ template <class T>
 cudaError_t cudaMalloc(T **data, size_t bytes) {
     return take_memory((void **)data, bytes, true);
 }
-template <class T>
-cudaError_t cudaMallocHost(T **data, size_t bytes) {
-    return take_memory((void **)data, bytes, false);
-}
 inline cudaError_t cudaFree(void *data) { return give_memory(data, true); }
-inline cudaError_t cudaFreeHost(void *data) { return give_memory(data, false); }
 
 }  // namespace words
 
@@ -274,10 +267,6 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return wait_for(
 inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
                                    cudaStream_t stream = nullptr) {
     return submit(stream, [=](Stream &at) { return copy_now(at, (char *)to, (const char *)from, bytes, kind); });
-}
-inline cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
-    cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind);
-    return error == cudaSuccess ? wait_for(default_stream) : error;
 }
 inline cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream = nullptr) {
     return submit(stream, [=](Stream &) {
@@ -413,10 +402,6 @@ cudaError_t cudaFuncSetAttribute(Kernel *kernel, cudaFuncAttribute, int bytes) {
     asked_shared_bytes[(void *)kernel] = (size_t)bytes;
     return cudaSuccess;
 }
-template <class Kernel>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel *, int, size_t) {
-    return *blocks = 2, cudaSuccess;
-}
 inline cudaError_t cudaFuncGetName(const char **name, const void *) { return *name = "the kernel", cudaSuccess; }
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Parameters...),
@@ -474,8 +459,10 @@ inline void multiply(const Matrix &a, const Matrix &b_turned, float *c, int m, i
     Floats rows = a.rows(m, k), columns = b_turned.rows(n, k);
     for (int i = 0; i < m; i++)
         for (int j = 0; j < n; j++) {
-            float &to = c[i + (size_t)j * stride], product = dot(&rows[(size_t)i * k], &columns[(size_t)j * k], k);
-            to = alpha * product + (beta != 0 ? beta * to : 0);
+            double product = 0;
+            for (int at = 0; at < k; at++) product += (double)rows[(size_t)i * k + at] * columns[(size_t)j * k + at];
+            float &to = c[i + (size_t)j * stride];
+            to = (float)(alpha * product) + (beta != 0 ? beta * to : 0);
         }
 }
 
@@ -498,21 +485,28 @@ inline cublasStatus_t cublasSetStream(cublasHandle_t handle, cudaStream_t stream
     return handle->stream = stream, CUBLAS_STATUS_SUCCESS;
 }
 
-// C (m, n) = alpha op(A) op(B) + beta C with op(A) (m, k) and op(B) (k, n); lda, ldb and ldc are the strides.
-inline cublasStatus_t cublasGemmEx_64(cublasHandle_t handle, cublasOperation_t turn_a, cublasOperation_t turn_b,
-                                      int64_t m, int64_t n, int64_t k, const void *alpha, const void *a,
-                                      cudaDataType type_a, int64_t lda, const void *b, cudaDataType type_b, int64_t ldb,
-                                      const void *beta, void *c, cudaDataType type_c, int64_t ldc, cublasComputeType_t,
-                                      cublasGemmAlgo_t) {
+// C (m, n) = alpha op(A) op(B) + beta C with op(A) (m, k) and op(B) (k, n); lda, ldb and ldc are the strides. `batch`
+// of them, whose matrices begin step_a, step_b and step_c numbers apart.
+inline cublasStatus_t cublasGemmStridedBatchedEx_64(cublasHandle_t handle, cublasOperation_t turn_a,
+                                                    cublasOperation_t turn_b, int64_t m, int64_t n, int64_t k,
+                                                    const void *alpha, const void *a, cudaDataType type_a, int64_t lda,
+                                                    int64_t step_a, const void *b, cudaDataType type_b, int64_t ldb,
+                                                    int64_t step_b, const void *beta, void *c, cudaDataType type_c,
+                                                    int64_t ldc, int64_t step_c, int64_t batch, cublasComputeType_t,
+                                                    cublasGemmAlgo_t) {
     if (!handle) return CUBLAS_STATUS_NOT_INITIALIZED;
     if (type_a != type_b || type_c != CUDA_R_32F) return CUBLAS_STATUS_NOT_SUPPORTED;
     if (m < 0 || n < 0 || k < 0 || lda < std::max<int64_t>(1, turn_a == CUBLAS_OP_N ? m : k) ||
         ldb < std::max<int64_t>(1, turn_b == CUBLAS_OP_N ? k : n) || ldc < std::max<int64_t>(1, m))
         return CUBLAS_STATUS_INVALID_VALUE;
-    Matrix left = {a, type_a, turn_a == CUBLAS_OP_T, lda}, right = {b, type_b, turn_b == CUBLAS_OP_N, ldb};
+    size_t size = type_a == CUDA_R_32F ? 4 : 2;
     float by = *(const float *)alpha, keep = *(const float *)beta;
     auto run = [=] {
-        multiply(left, right, (float *)c, m, n, k, ldc, by, keep);
+        for (int64_t i = 0; i < batch; i++) {
+            Matrix left = {(const char *)a + i * step_a * size, type_a, turn_a == CUBLAS_OP_T, lda};
+            Matrix right = {(const char *)b + i * step_b * size, type_b, turn_b == CUBLAS_OP_N, ldb};
+            multiply(left, right, (float *)c + i * step_c, m, n, k, ldc, by, keep);
+        }
         return cudaSuccess;
     };
     cudaError_t error = submit(handle->stream, [=](Stream &) {
@@ -520,6 +514,14 @@ inline cublasStatus_t cublasGemmEx_64(cublasHandle_t handle, cublasOperation_t t
         return note_written(run);
     });
     return error == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
+}
+inline cublasStatus_t cublasGemmEx_64(cublasHandle_t handle, cublasOperation_t turn_a, cublasOperation_t turn_b,
+                                      int64_t m, int64_t n, int64_t k, const void *alpha, const void *a,
+                                      cudaDataType type_a, int64_t lda, const void *b, cudaDataType type_b, int64_t ldb,
+                                      const void *beta, void *c, cudaDataType type_c, int64_t ldc,
+                                      cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
+    return cublasGemmStridedBatchedEx_64(handle, turn_a, turn_b, m, n, k, alpha, a, type_a, lda, 0, b, type_b, ldb, 0,
+                                         beta, c, type_c, ldc, 0, 1, compute, algorithm);
 }
 
 }  // namespace words

@@ -68,6 +68,7 @@ static std::string small_checkpoint(const Family &family) {
         "\",\"hidden_size\":4,\"intermediate_size\":1,\"num_hidden_layers\":1,\"num_attention_heads\":2,"
         "\"num_key_value_heads\":1,\"head_dim\":2,\"vocab_size\":3,\"tie_word_embeddings\":true,"
         "\"max_position_embeddings\":64,\"rms_norm_eps\":1e-5,\"torch_dtype\":\"float32\","
+        "\"residual_multiplier\":1,\"no_rope_layers\":[1],\"kv_lora_rank\":0,\"qk_rope_head_dim\":2,"
         "\"use_sliding_window\":true,\"sliding_window\":3,\"max_window_layers\":0,\"hidden_act\":\"silu\","
         "\"layer_types\":[\"sliding_attention\"],\"rope_theta\":1e4,\"eos_token_id\":[1,2],"
         "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":1,"
@@ -152,11 +153,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         from = end == std::string::npos ? input.size() : end + 1;
     }
     if (!parts[2].empty() && parts[2][0] == '{') parts[2] = whole_file(parts[2]);
-    try {
-        load(parts[0], parts[1], parts[2]);
-    } catch (const Error &error) {
-        std::string line = error.what();
-        if (line.empty() || line.size() > 1000 || line.find('\n') != std::string::npos) abort();
-    }
+    auto check = [](auto action) {
+        try {
+            action();
+        } catch (const Error &error) {
+            std::string line = error.what();
+            if (line.empty() || line.size() > 1000 || line.find('\n') != std::string::npos) abort();
+        }
+    };
+    check([&] { load(parts[0], parts[1], parts[2]); });
+    check([&] { read_cache_sizes("config.json", parts[0]); });
     return 0;
 }

@@ -105,9 +105,9 @@ inline Words operator+(Words a, const Words &b) {
     return a;
 }
 
-// Exit 2, nothing on standard output, and on standard error one line that holds all of `parts`.
-inline void check_refused(const Outcome &result, const Words &parts) {
-    CHECK_MESSAGE(result.status == 2, result);
+// Nothing on standard output, and on standard error one line that holds all of `parts`. Status 2: the input is wrong.
+inline void check_refused(const Outcome &result, const Words &parts, int status = 2) {
+    CHECK_MESSAGE(result.status == status, result);
     CHECK_MESSAGE(result.out.empty(), result);
     bool one_line = std::count(result.err.begin(), result.err.end(), '\n') == 1 && result.err.back() == '\n';
     CHECK_MESSAGE((one_line && result.err.rfind("llm: ", 0) == 0), result);

@@ -1,5 +1,5 @@
-// attention.cu: both rungs against the equation in double precision, over every cache there is, and the promise that a
-// query's result has the same bits whoever computes it, in whatever layout, chunks and company.
+// plain::attention and fast::attention against the equation in double precision, over every cache there is, and the
+// promise that a query's result has the same bits whoever computes it, in whatever layout, chunks and company.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #define POISON_FREED_PAGES
 #include "../attention.cu"
@@ -8,9 +8,12 @@
 #include <malloc.h>
 #include <sys/wait.h>
 
+#include <array>
+#include <ctime>
 #include <fstream>
 #include <functional>
 
+#include "../fast/fast.h"
 #include "reference.h"
 
 using reference::Expected;
@@ -28,6 +31,15 @@ std::vector<float> frequencies_of(int width) {
     return frequencies;
 }
 
+// ATTENTION_SEED repeats a run.
+Random seeded() {
+    static const uint64_t seed =
+        getenv("ATTENTION_SEED") ? strtoull(getenv("ATTENTION_SEED"), nullptr, 10) : (uint64_t)time(nullptr);
+    static bool printed = printf("ATTENTION_SEED=%llu\n", (unsigned long long)seed) > 0;
+    (void)printed;
+    return {seed};
+}
+
 // What each position of a sequence brings: a rotated key (kv_heads, D), a value (kv_heads, value_width), and queries
 // (query_heads, D).
 struct Story {
@@ -41,11 +53,11 @@ struct Story {
     }
 };
 
-// The rows of one pass, as the model's layer would hand them over.
-struct Pass {
-    std::vector<int> sequences, positions;
+// The tokens of one pass, as the model's layer would hand them over.
+struct Batch {
+    std::vector<Span> spans;  // each of 1
     std::vector<float> keys, values, queries;
-    int count() const { return (int)positions.size(); }
+    int count() const { return (int)spans.size(); }
 };
 
 struct Growth {
@@ -54,7 +66,7 @@ struct Growth {
 
 enum class Route { by_split, by_tile, engines_choice };
 
-// How attend() is called. The threads that the plan is told decide whether splits are shared.
+// How attention is called. The threads that the plan is told decide whether splits are shared.
 struct How {
     int layer_window = 0;
     Route route = Route::engines_choice;
@@ -64,102 +76,115 @@ struct How {
 // One layer's attention, the second of two, of sequences that go through their stories. What was never stored is NaN.
 struct Scene {
     Heads heads;
+    std::shared_ptr<Cpu> cpu = std::make_shared<Cpu>(1);
     Cache cache;
     std::vector<float> frequencies;
     std::vector<Story> stories;            // (sequence)
     std::vector<std::vector<float>> outs;  // (sequence): (positions, query_heads, value_width), what step() computed
-    bool many = false;                     // passes are those of prompts
 
     Scene(const Heads &heads, int value_width, int sequences, int capacity, const Layout &layout = Contiguous{},
           Precision type_k = F32{}, Precision type_v = F32{}, CacheShape shape = {})
         : heads(heads), frequencies(frequencies_of(heads.width)), stories(sequences), outs(sequences) {
         shape.layers = 2, shape.kv_heads = heads.kv, shape.key_width = heads.width, shape.value_width = value_width;
         shape.sequences = sequences, shape.capacity = capacity;
-        cache = open_cache(shape, layout, type_k, type_v);
-        for (const CacheRows *side : {&cache.keys, &cache.values, &cache.recent_keys, &cache.recent_values,
-                                      &cache.sink_keys, &cache.sink_values})
+        cache = open_cache(*cpu, shape, layout, type_k, type_v);
+        const CacheView &view = cache.view;
+        for (const CacheRows *side :
+             {&view.keys, &view.values, &view.residual_keys, &view.residual_values, &view.sink_keys, &view.sink_values})
             if (side->data) memset(side->data, 0xff, side->bytes(shape.layers));
     }
 
+    int value_width() const { return cache.view.values.width; }
     void tell(Random &random, int sequence, int positions) {
-        stories[sequence] = Story(random, heads, cache.values.width, positions);
+        stories[sequence] = Story(random, heads, value_width(), positions);
+    }
+
+    // `count` positions of a sequence's story from `first` on.
+    void add(Batch &batch, int sequence, int first, int count) const {
+        const Story &story = stories[sequence];
+        for (int t = first; t < first + count; t++) {
+            batch.spans.push_back({batch.count(), 1, sequence, t, first, first + count});
+            auto take = [&](std::vector<float> &to, const std::vector<float> &from, int numbers) {
+                to.insert(to.end(), from.begin() + (size_t)t * numbers, from.begin() + (size_t)(t + 1) * numbers);
+            };
+            take(batch.keys, story.keys, heads.kv * heads.width);
+            take(batch.values, story.values, heads.kv * value_width());
+            take(batch.queries, story.queries, heads.query * heads.width);
+        }
+    }
+
+    Attention task_of(Batch &batch, float *out, const CacheView &view, int layer_window) const {
+        PassVectors keys = {batch.keys.data(), heads.kv, heads.width},
+                    values = {batch.values.data(), heads.kv, value_width()};
+        return {out, batch.queries.data(), keys, values, view, 1, visible_of(view.layout, layer_window), heads};
+    }
+    Pass pass_of(const Batch &batch) const {
+        return {batch.count(), nullptr, batch.spans.data(), nullptr, frequencies.data()};
     }
 
     // Makes room for a pass and stores its keys and values.
-    Pass begin(const std::vector<Growth> &growths) {
-        Pass pass;
-        for (const Growth &growth : growths) {
-            int first = grow(cache, growth.sequence, growth.count);
-            const Story &story = stories[growth.sequence];
-            for (int t = first; t < first + growth.count; t++) {
-                pass.sequences.push_back(growth.sequence), pass.positions.push_back(t);
-                auto take = [&](std::vector<float> &to, const std::vector<float> &from, int count) {
-                    to.insert(to.end(), from.begin() + (size_t)t * count, from.begin() + (size_t)(t + 1) * count);
-                };
-                take(pass.keys, story.keys, heads.kv * heads.width);
-                take(pass.values, story.values, heads.kv * cache.values.width);
-                take(pass.queries, story.queries, heads.query * heads.width);
-            }
+    Batch begin(const std::vector<Growth> &growths) {
+        Batch batch;
+        for (const Growth &growth : growths)
+            add(batch, growth.sequence, grow(cache, growth.sequence, growth.count), growth.count);
+        store(batch);
+        return batch;
+    }
+    void store(Batch &batch) {
+        std::vector<float> cos_sin((size_t)batch.count() * heads.width);
+        Pass pass = pass_of(batch);
+        pass.cos_sin = cos_sin.data();
+        Attention task = task_of(batch, nullptr, cache.view, 0);
+        cpu->run([&] {
+            plain::rope_angles(*cpu, pass, heads.width);
+            plain::store_rows(*cpu, task, pass);
+        });
+    }
+
+    // (tokens, query_heads, value_width)
+    std::vector<float> attended(Batch &batch, How how = {}) const { return attended(batch, how, cache.view); }
+    std::vector<float> attended(Batch &batch, How how, const CacheView &view) const {
+        std::vector<float> out((size_t)batch.count() * heads.query * value_width(), NAN);
+        Attention task = task_of(batch, out.data(), view, how.layer_window);
+        Pass pass = pass_of(batch);
+        cpu->threads = how.threads;
+        auto plan = std::make_shared<fast::AttentionPlan>();
+        if (how.route != Route::engines_choice) {
+            plan->make(task, pass, how.route == Route::by_split ? 1 << 20 : 0);
+            REQUIRE(plan->share_splits == (how.route == Route::by_split));
+            cpu->plan = plan;
         }
-        store(pass);
-        return pass;
+        cpu->run([&] { fast::attention(*cpu, task, pass); });
+        cpu->threads = 1;
+        return out;
     }
-
-    void store(Pass &pass) {
-        AttentionPlan plan = plan_of(pass, 1);
-        std::vector<float> turn(pass.keys.size() / heads.kv);
-        rope_angles(turn.data(), frequencies, pass.positions.data(), pass.count());
-        for (const Span &span : plan.stored) {
-            for (int head = 0; head < heads.kv; head++) {
-                store_span(cache, 1, span, head, pass.keys.data(), pass.values.data());
-                for (int t = span.position; t < std::min(span.position + span.count, plan.widest.sinks); t++) {
-                    size_t row = (size_t)(span.row + t - span.position), at = row * heads.kv + head;
-                    store_sink(cache, 1, span.sequence, t, head, &pass.keys[at * heads.width], &turn[row * heads.width],
-                               &pass.values[at * cache.values.width]);
-                }
-            }
-        }
-    }
-
-    AttentionPlan plan_of(const Pass &pass, int threads) const {
-        return plan_attention(pass.sequences.data(), pass.positions.data(), pass.count(), heads, cache, frequencies,
-                              threads, many);
-    }
-
-    // (rows, query_heads, value_width)
-    std::vector<float> attended(Pass &pass, How how = {}) const {
-        int planned = how.route == Route::by_split ? 1 << 20 : how.route == Route::by_tile ? 0 : how.threads;
-        AttentionPlan plan = plan_of(pass, planned);
-        if (how.route != Route::engines_choice) REQUIRE(plan.share_splits == (how.route == Route::by_split));
-        std::vector<float> out((size_t)pass.count() * heads.query * cache.values.width, NAN);
-        AttentionTask task = {out.data(),
-                              pass.queries.data(),
-                              {pass.keys.data(), heads.kv, heads.width},
-                              {pass.values.data(), heads.kv, cache.values.width},
-                              cache,
-                              1,
-                              visible_of(cache.layout, how.layer_window),
-                              many};
-#pragma omp parallel num_threads(how.threads)
-        attend(task, plan);
+    // The same by plain::attention, of the tokens from `first` on.
+    std::vector<float> attended_plainly(Batch &batch, int first, How how, const CacheView &view) const {
+        size_t rows = (size_t)(batch.count() - first);
+        std::vector<float> out(rows * heads.query * value_width(), NAN);
+        Attention task = task_of(batch, out.data(), view, how.layer_window);
+        Pass pass = pass_of(batch);
+        pass.count = (int)rows, pass.spans += first, task.query += (size_t)first * heads.query * heads.width;
+        cpu->threads = how.threads;
+        cpu->run([&] { plain::attention(*cpu, task, pass); });
+        cpu->threads = 1;
         return out;
     }
 
-    void end(Pass &pass) {
-        AttentionPlan plan = plan_of(pass, 1);
-        for (const Span &span : plan.stored)
-            for (int head = 0; head < heads.kv; head++)
-                keep_recent(cache, 1, span, head, pass.keys.data(), pass.values.data());
+    void end(Batch &batch) {
+        Attention task = task_of(batch, nullptr, cache.view, 0);
+        Pass pass = pass_of(batch);
+        cpu->run([&] { plain::keep_residual(*cpu, task, pass); });
     }
 
     void step(const std::vector<Growth> &growths, How how = {}) {
-        Pass pass = begin(growths);
-        std::vector<float> out = attended(pass, how);
-        end(pass);
-        size_t width = out.size() / pass.positions.size();
-        for (size_t row = 0; row < pass.positions.size(); row++) {
-            std::vector<float> &to = outs[pass.sequences[row]];
-            to.insert(to.end(), out.begin() + row * width, out.begin() + (row + 1) * width);
+        Batch batch = begin(growths);
+        std::vector<float> out = attended(batch, how);
+        end(batch);
+        size_t width = out.size() / batch.spans.size();
+        for (const Span &span : batch.spans) {
+            std::vector<float> &to = outs[span.sequence];
+            to.insert(to.end(), out.begin() + span.row * width, out.begin() + (span.row + 1) * width);
         }
     }
 
@@ -168,14 +193,15 @@ struct Scene {
     // Grows one sequence to `length`, in the longest passes there may be; without asking any query.
     void fill(int sequence, int length) {
         for (int rest; (rest = length - cache.lengths[sequence]) > 0;) {
-            Pass pass = begin({{sequence, std::min(rest, most_a_pass())}});
-            end(pass);
+            Batch batch = begin({{sequence, std::min(rest, most_a_pass())}});
+            end(batch);
         }
     }
 
-    void run(int sequence, int length, How how = {}) {
+    // With queries, in passes of at most `most`.
+    void run(int sequence, int length, How how = {}, int most = 512) {
         for (int rest; (rest = length - cache.lengths[sequence]) > 0;)
-            step({{sequence, std::min(rest, most_a_pass())}}, how);
+            step({{sequence, std::min({rest, most, most_a_pass()})}}, how);
     }
 };
 
@@ -188,8 +214,8 @@ struct Truth {
     Truth(const Scene &scene, int sequence)
         : scene(scene),
           story(scene.stories[sequence]),
-          keys{name_of(scene.cache.type_k), true, (size_t)scene.heads.kv, (size_t)scene.cache.keys.width},
-          values{name_of(scene.cache.type_v), false, (size_t)scene.heads.kv, (size_t)scene.cache.values.width} {}
+          keys{name_of(scene.cache.type_k), true, (size_t)scene.heads.kv, (size_t)scene.heads.width},
+          values{name_of(scene.cache.type_v), false, (size_t)scene.heads.kv, (size_t)scene.value_width()} {}
 
     View view(int layer_window) const {
         const Ring *ring = std::get_if<Ring>(&scene.cache.layout);
@@ -209,7 +235,7 @@ struct Truth {
             reference::attention(
                 out, &story.queries[((size_t)position * heads.query + head) * heads.width],
                 reference::seen_by(position, view(layer_window), keys, values, kv_head, scene.frequencies),
-                scene.cache.keys.width, scene.cache.values.width, 0x1.01p-16);
+                scene.heads.width, scene.value_width(), 0x1.01p-16);
         }
     }
     Expected at(const std::vector<int> &positions, int layer_window = 0) {
@@ -241,37 +267,35 @@ void for_each_pair(Use use) {
     });
 }
 
-std::vector<float> attended_plainly(const Scene &scene, const Visible &visible, int threads = 1) {
-    const Story &story = scene.stories[0];
-    int tokens = (int)(story.queries.size() / (scene.heads.query * scene.heads.width));
-    std::vector<int> shifts;
-    for (int t = 0; t < tokens; t++) shifts.push_back(visible.shift(t));
-    std::vector<float> out(story.queries.size(), NAN), turn((size_t)tokens * scene.heads.width);
-    rope_angles(turn.data(), scene.frequencies, shifts.data(), tokens);
-#pragma omp parallel num_threads(threads)
-    attend_plain(out.data(), story.queries.data(), story.keys.data(), story.values.data(), scene.heads, tokens, visible,
-                 turn.data());
-    return out;
-}
-
 // ---- The equation ------------------------------------------------------------------------------------------
 
-TEST_CASE("attend_plain() is the equation") {
-    Random random{1};
-    for (Heads heads : {Heads{1, 1, 8}, Heads{3, 3, 20}, Heads{6, 2, 32}, Heads{7, 1, 80}, Heads{8, 1, 64}}) {
-        for (int tokens : {1, 2, 33, 100}) {
+TEST_CASE("the naive path is the equation, all in this pass, and what an f32 cache gives") {
+    Random random = seeded();
+    for (Heads heads : {Heads{1, 1, 8}, Heads{3, 3, 20}, Heads{6, 2, 32}, Heads{7, 1, 80}, Heads{9, 3, 64}}) {
+        for (int tokens : {1, 33, 100, heads.width == 64 ? 600 : 2}) {
             for (View view : {View{0, 0}, View{1, 0}, View{7, 0}, View{99, 0}, View{300, 4}, View{1, 1}, View{30, 4}}) {
                 CAPTURE(heads.width);
                 CAPTURE(tokens);
                 CAPTURE(view.window);
                 CacheShape shape;
-                shape.window = view.window, shape.sinks = view.sinks;
+                shape.window = std::max(1, view.window), shape.sinks = view.sinks;
                 Scene scene(heads, heads.width, 1, tokens, view.window ? Layout(Ring{}) : Layout(Contiguous{}), F32{},
                             F32{}, shape);
                 scene.tell(random, 0, tokens);
-                std::vector<float> out = attended_plainly(scene, {view.window, view.sinks});
-                REQUIRE(worst(out, Truth(scene, 0).at(range(0, tokens))) <= 1);
-                REQUIRE(same_bits(out, attended_plainly(scene, {view.window, view.sinks}, 3)));
+                Batch all;
+                scene.add(all, 0, 0, tokens);
+                CacheView nothing;
+                nothing.layout = scene.cache.layout;
+                Expected expected = Truth(scene, 0).at(range(0, tokens));
+                std::vector<float> plain = scene.attended_plainly(all, 0, {}, nothing);
+                std::vector<float> fast = scene.attended(all, {}, nothing);
+                REQUIRE(worst(plain, expected) <= 1);
+                REQUIRE(worst(fast, expected) <= 1);
+                REQUIRE(same_bits(plain, scene.attended_plainly(all, 0, {0, Route::engines_choice, 3}, nothing)));
+                REQUIRE(same_bits(fast, scene.attended(all, {0, Route::by_split, 3}, nothing)));
+                scene.run(0, tokens);
+                REQUIRE(worst(scene.outs[0], expected) <= 1);
+                if (!view.sinks) REQUIRE(same_bits(fast, scene.outs[0]));
             }
         }
     }
@@ -294,8 +318,8 @@ Scene scene_at(const Place &place, const Heads &heads, int value_width, int sequ
     return Scene(heads, value_width, sequences, capacity, place.layout, type_k, type_v, shape);
 }
 
-TEST_CASE("attend() is the equation over every cache: layout, precision of K and of V, widths, groups, lengths") {
-    Random random{2};
+TEST_CASE("attention is the equation over every cache: layout, precision of K and of V, widths, groups, lengths") {
+    Random random = seeded();
     int turn = 0;
     auto check = [&](const Place &place, const Heads &heads, int value_width, const Precision &k, const Precision &v) {
         CAPTURE(place.layout.index());
@@ -305,21 +329,22 @@ TEST_CASE("attend() is the equation over every cache: layout, precision of K and
         Scene scene = scene_at(place, heads, value_width, 2, 600, k, v);
         scene.tell(random, 0, 600), scene.tell(random, 1, 600);
         Truth truth(scene, 1);
-        scene.many = random.bits() % 2;
         bool singly = turn++ / 16 % 2;
         // Lengths at which a pass ends; the queries of the passes that end in one of the second list are checked.
         for (int end : {29, 31, 32, 33, 63, 64, 96, 192, 253, 255, 256, 257, 400, 599, 600}) {
             if (singly) scene.fill(0, std::min(600, 2 * end)), scene.fill(1, end - 1);
             for (int rest; (rest = end - scene.cache.lengths[1]) > 0;) {
-                Pass pass = scene.begin({{1, std::min(rest, scene.most_a_pass())}});
-                int last = pass.positions.back(), first = std::max(pass.positions[0], last - 1);
+                Batch pass = scene.begin({{1, std::min(rest, scene.most_a_pass())}});
+                int last = pass.spans.back().position, first = std::max(pass.spans[0].position, last - 1);
                 if (last + 1 == end && end != 29 && end != 96 && end != 192 && end != 400) {
                     size_t width = (size_t)heads.query * value_width;
                     std::vector<float> out = scene.attended(pass, {0, Route::by_split, 1});
                     REQUIRE(same_bits(out, scene.attended(pass, {0, Route::by_tile, 1})));
-                    out = rows_of(out, width, first - pass.positions[0], pass.count());
+                    int row = first - pass.spans[0].position;
+                    Expected expected = truth.at(range(first, last + 1));
                     CAPTURE(last);
-                    REQUIRE(worst(out, truth.at(range(first, last + 1))) <= 1);
+                    REQUIRE(worst(rows_of(out, width, row, pass.count()), expected) <= 1);
+                    REQUIRE(worst(scene.attended_plainly(pass, row, {}, scene.cache.view), expected) <= 1);
                 }
                 scene.end(pass);
             }
@@ -338,8 +363,8 @@ TEST_CASE("attend() is the equation over every cache: layout, precision of K and
     });
 }
 
-TEST_CASE("attend() is the equation for every width, group, length and window") {
-    Random random{3};
+TEST_CASE("attention is the equation for every width, group, length and window") {
+    Random random = seeded();
     int turn = 0;
     for (int width : {8, 20, 32, 64, 80, 96, 128, 256}) {
         for (int group : {1, 3, 7, 8}) {
@@ -350,15 +375,15 @@ TEST_CASE("attend() is the equation for every width, group, length and window") 
                 Truth truth(scene, 0);
                 for (int length : {1, 31, 32, 33, 255, 256, 257, 600}) {
                     scene.fill(0, std::max(scene.cache.lengths[0], length - 2));
-                    Pass pass = scene.begin({{0, length - scene.cache.lengths[0]}});
+                    Batch pass = scene.begin({{0, length - scene.cache.lengths[0]}});
                     for (int window : {0, 1, 7, 256, 300}) {
                         CAPTURE(width);
                         CAPTURE(group);
                         CAPTURE(length);
                         CAPTURE(window);
                         Route route = turn++ % 2 ? Route::by_split : Route::by_tile;
-                        scene.many = turn / 2 % 2;
-                        REQUIRE(worst(scene.attended(pass, {window, route, 1}), truth.at(pass.positions, window)) <= 1);
+                        Expected expected = truth.at(range(pass.spans[0].position, length), window);
+                        REQUIRE(worst(scene.attended(pass, {window, route, 1}), expected) <= 1);
                     }
                     scene.end(pass);
                 }
@@ -367,33 +392,12 @@ TEST_CASE("attend() is the equation for every width, group, length and window") 
     }
 }
 
-TEST_CASE("a whole prompt by attend() is the same prompt by attend_plain(), a ring that drops positions too") {
-    Random random{4};
-    for (View view : {View{0, 0}, View{1, 0}, View{100, 0}, View{100, 4}, View{31, 1}, View{256, 4}}) {
-        CAPTURE(view.window);
-        CAPTURE(view.sinks);
-        Place place = {view.window ? Layout(Ring{}) : Layout(Contiguous{}), 16, view.window, view.sinks};
-        Scene scene = scene_at(place, {9, 3, 64}, 64, 1, 600, F32{}, F32{});
-        scene.tell(random, 0, 600);
-        Scene prompt = scene_at(place, {9, 3, 64}, 64, 1, 600, F32{}, F32{});
-        prompt.stories = scene.stories;
-        prompt.many = true;
-        std::vector<float> plain = attended_plainly(scene, {view.window, view.sinks});
-        scene.run(0, 600);
-        prompt.run(0, 600);
-        Expected expected = Truth(scene, 0).at(range(0, 600));
-        CHECK(worst(plain, expected) <= 1);
-        CHECK(worst(scene.outs[0], expected) <= 1);
-        CHECK(worst(prompt.outs[0], expected) <= 1);
-    }
-}
-
 TEST_CASE("a window as long as the sequence hides nothing, one shorter hides the first position") {
-    Random random{5};
+    Random random = seeded();
     Scene scene({2, 1, 32}, 32, 1, 257);
     scene.tell(random, 0, 257);
     scene.fill(0, 256);
-    Pass pass = scene.begin({{0, 1}});
+    Batch pass = scene.begin({{0, 1}});
     std::vector<float> all = scene.attended(pass);
     CHECK(same_bits(all, scene.attended(pass, {257, Route::engines_choice, 1})));
     CHECK(same_bits(all, scene.attended(pass, {100000, Route::engines_choice, 1})));
@@ -402,7 +406,7 @@ TEST_CASE("a window as long as the sequence hides nothing, one shorter hides the
 
 // A ring at a position far behind anything a model was trained to: only the sinks and the window were ever stored.
 TEST_CASE("sinks stand just before the window, however far it has gone") {
-    Random random{6};
+    Random random = seeded();
     for (int position : {40, 1000, 100000, (1 << 20) - 1, (1 << 20) + 40, 1 << 24}) {
         for (View view : {View{32, 1}, View{20, 4}, View{1, 2}}) {
             CAPTURE(position);
@@ -414,15 +418,15 @@ TEST_CASE("sinks stand just before the window, however far it has gone") {
             scene.fill(0, sinks);
             scene.cache.lengths[0] = first;
             for (int i = 0; i < view.window; i++) {  // position first + i brings what the story has behind the sinks
-                Pass pass;
-                pass.sequences = {0}, pass.positions = {grow(scene.cache, 0, 1)};
+                Batch pass;
+                int t = grow(scene.cache, 0, 1);
+                pass.spans = {{0, 1, 0, t, t, t + 1}};
                 auto take = [&](const std::vector<float> &from, size_t row) {
                     return rows_of(from, row, sinks + i, sinks + i + 1);
                 };
                 pass.keys = take(all.keys, 64), pass.values = take(all.values, 64);
                 pass.queries = take(all.queries, 128);
-                for (const Span &span : scene.plan_of(pass, 1).stored)
-                    store_span(scene.cache, 1, span, 0, pass.keys.data(), pass.values.data());
+                scene.store(pass);
                 if (i + 1 < view.window) continue;
 
                 Expected expected;
@@ -440,6 +444,7 @@ TEST_CASE("sinks stand just before the window, however far it has gone") {
                     reference::attention(expected, &pass.queries[head * 64], seen, 64, 64);
                 }
                 CHECK(worst(scene.attended(pass), expected) <= 1);
+                CHECK(worst(scene.attended_plainly(pass, 0, {}, scene.cache.view), expected) <= 1);
             }
         }
     }
@@ -448,7 +453,7 @@ TEST_CASE("sinks stand just before the window, however far it has gone") {
 // ---- The same bits -----------------------------------------------------------------------------------------
 
 TEST_CASE("contiguous, paged with any page and a ring that drops nothing give the same bits, for every K and V") {
-    Random random{7};
+    Random random = seeded();
     const Place others[] = {{Paged{}, 1, 0, 0},    {Paged{}, 7, 0, 0},   {Paged{}, 16, 0, 0},  {Paged{}, 64, 0, 0},
                             {Paged{}, 1000, 0, 0}, {Ring{}, 16, 300, 0}, {Ring{}, 16, 296, 4}, {Ring{}, 16, 1000, 4}};
     const Heads heads = {3, 1, 40};
@@ -475,7 +480,7 @@ TEST_CASE("contiguous, paged with any page and a ring that drops nothing give th
 }
 
 TEST_CASE("a ring of a layer's own window is the contiguous cache with that window") {
-    Random random{8};
+    Random random = seeded();
     const Heads heads = {3, 1, 40};
     Story story(random, heads, 36, 400);
     for_each_pair([&](const Precision &type_k, const Precision &type_v) {
@@ -491,7 +496,7 @@ TEST_CASE("a ring of a layer's own window is the contiguous cache with that wind
 }
 
 TEST_CASE("one sequence has the same bits alone and in company, in any chunks, with any threads, in every cache") {
-    Random random{9};
+    Random random = seeded();
     const Heads heads = {6, 2, 40};
     const int lengths[] = {70, 290, 33};
     Story story(random, heads, 36, 290);
@@ -501,13 +506,11 @@ TEST_CASE("one sequence has the same bits alone and in company, in any chunks, w
             CAPTURE(place.layout.index());
             Scene alone = scene_at(place, heads, 36, 1, 290, type_k, type_v);
             alone.stories = {story};
-            alone.many = turn / 2 % 2;
             alone.run(0, 290);
             for (int company = 0; company < 2; company++) {  // with other data, in other passes
                 Scene scene = scene_at(place, heads, 36, 3, 290, type_k, type_v);
                 scene.tell(random, 0, 70), scene.tell(random, 2, 33);
                 scene.stories[1] = story;
-                scene.many = alone.many;
                 while (scene.cache.lengths[1] < 290) {
                     std::vector<Growth> growths;
                     for (int i = 0, first = turn; i < 3; i++) {
@@ -525,7 +528,7 @@ TEST_CASE("one sequence has the same bits alone and in company, in any chunks, w
 }
 
 TEST_CASE("what is not a number stays in its sequence, for every K and V") {
-    Random random{12};
+    Random random = seeded();
     const Heads heads = {6, 2, 40};
     Story story(random, heads, 36, 102), broken(random, heads, 36, 256);
     for (std::vector<float> *numbers : {&broken.keys, &broken.values}) std::fill(numbers->begin(), numbers->end(), NAN);
@@ -543,7 +546,7 @@ TEST_CASE("what is not a number stays in its sequence, for every K and V") {
 }
 
 TEST_CASE("one number of a query that is none shows in what its head gives, and in nothing else, for every K") {
-    Random random{28};
+    Random random = seeded();
     const Heads heads = {6, 2, 40};
     for_each_type<Precision>([&](auto type_k) {
         CAPTURE(std::string(type_k.name));
@@ -551,7 +554,7 @@ TEST_CASE("one number of a query that is none shows in what its head gives, and 
             Scene scene(heads, 40, 1, 100, Contiguous{}, type_k, F16{});
             scene.tell(random, 0, 100);
             scene.fill(0, 99);
-            Pass pass = scene.begin({{0, 1}});
+            Batch pass = scene.begin({{0, 1}});
             std::vector<float> good = scene.attended(pass);
             pass.queries[2 * 40 + 7] = bad;
             std::vector<float> out = scene.attended(pass);
@@ -566,15 +569,14 @@ TEST_CASE("one number of a query that is none shows in what its head gives, and 
 }
 
 TEST_CASE("neither the number of threads nor the route moves a bit") {
-    Random random{10};
+    Random random = seeded();
     for_each_type<Precision>([&](auto type) {
         Scene scene({7, 1, 80}, 80, 1, 560, Contiguous{}, type, type);
         scene.tell(random, 0, 560);
         for (int begin : {240, 510, 559}) {
             scene.fill(0, begin);
-            Pass pass = scene.begin({{0, std::min(30, 560 - begin)}});
+            Batch pass = scene.begin({{0, std::min(30, 560 - begin)}});
             for (int window : {0, 7, 300}) {
-                scene.many = window == 7 || begin == 510;
                 std::vector<float> one = scene.attended(pass, {window, Route::engines_choice, 1});
                 for (int threads : {1, 2, 3, 5}) {
                     for (Route route : {Route::by_split, Route::by_tile, Route::engines_choice}) {
@@ -592,7 +594,7 @@ TEST_CASE("neither the number of threads nor the route moves a bit") {
 }
 
 TEST_CASE("a sequence that was cut goes on as one that never was longer, where there are no blocks") {
-    Random random{11};
+    Random random = seeded();
     const Heads heads = {6, 2, 40};
     for_each_type<Precision>([&](auto type) {
         for (const Place &place : {places[0], places[1], places[2]}) {
@@ -619,7 +621,7 @@ TEST_CASE("a sequence that was cut goes on as one that never was longer, where t
 // ---- What must never show ----------------------------------------------------------------------------------
 
 TEST_CASE("positions that are not filled, not yet visible or no longer visible never show") {
-    Random random{12};
+    Random random = seeded();
     for_each_type<Precision>([&](auto type) {
         for (int window : {0, 5, 256}) {
             Scene scene({3, 1, 20}, 20, 3, 600, Contiguous{}, type, type);
@@ -628,7 +630,7 @@ TEST_CASE("positions that are not filled, not yet visible or no longer visible n
             for (int position : {0, 1, 255, 256, 511, 519}) {
                 CAPTURE(position);
                 scene.fill(1, position);
-                Pass pass = scene.begin({{1, 1}});
+                Batch pass = scene.begin({{1, 1}});
                 for (Route route : {Route::by_split, Route::by_tile})
                     REQUIRE(worst(scene.attended(pass, {window, route, 1}), truth.at({position}, window)) <= 1);
                 scene.end(pass);
@@ -641,7 +643,7 @@ TEST_CASE("positions that are not filled, not yet visible or no longer visible n
             std::fill(old.stories[0].keys.begin(), old.stories[0].keys.begin() + 320 * 20, NAN);
             std::fill(old.stories[0].values.begin(), old.stories[0].values.begin() + 320 * 20, NAN);
             old.fill(0, 320 + window - 1);
-            Pass pass = old.begin({{0, 1}});
+            Batch pass = old.begin({{0, 1}});
             std::vector<float> out = old.attended(pass, {window, Route::engines_choice, 1});
             old.stories[0] = good;
             CHECK(worst(out, Truth(old, 0).at({320 + window - 1}, window)) <= 1);
@@ -650,14 +652,15 @@ TEST_CASE("positions that are not filled, not yet visible or no longer visible n
 }
 
 TEST_CASE("only the asked layer is read") {
-    Random random{13};
+    Random random = seeded();
     for_each_type<Precision>([&](auto type) {
         Scene scene({2, 2, 8}, 8, 1, 80, Contiguous{}, type, type);
         scene.tell(random, 0, 80);
         scene.fill(0, 70);
-        Pass pass = scene.begin({{0, 1}});
+        Batch pass = scene.begin({{0, 1}});
         std::vector<float> before = scene.attended(pass);
-        for (const CacheRows *side : {&scene.cache.keys, &scene.cache.values, &scene.cache.recent_keys})
+        for (const CacheRows *side :
+             {&scene.cache.view.keys, &scene.cache.view.values, &scene.cache.view.residual_keys})
             if (side->data) memset(side->data, 0x35, side->bytes(1));
         CHECK(same_bits(before, scene.attended(pass)));
     });
@@ -681,7 +684,7 @@ Scene scene_of_scores(Random &random, const std::vector<float> &scores, int widt
 }
 
 TEST_CASE("huge scores neither overflow nor turn into NaN") {
-    Random random{14};
+    Random random = seeded();
     const int width = 16, tokens = 600;
     for (float size : {1e4f, 1e6f, 1e10f, 1e30f}) {
         CAPTURE(size);
@@ -691,7 +694,7 @@ TEST_CASE("huge scores neither overflow nor turn into NaN") {
         for (float sign : {1.0f, -1.0f}) {
             Scene scene = scene_of_scores(random, scores, width, sign);
             int best = (int)(std::max_element(scores.begin(), scores.end()) - scores.begin());
-            Pass pass = scene.begin({{0, 1}});
+            Batch pass = scene.begin({{0, 1}});
             for (Route route : {Route::by_tile, Route::by_split}) {
                 std::vector<float> out = scene.attended(pass, {0, route, 1});
                 for (int i = 0; i < width; i++)
@@ -702,21 +705,21 @@ TEST_CASE("huge scores neither overflow nor turn into NaN") {
 }
 
 TEST_CASE("equal huge scores share the weight equally") {
-    Random random{15};
+    Random random = seeded();
     for (float size : {1e4f, -1e4f, 1.2345e10f, -3.3e20f}) {
         CAPTURE(size);
         Scene scene = scene_of_scores(random, std::vector<float>(500, size), 24);
         std::vector<double> mean(24);
         for (int t = 0; t < 500; t++)
             for (int i = 0; i < 24; i++) mean[i] += scene.stories[0].values[(size_t)t * 24 + i] / 500.0;
-        Pass pass = scene.begin({{0, 1}});
+        Batch pass = scene.begin({{0, 1}});
         std::vector<float> out = scene.attended(pass);
         for (int i = 0; i < 24; i++) CHECK(std::fabs(out[i] - mean[i]) <= reference::gamma(1040));
     }
 }
 
 TEST_CASE("rows so wide that sums of codes times 32,767 would not fit 32 bits") {
-    Random random{27};
+    Random random = seeded();
     for (const Precision &type : {Precision(Int8{}), Precision(Int4{})}) {
         CAPTURE(std::string(name_of(type)));
         const int width = std::holds_alternative<Int8>(type) ? 16384 : 8192;
@@ -726,19 +729,19 @@ TEST_CASE("rows so wide that sums of codes times 32,767 would not fit 32 bits") 
         std::fill(story.queries.begin(), story.queries.end(), 1.0f);
         for (size_t i = 0; i < story.keys.size(); i++) story.keys[i] = i / width % 32 == 7 ? 1.0f : 0.96875f;
         scene.fill(0, 69);
-        Pass pass = scene.begin({{0, 1}});
+        Batch pass = scene.begin({{0, 1}});
         CHECK(worst(scene.attended(pass), Truth(scene, 0).at({69})) <= 1);
     }
 }
 
 TEST_CASE("equal keys give the mean of the visible values") {
-    Random random{16};
+    Random random = seeded();
     Scene scene({3, 1, 24}, 24, 1, 400);
     scene.tell(random, 0, 400);
     Story &story = scene.stories[0];
     for (size_t i = 24; i < story.keys.size(); i++) story.keys[i] = story.keys[i - 24];
     scene.fill(0, 399);
-    Pass pass = scene.begin({{0, 1}});
+    Batch pass = scene.begin({{0, 1}});
     for (int window : {0, 1, 7, 300}) {
         int first = window ? 400 - window : 0;
         std::vector<float> out = scene.attended(pass, {window, Route::engines_choice, 1});
@@ -752,13 +755,13 @@ TEST_CASE("equal keys give the mean of the visible values") {
 }
 
 TEST_CASE("one dominating key gives its value, wherever it is") {
-    Random random{17};
+    Random random = seeded();
     for (int dominating : {0, 1, 255, 256, 257, 511, 512, 599}) {
         CAPTURE(dominating);
         std::vector<float> scores(600, -500);
         scores[dominating] = 500;
         Scene scene = scene_of_scores(random, scores, 20);
-        Pass pass = scene.begin({{0, 1}});
+        Batch pass = scene.begin({{0, 1}});
         CHECK(same_bits(scene.attended(pass), rows_of(scene.stories[0].values, 20, dominating, dominating + 1)));
     }
 }
@@ -812,7 +815,7 @@ double memory_beside(const Layout &layout, const Precision &type, int context, i
     CacheShape shape;
     shape.window = context;
     double before = memory("VmRSS");
-    Random random{18};
+    Random random = seeded();
     Scene scene({2, 1, 64}, 64, 1, context, layout, type, type, shape);
     Story story(random, scene.heads, 64, 512);
     std::vector<float> copy((size_t)context * copied, 1);
@@ -820,7 +823,8 @@ double memory_beside(const Layout &layout, const Precision &type, int context, i
         int rest = context - scene.cache.lengths[0];
         int count = rest > 108 ? std::min(512, rest - 108) : rest > 8 ? 100 : 1;
         int first = grow(scene.cache, 0, count);
-        Pass pass = {std::vector<int>(count), range(first, first + count), story.keys, story.values, story.queries};
+        Batch pass = {{}, story.keys, story.values, story.queries};
+        for (int i = 0; i < count; i++) pass.spans.push_back({i, 1, 0, first + i, first, first + count});
         scene.store(pass);
         if (rest <= 108) scene.attended(pass);
         scene.end(pass);
@@ -844,38 +848,40 @@ TEST_CASE("attention makes no copy of the cache: beside it memory does not grow 
 
 // ---- Pieces ------------------------------------------------------------------------------------------------
 
-TEST_CASE("spans hold rows that follow one another in a sequence, as many as fit, and with blocks lie in one") {
-    const std::vector<int> sequences = {0, 0, 0, 0, 0, 0, 1, 1, 2}, positions = {29, 30, 31, 32, 33, 34, 31, 32, 0};
-    auto check = [&](int most, bool blocks, const std::vector<int> &rows) {
-        std::vector<Span> spans = spans_of(sequences.data(), positions.data(), 9, most, blocks);
-        REQUIRE(spans.size() == rows.size());
-        for (size_t i = 0; i < rows.size(); i++) {
-            int row = rows[i], end = i + 1 < rows.size() ? rows[i + 1] : 9;
-            CHECK(spans[i].row == row);
-            CHECK(spans[i].count == end - row);
-            CHECK(spans[i].sequence == sequences[row]);
-            CHECK(spans[i].position == positions[row]);
-            CHECK(spans[i].first == (row < 6 ? 29 : row < 8 ? 31 : 0));
-            CHECK(spans[i].end == (row < 6 ? 35 : row < 8 ? 33 : 1));
+TEST_CASE("tiles hold tokens that follow one another in a sequence, as many as fit, and with blocks lie in one") {
+    for (int group : {96, 32, 24, 1}) {
+        for (bool blocks : {false, true}) {
+            Scene scene({group, 1, 8}, 8, 3, 64, Contiguous{}, F16{}, blocks ? Precision(Int4{}) : Precision(F16{}));
+            Batch batch;
+            for (auto [sequence, first, count] : {std::array{0, 29, 6}, {1, 31, 2}, {2, 0, 1}})
+                for (int t = first; t < first + count; t++)
+                    batch.spans.push_back({batch.count(), 1, sequence, t, first, first + count});
+            fast::AttentionPlan plan;
+            plan.make(scene.task_of(batch, nullptr, scene.cache.view, 0), scene.pass_of(batch), 1);
+            int row = 0, most = 96 / group;
+            for (const Span &tile : plan.tiles) {
+                Span first = batch.spans[row];
+                int end = std::min(first.end, first.position + most);
+                if (blocks) end = std::min(end, first.position / 32 * 32 + 32);
+                first.count = end - first.position;
+                CHECK(memcmp(&tile, &first, sizeof tile) == 0);
+                row += first.count;
+            }
+            CHECK(row == 9);
         }
-    };
-    check(4, false, {0, 4, 6, 8});
-    check(32, false, {0, 6, 8});
-    check(4, true, {0, 3, 6, 7, 8});
-    check(2, true, {0, 2, 3, 5, 6, 7, 8});
-    check(1, false, {0, 1, 2, 3, 4, 5, 6, 7, 8});
+    }
 }
 
-TEST_CASE("merge() of two stretches is the softmax over both") {
-    Random random{15};
+TEST_CASE("merge() of two splits is the softmax over both") {
+    Random random = seeded();
     for (double shift : {0.0, 3.0, -3.0, 200.0, -200.0}) {
         const int width = 5;
         std::vector<float> values = random_floats(random, 2 * width);
-        Partial a = {1.5f, 2.0f}, b = {(float)(1.5 + shift), 3.0f};
+        fast::Partial a = {1.5f, 2.0f}, b = {(float)(1.5 + shift), 3.0f};
         std::vector<float> merged(values.begin(), values.begin() + width);
-        merge(a, merged.data(), b, &values[width], width);
+        fast::merge(a, merged.data(), b, &values[width], width);
         double a_factor = std::exp(-std::max(0.0, shift)), b_factor = std::exp(std::min(0.0, shift));
-        CHECK(a.most == std::max(1.5f, (float)(1.5 + shift)));
+        CHECK(a.max_score == std::max(1.5f, (float)(1.5 + shift)));
         CHECK(a.sum == doctest::Approx(2 * a_factor + 3 * b_factor).epsilon(1e-6));
         for (int i = 0; i < width; i++) {
             double expected = values[i] * a_factor + values[width + i] * b_factor;
@@ -884,14 +890,14 @@ TEST_CASE("merge() of two stretches is the softmax over both") {
     }
 }
 
-TEST_CASE("merge() with a stretch where nothing is visible leaves the other as it is") {
-    Partial a = {1.5f, 2}, none;
+TEST_CASE("merge() with a split where nothing is visible leaves the other as it is") {
+    fast::Partial a = {1.5f, 2}, none;
     std::vector<float> values = {1, 2, 3}, nothing = {NAN, NAN, NAN};
-    merge(a, values.data(), none, nothing.data(), 3);
+    fast::merge(a, values.data(), none, nothing.data(), 3);
     CHECK(a.sum == 2);
     CHECK(values == std::vector<float>{1, 2, 3});
-    merge(none, nothing.data(), a, values.data(), 3);
-    CHECK(none.most == 1.5f);
+    fast::merge(none, nothing.data(), a, values.data(), 3);
+    CHECK(none.max_score == 1.5f);
     CHECK(none.sum == 2);
     CHECK(nothing == values);
 }

@@ -298,8 +298,8 @@ TEST_CASE("diff: keys, a line a token, a verdict, and an exit status that repeat
     }
     SUBCASE("text") {
         Outcome good = run_well(arguments), bad = run_well(arguments + Words{"--tolerance", "0"}, 1);
-        CHECK(good.out.find("verdict     the same\n") != std::string::npos);
-        CHECK(bad.out.find("verdict     NOT the same\n") != std::string::npos);
+        CHECK(good.out.find("verdict     the same: ") != std::string::npos);
+        CHECK(bad.out.find("verdict     NOT the same: the logits by ") != std::string::npos);
         CHECK(good.err.empty());
         for (int i = 0; i < 10; i++) {
             char line[80];
@@ -535,69 +535,11 @@ TEST_CASE("bench measures the naive path beside caches, or alone") {
     CHECK(text(alone, "results.1.layout") == "none");
 }
 
-TEST_CASE("help names every command and flag, and is not an error") {
-    const Words words{"generate",
-                      "diff",
-                      "eval",
-                      "bench",
-                      "memory",
-                      "tokenize",
-                      "info",
-                      "-m",
-                      "-p",
-                      "-f",
-                      "--ids",
-                      "-n",
-                      "-c",
-                      "-t",
-                      "--cache",
-                      "--kv",
-                      "-ctk",
-                      "-ctv",
-                      "--page",
-                      "--window",
-                      "--sinks",
-                      "--temp",
-                      "--top-k",
-                      "--top-p",
-                      "--min-p",
-                      "-s",
-                      "--seed",
-                      "--json",
-                      "--tolerance",
-                      "--depth",
-                      "--prefill",
-                      "--repeats",
-                      "--all",
-                      "--layers",
-                      "--kv-heads",
-                      "--head-dim",
-                      "--batch",
-                      "--budget",
-                      "--bandwidth",
-                      "--dump-logits",
-                      "--device",
-                      "--help",
-                      "none",
-                      "contiguous",
-                      "paged",
-                      "ring",
-                      "f32 (32 bits a value)",
-                      "f16 (16)",
-                      "bf16 (16)",
-                      "fp8 (8.125)",
-                      "int8 (8.125)",
-                      "int4 (5)",
-                      "int2 (3)",
-                      "auto",
-                      "cpu",
-                      "Exit status"};
-    std::string help = run_well({"--help"}).out;
-    for (const std::string &word : words) CHECK_MESSAGE(help.find(word) != std::string::npos, word);
+TEST_CASE("help and version are no errors, and go to standard output") {  // what they say: test_flags
     for (const Words &arguments :
-         {Words{"-h"}, {"help"}, {"generate", "-h"}, {"diff", "--help"}, {"info", "-h", "-m", "x"}}) {
+         {Words{"--help"}, {"help"}, {"generate", "-h"}, {"info", "-h", "-m", "x"}, {"--version"}}) {
         Outcome result = run_well(arguments);
-        CHECK_MESSAGE((result.out == help && result.err.empty()), result);
+        CHECK_MESSAGE((result.out.find("llm") != std::string::npos && result.err.empty()), result);
     }
 }
 
@@ -721,7 +663,8 @@ TEST_CASE("the same seed gives the same text, another seed another") {
     for (int seed = 0; seed < 4; seed++) texts.insert(sampled({"-s", std::to_string(seed)}));
     CHECK(texts.size() == 4);
     CHECK(sampled({"--seed", "3"}) == sampled({"-s", "3"}));
-    CHECK(sampled({"-s", "0"}) == sampled({}));
+    Json drawn = run_json(generate(model, {1, 34}, {"-n", "30", "--temp", "1", "--ignore-eos"}));
+    CHECK(sampled({"-s", std::to_string((int64_t)number(drawn, "seed"))}) == text(drawn, "text"));
     CHECK(sampled({"-s", "3"}) == sampled({"-s", "3", "--cache", "none"}));
 }
 
@@ -869,7 +812,7 @@ TEST_CASE("a pipe that nobody reads ends the program") {
             setting.nobody_reads = true;
             setting.ignore_sigpipe = ignored;
             Outcome result = run(generate(model, {1, 34}, mode), setting);
-            CHECK_MESSAGE(result.status == (ignored ? 2 : 128 + SIGPIPE), result);
+            CHECK_MESSAGE(result.status == (ignored ? 1 : 128 + SIGPIPE), result);
         }
     }
 }
@@ -907,7 +850,8 @@ TEST_CASE("--dump-logits leaves nothing behind when it fails, nor harms what was
          }) {
         CAPTURE(each.file);
         Words arguments = generate(each.directory, {1, 34}, {"-n", "50", "--json", "--dump-logits", each.file});
-        check_refused(run(arguments, each.setting), {each.part, each.directory == model ? each.file : ""});
+        check_refused(run(arguments, each.setting), {each.part, each.directory == model ? each.file : ""},
+                      each.setting.file_bytes == full.file_bytes ? 1 : 2);
         CHECK(listing() == before);
         CHECK(slurp(scratch / "old.npy") == "as it was");
     }
@@ -927,88 +871,11 @@ TEST_CASE("a full disk behind standard output is an error") {
         for (const std::string &word : arguments) line += " " + word;
         Setting shell;
         shell.program = "/bin/sh";
-        check_refused(run({"-c", line + " >/dev/full"}, shell), {"standard output"});
+        check_refused(run({"-c", line + " >/dev/full"}, shell), {"standard output"}, 1);
     }
 }
 
 // ---- Bad input -----------------------------------------------------------------------------------------------
-
-TEST_CASE("flags that make no sense are refused by name") {
-    struct Case {
-        Words arguments, parts;
-    };
-    for (const Case &each : std::vector<Case>{
-             {{}, {"no command", "llm generate -p", "--help"}},
-             {{""}, {"unknown command"}},
-             {{"genrate"}, {"genrate: unknown command", "generate"}},
-             {{"difff", "-h"}, {"difff: unknown command", "diff"}},
-             {{"-p", "hi"}, {"-p: expected a command", "generate diff"}},
-             {{"--json"}, {"--json: expected a command"}},
-             {{"generate", "--weights", "int4"}, {"--weights int4: unknown type", "stored copied int8"}},
-             {{"generate", "--weights", "int8", "--device", "cuda"}, {"--device cuda: no int8 weights there", "auto"}},
-             {{"generate", "--tmp", "1"}, {"--tmp: unknown flag", "--temp"}},
-             {{"generate", "--top_k", "1"}, {"--top_k: unknown flag", "--top-k"}},
-             {{"diff", "--tolerence=1"}, {"--tolerence: unknown flag", "--tolerance"}},
-             {{"info", "--mode", "x"}, {"--mode: unknown flag", "--model"}},
-             {{"generate", "-"}, {"-: unknown flag"}},
-             {{"generate", "--"}, {"--: unknown flag"}},
-             {{"generate", "--\n\x1b[2J"}, {"unknown flag"}},
-             {{"generate", "Once upon a time"}, {"Once upon a time: expected a flag", "-p"}},
-             {{"generate", "-p", "Once", "upon"}, {"upon: expected a flag", "in quotes"}},
-             {{"generate", ""}, {"expected a flag"}},
-             {{"diff", "--temp", "1"}, {"--temp", "diff has no such flag", "generate"}},
-             {{"generate", "--tolerance", "1"}, {"--tolerance", "generate has no such flag", "diff"}},
-             {{"info", "-n", "1"}, {"-n", "info has no such flag", "generate diff bench"}},
-             {{"tokenize", "-c", "1"}, {"-c", "tokenize has no such flag"}},
-             {{"bench", "-c", "9"}, {"-c", "bench has no such flag"}},
-             {{"bench", "-p", "x"}, {"-p", "bench has no such flag"}},
-             {{"generate", "-m"}, {"-m: needs a value: -m DIR"}},
-             {{"generate", "-p"}, {"-p: needs a value: -p TEXT"}},
-             {{"generate", "--kv"}, {"--kv: needs a value: --kv TYPE"}},
-             {{"generate", "-p", "-n", "5"}, {"-p: needs a value, found the flag -n", "--prompt=-n"}},
-             {{"generate", "--temp", "--json"}, {"--temp: needs a value, found the flag --json"}},
-             {{"generate", "--json=yes"}, {"--json takes no value"}},
-             {{"generate", "--model="}, {"--model: its value is empty", "DIR"}},
-             {{"generate", "-m", ""}, {"-m: its value is empty", "DIR"}},
-             {{"generate", "-f", ""}, {"-f: its value is empty", "FILE"}},
-             {{"generate", "--dump-logits", ""}, {"--dump-logits: its value is empty", "FILE.npy"}},
-             {{"generate", "-n", "1", "--predict", "2"}, {"--predict: given twice"}},
-             {{"generate", "-p", "a", "-p", "b"}, {"-p: given twice"}},
-             {{"generate", "--json", "--json"}, {"--json: given twice"}},
-             {{"generate", "--kv", "f16", "-ctk", "f32"}, {"--kv", "-ctk"}},
-             {{"generate", "-n", "abc"}, {"-n abc: expected a whole number from 0"}},
-             {{"generate", "-n", "-1"}, {"-n -1: expected a whole number from 0"}},
-             {{"generate", "-n", "1e99"}, {"-n 1e99: expected a whole number"}},
-             {{"generate", "-n", "5x"}, {"-n 5x: expected a whole number"}},
-             {{"generate", "-n", "1.5"}, {"-n 1.5: expected a whole number"}},
-             {{"generate", "-n", "99999999999999999999"}, {"-n 99999999999999999999: expected a whole number"}},
-             {{"generate", "-c", "0"}, {"-c 0: expected a whole number from 1"}},
-             {{"generate", "-t", "0"}, {"-t 0: expected a whole number from 1"}},
-             {{"generate", "-t", "100000"}, {"-t 100000: expected a whole number from 1"}},
-             {{"generate", "-s", "-5"}, {"-s -5: expected a whole number from 0"}},
-             {{"generate", "--top-k", "-1"}, {"--top-k -1: expected a whole number from 0"}},
-             {{"generate", "--temp", "nan"}, {"--temp nan: expected a number from 0"}},
-             {{"generate", "--temp", "inf"}, {"--temp inf: expected a number from 0"}},
-             {{"generate", "--temp", "-1"}, {"--temp -1: expected a number from 0"}},
-             {{"generate", "--temp", "warm"}, {"--temp warm: expected a number from 0"}},
-             {{"generate", "--top-p", "2"}, {"--top-p 2: expected a number from 0 to 1"}},
-             {{"generate", "--min-p", "-0.1"}, {"--min-p -0.1: expected a number from 0 to 1"}},
-             {{"diff", "--tolerance", "nan"}, {"--tolerance nan: expected a number from 0"}},
-             {{"generate", "--kv", "f17"}, {"--kv f17: unknown type", "f32", "f16", "bf16", "bits"}},
-             {{"generate", "-ctk", "F16"}, {"-ctk F16: unknown type"}},
-             {{"diff", "-ctv", ""}, {"-ctv: its value is empty"}},
-             {{"generate", "--cache", "foo"}, {"--cache foo: unknown layout", "none", "contiguous"}},
-             {{"diff", "--cache", "none"}, {"--cache none", "contiguous"}},
-             {{"generate", "--device", "tpu"}, {"--device tpu: unknown device", "auto", "cpu"}},
-             {{"generate", "-p", "a", "-f", "b"}, {"-p", "-f", "--ids", "one"}},
-             {{"tokenize", "-p", "a", "--ids", "1"}, {"-p", "-f", "--ids", "one"}},
-             {{"diff", "-m", model, "--ids", "1", "-n", "0"}, {"-n 0", "expected 1 or more"}},
-             {{"bench", "-m", model, "-n", "0"}, {"-n 0", "at least one"}},
-             {{"bench", "-m", model, "--depth", "127", "-n", "2"}, {"--depth 127 and -n 2", "128 positions"}},
-         }) {
-        check_refused(run(each.arguments), each.parts);
-    }
-}
 
 const std::string story =
     "Once upon a time there was a happy village in the hills. Max and Lucy lived there, and they "
@@ -1021,7 +888,7 @@ Words start_of(const std::string &command, const std::string &text_file) {
     return {command, "-m", model};
 }
 
-TEST_CASE("caches that make no sense are refused by every command") {
+TEST_CASE("flags that do not suit the model are refused by every command") {  // of flags alone: test_flags
     Scratch scratch;
     std::string file = scratch / "story.txt";
     spill(file, story);
@@ -1029,87 +896,25 @@ TEST_CASE("caches that make no sense are refused by every command") {
         const char *commands;
         Words flags, parts;
     };
-    const char *all = "generate diff eval bench memory", *working = "generate diff eval bench";
-    const char *one = "generate diff memory", *several = "eval bench";
-    std::vector<Case> cases{
-        {all, {"--cache", "ring", "--window", ""}, {"--window: its value is empty"}},
+    const char *all = "generate diff eval bench memory";
+    const std::vector<Case> cases{
+        {all, {"--kv", "f17"}, {"--kv f17: unknown type"}},  // one that needs no model
         {all, {"--cache", "ring", "--window", "8", "--sinks", "8"}, {"--sinks 8", "window of 8", "raise --window"}},
         {all, {"--cache", "ring", "--window", "8", "--sinks", "9"}, {"--sinks 9", "window of 8", "lower --sinks"}},
         {all, {"--cache", "ring", "--sinks", "60000"}, {"--sinks 60000", "lower --sinks"}},
-        {all, {"--cache", "ring", "--sinks", "-1"}, {"--sinks -1: expected a whole number from 0"}},
-        {all, {"--cache", "ring", "--sinks", "1e9"}, {"--sinks 1e9: expected a whole number from 0"}},
-        {working, {"--page", "16"}, {"--page", "--cache paged", "found --cache contiguous"}},
-        {working, {"--cache", "contiguous", "--page", "16"}, {"--page", "--cache paged", "found --cache contiguous"}},
-        {working, {"--cache", "ring", "--page", "16"}, {"--page", "--cache paged", "found --cache ring"}},
-        {working, {"--window", "16"}, {"--window", "--cache ring", "found --cache contiguous"}},
-        {working, {"--cache", "paged", "--sinks", "1"}, {"--sinks", "--cache ring", "found --cache paged"}},
-        {"generate", {"--cache", "none", "--window", "5"}, {"--window", "--cache ring", "found --cache none"}},
-        {"generate", {"--cache", "none", "--page", "5"}, {"--page", "--cache paged", "found --cache none"}},
-        {"diff eval memory", {"--cache", "none"}, {"--cache none", "contiguous paged ring"}},
-        {"eval", {"--cache", "contiguous,none"}, {"--cache", "none", "contiguous paged ring"}},
-        {all, {"--cache", "foo"}, {"--cache foo: unknown layout", "none", "contiguous paged ring"}},
-        {several, {"--cache", "paged,foo"}, {"foo: unknown layout", "none", "contiguous paged ring"}},
-        {one, {"--kv", "f16,int8"}, {"--kv f16,int8", "takes one", "bench and eval"}},
-        {one, {"-ctk", "f16,int8"}, {"-ctk f16,int8", "takes one", "bench and eval"}},
-        {one, {"--cache", "contiguous,paged"}, {"--cache contiguous,paged", "takes one", "bench and eval"}},
-        {one, {"--kv", "f16,"}, {"--kv f16,", "takes one"}},
-        {several, {"--kv", "f16,,int8"}, {"--kv f16,,int8"}},
-        {several, {"--kv", ","}, {"--kv ,"}},
-        {several, {"-ctk", "f16,"}, {"-ctk f16,"}},
-        {several, {"-ctv", ",f16"}, {"-ctv ,f16"}},
-        {several, {"--cache", "contiguous,,paged"}, {"--cache contiguous,,paged"}},
-        {several, {"--cache", "paged,"}, {"--cache paged,"}},
-        {all, {"--kv", "f16", "-ctk", "f32"}, {"--kv", "-ctk and -ctv"}},
-        {all, {"-ctv", "f32", "--kv", "f16"}, {"--kv", "-ctk and -ctv"}},
-        {"generate diff bench memory", {"--all"}, {"--all", "has no such flag", "eval"}},
-        {"eval", {"--all", "--kv", "f16"}, {"--all", "--kv"}},
-        {"eval", {"--all", "-ctk", "f16"}, {"--all", "-ctk"}},
-        {"eval", {"--all", "--cache", "paged"}, {"--all", "--cache"}},
-        {"eval", {"--all", "--cache", "paged", "--page", "3"}, {"--all", "--cache"}},
-        {"eval", {"--all", "--page", "3"}, {"--page", "--all"}},
-        {"eval", {"--all", "--window", "30"}, {"--window", "--all"}},
-        {"generate diff eval memory", {"-c", "0"}, {"-c 0: expected a whole number from 1"}},
-        {"generate diff eval memory", {"-c", "-5"}, {"-c -5: expected a whole number from 1"}},
-        {"generate diff", {"-c", "64", "--cache", "ring"}, {"-c 64", "ring", "drop -c"}},
         {"generate diff", {"-c", "129"}, {"-c 129", "128 positions", "lower -c", "--cache ring"}},
         {"generate diff", {"-c", "129", "--cache", "paged"}, {"-c 129", "128 positions", "--cache ring"}},
         {"generate", {"-c", "129", "--cache", "none"}, {"-c 129", "128 positions"}},
         {"generate diff", {"-c", "1", "--cache", "paged"}, {"has 2 tokens", "holds 1", "raise -c", "--cache ring"}},
         {"eval", {"-c", "1"}, {"-c 1", "2 to 1280"}},
         {"eval", {"-c", "1281"}, {"-c 1281", "2 to 1280"}},
-        {"eval", {"-p", "text"}, {"-p", "eval has no such flag"}},
-        {"eval", {"-n", "5"}, {"-n", "eval has no such flag"}},
-        {"eval", {"--ids", "1,2"}, {"-f", "--ids", "one"}},
-        {"eval bench", {"--repeats", "0"}, {"--repeats 0: expected a whole number from 1"}},
-        {"generate diff memory", {"--repeats", "1"}, {"--repeats", "has no such flag", "bench eval"}},
         {"bench", {"--depth", "200"}, {"--depth 200", "128 positions"}},
         {"bench", {"--depth", "0,200"}, {"--depth", "200", "128 positions"}},
         {"bench", {"--depth", "128", "-n", "1"}, {"--depth 128", "128 positions"}},
-        {"bench", {"--depth", "0", "-n", "0"}, {"-n 0", "at least one"}},
-        {"bench", {"--prefill", "129"}, {"--prefill 129", "128 positions"}},
+        {"bench", {"--depth", "127", "-n", "2"}, {"--depth 127 and -n 2", "128 positions"}},
         {"bench", {"--prefill", "5,129"}, {"--prefill 129", "128 positions"}},
-        {"bench", {"--prefill", "0"}, {"--prefill 0: expected whole numbers from 1"}},
-        {"generate diff eval memory", {"--prefill", "1"}, {"--prefill", "has no such flag", "bench"}},
         {"bench", {"--depth", "0", "-n", "129"}, {"-n 129", "128 positions"}},
-        {"generate diff eval memory", {"--depth", "1"}, {"--depth", "has no such flag", "bench"}},
     };
-    for (const char *window : {"0", "-1", "nan", "1e30", "99999999999", "16777217", "9223372036854775808", "12x"}) {
-        std::string part = std::string("--window ") + window + ": expected a whole number from 1 to 16777216";
-        cases.push_back({all, {"--cache", "ring", "--window", window}, {part}});
-    }
-    for (const char *page : {"0", "-3", "1e9", "99999999999", "65537", "nan", "4.5"}) {
-        std::string part = std::string("--page ") + page + ": expected a whole number from 1 to 65536";
-        cases.push_back({all, {"--cache", "paged", "--page", page}, {part}});
-    }
-    for (const char *flag : {"--kv", "-ctk", "-ctv"}) {
-        Words types{"f32 (32 bits a value)", "f16 (16)", "bf16 (16)", "fp8 (8.125)",
-                    "int8 (8.125)",          "int4 (5)", "int2 (3)",  std::string(flag) + " int3: unknown type"};
-        cases.push_back({all, {flag, "int3"}, types});
-    }
-    for (const char *depth : {"0,,5", "abc", "-1", ",", "5,", "1e3", "99999999999"}) {
-        std::string part = std::string("--depth ") + depth + ": expected whole numbers from 0";
-        cases.push_back({"bench", {"--depth", depth}, {part}});
-    }
     for (const Case &each : cases)
         for (const std::string &command : Words{"generate", "diff", "eval", "bench", "memory"})
             if (std::string(each.commands).find(command) != std::string::npos)
@@ -1149,7 +954,7 @@ TEST_CASE("texts that cannot be evaluated") {
         std::string missing = scratch / ("missing" + end), directory = scratch / ("directory" + end);
         fs::create_directory(directory);
         check_refused(run({"eval", "-m", builtin, "-f", missing}), {missing, "No such file"});
-        check_refused(run({"eval", "-m", builtin, "-f", directory}), {directory, "is a directory, expected a file"});
+        check_refused(run({"eval", "-m", builtin, "-f", directory}), {directory, "Is a directory, expected a file"});
     }
     spill(scratch / "story.jsonl", "{\"text\": \"" + story + "\"}");
     check_refused(run({"eval", "-m", builtin, "-f", scratch / "story.jsonl", "-c", "8"}),
@@ -1203,10 +1008,8 @@ TEST_CASE("questions that make no sense are refused with their line") {
 
 TEST_CASE("prompts that cannot be used") {
     Scratch scratch;
-    spill(scratch / "empty", "");
     spill(scratch / "latin1", "caf\xe9");
     fs::create_directory(scratch / "directory");
-    mkfifo((scratch / "pipe").c_str(), 0600);
     std::string words, many = "1";
     for (int i = 0; i < 3000; i++) words += "word ";
     for (int i = 0; i < 128; i++) many += ",1";
@@ -1215,28 +1018,15 @@ TEST_CASE("prompts that cannot be used") {
         Words flags, parts;
     };
     std::vector<Case> cases{
-        {builtin, {}, {"the prompt is empty", "-p TEXT"}},
-        {builtin, {"-p", ""}, {"the prompt is empty", "-p TEXT"}},
-        {builtin, {"-f", scratch / "empty"}, {"the prompt is empty"}},
+        {builtin, {}, {"no prompt", "-p TEXT"}},
         {builtin, {"-f", scratch / "missing"}, {scratch / "missing", "No such file"}},
-        {builtin, {"-f", scratch / "directory"}, {scratch / "directory", "is a directory, expected a file"}},
-        {builtin, {"-f", scratch / "pipe"}, {scratch / "pipe", "not a regular file"}},
+        {builtin, {"-f", scratch / "directory"}, {scratch / "directory", "Is a directory, expected a file"}},
         {builtin, {"-f", scratch / "latin1"}, {"byte 3", "0xE9", "not UTF-8"}},
         {builtin, {"-p", words}, {"tokens, the context holds", "shorten it"}},
         {model, {"--ids", many}, {"the prompt has 129 tokens, the context holds 128", "shorten it"}},
         {model, {"--ids", "1,2,3", "-c", "2"}, {"has 3 tokens, the context holds 2", "raise -c", "128"}},
         {model, {"--ids", "1", "-c", "129"}, {"-c 129", "128 positions"}},
-        {model, {"--ids", ""}, {"--ids: its value is empty", "1,2,3"}},
         {model, {"--ids", "1,64"}, {"token id 64", "ids 0 .. 63"}},
-        {model, {"--ids", "1,-2"}, {"--ids", "\"-2\" at character 3", "1,2,3"}},
-        {model, {"--ids", "one"}, {"--ids", "\"one\" at character 1", "1,2,3"}},
-        {model, {"--ids", "1,2x"}, {"--ids", "\"2x\" at character 3"}},
-        {model, {"--ids", "1 2"}, {"--ids", "at character 1"}},
-        {model, {"--ids", "1,2,"}, {"--ids", "at character 5"}},
-        {model, {"--ids", "1,,2"}, {"--ids", "at character 3"}},
-        {model, {"--ids", ","}, {"--ids", "at character 1"}},
-        {model, {"--ids", "2147483648"}, {"--ids", "2147483648"}},
-        {model, {"--ids", "99999999999999999999999"}, {"--ids", "99999999999999999999999"}},
         {model, {"-p", "hi"}, {model + "/tokenizer.json", "--ids 1,2,3"}},
     };
     // a byte that never stands in UTF-8, a continuation alone, too long a form, a surrogate, beyond U+10FFFF, cut off
@@ -1252,10 +1042,8 @@ TEST_CASE("prompts that cannot be used") {
             CHECK(!fs::exists(file));
         }
     }
-    check_refused(run({"tokenize", "-m", builtin}), {"the prompt is empty"});
     check_refused(run({"tokenize", "-m", builtin, "-p", "a\x80", "--json"}), {"byte 1", "not UTF-8"});
     check_refused(run({"tokenize", "-m", builtin, "--ids", "1,1000000"}), {"1000000"});
-    check_refused(run({"tokenize", "-m", builtin, "--ids", "1,"}), {"--ids"});
     check_refused(run({"diff", "-m", model, "--ids", many.substr(2)}), {"has 128 tokens and fills the context"});
 }
 
@@ -1289,9 +1077,30 @@ TEST_CASE("checkpoints that cannot be used") {
         Scratch scratch;
         std::string directory = copy_of(each.base, scratch);
         each.damage(directory);
-        for (const Words &arguments : {Words{"generate", "--ids", "1,2"}, {"diff", "--ids", "1,2", "--json"}, {"info"}})
+        for (const Words &arguments : {Words{"generate", "--ids", "1,2"}, {"diff", "--ids", "1,2", "--json"}})
             check_refused(run(arguments + Words{"-m", directory}), each.parts + Words{directory});
+        Outcome info = run({"info", "-m", directory});  // of what has a config.json it says why it does not run
+        if (info.status == 2) check_refused(info, each.parts + Words{directory});
+        for (const std::string &part : info.status == 1 ? each.parts + Words{"no: " + directory} : Words{})
+            CHECK_MESSAGE(info.out.find(part) != std::string::npos, info);
+        CHECK_MESSAGE(info.status > 0, info);
     }
+}
+
+TEST_CASE("a prompt from standard input, a pipe; an empty one begins with the token that opens a text") {
+    Setting shell;
+    shell.program = "/bin/sh";
+    auto tokens = [&](const std::string &line) {
+        Outcome result = run({"-c", line}, shell);
+        REQUIRE_MESSAGE(result.status == 0, result);
+        return ids(parse(result), "prompt_tokens");
+    };
+    const std::string llm = program_path() + " generate --json -n 2 -t 1 ";
+    Ids expected = ids(run_json({"tokenize", "-m", builtin, "-p", "the key"}), "ids");
+    CHECK(tokens("printf 'the key' | " + llm + "-f -") == expected);
+    CHECK(tokens("printf 'the key' | " + llm + "-f /dev/stdin") == expected);
+    CHECK(tokens(llm + "-p ''") == Ids{expected[0]});
+    CHECK(tokens("true | " + llm + "-f -") == Ids{expected[0]});
 }
 
 TEST_CASE("a vocabulary that is not the model's") {
@@ -1361,7 +1170,7 @@ TEST_CASE("weights that do not fit into the machine are refused where they are m
     write_sparse_model(directory, memory / 8192 + 1);  // as int8 a little more than there is, as float32 four times
     for (const std::string &weights : Words{"copied", "int8"})
         check_refused(run(generate(directory, {1, 2}, {"--weights", weights})),
-                      {"--weights " + weights, "this machine has", "leave the flag out"});
+                      {"the weights need", "this machine has", "another --weights"});
     Outcome info = run({"info", "-m", directory});
     CHECK_MESSAGE(info.status == 0, info);
 }

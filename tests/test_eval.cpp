@@ -1,267 +1,207 @@
 // llm eval: its figures beside those computed here from logits in double precision, its counts beside known answers.
-// Run from the repository's root. The environment variable LLM says which program; without it, ./llm.
+// Run from the repository's root.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#define LLM_WITHOUT_MAIN
 #include <doctest/doctest.h>
 
 #include <fstream>
+#include <iterator>
+#include <sstream>
 
-#include "../llm.cu"
-#include "program.h"
+#include "scene.h"
 
-namespace fs = std::filesystem;
-using program::Words;
-using program::operator+;
+using scene::Tokens;
+using Words = std::vector<std::string>;
+using Rows = std::vector<scene::Vector>;  // (text), of each (token, vocabulary): logits
 
 static const std::string builtin = "weights_tools/builtin";
 
-// ---- Running it ----------------------------------------------------------------------------------------------
+// ---- What it says --------------------------------------------------------------------------------------------
 
-// What it prints on standard output, on one thread.
-static std::string output_of(const Words &arguments) {
-    program::Setting patient;
-    patient.patience = std::chrono::minutes(10);
-    program::Outcome result =
-        program::run(Words{"eval", "-t", "1", "--repeats", "1", "-m", builtin} + arguments, patient);
-    REQUIRE_MESSAGE(result.status == 0, result);
-    return result.out;
-}
-
-static Json eval(const Words &arguments) { return parse_json("eval", output_of(arguments + Words{"--json"})); }
-
-static const cJSON *member(const cJSON *object, const char *key) {
-    const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
-    REQUIRE_MESSAGE(item, key);
-    return item;
-}
-
-static double number_of(const cJSON *object, const char *key) {
-    REQUIRE_MESSAGE(cJSON_IsNumber(member(object, key)), key);
-    return member(object, key)->valuedouble;
-}
-
-static std::string string_of(const cJSON *object, const char *key) {
-    REQUIRE_MESSAGE(cJSON_IsString(member(object, key)), key);
-    return member(object, key)->valuestring;
-}
-
-static std::vector<const cJSON *> results_of(const Json &root) {
-    std::vector<const cJSON *> results;
-    const cJSON *item;
-    cJSON_ArrayForEach(item, member(root.get(), "results")) results.push_back(item);
-    return results;
+static Evaluation eval(const Words &arguments) {
+    Words words{"eval", "-t", "1", "--repeats", "1", "-m", builtin};
+    words.insert(words.end(), arguments.begin(), arguments.end());
+    return evaluate(parse_options(words));
 }
 
 // "paged f16 int8"
-static std::string title_of(const cJSON *result) {
-    return string_of(result, "layout") + " " + string_of(result, "type_k") + " " + string_of(result, "type_v");
+static std::string title_of(const EvalResult &result) {
+    const Cache &cache = result.cache;
+    return std::string(name_of(cache.layout)) + " " + name_of(cache.type_k) + " " + name_of(cache.type_v);
 }
-
-static Words names_of(const Json &root) {
+static Words names_of(const std::vector<EvalResult> &results) {
     Words names;
-    for (const cJSON *result : results_of(root)) names.push_back(title_of(result));
+    for (const EvalResult &result : results) names.push_back(title_of(result));
     return names;
 }
 
 // Questions and right answers by the least distance of their class.
 using Counts = std::map<int, std::pair<int, int>>;
 
-static Counts recall_of(const cJSON *result) {
+static Counts recall_of(const EvalResult &result) {
     Counts counts;
-    const cJSON *entry;
-    cJSON_ArrayForEach(entry, member(result, "recall")) {
-        counts[(int)number_of(entry, "distance")] = {(int)number_of(entry, "questions"),
-                                                     (int)number_of(entry, "right")};
-    }
+    for (int i = 0; i < recall_classes; i++)
+        if (result.asked[i]) counts[i * recall_step] = {result.asked[i], result.right[i]};
     return counts;
 }
 
 // ---- Texts ---------------------------------------------------------------------------------------------------
 
-static Json story(int index) {
-    static const std::string file = builtin + "/heldout_mixed.jsonl";
-    std::ifstream in(file);
-    std::string line;
-    for (int i = 0; i <= index; i++) REQUIRE(std::getline(in, line));
-    return parse_json(file, line);
+static double number_of(const cJSON *object, const char *key) { return Section{"", object}.number(key, -1e99, 1e99); }
+static std::string string_of(const cJSON *object, const char *key) { return Section{"", object}.text(key, ""); }
+static std::vector<const cJSON *> items_of(const Json &root, const char *key) {
+    std::vector<const cJSON *> items;
+    for (const cJSON *item = Section{"", root.get()}.need(key)->child; item; item = item->next) items.push_back(item);
+    return items;
 }
 
-static std::string text_of(const Json &object) { return string_of(object.get(), "text"); }
-
-// Some texts to evaluate, in build/: a line each of a .jsonl file.
-static std::string write_lines(const std::string &name, const std::vector<const cJSON *> &lines) {
-    fs::create_directories("build");
-    std::string file = "build/test_eval_" + name + ".jsonl";
-    std::ofstream out(file);
-    for (const cJSON *line : lines) {
-        std::unique_ptr<char, decltype(&cJSON_free)> text(cJSON_PrintUnformatted(line), cJSON_free);
-        out << text.get() << "\n";
-    }
-    return file;
+// The held-out stories, each a line of JSON: a text and questions.
+static const Words &stories() {
+    static const Words lines = split(read_file(builtin + "/heldout_mixed.jsonl", 1 << 28), '\n');
+    return lines;
 }
+static std::string text_of(const std::string &story) { return string_of(parse_json("story", story).get(), "text"); }
 
-static std::string write_text(const std::string &name, const std::string &text) {
-    fs::create_directories("build");
-    std::string file = "build/test_eval_" + name + ".txt";
+// A file in build/ to evaluate.
+static std::string file_of(const std::string &name, const std::string &text) {
+    std::string file = "build/test_eval_" + name;
+    mkdir("build", 0777);
     std::ofstream(file) << text;
     return file;
 }
-
-static std::vector<int> tokens_of(const std::string &text) {
-    static TokenizerPointer tokenizer = load_tokenizer(builtin);
-    return encode(tokenizer.get(), text);
+static std::string file_of(const std::string &name, const Words &stories) {
+    return file_of(name + ".jsonl", joined(stories, "\n"));
 }
 
-// Characters before a token.
-static int characters_before(const std::vector<int> &tokens, int index) {
+static const Tokenizer *tokenizer() {
     static TokenizerPointer tokenizer = load_tokenizer(builtin);
-    TextStream stream(tokenizer.get());
-    size_t count = 0;
-    for (int t = 0; t < index; t++) count += stream.next(tokens[t]).size();
-    return (int)count;
+    return tokenizer.get();
+}
+
+static Tokens tokens_of(const std::string &text) { return encode(tokenizer(), text); }
+
+// What tokens [first, last) of some say.
+static std::string piece_of(const Tokens &tokens, int first, int last) {
+    TextStream stream(tokenizer());
+    std::string text;
+    for (int t = 0; t < last; t++) {
+        std::string piece = stream.next(tokens[t]);
+        if (t >= first) text += piece;
+    }
+    return text;
 }
 
 // ---- The figures, from logits --------------------------------------------------------------------------------
 
 static Engine &engine() {
-    static Engine engine(load_model(builtin), 1);
+    static Engine engine = scene::open(builtin);
     return engine;
 }
 
-static std::vector<float> naive_rows(const std::vector<int> &tokens, const Layout &layout = Contiguous{}) {
-    forward_naive(engine(), tokens, layout);
-    return logits(engine(), 0, (int)tokens.size());
+static Rows naive_rows(const std::vector<Tokens> &texts, const Layout &layout = Contiguous{}) {
+    Rows rows;
+    for (const Tokens &tokens : texts) rows.push_back(scene::naive_rows(engine(), tokens, layout));
+    return rows;
 }
-
-static std::vector<float> cached_rows(const std::vector<int> &tokens, const Precision &type) {
-    const Config &config = engine().model.config;
-    CacheShape shape{config.layers, config.kv_heads, config.head_dim, config.head_dim, 1, (int)tokens.size()};
-    Cache cache = open_cache(shape, Contiguous{}, type, type);
-    prefill(engine(), cache, 0, tokens);
-    return logits(engine(), 0, (int)tokens.size());
-}
-
-static double largest_difference(const std::vector<std::vector<float>> &a, const std::vector<std::vector<float>> &b) {
-    double most = 0;
-    for (size_t i = 0; i < a.size(); i++) most = std::max(most, largest_difference(a[i], b[i]));
-    return most;
+static Rows cached_rows(const std::vector<Tokens> &texts, const Precision &type) {
+    Rows rows;
+    for (const Tokens &tokens : texts) {
+        Cache cache = scene::open(engine(), type, type, (int)tokens.size());
+        rows.push_back(scene::prefilled_rows(engine(), cache, tokens));
+    }
+    return rows;
 }
 
 struct Figures {
     double perplexity = 0, standard_error = 0, kl = 0;
     double log_ratio = 0;  // mean of sum p |log p / q|
     int predicted = 0;
-    std::vector<std::vector<bool>> hits;  // (text, token): it was the likeliest
 };
 
-// softmax of a row of logits
-static std::vector<double> probabilities(const float *row, int count) {
+// Logarithms of the softmax of a row of logits.
+static std::vector<double> log_softmax(const float *row, int count) {
     double most = *std::max_element(row, row + count), sum = 0;
-    std::vector<double> p(count);
-    for (int i = 0; i < count; i++) sum += p[i] = std::exp(row[i] - most);
-    for (double &number : p) number /= sum;
-    return p;
+    for (int i = 0; i < count; i++) sum += std::exp(row[i] - most);
+    std::vector<double> result(row, row + count);
+    for (double &number : result) number -= most + std::log(sum);
+    return result;
 }
 
-// Rows of logits, (token, vocabulary) for each text, and those of the f32 cache: p and q.
-static Figures figures(const std::vector<std::vector<int>> &texts, const std::vector<std::vector<float>> &q_rows,
-                       const std::vector<std::vector<float>> &p_rows) {
+// Rows of logits for each text, and those of the f32 cache: q and p.
+static Figures figures(const std::vector<Tokens> &texts, const Rows &q_rows, const Rows &p_rows) {
     Figures result;
     std::vector<double> losses;
     int vocabulary = engine().model.config.vocabulary;
     for (size_t i = 0; i < texts.size(); i++) {
-        result.hits.push_back({false});
         for (size_t t = 0; t + 1 < texts[i].size(); t++) {
-            const float *row = &q_rows[i][t * vocabulary];
-            std::vector<double> q = probabilities(row, vocabulary);
-            std::vector<double> p = probabilities(&p_rows[i][t * vocabulary], vocabulary);
-            losses.push_back(-std::log(q[texts[i][t + 1]]));
-            result.hits[i].push_back(std::max_element(row, row + vocabulary) - row == texts[i][t + 1]);
+            std::vector<double> q = log_softmax(&q_rows[i][t * vocabulary], vocabulary);
+            std::vector<double> p = log_softmax(&p_rows[i][t * vocabulary], vocabulary);
+            losses.push_back(-q[texts[i][t + 1]]);
             for (int id = 0; id < vocabulary; id++) {
-                result.kl += p[id] * std::log(p[id] / q[id]);
-                result.log_ratio += p[id] * std::fabs(std::log(p[id] / q[id]));
+                result.kl += std::exp(p[id]) * (p[id] - q[id]);
+                result.log_ratio += std::exp(p[id]) * std::fabs(p[id] - q[id]);
             }
         }
     }
     double mean = 0, variance = 0, n = (double)losses.size();
     for (double loss : losses) mean += loss / n;
     for (double loss : losses) variance += (loss - mean) * (loss - mean) / n;
-    result.predicted = (int)losses.size();
-    result.perplexity = std::exp(mean);
-    result.standard_error = result.perplexity * std::sqrt(variance / n);
-    result.kl /= n;
-    result.log_ratio /= n;
-    return result;
+    double perplexity = std::exp(mean);
+    return {perplexity, perplexity * std::sqrt(variance / n), result.kl / n, result.log_ratio / n, (int)n};
 }
 
 // Logits of p or of q that are off by `off` change a log-probability by 2 off at most, so the mean loss and, as it is a
 // norm, the losses' standard deviation; and KL, sum p log(p / q), by (e^(2 off) - 1) sum p |log(p / q)| for its first p
 // and by 2 off for its logarithm. A double's rounding of logits below 100 is 1e-14, of printed digits 1e-15 of them.
-static void check_figures(const cJSON *result, const Figures &expected, double off) {
+static void check_figures(const EvalResult &result, const Figures &expected, double off) {
     CAPTURE(title_of(result));
     auto near = [](double value, double right, double tolerance) {
         CHECK_MESSAGE(std::fabs(value - right) <= tolerance + 1e-9 * std::fabs(right) + 1e-13,
                       value << ", expected " << right << " +- " << tolerance);
     };
     double factor = std::expm1(2 * off), perplexity = expected.perplexity * factor;
-    near(number_of(result, "perplexity"), expected.perplexity, perplexity);
-    near(number_of(result, "standard_error"), expected.standard_error,
+    near(result.perplexity(), expected.perplexity, perplexity);
+    near(result.standard_error(), expected.standard_error,
          expected.standard_error * factor +
              (expected.perplexity + perplexity) * 2 * off / std::sqrt(expected.predicted));
-    near(number_of(result, "kl"), expected.kl, factor * expected.log_ratio + 2 * off);
+    near(result.mean_kl(), expected.kl, factor * expected.log_ratio + 2 * off);
 }
 
 // ---- The tests -----------------------------------------------------------------------------------------------
 
 TEST_CASE("perplexity, its standard error and KL to f32 are those of the naive path's logits") {
-    std::vector<Json> stories;
-    std::vector<std::vector<int>> texts;
-    std::vector<std::vector<float>> naive, f32, f16, int4, int2, ring;
-    for (int i : {0, 1}) {
-        stories.push_back(story(i));
-        texts.push_back(tokens_of(text_of(stories.back())));
-        naive.push_back(naive_rows(texts[i]));
-        f32.push_back(cached_rows(texts[i], F32{}));
-        f16.push_back(cached_rows(texts[i], F16{}));
-        int4.push_back(cached_rows(texts[i], Int4{}));
-        int2.push_back(cached_rows(texts[i], Int2{}));
-        CacheShape shape;
-        shape.window = 48, shape.sinks = 2;
-        ring.push_back(naive_rows(texts[i], open_layout(shape, Ring{})));
-    }
-    double off = largest_difference(naive, f32);
+    std::vector<Tokens> texts = {tokens_of(text_of(stories()[0])), tokens_of(text_of(stories()[1]))};
+    Rows naive = naive_rows(texts), f32 = cached_rows(texts, F32{}), f16 = cached_rows(texts, F16{});
+    Rows int4 = cached_rows(texts, Int4{}), int2 = cached_rows(texts, Int2{});
+    double off = 0;
+    for (size_t i = 0; i < texts.size(); i++) off = std::max(off, compare(naive[i], f32[i]).difference);
     CHECK(off <= 1e-4);
-    std::string file = write_lines("two", {stories[0].get(), stories[1].get()});
-    Json root = eval({"-f", file, "--kv", "f16,int4,int2"});
-    std::vector<const cJSON *> results = results_of(root);
-    REQUIRE(names_of(root) ==
+    std::string file = file_of("two", Words{stories()[0], stories()[1]});
+    Evaluation all = eval({"-f", file, "--kv", "f16,int4,int2"});
+    REQUIRE(names_of(all.results) ==
             Words{"contiguous f32 f32", "contiguous f16 f16", "contiguous int4 int4", "contiguous int2 int2"});
-    CHECK(number_of(root.get(), "texts") == 2);
-    CHECK(number_of(root.get(), "predicted_tokens") == texts[0].size() + texts[1].size() - 2);
-    check_figures(results[0], figures(texts, naive, naive), off);
-    CHECK(number_of(results[0], "kl") == 0);
-    const std::vector<std::vector<float>> *rows[] = {&f32, &f16, &int4, &int2};
+    CHECK(all.texts == 2);
+    CHECK(all.results[0].predicted == (int)(texts[0].size() + texts[1].size()) - 2);
+    check_figures(all.results[0], figures(texts, naive, naive), off);
+    CHECK(all.results[0].kl == 0);
+    const Rows *rows[] = {&f32, &f16, &int4, &int2};
     for (int i = 0; i < 4; i++) {
-        check_figures(results[i], figures(texts, *rows[i], naive), off);
-        check_figures(results[i], figures(texts, *rows[i], f32), 0);
+        check_figures(all.results[i], figures(texts, *rows[i], naive), off);
+        check_figures(all.results[i], figures(texts, *rows[i], f32), 0);
     }
     // What a ring drops, the naive path does not see.
-    root = eval({"-f", file, "--kv", "f32", "--cache", "ring", "--window", "48", "--sinks", "2"});
-    REQUIRE(names_of(root) == Words{"contiguous f32 f32", "ring f32 f32"});
-    CHECK(number_of(results_of(root)[1], "window") == 48);
-    CHECK(number_of(results_of(root)[1], "sinks") == 2);
-    check_figures(results_of(root)[1], figures(texts, ring, f32), 1e-4);
+    Evaluation ring = eval({"-f", file, "--kv", "f32", "--cache", "ring", "--window", "48", "--sinks", "2"});
+    REQUIRE(names_of(ring.results) == Words{"contiguous f32 f32", "ring f32 f32"});
+    check_figures(ring.results[1], figures(texts, naive_rows(texts, scene::opened_ring(48, 2)), f32), 1e-4);
 }
 
 TEST_CASE("a layout changes no figure, a coarser precision does; bytes are those of the formula") {
-    std::vector<Json> stories;
-    for (int i : {1, 0, 3}) stories.push_back(story(i));  // of 135, 146 and 149 tokens
-    std::string file = write_lines("three", {stories[0].get(), stories[2].get(), stories[1].get()});
-    Json root = eval({"-f", file, "--cache", "contiguous,paged,ring", "--page", "7", "--kv", "f32,f16,int8,int4,int2"});
-    std::map<std::string, const cJSON *> by_name;
-    for (const cJSON *result : results_of(root)) by_name[title_of(result)] = result;
+    std::string file = file_of("three", Words{stories()[1], stories()[3], stories()[0]});  // 135, 149, 146 tokens
+    Evaluation all =
+        eval({"-f", file, "--cache", "contiguous,paged,ring", "--page", "7", "--kv", "f32,f16,int8,int4,int2"});
+    std::map<std::string, const EvalResult *> by_name;
+    for (const EvalResult &result : all.results) by_name[title_of(result)] = &result;
     REQUIRE(by_name.size() == 15);
-    REQUIRE(results_of(root).size() == 15);
+    REQUIRE(all.results.size() == 15);
 
     // 4 layers, 2 KV heads of 32 numbers, K and V: 16 rows for a position. A row of int8 has an f16 scale, one of int4
     // or int2 an f16 scale and an f16 zero point; those two keep 32 positions at f16, too.
@@ -270,29 +210,24 @@ TEST_CASE("a layout changes no figure, a coarser precision does; bytes are those
     // 1,276 and a pass of 128, less one, in a multiple of 32; and 4 sinks at f32.
     const std::map<std::string, std::pair<int, int>> held = {
         {"contiguous", {149, 0}}, {"paged", {22 * 7, 4 * 3 * 22}}, {"ring", {1408, 16 * 4 * 128}}};
-    double f32_bytes = 16 * 128;
-    for (auto &entry : row_bytes) {
-        const std::string &type = entry.first;
-        const bool has_blocks = type == "int4" || type == "int2";
-        const cJSON *plain = by_name["contiguous " + type + " " + type];
-        for (auto &rows : held) {
-            const std::string &layout = rows.first;
+    for (auto [type, bytes] : row_bytes) {
+        const EvalResult *plain = by_name["contiguous " + type + " " + type];
+        double blocks = type == "int4" || type == "int2" ? 16 * 32 * 64 : 0;
+        for (auto [layout, rows] : held) {
             CAPTURE(layout);
             CAPTURE(type);
-            const cJSON *result = by_name[layout + " " + type + " " + type];
+            const EvalResult *result = by_name[layout + " " + type + " " + type];
             REQUIRE(result);
-            for (const char *key : {"perplexity", "standard_error", "kl"})
-                CHECK_MESSAGE(number_of(result, key) == number_of(plain, key), key);
-            CHECK(recall_of(result) == recall_of(plain));
-            auto [count, beside] = rows.second;
-            double total = 16.0 * entry.second * count + beside + (has_blocks ? 16 * 32 * 64 : 0);
-            CHECK(number_of(result, "bytes_per_token") == doctest::Approx(total / 149).epsilon(1e-12));
-            CHECK(number_of(result, "times_smaller") == doctest::Approx(f32_bytes * 149 / total).epsilon(1e-12));
-            CHECK(number_of(result, "tokens_per_second") > 0);
-            CHECK((cJSON_GetObjectItem(result, "window") != nullptr) == (layout == "ring"));
+            CHECK(result->loss == plain->loss);
+            CHECK(result->loss_squares == plain->loss_squares);
+            CHECK(result->kl == plain->kl);
+            CHECK(recall_of(*result) == recall_of(*plain));
+            double total = 16.0 * bytes * rows.first + rows.second + blocks;
+            CHECK(result->bytes_per_token == doctest::Approx(total / 149).epsilon(1e-12));
+            CHECK(median(result->rates) > 0);
         }
     }
-    auto kl = [&](const std::string &type) { return number_of(by_name["paged " + type + " " + type], "kl"); };
+    auto kl = [&](const std::string &type) { return by_name["paged " + type + " " + type]->kl; };
     CHECK(kl("f32") == 0);
     CHECK(kl("f16") > 0);
     CHECK(kl("f16") < kl("int8"));
@@ -301,133 +236,121 @@ TEST_CASE("a layout changes no figure, a coarser precision does; bytes are those
 }
 
 TEST_CASE("a question's tokens are those that the story's maker counted") {
-    TokenizerPointer tokenizer = load_tokenizer(builtin);
     for (int index = 0; index < 50; index++) {
-        Json object = story(index);
         CAPTURE(index);
-        std::unique_ptr<char, decltype(&cJSON_free)> line(cJSON_PrintUnformatted(object.get()), cJSON_free);
-        EvalText text = read_story("story", line.get(), tokenizer.get());
+        Json object = parse_json("story", stories()[index]);
+        EvalText text = read_story("story", stories()[index], tokenizer());
         CHECK(text.tokens.size() == number_of(object.get(), "tokens"));
-        std::vector<const cJSON *> questions;
-        const cJSON *item;
-        cJSON_ArrayForEach(item, member(object.get(), "questions")) questions.push_back(item);
+        std::vector<const cJSON *> questions = items_of(object, "questions");
         REQUIRE(text.questions.size() == questions.size());
         for (size_t i = 0; i < questions.size(); i++) {
             const Recall &recall = text.questions[i];
             CHECK(recall.start == number_of(questions[i], "answer_token"));
             CHECK(recall.distance == number_of(questions[i], "distance"));
-            TextStream stream(tokenizer.get());
-            std::string answer;
-            for (int t = 0; t < recall.end; t++) {
-                std::string piece = stream.next(text.tokens[t]);
-                if (t >= recall.start) answer += piece;
-            }
-            CHECK(answer == " " + string_of(questions[i], "answer"));
+            CHECK(piece_of(text.tokens, recall.start, recall.end) == " " + string_of(questions[i], "answer"));
         }
     }
 }
 
 // Puts other words in a story, as long as those, so that the characters that its questions name stay where they are.
-static void change(const Json &object, const std::string &words, const std::string &others) {
-    std::string text = text_of(object);
-    size_t at = text.find(words);
-    REQUIRE((at != std::string::npos && words.size() == others.size()));
-    text.replace(at, words.size(), others);
-    cJSON_ReplaceItemInObject(object.get(), "text", cJSON_CreateString(text.c_str()));
+static std::string changed(std::string story, const std::string &words, const std::string &others) {
+    REQUIRE((story.find(words) != std::string::npos && words.size() == others.size()));
+    return story.replace(story.find(words), words.size(), others);
 }
 
 TEST_CASE("recall counts the answers that are right, each by the distance of its fact") {
     // Of five questions two ask for what was told less than 200 tokens before: 156, 236, 196, 251, 250.
-    Json good = story(9), end = story(9), beginning = story(9);
-    change(end, "The red key is in the cave", "The red key is in the shed");
-    change(beginning, "The red basket is in the forest", "The red basket is by the forest");
-    Json root = eval({"-f", write_lines("answers", {good.get(), end.get(), beginning.get()})});
-    for (const cJSON *result : results_of(root)) CHECK(recall_of(result) == Counts{{0, {6, 5}}, {200, {9, 8}}});
+    const std::string &story = stories()[9];
+    Words three = {story, changed(story, "The red key is in the cave", "The red key is in the shed"),
+                   changed(story, "The red basket is in the forest", "The red basket is by the forest")};
+    for (const EvalResult &result : eval({"-f", file_of("answers", three)}).results)
+        CHECK(recall_of(result) == Counts{{0, {6, 5}}, {200, {9, 8}}});
 }
 
 TEST_CASE("distances fall into classes of 200 tokens, and of 1,000 and more") {
     // A right answer and a wrong one, whose facts are said to stand at all kinds of distances before them.
-    Json object = story(36);
-    std::vector<int> tokens = tokens_of(text_of(object));
-    const cJSON *question = cJSON_GetArrayItem(member(object.get(), "questions"), 9);
+    Json story = parse_json("story", stories()[36]);
+    std::string text = string_of(story.get(), "text");
+    Tokens tokens = tokens_of(text);
+    const cJSON *question = items_of(story, "questions")[9];
     int answer = (int)number_of(question, "answer_token"), end = (int)number_of(question, "place_char");
-    Json questions(cJSON_CreateArray());
+    std::vector<Report> questions;
+    auto characters_before = [&](int token) { return (int)piece_of(tokens, 0, token).size(); };
     auto ask = [&](int token, int place, int distance) {
-        cJSON *item = cJSON_CreateObject();
-        cJSON_AddNumberToObject(item, "answer_char", characters_before(tokens, token));
-        cJSON_AddNumberToObject(item, "place_char", place);
-        cJSON_AddNumberToObject(item, "fact_char", characters_before(tokens, token - distance));
-        cJSON_AddItemToArray(questions.get(), item);
+        questions.emplace_back();
+        questions.back().add("answer_char", characters_before(token)).add("place_char", place);
+        questions.back().add("fact_char", characters_before(token - distance));
     };
     for (int distance : {1, 199, 200, 399, 400, 599, 600, 799, 800, 999, 1000, 1150}) ask(answer, end, distance);
     // Nobody can say in advance how the story goes on: at these tokens other ones are likelier.
-    for (int distance : {2, 198, 201, 398}) ask(500, characters_before(tokens, 520), distance);
-    cJSON_ReplaceItemInObject(object.get(), "questions", questions.release());
-    Json root = eval({"-f", write_lines("classes", {object.get()}), "--kv", "f32"});
-    CHECK(recall_of(results_of(root)[0]) ==
+    for (int distance : {2, 198, 201, 398}) ask(500, characters_before(520), distance);
+    Report other;
+    std::string file = file_of("classes", Words{other.add("text", text).list("questions", questions).json()});
+    CHECK(recall_of(eval({"-f", file, "--kv", "f32"}).results[0]) ==
           Counts{{0, {4, 2}}, {200, {4, 2}}, {400, {2, 2}}, {600, {2, 2}}, {800, {2, 2}}, {1000, {2, 2}}});
 }
 
 TEST_CASE("the built-in model recalls at every distance; a ring forgets what it dropped, int8 forgets nothing") {
-    std::vector<Json> stories;
-    std::vector<const cJSON *> lines;
-    for (int i : {9, 24, 35, 36}) stories.push_back(story(i)), lines.push_back(stories.back().get());
-    Json root = eval({"-f", write_lines("far", lines), "--cache", "contiguous,ring", "--kv", "int8", "--window", "64"});
-    REQUIRE(names_of(root) == Words{"contiguous f32 f32", "contiguous int8 int8", "ring int8 int8"});
-    Counts f32 = recall_of(results_of(root)[0]), ring = recall_of(results_of(root)[2]);
-    CHECK(recall_of(results_of(root)[1]) == f32);
+    std::string file = file_of("far", Words{stories()[9], stories()[24], stories()[35], stories()[36]});
+    Evaluation all = eval({"-f", file, "--cache", "contiguous,ring", "--kv", "int8", "--window", "64"});
+    REQUIRE(names_of(all.results) == Words{"contiguous f32 f32", "contiguous int8 int8", "ring int8 int8"});
+    Counts f32 = recall_of(all.results[0]), ring = recall_of(all.results[2]);
+    CHECK(recall_of(all.results[1]) == f32);
     CHECK(f32.size() == 6);
     int asked = 0, right = 0;
-    for (auto &entry : f32) {
-        int distance = entry.first;
-        CAPTURE(distance);
-        CHECK(entry.second.second >= 0.9 * entry.second.first);
-        CHECK(ring[distance].first == entry.second.first);
+    for (auto [distance, counts] : f32) {
+        CHECK_MESSAGE(counts.second >= 0.9 * counts.first, distance);
+        CHECK(ring[distance].first == counts.first);
         if (distance >= 200) asked += ring[distance].first, right += ring[distance].second;
     }
     CHECK(asked >= 25);
     CHECK_MESSAGE(right < 0.3 * asked, right << " of " << asked);
 }
 
-TEST_CASE("a text that is no .jsonl is cut into pieces as long as the context") {
-    std::string text = text_of(story(0)), file = write_text("pieces", text);
-    std::vector<int> tokens = tokens_of(text);
-    REQUIRE(tokens.size() == 146);
-    auto cut = [&](int length) {
-        std::vector<std::vector<int>> pieces;
-        for (int begin = 0; begin < 145; begin += length)  // one token alone predicts nothing
-            pieces.push_back({tokens.begin() + begin, tokens.begin() + std::min(begin + length, 146)});
-        return pieces;
-    };
-    const std::map<int, int> predicted = {{40, 39 + 39 + 39 + 25}, {145, 144}, {146, 145}, {1280, 145}};
-    for (int length : {40, 145, 146, 1280}) {
+TEST_CASE("a text that is no .jsonl is cut into pieces as long as the context; a few tokens are enough") {
+    const std::string whole = text_of(stories()[0]);
+    auto check = [&](const std::string &text, int length, int predicted) {
+        CAPTURE(text);
         CAPTURE(length);
-        std::vector<std::vector<int>> pieces = cut(length);
-        std::vector<std::vector<float>> rows;
-        for (const std::vector<int> &piece : pieces) rows.push_back(cached_rows(piece, F32{}));
-        Json root = eval({"-f", file, "-c", std::to_string(length)});
-        CHECK(number_of(root.get(), "texts") == pieces.size());
-        CHECK(number_of(root.get(), "predicted_tokens") == predicted.at(length));
-        check_figures(results_of(root)[0], figures(pieces, rows, rows), 0);
-        CHECK(recall_of(results_of(root)[0]).empty());
-    }
+        Tokens tokens = tokens_of(text);
+        int count = (int)tokens.size();
+        std::vector<Tokens> pieces;
+        for (int begin = 0; begin + 1 < count; begin += length)  // one token alone predicts nothing
+            pieces.push_back(scene::part(tokens, begin, std::min(begin + length, count)));
+        Rows rows = cached_rows(pieces, F32{});
+        Evaluation all = eval({"-f", file_of("text.txt", text), "-c", std::to_string(length)});
+        CHECK(all.texts == pieces.size());
+        CHECK(all.results[0].predicted == predicted);
+        CHECK(recall_of(all.results[0]).empty());
+        check_figures(all.results[0], figures(pieces, rows, rows), 0);
+    };
+    REQUIRE(tokens_of(whole).size() == 146);
+    check(whole, 40, 39 + 39 + 39 + 25);
+    check(whole, 145, 144);
+    for (int length : {146, 1280}) check(whole, length, 145);
+    for (const std::string &text : Words{"a", "Once upon a time", whole.substr(0, 80)})
+        check(text, 1280, (int)tokens_of(text).size() - 1);
+    for (const char *layout : {"paged", "ring"})
+        CHECK(eval({"-f", file_of("text.txt", "a"), "--cache", layout}).results[1].kl < 1e-3);
 }
 
-TEST_CASE("a text of a few tokens") {
-    for (const std::string &text :
-         {std::string("a"), std::string("Once upon a time"), text_of(story(0)).substr(0, 80)}) {
-        CAPTURE(text);
-        std::vector<std::vector<int>> texts = {tokens_of(text)};
-        std::vector<std::vector<float>> rows = {cached_rows(texts[0], F32{})};
-        Json root = eval({"-f", write_text("short", text), "--cache", "contiguous,paged,ring"});
-        CHECK(number_of(root.get(), "predicted_tokens") == texts[0].size() - 1);
-        check_figures(results_of(root)[0], figures(texts, rows, rows), 0);
-    }
+TEST_CASE("an interrupt ends it; what was read until then is said") {
+    interrupts = 1;
+    Report report = report_of(eval({"-f", file_of("interrupted", Words{stories()[0]})}));
+    interrupts = 0;
+    Json root = parse_json("eval", report.json());
+    CHECK(items_of(root, "results").empty());
+    CHECK(number_of(root.get(), "predicted_tokens") == 0);
+    CHECK(Section{"", root.get()}.flag("interrupted", false));
+    CHECK(report.text.find("0 tokens predicted") != std::string::npos);
+    CHECK(report.text.find("nan") == std::string::npos);
 }
 
 TEST_CASE("lists give each layout with each pair of types, behind f32") {
-    std::string file = write_text("lists", text_of(story(0)));
-    auto names = [&](const Words &arguments) { return names_of(eval(Words{"-f", file} + arguments)); };
+    auto names = [&](Words arguments) {
+        arguments.insert(arguments.begin(), "eval");
+        return names_of(open_results(parse_options(arguments), engine(), 64));
+    };
     const std::string f32 = "contiguous f32 f32";
     CHECK(names({}) == Words{f32, "contiguous f16 f16"});
     CHECK(names({"--kv", "f32"}) == Words{f32});
@@ -442,24 +365,14 @@ TEST_CASE("lists give each layout with each pair of types, behind f32") {
     CHECK(names({"--kv", "f16,f16"}) == Words{f32, "contiguous f16 f16", "contiguous f16 f16"});
 }
 
-// Lines, with one space where there are more.
-static Words lines_of(const std::string &text) {
-    Words lines(1);
-    for (char c : text) {
-        std::string &line = lines.back();
-        if (c == '\n')
-            lines.push_back("");
-        else if (c != ' ' || line.empty() || line.back() != ' ')
-            line.push_back(c);
-    }
-    return lines;
-}
-
-TEST_CASE("--all lists each precision; the table has the figures of --json") {
-    Json object = story(0);
-    std::string file = write_lines("all", {object.get()});
-    Json root = eval({"-f", file, "--all"});
-    Words names = names_of(root), layouts;
+TEST_CASE("--all lists each precision; the table and --json have its figures") {
+    Evaluation all = eval({"-f", file_of("all", Words{stories()[0]}), "--all"});
+    Report report = report_of(all);
+    Json root = parse_json("eval", report.json());
+    std::vector<const cJSON *> rows = items_of(root, "results");
+    Words names = names_of(all.results), lines = split(report.text, '\n');
+    REQUIRE(rows.size() == names.size());
+    REQUIRE(lines.size() > names.size() + 1);
     for_each_type<Precision>([&](auto type) {
         std::string both = std::string("contiguous ") + type.name + " " + type.name;
         CHECK_MESSAGE(std::count(names.begin(), names.end(), both) == 1, both);
@@ -468,38 +381,39 @@ TEST_CASE("--all lists each precision; the table has the figures of --json") {
         bool there = std::any_of(names.begin(), names.end(), [&](auto &name) { return name.find(layout.name) == 0; });
         CHECK_MESSAGE(there, layout.name);
     });
-    std::vector<const cJSON *> results = results_of(root);
-    CHECK(std::any_of(results.begin(), results.end(),
-                      [](auto *result) { return string_of(result, "type_k") != string_of(result, "type_v"); }));
-
-    std::string table = output_of({"-f", file, "--all"});
-    Words lines = lines_of(table);
-    REQUIRE(lines.size() > names.size() + 1);
+    CHECK(std::any_of(all.results.begin(), all.results.end(),
+                      [](auto &result) { return result.cache.type_k.index() != result.cache.type_v.index(); }));
     for (size_t i = 0; i < names.size(); i++) {
-        const cJSON *result = results[i];
-        std::string cache = string_of(result, "layout");
-        if (cache == "ring") {
-            int window = (int)number_of(result, "window"), sinks = (int)number_of(result, "sinks");
-            cache += " " + std::to_string(window) + " + " + std::to_string(sinks);
+        const EvalResult &result = all.results[i];
+        const Ring *ring = std::get_if<Ring>(&result.cache.layout);
+        std::istringstream line(lines[i + 1]);
+        Words words{std::istream_iterator<std::string>(line), {}}, cache = split(names[i]);
+        CHECK((cJSON_GetObjectItem(rows[i], "window") != nullptr) == (ring != nullptr));
+        if (ring) {
+            CHECK(number_of(rows[i], "window") == ring->window);
+            CHECK(number_of(rows[i], "sinks") == ring->sinks);
+            cache.insert(cache.begin() + 1, {std::to_string(ring->window), "+", std::to_string(ring->sinks)});
         }
-        cache += " " + string_of(result, "type_k") + " " + string_of(result, "type_v") + " ";
-        CAPTURE(lines[i + 1]);
-        REQUIRE(lines[i + 1].rfind(cache, 0) == 0);
-        double bytes, smaller, perplexity, error, kl, recall, rate;
-        REQUIRE(sscanf(lines[i + 1].c_str() + cache.size(), "%lf %lf %lf %lf %lf %lf %% - - - - - %lf", &bytes,
-                       &smaller, &perplexity, &error, &kl, &recall, &rate) == 7);
-        auto same = [&](double shown, double number, double unit) {  // of the last digit that is shown
-            CHECK_MESSAGE(std::fabs(shown - number) <= unit / 2 * (1 + 1e-9), number);
+        REQUIRE(words.size() == cache.size() + 13);  // "100 %" are two
+        CHECK(std::equal(cache.begin(), cache.end(), words.begin()));
+        words.erase(words.begin(), words.begin() + (int)cache.size());
+        auto same = [&](const char *key, double number, const std::string &shown, double unit) {  // of its last digit
+            CHECK_MESSAGE(number_of(rows[i], key) == number, key);
+            CHECK_MESSAGE(std::fabs(std::stod(shown) - number) <= unit / 2 * (1 + 1e-9), key);
         };
-        auto [asked, right] = recall_of(result).at(0);
-        same(bytes, number_of(result, "bytes_per_token"), 0.1);
-        same(smaller, number_of(result, "times_smaller"), 0.01);
-        same(perplexity, number_of(result, "perplexity"), 1e-4);
-        same(error, number_of(result, "standard_error"), 1e-4);
-        same(kl, number_of(result, "kl"), kl * 0.01);
-        same(recall, 100.0 * right / asked, 1);
-        CHECK(rate > 0);
+        same("bytes_per_token", result.bytes_per_token, words[0], 0.1);
+        same("times_smaller", all.results[0].bytes_per_token / result.bytes_per_token, words[1], 0.01);
+        same("perplexity", result.perplexity(), words[2], 1e-4);
+        same("standard_error", result.standard_error(), words[3], 1e-4);
+        same("kl", result.mean_kl(), words[4], result.mean_kl() * 0.01);
+        same("tokens_per_second", median(result.rates), words[12], 0.1);
+        const cJSON *recall = Section{"", rows[i]}.need("recall");
+        CHECK(cJSON_GetArraySize(recall) == 1);
+        CHECK(number_of(recall->child, "distance") == 0);
+        CHECK(number_of(recall->child, "questions") == result.asked[0]);
+        CHECK(number_of(recall->child, "right") == result.right[0]);
+        CHECK(std::fabs(std::stod(words[5]) - 100.0 * result.right[0] / result.asked[0]) <= 0.5);
     }
-    CHECK(table.find("145 tokens predicted") != std::string::npos);
-    CHECK(table.find("recall: 3 questions") != std::string::npos);
+    CHECK(report.text.find("145 tokens predicted") != std::string::npos);
+    CHECK(report.text.find("recall: 3 questions") != std::string::npos);
 }

@@ -2,29 +2,30 @@
 // lost. The engine quantizes keys per channel (int4) or per token (int8, fp8); per-token int4 is made here, by rounding
 // the rows of an f32 cache in place. Prints the table of the page.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#define LLM_WITHOUT_MAIN
+#ifndef PLAIN  // compiles in a tenth of the time
+#define PLAIN
+#endif
 #include <doctest/doctest.h>
 
-#include "../llm.cu"
-#include "reference.h"
+#include "scene.h"
+
+using namespace scene;
 
 static const std::string fixture = "tests/fixtures/huge_keys";
 
-// ---- The checkpoint, as it is and with another bias ----------------------------------------------------------
+constexpr float huge_from = 50;                    // the huge ones are 180 to 300, the others below 2
+constexpr int positions = 320, first_scored = 64;  // before it, most of the keys are of the newest block
 
 enum class Bias { huge, without, fast };
-
-constexpr float huge_from = 50;  // the huge ones are 180 to 300, the others below 2
+enum class Rounding { none, per_channel, per_token };
 
 // The first layer's k_proj bias: as stored; without the huge channels; with each of them in the pair (i, i + 32) that
 // lies as far from the fastest one as its own does from the slowest.
-static std::vector<float> bias_of(const Engine &engine, Bias which) {
-    std::vector<float> bias;
+static Vector bias_of(const Engine &engine, Bias which) {
+    Vector bias;
     int width = engine.heads.width, half = width / 2;
-    with_numbers(engine.model.layers[0].key.bias, [&](auto *stored) {
-        for (int i = 0; i < engine.heads.kv * width; i++) bias.push_back(to_float(stored[i]));
-    });
-    std::vector<float> moved = bias;
+    for (int i = 0; i < engine.heads.kv * width; i++) bias.push_back(number_of(engine.model.layers[0].key.bias, i));
+    Vector moved = bias;
     for (int i = 0; i < (int)bias.size(); i++) {
         if (std::fabs(bias[i]) < huge_from) continue;
         int mirrored = i / half * half + (half - 1 - i % half);
@@ -33,8 +34,6 @@ static std::vector<float> bias_of(const Engine &engine, Bias which) {
     }
     return moved;
 }
-
-// ---- Rounding the rows of an f32 cache -----------------------------------------------------------------------
 
 // 32 numbers x[0], x[step], ... become the nearest of 16 levels between the smallest and the largest of them. The ends
 // are exact here and f16 in the engine: this is a little kinder.
@@ -45,59 +44,47 @@ static void round_to_int4(float *x, int step) {
     for (int i = 0; i < 32 && scale > 0; i++) x[i * step] = low + scale * std::nearbyint((x[i * step] - low) / scale);
 }
 
-enum class Rounding { none, per_channel, per_token };
-
-// The keys of positions [begin, begin + 32): a group is 32 positions of a channel, or 32 channels of a position.
+// The keys of positions [begin, begin + 32) in an f32 cache: a group is 32 positions of a channel, or 32 channels of a
+// position.
 static void round_block(Cache &cache, int begin, Rounding rounding) {
-    int width = cache.keys.width;
-    std::vector<float> block((size_t)32 * width);
-    auto row = [&](int layer, int head, int i) {
-        return (float *)cache.keys.at(layer, row_of(cache, 0, begin + i), head);
-    };
+    const CacheRows &keys = cache.view.keys;
     for (int layer = 0; layer < cache.shape.layers; layer++) {
         for (int head = 0; head < cache.shape.kv_heads; head++) {
-            for (int i = 0; i < 32; i++) std::copy_n(row(layer, head, i), width, &block[(size_t)i * width]);
-            if (rounding == Rounding::per_channel)
-                for (int c = 0; c < width; c++) round_to_int4(&block[c], width);
-            else
-                for (int at = 0; at < 32 * width; at += 32) round_to_int4(&block[at], 1);
-            for (int i = 0; i < 32; i++) std::copy_n(&block[(size_t)i * width], width, row(layer, head, i));
+            float *first = (float *)keys.at(layer, row_of(cache, 0, begin), head);
+            int stride = (int)(keys.stride() / sizeof(float));  // from a position to the next
+            for (int c = 0; rounding == Rounding::per_channel && c < keys.width; c++) round_to_int4(first + c, stride);
+            for (int i = 0; rounding == Rounding::per_token && i < 32; i++)
+                for (int c = 0; c < keys.width; c += 32) round_to_int4(first + i * stride + c, 1);
         }
     }
 }
 
-// ---- Beside the naive path -----------------------------------------------------------------------------------
+// Without the first three, which are special.
+static Tokens plain_tokens(const Engine &engine) {
+    reference::Random random{1};
+    Tokens tokens(positions);
+    for (int &token : tokens) token = 3 + (int)(random.bits() % (uint64_t)(engine.model.config.vocabulary - 3));
+    return tokens;
+}
 
-struct Distance {
+struct Distance {     // from the naive path
     double kl = 0;    // nats, mean over the positions
     double same = 0;  // share of positions whose likeliest token is the naive path's
 };
 
-constexpr int positions = 320, first_scored = 64;  // before it, most of the keys are of the newest block
-
-static std::vector<int> random_tokens(const Config &config) {
-    reference::Random random{1};
-    std::vector<int> tokens(positions);
-    for (int &token : tokens) token = 3 + (int)(random.bits() % (uint64_t)(config.vocabulary - 3));
-    return tokens;
-}
-
 // Decodes the tokens one by one; keys are rounded when their block is full, as the engine does. Values are f32.
-static Distance distance(Engine &engine, const std::vector<int> &tokens, const std::vector<float> &naive,
-                         const Precision &type_k, Rounding rounding = Rounding::none) {
-    const Config &config = engine.model.config;
-    Cache cache = open_cache({config.layers, config.kv_heads, config.head_dim, config.head_dim, 1, positions},
-                             Contiguous{}, type_k, F32{});
+static Distance distance(Engine &engine, const Tokens &tokens, const Vector &naive, const Precision &type_k,
+                         Rounding rounding) {
+    int vocabulary = engine.model.config.vocabulary;
+    Cache cache = cache_for(engine, type_k, F32{}, positions);
     Distance result;
     for (int t = 0; t < positions; t++) {
-        std::vector<float> cached = decode(engine, cache, {0}, {tokens[t]});
-        if (t % 32 == 31 && rounding != Rounding::none) round_block(cache, t - 31, rounding);
+        Vector cached = decode(engine, cache, {0}, {tokens[t]});
+        if (t % 32 == 31) round_block(cache, t - 31, rounding);
         if (t < first_scored) continue;
-        const float *row = &naive[(size_t)t * config.vocabulary];
-        std::vector<float> expected(row, row + config.vocabulary);
-        bool same = argmax(row, config.vocabulary) == argmax(cached.data(), config.vocabulary);
-        result.kl += divergence(expected, cached) / (positions - first_scored);
-        result.same += (double)same / (positions - first_scored);
+        DiffStep step = compare({naive.begin() + t * vocabulary, naive.begin() + (t + 1) * vocabulary}, cached);
+        result.kl += step.kl / (positions - first_scored);
+        result.same += (double)(step.token == step.cached_token) / (positions - first_scored);
     }
     return result;
 }
@@ -107,62 +94,54 @@ struct Distances {
 };
 
 static Distances measure(Bias which, const char *title) {
-    Engine engine(load_model(fixture), 2);
-    std::vector<float> bias = bias_of(engine, which);
+    Engine engine = engine_of(fixture, 2);
+    Vector bias = bias_of(engine, which);
     Tensor &stored = engine.model.layers[0].key.bias;
-    stored.data = (decltype(stored.data))bias.data();
-    stored.type = DType::f32;
-    std::vector<int> tokens = random_tokens(engine.model.config);
-    forward_naive(engine, tokens);
-    std::vector<float> naive = logits(engine, 0, positions);
+    stored.data = bias.data(), stored.type = DType::f32;
+    Tokens tokens = plain_tokens(engine);
+    Vector naive = naive_rows(engine, tokens);
     printf("%s\n", title);
-    auto one = [&](const char *name, const Precision &type_k, Rounding rounding) {
+    auto one = [&](const char *name, const Precision &type_k, Rounding rounding = Rounding::none) {
         Distance found = distance(engine, tokens, naive, type_k, rounding);
         printf("  %-28s KL %10.7f   same token %5.1f %%\n", name, found.kl, 100 * found.same);
         return found;
     };
-    return {one("f32", F32{}, Rounding::none),
-            one("f16", F16{}, Rounding::none),
-            one("bf16", BF16{}, Rounding::none),
-            one("fp8, scale per token", FP8{}, Rounding::none),
-            one("int8, scale per token", Int8{}, Rounding::none),
-            one("int4, per channel (engine)", Int4{}, Rounding::none),
+    return {one("f32", F32{}),
+            one("f16", F16{}),
+            one("bf16", BF16{}),
+            one("fp8, scale per token", FP8{}),
+            one("int8, scale per token", Int8{}),
+            one("int4, per channel (engine)", Int4{}),
             one("int4, per channel (here)", F32{}, Rounding::per_channel),
             one("int4, per token (here)", F32{}, Rounding::per_token)};
 }
 
 TEST_CASE("the fixture: keys of norm 600 in the first layer, in 3 of 64 channels, and nowhere else") {
-    Engine engine(load_model(fixture), 1);
+    Engine engine = engine_of(fixture);
     for (int layer = 0; layer < engine.model.config.layers; layer++) {
         double squares = 0, huge_squares = 0;
         int huge = 0;
-        with_numbers(engine.model.layers[layer].key.bias, [&](auto *bias) {
-            for (int i = 0; i < engine.heads.kv * engine.heads.width; i++) {
-                double square = (double)to_float(bias[i]) * to_float(bias[i]);
-                squares += square;
-                if (square > huge_from * huge_from) huge++, huge_squares += square;
-            }
-        });
+        for (int i = 0; i < engine.heads.kv * engine.heads.width; i++) {
+            double square = std::pow(number_of(engine.model.layers[layer].key.bias, i), 2);
+            squares += square;
+            if (square > huge_from * huge_from) huge++, huge_squares += square;
+        }
         CHECK(huge == (layer == 0 ? 3 * engine.heads.kv : 0));
         CHECK(std::sqrt(squares) == doctest::Approx(layer == 0 ? 600 : 5.5).epsilon(0.1));
         if (layer == 0) CHECK(huge_squares / squares > 0.999);
     }
 }
 
-// ---- What is lost --------------------------------------------------------------------------------------------
-
 // The first layer's keys of the channels that are not huge: rms of what rounding changes, over their own rms.
-static double lost(Engine &engine, const std::vector<int> &tokens, Rounding rounding) {
-    const Config &config = engine.model.config;
-    Cache cache = open_cache({config.layers, config.kv_heads, config.head_dim, config.head_dim, 1, positions},
-                             Contiguous{}, F32{}, F32{});
-    prefill(engine, cache, 0, tokens);
-    const size_t count = (size_t)positions * config.kv_heads * config.head_dim;
-    const float *keys = (const float *)cache.keys.at(0, row_of(cache, 0, 0), 0);
-    std::vector<float> before(keys, keys + count), bias = bias_of(engine, Bias::huge);
+static double lost(Rounding rounding) {
+    Engine engine = engine_of(fixture, 2);
+    Cache cache = cache_for(engine, F32{}, F32{}, positions);
+    prefill(engine, cache, 0, plain_tokens(engine));
+    const float *keys = (const float *)cache.view.keys.at(0, row_of(cache, 0, 0), 0);
+    Vector before(keys, keys + positions * engine.heads.kv * engine.heads.width), bias = bias_of(engine, Bias::huge);
     for (int begin = 0; begin < positions; begin += 32) round_block(cache, begin, rounding);
     double errors = 0, squares = 0;
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < before.size(); i++) {
         if (std::fabs(bias[i % bias.size()]) > huge_from) continue;
         errors += std::pow((double)keys[i] - before[i], 2);
         squares += std::pow((double)before[i], 2);
@@ -171,20 +150,14 @@ static double lost(Engine &engine, const std::vector<int> &tokens, Rounding roun
 }
 
 TEST_CASE("per token, one step swallows the channels beside a huge one; per channel they keep 4 bits") {
-    Engine engine(load_model(fixture), 2);
-    std::vector<int> tokens = random_tokens(engine.model.config);
-    double per_token = lost(engine, tokens, Rounding::per_token);
-    double per_channel = lost(engine, tokens, Rounding::per_channel);
+    double per_token = lost(Rounding::per_token), per_channel = lost(Rounding::per_channel);
     printf("lost of the first layer's other channels: per token %.1f %%, per channel %.1f %%\n", 100 * per_token,
            100 * per_channel);
     CHECK(per_token > 1);       // measured 2.30: all of them become the lowest level, the smallest number of the group
     CHECK(per_channel < 0.15);  // measured 0.074
 }
 
-// ---- What it does to the logits ------------------------------------------------------------------------------
-//
 // Behind each bound stands what was measured; the bounds of KL leave a factor of 2.9 or more.
-
 TEST_CASE("huge channels: per-token keys fail, in 8 bits too; per-channel int4 does not") {
     Distances huge = measure(Bias::huge, "huge channels, slow pairs");
     CHECK(huge.f32.kl < 1e-9);

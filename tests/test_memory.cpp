@@ -2,20 +2,20 @@
 // it must give, the bytes of caches that were really opened, and an account of every byte that is written down here.
 // Run from the repository's root. The environment variable LLM says which program; without it, ./llm.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include "../cache.h"
+#include "../layers.cu"
 
 #include <doctest/doctest.h>
 
-#include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 
-#include "../attention.cu"
+#include "../cache.h"
 #include "program.h"
 
 using namespace program;
 
-const double KiB = 0x1p10, MiB = 0x1p20, GiB = 0x1p30;
+const double MiB = 0x1p20, GiB = 0x1p30;
 
 // ---- Running the program -----------------------------------------------------------------------------------
 
@@ -73,18 +73,23 @@ const cJSON *row(const Json &root, const std::string &layout, const std::string 
     return row(root, layout, type, type);
 }
 
+double cell(const Json &root, const std::string &layout, const std::string &type, const std::string &key) {
+    return number(row(root, layout, type), key);
+}
+
 void check_refused(const std::string &arguments, const Words &parts) {
     for (const char *json : {"", " --json"}) check_refused(run_line("memory " + arguments + json), parts);
 }
 
 // ---- The same from the functions ---------------------------------------------------------------------------
 
+std::string shape_flags(int layers, int kv_heads, int width, int positions, int sequences = 1) {
+    return formatted("--layers %d --kv-heads %d --head-dim %d -c %d --batch %d ", layers, kv_heads, width, positions,
+                     sequences);
+}
 std::string flags_of(const CacheShape &shape) {
-    std::ostringstream flags;
-    flags << "--layers " << shape.layers << " --kv-heads " << shape.kv_heads << " --head-dim " << shape.key_width
-          << " --batch " << shape.sequences << " -c " << shape.capacity << " --page " << shape.page << " --window "
-          << shape.window << " --sinks " << shape.sinks;
-    return flags.str();
+    return shape_flags(shape.layers, shape.kv_heads, shape.key_width, shape.capacity, shape.sequences) +
+           formatted("--page %d --window %d --sinks %d", shape.page, shape.window, shape.sinks);
 }
 
 CacheBytes full_bytes(const CacheShape &shape, const Layout &layout, const Precision &type_k, const Precision &type_v) {
@@ -185,68 +190,54 @@ TEST_CASE("every layout and precision is there, and every byte is accounted for"
 
 // ---- The numbers of the formula ----------------------------------------------------------------------------
 
-TEST_CASE("the answers that are known, from the program and from the functions") {
+TEST_CASE("the answers that are known") {
     struct Case {
-        CacheShape shape;
+        std::string shape;
         const char *layout, *type, *key;
         double answer;
     };
     for (const Case &each : std::vector<Case>{
-             {shape_of(80, 64, 128, 1, 32768), "contiguous", "bf16", "bytes", 85899345920},
-             {shape_of(80, 64, 128, 1, 32768), "contiguous", "bf16", "bytes_per_layer", GiB},
-             {shape_of(80, 64, 128, 1, 32768), "contiguous", "bf16", "bytes_per_token", 2621440},
-             {shape_of(80, 8, 128, 1, 32768), "contiguous", "bf16", "bytes", 10 * GiB},
-             {shape_of(80, 1, 128, 1, 32768), "contiguous", "bf16", "bytes", 1.25 * GiB},
-             {shape_of(80, 64, 128, 1, 32768), "contiguous", "int8", "payload_bytes", 40 * GiB},
-             {shape_of(80, 64, 128, 1, 32768), "contiguous", "int8", "metadata_bytes", 40 * GiB * 0.015625},
-             {shape_of(80, 8, 128, 1, 32768), "contiguous", "int8", "payload_bytes", 5 * GiB},
-             {shape_of(80, 8, 128, 1, 32768), "contiguous", "int8", "metadata_bytes", 5 * GiB * 0.015625},
-             {shape_of(80, 64, 128, 1, 16384), "contiguous", "bf16", "bytes", 40 * GiB},
-             {shape_of(32, 32, 128, 4, 4096), "contiguous", "bf16", "bytes", 8 * GiB},
-             {shape_of(32, 8, 128, 1, 8192), "contiguous", "bf16", "bytes", GiB},
-             {shape_of(32, 32, 128, 1, 8192), "contiguous", "bf16", "bytes", 4 * GiB},
-             {shape_of(32, 32, 128, 1, 8192), "contiguous", "f16", "bytes_per_token", 524288},
-             {shape_of(48, 56, 128, 128, 1024), "contiguous", "f16", "bytes", 180388626432},
-             {shape_of(1, 2, 4, 1, 3), "contiguous", "bf16", "bytes", 48 + 48},
-             {shape_of(80, 8, 128, 1, 16), "paged", "bf16", "bytes_per_layer", 65536},
-             {shape_of(80, 8, 128, 1, 16), "paged", "bf16", "payload_bytes", 5 * MiB},
-             {shape_of(80, 8, 128, 1, 16), "paged", "bf16", "pages", 1},
-             {shape_of(80, 8, 128, 1, 900), "paged", "bf16", "pages", 57},
-             {shape_of(80, 8, 128, 1, 900), "paged", "bf16", "payload_bytes", 285 * MiB},
-             {shape_of(80, 64, 128, 1, 32768), "contiguous", "bf16", "bytes_read_per_token", 80 * GiB},
-             {shape_of(80, 64, 128, 1, 1048576), "contiguous", "bf16", "bytes", 2560 * GiB},
+             {shape_flags(80, 64, 128, 32768), "contiguous", "bf16", "bytes", 85899345920},
+             {shape_flags(80, 64, 128, 32768), "contiguous", "bf16", "bytes_per_layer", GiB},
+             {shape_flags(80, 64, 128, 32768), "contiguous", "bf16", "bytes_per_token", 2621440},
+             {shape_flags(80, 8, 128, 32768), "contiguous", "bf16", "bytes", 10 * GiB},
+             {shape_flags(80, 1, 128, 32768), "contiguous", "bf16", "bytes", 1.25 * GiB},
+             {shape_flags(80, 64, 128, 32768), "contiguous", "int8", "payload_bytes", 40 * GiB},
+             {shape_flags(80, 64, 128, 32768), "contiguous", "int8", "metadata_bytes", 40 * GiB * 0.015625},
+             {shape_flags(80, 8, 128, 32768), "contiguous", "int8", "payload_bytes", 5 * GiB},
+             {shape_flags(80, 8, 128, 32768), "contiguous", "int8", "metadata_bytes", 5 * GiB * 0.015625},
+             {shape_flags(80, 64, 128, 16384), "contiguous", "bf16", "bytes", 40 * GiB},
+             {shape_flags(32, 32, 128, 4096, 4), "contiguous", "bf16", "bytes", 8 * GiB},
+             {shape_flags(32, 8, 128, 8192), "contiguous", "bf16", "bytes", GiB},
+             {shape_flags(32, 32, 128, 8192), "contiguous", "bf16", "bytes", 4 * GiB},
+             {shape_flags(32, 32, 128, 8192), "contiguous", "f16", "bytes_per_token", 524288},
+             {shape_flags(48, 56, 128, 1024, 128), "contiguous", "f16", "bytes", 180388626432},
+             {shape_flags(1, 2, 4, 3), "contiguous", "bf16", "bytes", 48 + 48},
+             {shape_flags(80, 8, 128, 16), "paged", "bf16", "bytes_per_layer", 65536},
+             {shape_flags(80, 8, 128, 16), "paged", "bf16", "payload_bytes", 5 * MiB},
+             {shape_flags(80, 8, 128, 16), "paged", "bf16", "pages", 1},
+             {shape_flags(80, 8, 128, 900), "paged", "bf16", "pages", 57},
+             {shape_flags(80, 8, 128, 900), "paged", "bf16", "payload_bytes", 285 * MiB},
+             {shape_flags(80, 64, 128, 32768), "contiguous", "bf16", "bytes_read_per_token", 80 * GiB},
+             {shape_flags(80, 64, 128, 1048576), "contiguous", "bf16", "bytes", 2560 * GiB},
          }) {
-        std::ostringstream flags;  // those of a ring are left to their defaults
-        flags << "--layers " << each.shape.layers << " --kv-heads " << each.shape.kv_heads << " --head-dim "
-              << each.shape.key_width << " --batch " << each.shape.sequences << " -c " << each.shape.capacity
-              << " --cache " << each.layout << " --kv " << each.type;
-        CAPTURE(flags.str());
-        Json root = memory(flags.str());
-        CHECK(number(row(root, each.layout, each.type), each.key) == each.answer);
-        if (cJSON_HasObjectItem(root.get(), each.key)) CHECK(number(root, each.key) == each.answer);
-        CHECK(number(root, "bytes") == number(row(root, each.layout, each.type), "bytes"));
-
-        CacheShape shape = each.shape;
-        Layout layout = open_layout(shape, parse_layout("", each.layout));
-        Precision type = parse_precision("", each.type);
-        CacheBytes bytes = full_bytes(shape, layout, type, type);
-        std::string key = each.key;
-        if (key == "bytes") CHECK(bytes.total() == each.answer);
-        if (key == "payload_bytes") CHECK(bytes.payload == each.answer);
-        if (key == "metadata_bytes") CHECK(bytes.metadata == each.answer);
-        if (key == "pages") CHECK(std::get<Paged>(layout).pages(shape) == each.answer);
-        if (key == "bytes_per_token") CHECK(bytes_of(shape, layout, type, type, 1).total() == each.answer);
-        shape.layers = 1;
-        if (key == "bytes_per_layer") CHECK(full_bytes(shape, layout, type, type).payload == each.answer);
+        std::string flags = each.shape + "--cache " + each.layout + " --kv " + each.type;  // a ring's by default
+        CAPTURE(flags);
+        Json root = memory(flags);
+        CHECK(cell(root, each.layout, each.type, each.key) == each.answer);
+        CHECK(number(root, "bytes") == cell(root, each.layout, each.type, "bytes"));
+        CHECK(cJSON_GetArraySize(results(root)) == 1);  // the flags select it
     }
 }
 
 TEST_CASE("where things are: a row of K, a page, the KV head of a query head") {
-    Cache cache = open_cache({1, 2, 4, 4, 1, 3}, Contiguous{}, BF16{}, BF16{});
-    CHECK(cache.keys.bytes(1) == 48);
-    CHECK(cache.values.bytes(1) == 48);
-    CHECK(cache.keys.at(0, row_of(cache, 0, 1), 1) - cache.keys.data == 24);
-    CHECK(cache.keys.row_bytes == 8);
+    Cpu cpu(1);
+    CacheShape shape = shape_of(1, 2, 4, 1, 3);
+    Cache cache = open_cache(cpu, shape, Contiguous{}, BF16{}, BF16{});
+    CHECK(full_bytes(shape, Contiguous{}, BF16{}, BF16{}).payload == 48 + 48);
+    const CacheRows &keys = cache.view.keys;
+    CHECK(keys.at(0, row_of(cache, 0, 1), 1) - keys.data == 24);
+    CHECK(keys.row_bytes == 8);
 
     const int table[] = {91, 17, 44, 203};
     Paged paged;
@@ -257,16 +248,13 @@ TEST_CASE("where things are: a row of K, a page, the KV head of a query head") {
     CHECK(pages_for(paged, 900) == 57);
 
     Heads heads = {64, 8, 128};
-    CHECK(heads.kv_head(0) == 0);
-    CHECK(heads.kv_head(7) == 0);
-    CHECK(heads.kv_head(8) == 1);
-    CHECK(heads.kv_head(31) == 3);
-    CHECK(heads.kv_head(63) == 7);
+    const int pairs[][2] = {{0, 0}, {7, 0}, {8, 1}, {31, 3}, {63, 7}};
+    for (auto [query, kv] : pairs) CHECK(heads.kv_head(query) == kv);
 }
 
 TEST_CASE("times smaller than f32, and the share of metadata") {
     Json root = memory("--layers 80 --kv-heads 64 --head-dim 128 -c 32768");
-    double whole = number(row(root, "contiguous", "f32"), "bytes");
+    double whole = cell(root, "contiguous", "f32", "bytes");
     const std::map<std::string, double> times = {{"f32", 1},  {"f16", 2},  {"bf16", 2}, {"fp8", 4},
                                                  {"int8", 4}, {"int4", 8}, {"int2", 16}};
     for (auto &[type, factor] : times) {
@@ -275,36 +263,41 @@ TEST_CASE("times smaller than f32, and the share of metadata") {
         CHECK(right);
         CHECK((number(item, "metadata_bytes") > 0) == scaled);
     }
-    CHECK(100 * number(row(root, "contiguous", "int8"), "metadata_bytes") ==
-          1.5625 * number(row(root, "contiguous", "int8"), "payload_bytes"));
+    CHECK(100 * cell(root, "contiguous", "int8", "metadata_bytes") ==
+          1.5625 * cell(root, "contiguous", "int8", "payload_bytes"));
 }
 
 TEST_CASE("a pair of types is in every layout, and the flags choose the cache at the top") {
-    Json root = memory("--layers 4 --kv-heads 2 --head-dim 64 -c 1000 -ctk int8 -ctv int2 --cache ring --page 10");
+    const std::string shape = "--layers 4 --kv-heads 2 --head-dim 64 -c 1000";
+    Json root = memory(shape + " -ctk int8 -ctv int2"), all = memory(shape);
+    CHECK(cJSON_GetArraySize(results(root)) == (int)std::variant_size_v<Layout>);
     for_each_type<Layout>([&](auto layout) {
-        const cJSON *pair = row(root, layout.name, "int8", "int2"), *k = row(root, layout.name, "int8");
-        const cJSON *v = row(root, layout.name, "int2");
+        const cJSON *pair = row(root, layout.name, "int8", "int2"), *k = row(all, layout.name, "int8");
+        const cJSON *v = row(all, layout.name, "int2");
         CHECK(2 * number(pair, "payload_bytes") == number(k, "payload_bytes") + number(v, "payload_bytes"));
         CHECK(2 * number(pair, "metadata_bytes") == number(k, "metadata_bytes") + number(v, "metadata_bytes"));
         CHECK(2 * number(pair, "bytes_per_token") == number(k, "bytes_per_token") + number(v, "bytes_per_token"));
         CHECK(2 * number(pair, "bytes_read_per_token") ==
               number(k, "bytes_read_per_token") + number(v, "bytes_read_per_token"));
     });
-    CHECK(text(root.get(), "layout") == "ring");
-    CHECK(text(root.get(), "type_k") == "int8");
-    CHECK(text(root.get(), "type_v") == "int2");
-    for (const char *key : {"bytes", "payload_bytes", "metadata_bytes", "bytes_per_token"})
-        CHECK(number(root, key) == number(row(root, "ring", "int8", "int2"), key));
-    CHECK(number(row(root, "ring", "f16"), "bytes") != number(row(root, "contiguous", "f16"), "bytes"));
+    Json ring = memory(shape + " -ctk int8 -ctv int2 --cache ring,paged --page 10");
+    CHECK(cJSON_GetArraySize(results(ring)) == 2);
+    CHECK(text(ring.get(), "layout") == "ring");
+    CHECK(text(ring.get(), "type_k") == "int8");
+    CHECK(text(ring.get(), "type_v") == "int2");
+    for (const char *key : {"bytes", "payload_bytes", "metadata_bytes"})
+        CHECK(number(ring, key) == number(row(ring, "ring", "int8", "int2"), key));
+    Json some = memory(shape + " --kv f32,int4 --cache paged");
+    CHECK(cJSON_GetArraySize(results(some)) == 2);
+    CHECK(cell(some, "paged", "int4", "bytes") == cell(all, "paged", "int4", "bytes"));
 
-    Json plain = memory("--layers 4 --kv-heads 2 --head-dim 64 -c 1000");
-    CHECK(number(plain, "bytes") == number(row(plain, "contiguous", "f16"), "bytes"));
-    CHECK(number(plain, "window") == 996);
-    CHECK(number(plain, "sinks") == 4);
-    CHECK(number(memory("--layers 4 --kv-heads 2 --head-dim 64 -c 1000 --sinks 9"), "window") == 991);
+    CHECK(number(all, "bytes") == cell(all, "contiguous", "f16", "bytes"));
+    CHECK(number(all, "window") == 996);
+    CHECK(number(all, "sinks") == 4);
+    CHECK(number(memory(shape + " --sinks 9"), "window") == 991);
     const int few[][3] = {{1, 1, 0}, {4, 3, 1}, {8, 5, 3}, {9, 5, 4}};  // positions, window, sinks
     for (auto [positions, window, sinks] : few) {
-        Json small = memory("--layers 1 --kv-heads 1 --head-dim 1 -c " + std::to_string(positions));
+        Json small = memory(shape_flags(1, 1, 1, positions));
         CHECK(number(small, "window") == window);
         CHECK(number(small, "sinks") == sinks);
     }
@@ -321,7 +314,7 @@ TEST_CASE("generate reports the same bytes for a cache that it filled") {
         const cJSON *cache = cJSON_GetObjectItemCaseSensitive(real.get(), "cache");
         for (const char *key : {"bytes", "payload_bytes", "metadata_bytes"}) {
             CHECK(number(cache, key) == number(formula, key));
-            CHECK(number(cache, key) == number(row(formula, name_of(layout), name_of(type)), key));
+            CHECK(number(cache, key) == cell(formula, name_of(layout), name_of(type), key));
         }
     });
 }
@@ -372,9 +365,9 @@ double bytes_of_tokens(CacheShape shape, const Layout &layout, const Precision &
 TEST_CASE("40 GiB hold 16,384 tokens of 80 layers x 64 KV heads x 128 in bf16") {
     Json root = memory("--layers 80 --kv-heads 64 --head-dim 128 -c 32768 --budget 40GiB");
     CHECK(number(root, "budget_bytes") == 40 * GiB);
-    CHECK(number(row(root, "contiguous", "bf16"), "tokens_in_budget") == 16384);
-    CHECK(number(row(root, "contiguous", "f32"), "tokens_in_budget") == 8192);
-    CHECK(number(row(root, "paged", "bf16"), "tokens_in_budget") == 16384 - 16);  // its table takes a page's place
+    CHECK(cell(root, "contiguous", "bf16", "tokens_in_budget") == 16384);
+    CHECK(cell(root, "contiguous", "f32", "tokens_in_budget") == 8192);
+    CHECK(cell(root, "paged", "bf16", "tokens_in_budget") == 16384 - 16);  // its table takes a page's place
 }
 
 TEST_CASE("the tokens of a budget fit, and one more does not") {
@@ -382,17 +375,15 @@ TEST_CASE("the tokens of a budget fit, and one more does not") {
         for (double budget : {32 * MiB, 40 * GiB, 1e10, 123456789.0}) {
             CAPTURE(flags_of(shape));
             CAPTURE(budget);
-            char flag[64];
-            snprintf(flag, sizeof flag, " --budget %.0f", budget);
-            if (full_bytes(shape_of(shape.layers, shape.kv_heads, shape.key_width, shape.sequences, 1), Contiguous{},
-                           F16{}, F16{})
-                    .total() > budget) {
-                check_refused(flags_of(shape) + flag, {"--budget"});
+            std::string flag = formatted(" --budget %.0f", budget);
+            CacheShape one = shape_of(shape.layers, shape.kv_heads, shape.key_width, shape.sequences, 1);
+            if (full_bytes(one, Contiguous{}, Int8{}, Int8{}).total() > budget) {
+                check_refused(flags_of(shape) + flag, {"--budget", "the smallest of these needs", "raise it"});
                 continue;
             }
             Json root = memory(flags_of(shape) + flag);
             for_each_cache([&](Layout layout, Precision type) {
-                double tokens = number(row(root, name_of(layout), name_of(type)), "tokens_in_budget");
+                double tokens = cell(root, name_of(layout), name_of(type), "tokens_in_budget");
                 double least = std::holds_alternative<Ring>(layout) ? 2.0 * shape.sinks * shape.sequences : 0;
                 CAPTURE(tokens);
                 if (tokens > 0) CHECK(bytes_of_tokens(shape, layout, type, tokens, 0) <= budget);
@@ -405,57 +396,27 @@ TEST_CASE("the tokens of a budget fit, and one more does not") {
 TEST_CASE("what no flag of positions can say is not promised") {
     Json root = memory("--layers 1 --kv-heads 1 --head-dim 1 -c 8 --budget 1TB");
     for_each_cache([&](Layout layout, Precision type) {
-        CHECK(number(row(root, name_of(layout), name_of(type)), "tokens_in_budget") == 0x1p30);
+        CHECK(cell(root, name_of(layout), name_of(type), "tokens_in_budget") == 0x1p30);
     });
-}
-
-TEST_CASE("units of a budget") {
-    struct Case {
-        const char *text;
-        double bytes;  // 0: refused
-    };
-    for (const Case &each : std::vector<Case>{{"40GiB", 40 * GiB},
-                                              {"1.5KiB", 1536},
-                                              {"0.5MiB", 0.5 * MiB},
-                                              {"2TiB", 2048 * GiB},
-                                              {"2kB", 2000},
-                                              {"2.5MB", 2500000},
-                                              {"2.3GB", 2300000000},
-                                              {"1TB", 1e12},
-                                              {"2.01kB", 2010},
-                                              {"1000000", 1000000},
-                                              {"1000000B", 1000000},
-                                              {"' 7 KiB'", 0},
-                                              {"'7 KiB'", 7 * KiB},
-                                              {"0.1GiB", 107374182},
-                                              {"16.GiB", 16 * GiB},
-                                              {".5GiB", 0.5 * GiB},
-                                              {"8191TiB", 8191 * 1024 * GiB},
-                                              {"9007199254740991", 9007199254740991}}) {
-        std::string flags = std::string("--layers 1 --kv-heads 1 --head-dim 8 -c 8 --budget ") + each.text;
-        CAPTURE(flags);
-        if (each.bytes == 0)
-            check_refused(flags, {"--budget"});
-        else
-            CHECK(number(memory(flags), "budget_bytes") == each.bytes);
-    }
 }
 
 // ---- Roofline ----------------------------------------------------------------------------------------------
 
 TEST_CASE("tokens a second are the bandwidth over the bytes of a token") {
-    for (const char *flags : {"", "--batch 7 -c 100", "--layers 80 --kv-heads 8 --head-dim 128 -c 8192 --batch 5"}) {
+    for (const char *flags : {"", "--batch 7 -c 100", "--layers 80 --kv-heads 8 --head-dim 128 -c 8192 --batch 5",
+                              "--layers 80 --kv-heads 8 --head-dim 128 -c 8192 --weight-bytes 140GB"}) {
         Json root = memory(std::string(flags) + " --bandwidth 3350.5");
         double batch = number(root, "batch"), weights = number(root, "weight_bytes_read");
         CHECK(number(root, "bandwidth_gb_per_second") == 3350.5);
         for_each_cache([&](Layout layout, Precision type) {
             const cJSON *item = row(root, name_of(layout), name_of(type));
             double read = number(item, "bytes_read_per_token");
-            CHECK(number(item, "tokens_per_second") == doctest::Approx(3350.5e9 / read).epsilon(1e-15));
+            const char *rate = weights > 0 ? "tokens_per_second" : "cache_only_tokens_per_second";
+            CHECK(number(item, rate) == doctest::Approx(3350.5e9 / read).epsilon(1e-15));
             CHECK(number(item, "bytes_read_per_step") == doctest::Approx(read * batch).epsilon(1e-15));
             // Rows are read as they are stored; of int4 and int2 the newest 32 positions or fewer are f16.
             double stored = number(root, "positions") * number(item, "bytes_per_token");
-            double newest = 32 * number(row(root, "contiguous", "f16"), "bytes_per_token");
+            double newest = 32 * cell(root, "contiguous", "f16", "bytes_per_token");
             CHECK(number(item, "bytes_read_per_step") >= weights + batch * stored);
             CHECK(number(item, "bytes_read_per_step") <= weights + batch * (stored + (has_blocks(type) ? newest : 0)));
         });
@@ -466,7 +427,7 @@ TEST_CASE("a ring reads its window, whatever came before, and the sinks in f32")
     Json root = memory("--layers 3 --kv-heads 2 --head-dim 64 -c 100000 --window 1000 --sinks 10");
     const cJSON *item = row(root, "ring", "int8");
     CHECK(number(item, "bytes_read_per_token") == 2 * 3 * 2 * (1000 * 66 + 10 * 64 * 4));
-    CHECK(number(row(root, "paged", "int8"), "bytes_read_per_token") == 2 * 3 * 2 * 100000.0 * 66);
+    CHECK(cell(root, "paged", "int8", "bytes_read_per_token") == 2 * 3 * 2 * 100000.0 * 66);
     CHECK(!cJSON_HasObjectItem(item, "tokens_per_second"));
     CHECK(!cJSON_HasObjectItem(item, "tokens_in_budget"));
 }
@@ -480,135 +441,130 @@ TEST_CASE("a layer with a sliding window of its own reads no more than that") {
     CHECK(number(root, "window") == window);
     CHECK(number(root, "sinks") == 0);
     for (const char *layout : {"contiguous", "paged", "ring"})
-        CHECK(number(row(root, layout, "f16"), "bytes_read_per_token") ==
-              number(root, "weight_bytes_read") + window * token);
+        CHECK(cell(root, layout, "f16", "bytes_read_per_token") == number(root, "weight_bytes_read") + window * token);
 }
 
 // ---- Large shapes ------------------------------------------------------------------------------------------
 
 TEST_CASE("bytes are exact to the last digit below 2^53") {
-    Outcome result = run_line("memory --layers 1 --kv-heads 1 --head-dim 1048573 -c 1073741789 --kv f32 --json");
+    Outcome result = run_line("memory --layers 1 --kv-heads 1 --head-dim 1048573 -c 1073741789 --json");
     REQUIRE_MESSAGE(result.status == 0, result);
     for (int bytes : {8, 4}) {  // f32 and f16, K and V
         int64_t exact = (int64_t)bytes * 1048573 * 1073741789;
         REQUIRE(exact > 1000000000000000);
-        CHECK_MESSAGE(result.out.find("\"bytes\":\t" + std::to_string(exact) + ",") != std::string::npos, exact);
+        CHECK_MESSAGE(result.out.find("\"bytes\": " + std::to_string(exact) + ",") != std::string::npos, exact);
     }
     int64_t int8 = 2LL * 1048575 * 1073741789;  // odd, twice
-    CHECK(result.out.find("\"bytes\":\t" + std::to_string(int8) + ",") != std::string::npos);
+    CHECK(result.out.find("\"bytes\": " + std::to_string(int8) + ",") != std::string::npos);
 }
 
 TEST_CASE("what no double can tell, or no page table number, is refused") {
-    const std::string most = std::to_string(1 << 30);
-    check_refused("--layers " + most + " --kv-heads " + most + " --head-dim " + most + " -c " + most + " --batch 1",
-                  {"2^53", "lower"});
-    check_refused("--layers " + most + " --kv-heads " + most + " --head-dim " + most + " -c 1", {"2^53", "lower"});
-    check_refused("--layers 1 --kv-heads 1 --head-dim 1 -c " + most + " --batch " + most, {"lower"});
-    check_refused("--layers 1 --kv-heads 1 --head-dim 1 -c " + most + " --batch 2 --page 1", {"pages", "--page"});
-    check_refused("--layers 1 --kv-heads 1 --head-dim 1048577 -c 1073741824", {"2^53"});
-    CHECK(number(memory("--layers 1 --kv-heads 1 --head-dim 1 -c " + most), "bytes") == 4 * GiB);
-    CHECK(number(memory("--layers " + most + " --kv-heads 1 --head-dim 1 -c 1"), "bytes_per_token") == 4 * GiB);
-    CHECK(number(memory("--layers 1 --kv-heads " + most + " --head-dim 1 -c 1"), "bytes_per_token") == 4 * GiB);
-    CHECK(number(memory("--layers 1 --kv-heads 1 --head-dim " + most + " -c 1"), "bytes_per_token") == 4 * GiB);
-    CHECK(number(memory("--layers 1 --kv-heads 1 --head-dim 1 -c 1 --batch " + most), "bytes") == 4 * GiB);
+    const int most = 1 << 30;
+    check_refused(shape_flags(most, most, most, most), {"2^53", "lower"});
+    check_refused(shape_flags(most, most, most, 1), {"2^53", "lower"});
+    check_refused(shape_flags(1, 1, 1, most, most), {"lower"});
+    check_refused(shape_flags(1, 1, 1, most, 2) + "--page 1", {"pages", "--page"});
+    check_refused(shape_flags(1, 1, 1048577, most), {"2^53"});
+    for (const std::string &shape : {shape_flags(most, 1, 1, 1), shape_flags(1, most, 1, 1), shape_flags(1, 1, most, 1),
+                                     shape_flags(1, 1, 1, most), shape_flags(1, 1, 1, 1, most)})
+        CHECK(number(memory(shape), "bytes") == 4 * GiB);
 }
 
 // ---- The table ---------------------------------------------------------------------------------------------
 
 TEST_CASE("the table has a line a cache, under 120 columns, and says the shape") {
-    Outcome result = run_line(
-        "memory --layers 80 --kv-heads 64 --head-dim 128 -c 900 --batch 3 -ctk bf16 -ctv int8 --budget 40GiB "
-        "--bandwidth 3350");
+    Outcome result =
+        run_line("memory --layers 80 --kv-heads 64 --head-dim 128 -c 900 --batch 3 --budget 40GiB --bandwidth 3350");
     REQUIRE_MESSAGE(result.status == 0, result);
     CHECK(result.err.empty());
     std::istringstream lines(result.out);
     std::map<std::string, int> starts;
-    size_t widest = 0;
     for (std::string line; std::getline(lines, line);) {
-        widest = std::max(widest, line.size());
+        CHECK_MESSAGE(line.size() < 120, line);
         starts[line.substr(0, line.find_first_of(" :"))]++;
     }
-    CHECK(widest < 120);
-    int layouts = 0;
-    for_each_type<Layout>([&](auto layout) {
-        layouts++;
-        CHECK(starts[layout.name] == 1);
-    });
-    for_each_type<Precision>([&](auto type) { CHECK(starts[type.name] == layouts); });
-    CHECK(starts["bf16/int8"] == layouts);
+    for_each_type<Layout>([&](auto layout) { CHECK(starts[layout.name] == 1); });
+    for_each_type<Precision>([&](auto type) { CHECK(starts[type.name] == std::variant_size_v<Layout>); });
     for (const char *part : {"2 (K, V) x 80 layers x 64 KV heads x 128 numbers x 3 sequences x 900 positions",
-                             "171 pages", "tokens/s", "fits", "a window of 896, 4 sinks"})
+                             "171 pages", "cache only/s", "no weights are counted", "fits", "a window of 896, 4 sinks"})
         CHECK_MESSAGE(result.out.find(part) != std::string::npos, part);
     for (const char *part : {"nan", "inf"}) CHECK_MESSAGE(result.out.find(part) == std::string::npos, part);
 }
 
-TEST_CASE("the table's units") {
+TEST_CASE("the table reads well: three digits and a unit") {
     std::string out = run_line("memory --layers 80 --kv-heads 64 --head-dim 128 -c 32768").out;
-    CHECK(out.find("bf16         80 GiB       0 B    80 GiB    0.0000    2.00   2.5 MiB     1 GiB    80 GiB\n") !=
-          std::string::npos);
-    CHECK(out.find("int8         40 GiB   640 MiB 40.62 GiB    1.5625    3.94") != std::string::npos);
-    CHECK(out.find("tokens/s") == std::string::npos);
+    for (const char *row :
+         {"bf16         80 GiB       0 B    80 GiB         0         2   2.5 MiB     1 GiB    80 GiB\n",
+          "int8         40 GiB   640 MiB  40.6 GiB      1.56      3.94"})
+        CHECK_MESSAGE(out.find(row) != std::string::npos, out);
+    CHECK(out.find("/s") == std::string::npos);
+    CHECK(run_line("memory --bandwidth 10").out.find("tokens/s\n") != std::string::npos);
+    CHECK(run_line("memory --cache ring -ctk int8").out.find("\nint8/f16 ") != std::string::npos);
+    out = run_line("memory --layers 1 --kv-heads 1 --head-dim 8 -c 1 --cache contiguous").out;
+    CHECK(out.find("x 1 layer x 1 KV head x 8 numbers x 1 sequence x 1 position x") != std::string::npos);
+}
+
+// ---- Any checkpoint ------------------------------------------------------------------------------------------
+
+TEST_CASE("of any config.json, also where the model does not run") {
+    struct Case {
+        const char *config;
+        double bytes_per_token;  // bf16
+        int layers, key_width, context;
+    };
+    std::string directory = "/tmp/test_memory.XXXXXX";
+    REQUIRE(mkdtemp(directory.data()));
+    for (const Case &each : std::vector<Case>{
+             {R"("architectures":["DeepseekV3ForCausalLM"],"num_hidden_layers":61,"num_attention_heads":128,
+                 "kv_lora_rank":512,"qk_rope_head_dim":64,"max_position_embeddings":163840,"hidden_size":7168)",
+              70272, 61, 576, 163840},
+             {R"("architectures":["MiniCPM3ForCausalLM"],"num_hidden_layers":62,"num_attention_heads":40,
+                 "num_key_value_heads":40,"kv_lora_rank":256,"qk_rope_head_dim":32,"max_position_embeddings":32768,
+                 "hidden_size":2560)",
+              35712, 62, 288, 32768},
+             {R"("architectures":["GPT2LMHeadModel"],"n_layer":12,"n_head":12,"n_embd":768,"n_positions":1024)", 36864,
+              12, 64, 1024},
+         }) {
+        std::ofstream(directory + "/config.json") << "{" << each.config << "}";
+        Json root = memory("-m " + directory + " --kv bf16,int8");
+        for_each_type<Layout>(
+            [&](auto layout) { CHECK(cell(root, layout.name, "bf16", "bytes_per_token") == each.bytes_per_token); });
+        CHECK(number(root, "layers") == each.layers);
+        CHECK(number(root, "head_dim") == each.key_width);
+        CHECK(number(root, "positions") == each.context);
+        CHECK(number(root, "weight_bytes_read") == 0);
+        CHECK(number(memory("-m " + directory + " --weight-bytes 8G"), "weight_bytes_read") == 8 * GiB);
+        Outcome info = run_line("info -m " + directory);
+        CHECK_MESSAGE(info.status == 1, info);
+        for (const char *part : {"will it run    no: ", "is not supported", "a token in f16"})
+            CHECK_MESSAGE(info.out.find(part) != std::string::npos, info);
+        Json json(cJSON_Parse(run_line("info --json -m " + directory).out.c_str()));
+        CHECK(number(json, "cache_bytes_per_token_f16") == each.bytes_per_token);
+        CHECK(cJSON_IsFalse(cJSON_GetObjectItem(json.get(), "runs")));
+    }
+    std::ofstream(directory + "/config.json") << R"({"architectures":["X"],"n_layer":2,"n_head":2,"n_embd":8})";
+    check_refused("-m " + directory, {directory, "for how many positions", "-c N"});
+    CHECK(number(memory("-m " + directory + " -c 10 --kv bf16"), "bytes") == 2 * 2 * 8 * 2 * 10);
+    std::ofstream(directory + "/config.json") << R"({"architectures":["X"]})";
+    check_refused("-m " + directory, {directory, "num_hidden_layers"});
+    std::filesystem::remove_all(directory);
+    check_refused("--weight-bytes 5", {"--weight-bytes", "drop the flag"});
 }
 
 // ---- Bad input ---------------------------------------------------------------------------------------------
 
-TEST_CASE("flags that make no sense are refused by name") {
-    const std::string shape = "--layers 2 --kv-heads 2 --head-dim 64 ", full = shape + "-c 1000 ";
-    struct Case {
-        std::string arguments;
-        Words parts;
-    };
-    for (const Case &each : std::vector<Case>{
-             {"-m weights_tools/builtin --layers 2", {"-m weights_tools/builtin", "drop -m or --layers"}},
-             {"-m weights_tools/builtin " + full, {"-m", "--layers --kv-heads --head-dim"}},
-             {"--layers 2", {"--kv-heads --head-dim -c: missing", "-m DIR"}},
-             {"--kv-heads 2 --head-dim 64 -c 9", {"--layers: missing"}},
-             {"--layers 2 --head-dim 64 -c 9", {"--kv-heads: missing"}},
-             {"--layers 2 --kv-heads 2 -c 9", {"--head-dim: missing"}},
-             {shape, {"-c: missing"}},
-             {"-m /nowhere", {"/nowhere"}},
-             {full + "--layers 3", {"given twice"}},
-             {"--layers 0 --kv-heads 2 --head-dim 64 -c 9", {"--layers 0: expected a whole number from 1"}},
-             {"--layers -1 --kv-heads 2 --head-dim 64 -c 9", {"--layers -1: expected"}},
-             {"--layers 2.5 --kv-heads 2 --head-dim 64 -c 9", {"--layers 2.5: expected"}},
-             {"--layers 2 --kv-heads 1073741825 --head-dim 64 -c 9", {"--kv-heads 1073741825: expected"}},
-             {"--layers 2 --kv-heads 2 --head-dim x -c 9", {"--head-dim x: expected"}},
-             {shape + "-c 0", {"-c 0: expected"}},
-             {full + "--batch 0", {"--batch 0: expected"}},
-             {full + "--page 0", {"--page 0: expected"}},
-             {full + "--window 4 --sinks 4", {"--sinks 4", "a window of 4"}},
-             {full + "--sinks 1000", {"--sinks 1000"}},
-             {full + "--cache none", {"--cache none", "contiguous paged ring"}},
-             {full + "--cache heap", {"--cache heap: unknown layout"}},
-             {full + "--cache paged,ring", {"--cache paged,ring", "one"}},
-             {full + "--kv f17", {"--kv f17: unknown type"}},
-             {full + "--kv f16,f32", {"--kv f16,f32", "one"}},
-             {full + "--kv f16 -ctk f32", {"--kv", "-ctk"}},
-             {full + "-n 5", {"-n", "memory has no such flag"}},
-             {full + "--depth 5", {"--depth", "memory has no such flag"}},
-             {full + "--bandwith 5", {"--bandwith: unknown flag", "--bandwidth"}},
-             {full + "--bandwidth 0", {"--bandwidth 0: expected a number from"}},
-             {full + "--bandwidth -3", {"--bandwidth -3: expected"}},
-             {full + "--bandwidth nan", {"--bandwidth nan: expected"}},
-             {full + "--bandwidth inf", {"--bandwidth inf: expected"}},
-             {full + "--bandwidth 100GB", {"--bandwidth 100GB: expected"}},
-             {full + "--bandwidth ''", {"--bandwidth: its value is empty"}},
-             {full + "--budget ''", {"--budget: its value is empty", "BYTES"}},
-             {full + "--budget", {"--budget: needs a value"}},
-             // One position of this shape in f16: 2 * 2 layers * 2 heads * 64 * 2 = 1,024 bytes. A page of 16, with its
-             // entry in the table, its count and its place: 16,384 + 12. A ring of a window of 5 and 4 sinks: 64 rows.
-             {full + "--budget 1023", {"--budget", "1023 bytes", "needs 1024 for 1 position", "raise it"}},
-             {full + "--budget 16395 --cache paged", {"--budget", "needs 16396 for 16 positions", "--page"}},
-             {full + "--budget 1KiB --cache ring", {"--budget", "needs 73728 for 9 positions"}},
-             {"--budget 1", {"--budget", "raise it"}},
-         })
-        check_refused(each.arguments, each.parts);
-    for (const char *nonsense :
-         {"40Gib", "40gb", "40KB",   "40 GiB GiB", "GiB", "-5",    "-5GiB",   "nan",   "inf", "0",     "0.4",
-          "1e9",   "0x10", "1,5GiB", "1.2.3MB",    ".",   "40PiB", "9000TiB", "1e400", "4 0", "40GiB "})
-        check_refused(full + "--budget '" + nonsense + "'",
-                      {"--budget " + std::string(nonsense) + ": expected", "40GiB", "KiB MiB GiB TiB", "kB MB GB TB"});
-    CHECK(run_line("memory " + full + "--budget 1024").status == 0);
-    CHECK(run_line("memory " + full + "--budget 16396 --cache paged").status == 0);
-    CHECK(run_line("memory " + full + "--budget 73728 --cache ring").status == 0);
+TEST_CASE("what does not fit together is refused with the cure") {  // of flags alone: test_flags
+    const std::string shape = "--layers 2 --kv-heads 2 --head-dim 64 -c 1000 ";
+    // A position of this shape in f16: 2 * 2 layers * 2 heads * 64 * 2 = 1,024 bytes. A page of 16, with its entry in
+    // the table, its count and its place: 16,384 + 12. A ring of a window of 5 and 4 sinks: 64 rows.
+    const std::vector<std::pair<std::string, int>> least = {{"contiguous", 1024}, {"paged", 16396}, {"ring", 73728}};
+    for (auto &[layout, bytes] : least) {
+        const std::string flags = shape + "--kv f16 --cache " + layout + " --budget ";
+        check_refused(flags + std::to_string(bytes - 1), {"--budget", "needs " + std::to_string(bytes), "raise it"});
+        CHECK(run_line("memory " + flags + std::to_string(bytes)).status == 0);
+    }
+    check_refused("-m /nowhere", {"/nowhere"});
+    check_refused(shape + "--window 4 --sinks 4", {"--sinks 4", "a window of 4"});
+    check_refused(shape + "--sinks 1000", {"--sinks 1000"});
+    check_refused("--budget 1", {"--budget", "raise it"});
 }

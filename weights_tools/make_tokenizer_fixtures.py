@@ -266,10 +266,14 @@ def variations(made):
                  level(False, True)]
     words = [split(r"^\d|\d$|\p{Katakana}+", "removed"), split(r"\s", "removed"), split("(?=[A-Z])"),
              split("[^k-p]", "removed", True), level(False)]
+    ruby = [split(r"(?<=\d)\b|\B(?=[A-Z])"), split(r"[a-z&&[^aeiou]]{2}+", "merged_with_next"),  # Oniguruma's dialect
+            split(r"\h{2,}(?i:ST|ß)|[[:punct:]](?<x>\S)\k<x>", "contiguous"), split(r"[\s[あ-ん]]|\X(?=\u0301)|(?~mi)$"),
+            level(False)]
     pieces = [split("[,;] ?", "merged_with_previous"), metaspace("▁", "first", True)]
     return {
         "behaviors": {**made["gpt2_prefix"], "pre_tokenizer": load(sequence(behaviors)), "decoder": None},
         "words": {**made["gpt2_prefix"], "pre_tokenizer": load(sequence(words))},
+        "ruby": {**made["gpt2_prefix"], "pre_tokenizer": load(sequence(ruby))},
         "first_pieces": {**made["mistral"], "normalizer": load(normalizers.Strip(left=True, right=False)),
                          "pre_tokenizer": load(sequence(pieces)), "decoder": load(decoders.Metaspace("▁", "first"))},
         "never": {**made["mistral"], "normalizer": load(normalizers.Strip(left=False, right=True)),

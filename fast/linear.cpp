@@ -7,35 +7,16 @@
 //   many: multiply-adds are. Blocks of tokens x rows x channels that the caches hold, the weights of a block widened to
 //   float32 once, and the lanes of sums that the channels of a block do not finish kept from one block to the next.
 // What that was predicted and measured to give: docs/where_the_time_goes.md.
-#pragma once
-
 #include <algorithm>
 #include <initializer_list>
 #include <type_traits>
 #include <utility>
 
 #include "../layers.cu"
+#include "fast.h"
 #include "simd.h"
 
 namespace fast {
-
-// Calls body(0), body(1), ... body(n - 1), each with a constant: what it does to arrays of registers stays in
-// registers.
-template <class Body, int... i>
-inline void each_of([[maybe_unused]] Body body, std::integer_sequence<int, i...>) {
-    (body(std::integral_constant<int, i>()), ...);
-}
-template <int n, class Body>
-inline void unrolled(Body body) {
-    each_of(body, std::make_integer_sequence<int, n>());
-}
-
-// Calls use(size, first) for batches of `most` of `count` tokens, and once for what is left; size is a constant.
-template <int most, class Use>
-inline void in_batches(int count, Use use, int first = 0) {
-    for (; count - first >= most; first += most) use(std::integral_constant<int, most>(), first);
-    if constexpr (most > 1) in_batches<most - 1>(count, use, first);
-}
 
 // The tile of sums that stays in registers, beside the numbers of its tokens and of a row: of 32 registers, or of 16.
 constexpr bool many_registers = HWY_ARCH_ARM || lanes == 16;
@@ -328,7 +309,7 @@ inline const Int8Group *int8_inputs(Cpu &m, const float *x, int count, int64_t i
 }
 
 // y (count, outputs) = or += W x + bias for each of some matrices; x (count, inputs).
-inline void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Store how = Store::set) {
+void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Store how) {
     const Tensor &first = products.begin()->linear.weight;
     auto each = [&](auto use) {
         for (const Product &product : products) use(product);
@@ -351,6 +332,21 @@ inline void linear(Cpu &m, const float *x, int count, std::initializer_list<Prod
         });
     }
     m.wait();
+}
+
+// out = silu(gate) * up; `out` may be `gate`.
+void swiglu(Cpu &m, float *out, const float *gate, const float *up, int64_t count) {
+    constexpr int piece = 256;
+    m.for_each((count + piece - 1) / piece, [=](int64_t item, Alone) {
+        const int64_t end = std::min(count, (item + 1) * piece);
+        for (int64_t i = item * piece; i < end; i += lanes) {
+            int rest = (int)std::min<int64_t>(lanes, end - i);
+            Vec x = rest == lanes ? load(gate + i) : load_part(gate + i, rest);
+            Vec y = rest == lanes ? load(up + i) : load_part(up + i, rest);
+            Vec result = mul(div(x, add(set(1), exp(mul(max(set(-88), x), set(-1))))), y);
+            rest == lanes ? store(out + i, result) : store_part(out + i, result, rest);
+        }
+    });
 }
 
 }  // namespace fast

@@ -1,0 +1,388 @@
+// llm bench: prefill and decode at some depths, beside what memory and processor give: the roofline.
+#pragma once
+
+#include <sys/resource.h>
+
+#include <random>
+
+#include "info.h"
+
+inline void show_progress(const std::string &text) {
+    if (isatty(2)) fprintf(stderr, "\r\033[K%s", text.c_str());
+}
+
+// Ctrl-C ends the measuring; what was measured so far is said.
+struct Interrupted {};
+inline void stop_if_interrupted() {
+    if (interrupted()) throw Interrupted{};
+}
+
+inline double median(std::vector<double> values) {
+    if (values.empty()) return NAN;
+    std::sort(values.begin(), values.end());
+    return values[values.size() / 2];
+}
+
+// ---- What the machine gives --------------------------------------------------------------------------------
+
+// What the roofline is made of. Each call measures anew.
+struct Roofline {
+    std::function<double()> bandwidth;    // bytes read a second
+    std::function<double()> matrix_rate;  // operations a second, a multiply-add being two
+    std::string number;                   // of what type the numbers are that are multiplied
+    double buffer_bytes;                  // that measuring takes
+};
+
+constexpr int chain_count = 10, chain_width = 16;  // more chains than the latency of one multiply-add covers
+
+// Multiply-adds of numbers in registers; each sum, 1 + 1/2 + 1/4 ..., stays below 2. Compilers hold back from registers
+// of 512 bits, which made old processors clock down, where they are not told.
+#ifdef __clang__
+__attribute__((min_vector_width(512)))
+#elif defined(__AVX512F__)
+__attribute__((target("prefer-vector-width=512")))
+#endif
+inline bool
+multiply_add(int rounds) {
+    typedef float Chain __attribute__((vector_size(chain_width * sizeof(float))));
+    Chain sums[chain_count] = {};
+    bool right = true;
+    for (int round = 0; round < rounds; round++)
+        for (Chain &chain : sums)
+            for (int i = 0; i < chain_width; i++) chain[i] = __builtin_fmaf(chain[i], 0.5f, 1);
+    for (const Chain &chain : sums)
+        for (int i = 0; i < chain_width; i++) right &= chain[i] > 1.9f && chain[i] <= 2;
+    return right;
+}
+
+// The bandwidth is that of a buffer as large as the model's weights and in pages like theirs: of the one as of the
+// other the processor's caches may hold a part.
+inline Roofline roofline_of(Cpu &cpu, const Engine &engine) {
+    constexpr int words = 1 << 18, stream = words / 4, passes = 3, rounds = 500000;
+    using Block = uint32_t[words];
+    int64_t blocks = std::max<int64_t>(engine.model.weight_bytes / (int64_t)sizeof(Block), 64);
+    double bytes = (double)blocks * sizeof(Block);
+    auto buffer = map_memory((size_t)bytes, "measuring the bandwidth", "free some", engine.weights != nullptr);
+    Block *block = (Block *)buffer.get();
+    // Each is first written by the thread that will read it.
+    cpu.run([&] { cpu.for_each(blocks, [&](int64_t b, Alone) { std::fill(block[b], block[b] + words, 1); }); });
+    auto bandwidth = [=, &cpu, keep = buffer] {
+        std::atomic<int64_t> sum{0};
+        auto add_block = [&](int64_t b, Alone) {
+            uint32_t part = 0;  // as four streams: of what was tried this reads fastest
+            for (const uint32_t *at = block[b], *end = at + stream; at < end; at++)
+                part += at[0] + at[stream] + at[2 * stream] + at[3 * stream];
+            sum += part;
+        };
+        double start = now();
+        for (int pass = 0; pass < passes; pass++) cpu.run([&] { cpu.for_each(blocks, add_block); });
+        if (sum != passes * blocks * words) fail("the bandwidth measurement misread its buffer");
+        return passes * bytes / (now() - start);
+    };
+    auto matrix_rate = [&cpu] {
+        std::atomic<int> threads{0};
+        double start = now();
+        cpu.run([&] { threads += multiply_add(rounds); });
+        return 2.0 * rounds * chain_count * chain_width * threads / (now() - start);
+    };
+    return {bandwidth, matrix_rate, "f32", bytes};
+}
+
+// Of a GPU: the bandwidth of copies within its memory, bytes read and written both counted, and the rate of a large
+// product of the weights' type.
+template <class M>
+Roofline roofline_of(M &gpu, const Engine &engine) {
+    const int side = gpu.room().bytes > 4e9 ? 8192 : 64;  // the emulated one is slow
+    DType type = engine.model.layers[0].up.weight.type;
+    std::vector<uint32_t> bits((size_t)side * side);
+    size_t bytes = 4 * bits.size();
+    std::mt19937 random(0);  // signs and fractions: zeros would be multiplied faster
+    for (uint32_t &word : bits) word = (random() & 0x83ff83ff) | 0x3c003c00;
+    auto x = gpu.reserve(bytes, "measuring the matrix rate", "free some"), y = x;
+    y = gpu.reserve(bytes, "measuring the matrix rate", "free some");
+    gpu.write(x.get(), bits.data(), bytes);
+    auto rate_of = [=, &gpu](double amount, auto work) {
+        constexpr int times = 5;
+        float end;
+        auto wait = [&] { gpu.read(&end, y.get(), sizeof end); };
+        gpu.run(work), wait();  // libraries load their kernels
+        double start = now();
+        for (int i = 0; i < times; i++) gpu.run(work);
+        wait();
+        return times * amount / (now() - start);
+    };
+    auto copy = [=, &gpu] { gpu.write(y.get(), x.get(), bytes); };
+    auto multiply = [=, &gpu] {
+        Linear square = {{x.get(), type, side, side}, {}};
+        best::linear(gpu, (const float *)x.get(), side, {{square, (float *)y.get()}});
+    };
+    return {[=] { return rate_of(2.0 * (double)bytes, copy); },
+            [=] { return rate_of(2.0 * side * side * side, multiply); }, dtype_name(type), 0};
+}
+
+// ---- What is measured --------------------------------------------------------------------------------------
+
+struct BenchRow {
+    std::string name, layout, type_k, type_v;
+    int tokens, depth;
+    double bytes, operations;  // of all tokens: what must be read from memory, and computed, at least
+    std::vector<double> seconds = {}, shares = {};
+    // The roofline (Williams et al. 2009): whichever of the two takes longer.
+    double least_seconds(double bandwidth, double matrix_rate) const {
+        return std::max(bytes / bandwidth, operations / matrix_rate);
+    }
+};
+
+// Operations of `count` tokens after `depth` others: two for each weight of the layers, and for each number of each
+// visible key and value; and the head for `heads_of` of the tokens.
+inline double operations_of(const Model &model, const Layout &layout, int depth, int count, int heads_of) {
+    const Config &config = model.config;
+    double weights = 0, seen = 0;
+    for (const LayerWeights &w : model.layers) {
+        for (const Linear *linear : {&w.query, &w.key, &w.value, &w.output, &w.gate, &w.up, &w.down})
+            weights += (double)linear->weight.rows * linear->weight.cols;
+        Visible visible = visible_of(layout, w.window);
+        for (int t = depth; t < depth + count; t++)
+            seen += t + 1 - visible.first(t) + (visible.dropped(t) ? visible.sinks : 0);
+    }
+    return 2 * (weights * count + 2 * seen * config.heads * config.head_dim +
+                (double)model.head.rows * model.head.cols * heads_of);
+}
+
+// Ids that look like a text to the machine: anything but one row of the embedding again and again.
+inline std::vector<int> bench_tokens(int count, int vocabulary) {
+    std::vector<int> tokens(count);
+    for (int i = 0; i < count; i++) tokens[i] = (int)((i * 7919LL + 13) % vocabulary);
+    return tokens;
+}
+
+// Fills a cache up to `depth` positions with random numbers in place of a prompt's keys and values: what they are does
+// not change the time that reading them takes.
+inline void fill(Engine &engine, Cache &cache, int depth) {
+    const Heads &heads = engine.heads;
+    int chunk = std::min(engine.chunk, chunk_of(cache));
+    std::vector<float> numbers((size_t)chunk * heads.kv * heads.width);
+    std::mt19937 random(0);
+    for (float &number : numbers) number = (float)random() * 0x1p-31f - 1;
+    Buffer<float> there;
+    there.resize(engine.memory(), numbers.size());
+    engine.memory().write(there.data(), numbers.data(), numbers.size() * sizeof(float));
+    PassVectors vectors = {there.data(), heads.kv, heads.width};
+    while (cache.lengths[0] < depth) {
+        Batch batch;
+        int count = std::min(chunk, depth - cache.lengths[0]), first = grow(cache, 0, count);
+        for (int t = 0; t < count; t++) batch.add(0, 0, first + t);
+        Pass pass = begin_pass(engine, batch);
+        auto store = [&](auto &m) {
+            best::rope_angles(m, pass, heads.width);
+            for (int layer = 0; layer < engine.model.config.layers; layer++) {
+                Attention task = {nullptr, nullptr, vectors, vectors, cache.view, layer, {}, heads};
+                best::store_rows(m, task, pass);
+                best::keep_residual(m, task, pass);
+            }
+        };
+        std::visit([&](auto &m) { m.run([&] { store(m); }); }, *engine.machine);
+        stop_if_interrupted();
+    }
+}
+
+// Rounds of runs, which take turns with measurements of the machine: other programs on it make its rates change within
+// seconds.
+struct Bench {
+    Engine &engine;
+    const Options &options;
+    Roofline roofline;
+    std::vector<BenchRow> rows = {};
+    std::vector<double> bandwidths = {}, matrix_rates = {};
+
+    void measure_machine() {
+        bandwidths.push_back(roofline.bandwidth());
+        matrix_rates.push_back(roofline.matrix_rate());
+    }
+    void add(const char *name, const Cache *cache, int tokens, int depth, double bytes, double operations) {
+        auto of = [&](auto choice) { return std::string(cache ? name_of(cache->*choice) : "none"); };
+        rows.push_back(
+            {name, of(&Cache::layout), of(&Cache::type_k), of(&Cache::type_v), tokens, depth, bytes, operations});
+    }
+    // Times run(i) for each row from `first` on, and then all of them again; the first time warms up. after(i) is not
+    // timed.
+    void measure(size_t first, const std::function<void(size_t)> &run, const std::function<void(size_t)> &after) {
+        auto mean = [](const std::vector<double> &rates) { return (rates.end()[-2] + rates.end()[-1]) / 2; };
+        for (int round = 0; round <= options.repeats; round++) {
+            for (size_t i = first; i < rows.size(); i++) {
+                BenchRow &row = rows[i];
+                if (bandwidths.empty()) measure_machine();
+                double least = row.least_seconds(bandwidths.back(), matrix_rates.back());
+                show_progress(formatted("%s at depth %d, round %d of %d: %.2f s or more", row.name.c_str(), row.depth,
+                                        round, options.repeats, round > 1 ? row.seconds.back() : least));
+                double start = now();
+                run(i - first);
+                double taken = now() - start;
+                stop_if_interrupted();
+                measure_machine();
+                after(i - first);
+                if (round == 0) continue;
+                row.seconds.push_back(taken);
+                row.shares.push_back(row.least_seconds(mean(bandwidths), mean(matrix_rates)) / taken);
+            }
+        }
+    }
+    void time_prefill(Cache &cache, int prompt) {
+        std::vector<int> tokens = bench_tokens(prompt, engine.model.config.vocabulary);
+        double chunks = std::ceil((double)prompt / std::min(engine.chunk, chunk_of(cache)));
+        add("prefill", &cache, prompt, 0, weights_read(engine.model) * chunks,
+            operations_of(engine.model, cache.layout, 0, prompt, 1));
+        auto run = [&](size_t) { prefill(engine, cache, 0, tokens, [](int) { stop_if_interrupted(); }); };
+        measure(rows.size() - 1, run, [&](size_t) { shrink(cache, 0, 0); });
+    }
+    // The naive path's next token: a pass over all tokens so far.
+    void time_naive(int depth) {
+        std::vector<int> tokens = bench_tokens(depth + 1, engine.model.config.vocabulary);
+        add("naive", nullptr, 1, depth, weights_read(engine.model),
+            operations_of(engine.model, Contiguous{}, 0, depth + 1, 1));
+        auto run = [&](size_t) { forward_naive(engine, tokens); };
+        measure(rows.size() - 1, run, [](size_t) {});
+    }
+    void time_decode(std::vector<Cache> &caches, int depth, int steps) {
+        size_t first = rows.size();
+        for (Cache &cache : caches) {
+            show_progress(formatted("filling a cache up to %d positions", depth));
+            fill(engine, cache, depth);
+            double bytes = weights_read(engine.model) * steps;
+            for (int step = 1; step <= steps; step++) bytes += cache_read(engine.model, cache.view, depth + step);
+            add("decode", &cache, steps, depth, bytes, operations_of(engine.model, cache.layout, depth, steps, steps));
+        }
+        auto run = [&](size_t i) {
+            for (int token : bench_tokens(steps, engine.model.config.vocabulary)) {
+                std::vector<float> found = decode(engine, caches[i], {0}, {token});
+                argmax(found.data(), (int)found.size());
+                stop_if_interrupted();
+            }
+        };
+        auto go_back = [&](size_t i) {
+            if (limit_of(caches[i]) < INT_MAX) shrink(caches[i], 0, depth);  // a ring goes on
+        };
+        if (!caches.empty()) measure(first, run, go_back);
+    }
+};
+
+// ---- What is said ------------------------------------------------------------------------------------------
+
+inline std::string percent(double share) { return formatted(share < 1 ? "%.1f" : "%.0f", 100 * share); }
+
+inline Report bench_row(const BenchRow &row) {
+    double seconds = median(row.seconds), share = median(row.shares);
+    auto [least, most] = std::minmax_element(row.shares.begin(), row.shares.end());
+    Report report;
+    auto add = [&](const char *key, double value, const char *format, const char *head) {
+        report.add(key, value, formatted(format, value), head);
+    };
+    report.add("name", row.name, formatted("%-7s", row.name.c_str()));
+    add("tokens", row.tokens, " %6.0f", "tokens");
+    add("depth", row.depth, " %6.0f ", "depth ");
+    report.add("layout", row.layout, formatted(" %-10s", row.layout.c_str()), "cache");
+    report.add("type_k", row.type_k, formatted(" %-4s", row.type_k.c_str()), "K");
+    report.add("type_v", row.type_v, formatted(" %-4s", row.type_v.c_str()), "V");
+    report.add("seconds", seconds).add("bytes", row.bytes).add("operations", row.operations);
+    add("tokens_per_second", row.tokens / seconds, " %10.1f", "tokens/s");
+    add("gb_per_second", row.bytes / seconds / 1e9, " %8.2f", "GB/s");
+    add("gflops", row.operations / seconds / 1e9, " %8.1f", "GFLOPS");
+    report.add("of_roofline", share, formatted("  %5s %%", percent(share).c_str()),
+               "  of the roofline (least .. most)");
+    report.add("of_roofline_least", *least, " (" + percent(*least));
+    return report.add("of_roofline_most", *most, " .. " + percent(*most) + ")");
+}
+
+// Seconds of loading; 0: there is no tokenizer.
+inline Report bench_report(const Bench &bench, double model_seconds, double tokenizer_seconds, double cache_bytes) {
+    Report report, roofline, start, memory;
+    std::vector<Report> rows;
+    const char *above = "";
+    for (const BenchRow &row : bench.rows) {
+        bool cached = row.name == "decode" && row.bytes / row.tokens < (double)sysconf(_SC_LEVEL3_CACHE_SIZE);
+        if (!row.seconds.empty()) rows.push_back(bench_row(row));
+        if (cached && median(row.shares) > 1) above = "Above 100 %: the weights fit the processor's cache.\n";
+    }
+    auto add_rate = [&](const char *key, const char *name, const std::vector<double> &rates, const char *unit) {
+        auto [least, most] = std::minmax_element(rates.begin(), rates.end());
+        double rate = median(rates) / 1e9;
+        roofline.add(key, rate, formatted("%s %.2f %s (%.2f .. %.2f)", name, rate, unit, *least / 1e9, *most / 1e9));
+    };
+    auto add_bytes = [&](const char *key, const char *name, double bytes) {
+        memory.add(key, bytes, name + in_units(bytes));
+    };
+    add_rate("read_gb_per_second", "read bandwidth", bench.bandwidths, "GB/s");
+    add_rate("matrix_gflops", ", matrix rate", bench.matrix_rates, "GFLOPS");
+    roofline.say(" in " + bench.roofline.number + ", measured " + counted((int64_t)bench.bandwidths.size(), "time"));
+    start.add("model_seconds", model_seconds, formatted("start: %.1f ms for the model", model_seconds * 1e3));
+    start.add("tokenizer_seconds", tokenizer_seconds,
+              tokenizer_seconds > 0 ? formatted(", %.1f ms for the tokenizer\n", tokenizer_seconds * 1e3) : "\n");
+    rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    add_bytes("peak_bytes", "peak memory ", (double)usage.ru_maxrss * 1024);
+    add_bytes("weight_bytes", ": weights ", (double)bench.engine.model.weight_bytes);
+    add_bytes("cache_bytes", ", caches ", cache_bytes);
+    add_bytes("measuring_bytes", ", measuring the bandwidth ", bench.roofline.buffer_bytes);
+    report.add("device", bench.engine.name(), "device: " + bench.engine.name() + "\n");
+    report.add("threads", bench.options.threads).add("roofline", roofline.say("\n")).add("start", start);
+    report.add("memory", memory.say("\n\n")).table("results", rows);
+    if (interrupted()) report.add("interrupted", true, "interrupted\n");
+    return report.say(
+        "\nThe roofline: bytes that must be read (weights, and the cache as it is stored) / read bandwidth, or "
+        "operations /"
+        "\nmatrix rate, whichever is longer; both rates as they were just before and after. int8 weights are "
+        "multiplied as"
+        "\nwhole numbers, which may go faster than that rate.\n" +
+        std::string(above));
+}
+
+// The lengths of a list that leave room for `beside` positions more in a model's context: all of them, or fail, if a
+// flag gave the list.
+inline std::vector<int> that_fit(const Options &options, const char *flag, const std::vector<int> &list, int context,
+                                 int beside, const std::string &what) {
+    std::vector<int> fitting;
+    for (int length : list) {
+        bool fits = length + (int64_t)beside <= context;
+        if (!fits && options.has(flag))
+            fail("%s %d%s: expected together at most the model's %d positions", flag, length, what.c_str(), context);
+        if (fits) fitting.push_back(length);
+    }
+    std::sort(fitting.begin(), fitting.end());
+    return fitting;
+}
+
+inline int run_bench(const Options &options) {
+    std::string directory = checkpoint_directory(options);
+    double start = now(), tokenizer_seconds = 0, cache_bytes = 0;
+    Engine engine = open_engine(options, directory);
+    double model_seconds = now() - start;
+    if (file_exists(join_path(directory, "tokenizer.json"))) {
+        start = now();
+        load_tokenizer(directory);
+        tokenizer_seconds = now() - start;
+    }
+    int context = engine.model.config.context, steps = options.count;
+    if (steps > context) fail("-n %d: expected at most the model's %d positions", steps, context);
+    std::vector<int> depths =
+        that_fit(options, "--depth", options.depths, context, steps, " and -n " + std::to_string(steps));
+    std::vector<int> prompts = that_fit(options, "--prefill", options.prompts, context, 0, "");
+    if (prompts.empty()) prompts = {context};
+    std::vector<Cache> caches;
+    for (const CacheChoice &choice : options.caches()) {
+        caches.push_back(open_cache(options, engine, choice, std::max(prompts.back(), depths.back() + steps)));
+        cache_bytes += bytes_of(caches.back()).total();
+    }
+    Bench bench{engine, options, std::visit([&](auto &m) { return roofline_of(m, engine); }, *engine.machine)};
+    try {
+        for (int prompt : prompts)
+            if (!caches.empty()) bench.time_prefill(caches[0], prompt);
+        for (int depth : depths) {
+            if (options.naive) bench.time_naive(depth);
+            bench.time_decode(caches, depth, steps);
+        }
+    } catch (Interrupted) {
+    }
+    show_progress(interrupted() ? "\n" : "");
+    bench_report(bench, model_seconds, tokenizer_seconds, cache_bytes).print(options.json);
+    return interrupted() ? 130 : 0;
+}

@@ -1,0 +1,306 @@
+// llm eval: what a cache does to a text. All caches read the same texts: perplexity, KL divergence to the f32 cache,
+// answers that need facts from far back, bytes, tokens/s.
+#pragma once
+
+#include "bench.h"
+
+// ---- Texts -------------------------------------------------------------------------------------------------
+
+// A question in a text: the tokens [start, end) are its answer, which was told `distance` tokens before.
+struct Recall {
+    int start, end, distance;
+};
+
+struct EvalText {
+    std::vector<int> tokens;
+    std::vector<Recall> questions;
+};
+
+// Tokens of a question's answer and of the fact it asks for; `ends` (token): characters of the text up to its end.
+inline Recall read_question(const std::string &where, const cJSON *question, const std::vector<size_t> &ends) {
+    if (!cJSON_IsObject(question)) fail("%s: a question is no object", where.c_str());
+    auto token_of = [&](const char *key) {
+        const cJSON *number = cJSON_GetObjectItem(question, key);
+        double place = cJSON_IsNumber(number) ? number->valuedouble : NAN;
+        if (!(place > 0 && place + 1 < (double)ends.back())) {
+            fail("%s: a question's \"%s\" is %s, expected a place in the text of %zu characters", where.c_str(), key,
+                 number ? printable(number).c_str() : "missing", ends.back());
+        }
+        return (int)(std::upper_bound(ends.begin(), ends.end(), (size_t)place) - ends.begin());
+    };
+    int fact = token_of("fact_char"), start = token_of("answer_char");
+    Recall recall{start, token_of("place_char") + 2, start - fact};  // up to the full stop behind the place
+    if (recall.distance <= 0)
+        fail("%s: a question's \"fact_char\" does not stand before its \"answer_char\"", where.c_str());
+    if (recall.end > (int)ends.size() || recall.end <= recall.start)
+        fail("%s: a question's answer ends before it begins, or behind the text", where.c_str());
+    return recall;
+}
+
+// A line of heldout_mixed.jsonl (weights_tools/README.md).
+inline EvalText read_story(const std::string &where, const std::string &line, const Tokenizer *tokenizer) {
+    if (line.find("\\u0000") != std::string::npos)
+        fail("%s: has a NUL character, expected text without", where.c_str());
+    Json story = parse_json(where, line);
+    const cJSON *text = cJSON_GetObjectItem(story.get(), "text"), *question;
+    const cJSON *questions = cJSON_GetObjectItem(story.get(), "questions");
+    if (!cJSON_IsString(text)) fail("%s: has no \"text\", expected a string", where.c_str());
+    if (questions && !cJSON_IsArray(questions)) fail("%s: \"questions\" is no list", where.c_str());
+    EvalText result;
+    result.tokens = encode(tokenizer, text->valuestring, where);
+    std::vector<size_t> ends;
+    TextStream stream(tokenizer);
+    size_t characters = 0;
+    for (int token : result.tokens) {
+        for (char byte : stream.next(token)) characters += (byte & 0xc0) != 0x80;  // not inside a UTF-8 character
+        ends.push_back(characters);
+    }
+    cJSON_ArrayForEach(question, questions) result.questions.push_back(read_question(where, question, ends));
+    return result;
+}
+
+// The texts of a .jsonl file with their questions; or any other text, in pieces as long as the context.
+inline std::vector<EvalText> eval_texts(const Options &options, const std::string &directory, const Config &config,
+                                        const Tokenizer *tokenizer) {
+    std::vector<EvalText> texts;
+    size_t context = options.context ? options.context : config.context;
+    std::string file = options.prompt_file, content = options.prompt;
+    bool from_ids = options.has("--ids");
+    if (file.empty() && !from_ids) {
+        file = join_path(directory, "heldout_mixed.jsonl");
+        if (!file_exists(file)) fail("%s: no such file: give a text with -f FILE or --ids 1,2,3", file.c_str());
+        content = read_file(file, 1 << 28);
+    }
+    if (content.empty() && !from_ids) fail("%s: is empty, expected a text", file.c_str());
+    if (from_ids || file.size() < 6 || file.compare(file.size() - 6, 6, ".jsonl") != 0) {
+        std::vector<int> tokens =
+            from_ids ? prompt_tokens(options, tokenizer, config) : encode(tokenizer, content, file);
+        if (tokens.size() < 2) fail("%s: one token, expected two or more", from_ids ? "--ids" : file.c_str());
+        for (size_t begin = 0; begin + 1 < tokens.size(); begin += context) {
+            size_t end = std::min(begin + context, tokens.size());
+            texts.push_back({{tokens.begin() + (int64_t)begin, tokens.begin() + (int64_t)end}, {}});
+        }
+        return texts;
+    }
+    for (size_t begin = 0, line = 1; begin < content.size(); line++) {
+        size_t end = std::min(content.find('\n', begin), content.size());
+        std::string where = file + " line " + std::to_string(line);
+        texts.push_back(read_story(where, content.substr(begin, end - begin), tokenizer));
+        size_t tokens = texts.back().tokens.size();
+        if (tokens < 2 || tokens > context)
+            fail("%s: has %zu tokens, expected 2 to the %zu of the context", where.c_str(), tokens, context);
+        begin = end + 1;
+    }
+    return texts;
+}
+
+// ---- Figures -----------------------------------------------------------------------------------------------
+
+constexpr int recall_step = 200;  // tokens: distances are shown in classes of this width
+constexpr int recall_classes = 6;
+
+// What one cache did with the texts.
+struct EvalResult {
+    Cache cache;
+    double loss = 0, loss_squares = 0, kl = 0;  // sums over the predicted tokens, nats
+    int predicted = 0;
+    int asked[recall_classes] = {}, right[recall_classes] = {};
+    int longest = 0;                 // tokens of the longest text
+    double bytes_per_token = 0;      // of that text
+    std::vector<double> rates = {};  // decode, tokens/s
+    std::vector<char> hits = {};     // (token) of the text that is read: it was the likeliest
+    double mean_kl() const { return kl / predicted; }
+    double perplexity() const { return std::exp(loss / predicted); }
+    // The standard error of the mean loss, carried over to the perplexity.
+    double standard_error() const {
+        double mean = loss / predicted, variance = std::max(0.0, loss_squares / predicted - mean * mean);
+        return perplexity() * std::sqrt(variance / predicted);
+    }
+};
+
+struct Evaluation {
+    Engine engine;
+    std::vector<EvalResult> results;  // the first: of the f32 cache
+    size_t texts;
+};
+
+// One text through all caches, a chunk at a time: what the first, in f32, predicts is what the others are held against.
+// The true token comes next, whatever was predicted.
+inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const EvalText &text) {
+    constexpr int chunk = 128;
+    int count = (int)text.tokens.size(), vocabulary = engine.model.config.vocabulary;
+    for (EvalResult &result : results) shrink(result.cache, 0, 0), result.hits.assign(count, 0);
+    for (int begin = 0, end; begin < count; begin = end) {
+        stop_if_interrupted();          // all caches have read as much
+        std::vector<double> reference;  // (tokens of the chunk, vocabulary): log-probabilities
+        end = std::min(begin + chunk, count);
+        for (EvalResult &result : results) {
+            int next = begin;
+            auto use = [&](const float *found, bool is_reference) {
+                require_finite({found, found + vocabulary}, next - 1);
+                double log_sum = log_sum_exp(found, vocabulary), loss = log_sum - found[text.tokens[next]];
+                for (int id = 0; id < vocabulary; id++) {
+                    if (is_reference) reference.push_back(found[id] - log_sum);
+                    double log_p = reference[(size_t)(next - 1 - begin) * vocabulary + id];
+                    if (!is_reference) result.kl += std::exp(log_p) * (log_p - (found[id] - log_sum));
+                }
+                result.loss += loss;
+                result.loss_squares += loss * loss;
+                result.predicted++;
+                result.hits[next] = argmax(found, vocabulary) == text.tokens[next];
+            };
+            prefill_pass(engine, result.cache, 0, {&text.tokens[begin], &text.tokens[0] + end}, [&](int size) {
+                std::vector<float> rows = logits(engine, 0, size);
+                for (int i = 0; i < size && ++next < count; i++)
+                    use(&rows[(size_t)i * vocabulary], &result == &results[0]);
+            });
+            if (end < result.longest) continue;
+            result.longest = end;
+            result.bytes_per_token = bytes_of(result.cache).total() / end;
+        }
+    }
+    for (const Recall &recall : text.questions) {
+        int in = std::min(recall.distance / recall_step, recall_classes - 1);
+        for (EvalResult &result : results) {
+            auto first = result.hits.begin() + recall.start, last = result.hits.begin() + recall.end;
+            result.asked[in]++;
+            result.right[in] += std::count(first, last, 1) == last - first;
+        }
+    }
+}
+
+constexpr int eval_steps = 32;  // tokens decoded for the time a token takes
+
+// Decoding behind the last text, in rounds over all caches; the first warms up.
+inline void eval_decode(Engine &engine, std::vector<EvalResult> &results, int repeats) {
+    for (int round = 0; round <= repeats; round++) {
+        for (EvalResult &result : results) {
+            show_progress(formatted("decoding, round %d of %d", round, repeats));
+            int room = limit_of(result.cache) - eval_steps;
+            if (result.cache.lengths[0] > room) shrink(result.cache, 0, room);
+            double start = now();
+            for (int token : bench_tokens(eval_steps, engine.model.config.vocabulary)) {
+                std::vector<float> found = decode(engine, result.cache, {0}, {token});
+                argmax(found.data(), (int)found.size());
+                stop_if_interrupted();
+            }
+            if (round > 0) result.rates.push_back(eval_steps / (now() - start));
+        }
+    }
+}
+
+// ---- What is said ------------------------------------------------------------------------------------------
+
+// A row of the table; `f32` is that of the reference.
+inline Report eval_row(const EvalResult &result, const EvalResult &f32) {
+    Report report;
+    auto add = [&](const char *key, double value, const char *format, const char *head) {
+        report.add(key, value, formatted(format, value), head);
+    };
+    const Ring *ring = std::get_if<Ring>(&result.cache.layout);
+    std::string layout = name_of(result.cache.layout), k = name_of(result.cache.type_k),
+                v = name_of(result.cache.type_v);
+    report.add("layout", layout, ring ? layout : formatted("%-18s", layout.c_str()), "cache");
+    if (ring) report.add("window", ring->window, formatted(" %d + ", ring->window));
+    if (ring) report.add("sinks", ring->sinks, formatted("%-*d", 18 - (int)report.text.size(), ring->sinks));
+    report.add("type_k", k, formatted(" %-4s", k.c_str()), "K").add("type_v", v, formatted(" %-4s", v.c_str()), "V");
+    add("bytes_per_token", result.bytes_per_token, " %8.1f", "B/token");
+    add("times_smaller", f32.bytes_per_token / result.bytes_per_token, " %6.2f", "x");
+    add("perplexity", result.perplexity(), " %9.4f", "perplex.");
+    add("standard_error", result.standard_error(), " %7.4f", "+-");
+    add("kl", result.mean_kl(), " %9.2e ", "KL to f32 ");
+    std::vector<Report> recall;
+    bool any = *std::max_element(f32.asked, f32.asked + recall_classes) > 0;
+    for (int i = 0; any && i < recall_classes; i++) {
+        int distance = i * recall_step, asked = result.asked[i];
+        std::string head =
+            i + 1 < recall_classes ? formatted("<%-4d", distance + recall_step) : formatted("%d+", distance);
+        report.say(asked ? formatted(" %3.0f %%", 100.0 * result.right[i] / asked) : "     -");
+        report.heads.replace(report.heads.size() - 5, 5, head);
+        Report part;
+        part.add("distance", distance).add("questions", asked).add("right", result.right[i]);
+        if (asked) recall.push_back(part);
+    }
+    report.list("recall", recall);
+    add("tokens_per_second", median(result.rates), result.rates.empty() ? "         -" : " %9.1f", "tokens/s");
+    return report;
+}
+
+inline Report report_of(const Evaluation &eval) {
+    const EvalResult &f32 = eval.results[0];
+    std::vector<Report> rows;
+    int asked = 0;
+    for (const EvalResult &result : eval.results)
+        if (result.predicted) rows.push_back(eval_row(result, f32));
+    for (int count : f32.asked) asked += count;
+    Report report;
+    report.table("results", rows).add("texts", eval.texts);
+    report.add("predicted_tokens", f32.predicted, "\n" + counted(f32.predicted, "token") + " predicted");
+    report.say("; B/token: of the longest text, metadata included; x: times smaller than f32");
+    if (asked)
+        report.say(";\nrecall: " + counted(asked, "question") + " by the distance, in tokens, of the fact asked for");
+    report.add("device", eval.engine.name(), "\ndevice: " + eval.engine.name() + "\n");
+    if (interrupted()) report.add("interrupted", true, "interrupted\n");
+    return report;
+}
+
+// The f32 cache, and those that the flags ask for; of --all each precision, some pairs that differ, a page table, and
+// rings of a quarter of the context.
+inline std::vector<EvalResult> open_results(const Options &options, const Engine &engine, int capacity) {
+    std::vector<EvalResult> results;
+    auto add = [&](const CacheChoice &choice, int window = 0, int sinks = -1) {
+        Options with = options;
+        if (window) with.window = window, with.sinks = sinks;
+        results.push_back({open_cache(with, engine, choice, capacity)});
+    };
+    auto is_f32 = [](const Precision &type) { return std::holds_alternative<F32>(type); };
+    add({Contiguous{}, F32{}, F32{}});
+    if (options.standard_set) {
+        int window = std::max(8, engine.model.config.context / 4);
+        for_each_type<Precision>([&](auto type) {
+            if (!is_f32(type)) add({Contiguous{}, type, type});
+        });
+        add({Contiguous{}, Int8{}, Int4{}});
+        add({Contiguous{}, Int4{}, Int2{}});
+        add({Paged{}, Int4{}, Int4{}});
+        for (int sinks : {0, 4}) add({Ring{}, F16{}, F16{}}, window, sinks);
+        add({Ring{}, Int4{}, Int4{}}, window, 4);
+        return results;
+    }
+    for (const CacheChoice &choice : options.caches())
+        if (!std::holds_alternative<Contiguous>(choice.layout) || !is_f32(choice.type_k) || !is_f32(choice.type_v))
+            add(choice);
+    return results;
+}
+
+inline Evaluation evaluate(const Options &options) {
+    std::string directory = checkpoint_directory(options), file = join_path(directory, "tokenizer.json");
+    Engine engine = open_engine(options, directory);
+    const Config &config = engine.model.config;
+    TokenizerPointer tokenizer(nullptr, tokenizer_free);
+    if (!options.has("--ids")) {
+        if (!file_exists(file)) fail("%s: No such file; fetch it, or give the text as --ids 1,2,3", file.c_str());
+        tokenizer = load_tokenizer(directory);
+    }
+    if (options.context && (options.context > config.context || options.context < 2))
+        fail("-c %d: expected 2 to %d positions, for which this model was made", options.context, config.context);
+    std::vector<EvalText> texts = eval_texts(options, directory, config, tokenizer.get());
+    int longest = eval_steps;
+    for (const EvalText &text : texts) longest = std::max(longest, (int)text.tokens.size());
+    std::vector<EvalResult> results = open_results(options, engine, longest);
+    try {
+        for (size_t i = 0; i < texts.size(); i++) {
+            show_progress(formatted("text %zu of %zu", i + 1, texts.size()));
+            eval_text(engine, results, texts[i]);
+        }
+        eval_decode(engine, results, options.repeats);
+    } catch (Interrupted) {
+    }
+    show_progress(interrupted() ? "\n" : "");
+    return {std::move(engine), std::move(results), texts.size()};
+}
+
+inline int run_eval(const Options &options) {
+    report_of(evaluate(options)).print(options.json);
+    return interrupted() ? 130 : 0;
+}

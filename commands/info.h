@@ -1,0 +1,72 @@
+// llm info: what is in a checkpoint, what its cache costs, and will it run; of any that has a config.json.
+#pragma once
+
+#include "generate.h"
+
+// Three digits and a unit: "1.25 GiB".
+inline std::string in_units(double bytes) {
+    const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+    int unit = 0;
+    for (; bytes >= 1023.5 && unit < 5; unit++) bytes /= 1024;
+    return formatted(bytes < 999.5 ? "%.3g %s" : "%.0f %s", bytes, units[unit]);
+}
+
+inline void add_config(Report &report, const Model &model, int tokenizer_ids) {
+    const Config &config = model.config;
+    const std::string rope = std::vector<std::string>{"none", "linear", "llama3"}[config.rope.kind];
+    report.add("tied", config.tied, config.tied ? ", tied" : "");
+    report.say(formatted(", %s weights\n", dtype_name(model.layers[0].query.weight.type)));
+    report.add("parameters", model.parameters, formatted("  parameters     %.4g M", (double)model.parameters / 1e6));
+    report.add("weight_bytes", model.weight_bytes, " in " + in_units((double)model.weight_bytes) + "\n");
+    report.add("hidden", config.hidden, formatted("  layers         %d, %d wide", config.layers, config.hidden));
+    report.add("ffn", config.ffn, formatted(", ffn %d", config.ffn)).add("head_dim", config.head_dim);
+    report.add("heads", config.heads, formatted(", %d query heads\n", config.heads)).add("window", config.window);
+    report.add("rope_theta", config.rope_theta, formatted("  RoPE           theta %g", config.rope_theta));
+    report.add("rope_scaling", rope, ", scaling " + rope + "\n");
+    report.add("vocabulary", config.vocabulary, formatted("  vocabulary     %d", config.vocabulary));
+    report.add("tokenizer_size", tokenizer_ids, formatted(" (tokenizer: %d), end ids:", tokenizer_ids));
+    report.add("end_ids", config.end_ids);
+    for (int id : config.end_ids) report.say(" " + std::to_string(id));
+}
+
+// 1 if it does not run here.
+inline int run_info(const Options &options) {
+    std::string directory = checkpoint_directory(options);
+    CacheSizes sizes = load_cache_sizes(directory);
+    Model model;
+    int tokenizer_ids = 0;
+    try {
+        if (file_exists(join_path(directory, "tokenizer.json")))
+            tokenizer_ids = tokenizer_size(load_tokenizer(directory).get());
+    } catch (const Error &error) {
+        if (sizes.why_not.empty()) sizes.why_not = error.what();
+    }
+    bool runs = sizes.why_not.empty();
+    if (runs) model = load_model(directory);
+    Report report;
+    report.add("architecture", sizes.architecture, directory + "\n  architecture   " + sizes.architecture);
+    if (runs) add_config(report, model, tokenizer_ids);
+
+    int windowed = (int)(sizes.windows.size() - (size_t)std::count(sizes.windows.begin(), sizes.windows.end(), 0));
+    double a_token = 2.0 * sizes.layers * sizes.kv_heads * (sizes.key_width + sizes.value_width);  // in f16
+    double whole = a_token * sizes.context, weights = (double)model.weight_bytes;
+    FreeMemory free = free_memory_of_host();
+    report.add("context", sizes.context, formatted("\n  positions      %d\n", sizes.context));
+    report.add("layers", sizes.layers, "  KV cache       " + counted(sizes.layers, "layer"));
+    report.add("kv_heads", sizes.kv_heads, ", " + counted(sizes.kv_heads, "KV head"));
+    report.add("key_width", sizes.key_width, formatted(" of %d", sizes.key_width));
+    report.add("value_width", sizes.value_width, sizes.value_width ? "" : ", whose values are a part of them (MLA)");
+    if (windowed) report.say(formatted("; %d of the layers look back %d", windowed, sizes.windows.back()));
+    report.add("cache_bytes_per_token_f16", a_token, "\n                 " + in_units(a_token) + " a token in f16");
+    report.say(", " + in_units(whole) + " for all positions\n  will it run    ");
+    report.add("runs", runs).add("why_not", sizes.why_not, runs ? "" : "no: " + sizes.why_not + "\n");
+    bool fits = weights + whole <= free.bytes, some_fit = weights + a_token <= free.bytes;
+    report.add("fits", runs && fits);
+    std::string answer = fits ? "yes: " + in_units(weights + whole) + " for weights and all positions"
+                         : some_fit
+                             ? formatted("yes, with -c %.0f or fewer", std::floor((free.bytes - weights) / a_token))
+                             : "slowly, its weights read from the disk again and again: " + in_units(weights);
+    if (runs) report.say(answer + ", " + free.where + " has " + in_units(free.bytes) + " free\n");
+    report.print(options.json);
+    return runs ? 0 : 1;
+}

@@ -1,0 +1,793 @@
+// Attention on the CPU: the twin of plain::attention.
+//
+// A row of the cache is read once for all query heads of its group, and for the tokens of a tile, in the form in which
+// it is stored. Positions are cut into splits at multiples of 256, each with a softmax of its own: partial results
+// (largest score, sum, weighted values) that are then merged (Milakov and Gimelshein 2018, online softmax; Dao et al.
+// 2023, Flash-Decoding), so that threads can share one long sequence.
+//
+// One order of sums: within a split everything has a lane or a turn that its position alone decides, and partial
+// results are merged from the first to the last. So a token's result has the same bits in any batch, in a prompt of
+// any chunks, with any number of threads.
+//
+// Its parts: where the rows of a split are; rows of numbers and codes; groups of 32 codes; one split; who computes
+// what.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "../attention.cu"
+#include "fast.h"
+#include "simd.h"
+
+namespace fast {
+
+constexpr int split_positions = 256;
+// A split's rows are read as four streams, a fourth of it apart, which the processor's own prefetcher follows.
+constexpr int stream_positions = split_positions / 4;
+constexpr int near_positions = 16;  // of each stream: what is read twice stays in the L1
+
+constexpr int padded(int count, int unit) { return (count + unit - 1) / unit * unit; }
+
+// ---- Kinds of rows -----------------------------------------------------------------------------------------
+//
+// Plain numbers and codes with a row's scale become lanes as they are read, groups of codes are multiplied as whole
+// numbers. A precision of no such kind is read number by number.
+
+enum class Kind { plain, scaled, grouped, other };
+template <class Number>
+constexpr Kind kind_of(const PlainRow<Number> *) {
+    return Kind::plain;
+}
+template <class Code, int largest, int divisor>
+constexpr Kind kind_of(const ScaledRow<Code, largest, divisor> *) {
+    return Kind::scaled;
+}
+template <int bits>
+constexpr Kind kind_of(const GroupedRow<bits> *) {
+    return Kind::grouped;
+}
+constexpr Kind kind_of(const void *) { return Kind::other; }
+template <class Format>
+constexpr Kind kind = kind_of((const Format *)nullptr);
+
+// What a row's lanes are loaded from; load() of a code is the code over the format's divisor.
+template <class Number>
+const Number *numbers_of(const PlainRow<Number> *, const char *row) {
+    return (const Number *)row;
+}
+template <class Code, int largest, int divisor>
+const Code *numbers_of(const ScaledRow<Code, largest, divisor> *, const char *row) {
+    return ScaledRow<Code, largest, divisor>::codes(row);
+}
+
+// ---- Where the rows of a split are -------------------------------------------------------------------------
+
+// Positions [begin, end) of a split whose rows are of one type; those of KV head i are i * head_step bytes further on.
+struct Piece {
+    int begin, end;
+    Choice<Precision> type;
+    size_t head_step;
+};
+
+// The keys or the values of a split, of the first of some KV heads: row[t] is that of its position t, zeros where
+// nothing is read. Pieces follow one another; where there are several, all but the first are of at most 32 positions,
+// in one block: the residual block and the pass's own vectors.
+struct SplitRows {
+    int width = 0, count = 0;
+    Piece pieces[4];
+    const char *row[split_positions];
+    Floats dequantized;  // (position, head, width), of rows that are read number by number
+    std::vector<char> zeros;
+};
+
+// A piece of a precision of no known kind, as f32.
+template <bool keys, class Format>
+void dequantize(SplitRows &rows, Piece &piece, int heads) {
+    const size_t width = (size_t)rows.width;
+    rows.dequantized.resize(split_positions * heads * width);
+    for (int t = piece.begin; t < piece.end; t++) {
+        int block = Format::blocks ? t / group_size * group_size : t;
+        for (int i = 0; i < heads; i++) {
+            auto row_at = [&](int at) { return rows.row[block + at] + i * piece.head_step; };
+            float *to = &rows.dequantized[(t * (size_t)heads + i) * width];
+            for (int c = 0; c < rows.width; c++) to[c] = stored_number<keys, Format>(row_at, t - block, c, rows.width);
+        }
+    }
+    for (int t = piece.begin; t < piece.end; t++) rows.row[t] = (char *)&rows.dequantized[t * (size_t)heads * width];
+    piece.type = Choice<Precision>::of(F32{});
+    piece.head_step = width * sizeof(float);
+}
+
+// The rows of positions [begin, end) of the split that begins at `origin`. Of a block of keys all are found, as they
+// share what it is stored in.
+template <bool keys>
+void find_rows(SplitRows &rows, const Segments &seen, int kv_heads, int heads, int origin, int begin, int end) {
+    const char *start = nullptr;
+    rows.count = 0;
+    for (int i = 0; i < seen.count; i++) {
+        const Side &side = keys ? seen.list[i].keys : seen.list[i].values;
+        int first = std::max(begin, seen.list[i].begin), last = std::min(end, seen.list[i].end);
+        if (first >= last) continue;
+        if (keys && has_blocks(side.type)) first = first / group_size * group_size;
+        side.layout.visit([&](auto &layout) {
+            for (int t = first, next; t < last; t = next) {
+                next = t + std::min(last - t, std::max(1, layout.run(t)));
+                const char *row = side.start + layout.row(side.sequence, t) * (int64_t)side.stride;
+                for (int k = t; k < next; k++, row += side.stride) rows.row[k - origin] = row;
+            }
+        });
+        Piece &before = rows.pieces[std::max(0, rows.count - 1)];
+        if (rows.count && side.start == start && before.type == side.type)
+            before.end = last - origin;
+        else
+            rows.pieces[rows.count++] = {first - origin, last - origin, side.type, side.stride / kv_heads};
+        start = side.start;
+        rows.width = side.width;
+        rows.zeros.resize(std::max(rows.zeros.size(), side.stride));
+    }
+    for (int i = 0; i < rows.count; i++) {
+        rows.pieces[i].type.visit([&](auto format) {
+            if constexpr (kind<decltype(format)> == Kind::other)
+                dequantize<keys, decltype(format)>(rows, rows.pieces[i], heads);
+        });
+    }
+    int from = rows.count ? rows.pieces[0].begin : 0, to = rows.count ? rows.pieces[rows.count - 1].end : 0;
+    std::fill(rows.row, rows.row + from, rows.zeros.data());
+    std::fill(rows.row + to, rows.row + split_positions, rows.zeros.data());
+}
+
+// ---- Rows of numbers and codes -----------------------------------------------------------------------------
+
+// Queries and Vecs of channels whose sums stay in registers, of which there are 32 or 16.
+constexpr bool wide_machine = HWY_ARCH_ARM || lanes == 16;
+constexpr int score_queries = wide_machine ? 6 : 3, value_queries = score_queries, value_vecs = wide_machine ? 4 : 3;
+
+// use(count, t) for what the piece has at place i of the streams: `count` rows from position t on, a stream apart, of
+// which it is a constant whether there is one or all four.
+template <class Use>
+inline void with_tile(const Piece &piece, int i, Use use) {
+    int t = i;
+    while (t < piece.begin) t += stream_positions;
+    if (t + stream_positions < piece.end)
+        use(std::integral_constant<int, 4>(), i);
+    else if (t < piece.end)
+        use(std::integral_constant<int, 1>(), t);
+}
+
+// Calls use(format, width) for a piece of numbers or codes; where the width is 64 or 128 it is a constant, so that no
+// loop over it is left.
+template <class Use>
+inline void with_format(const Choice<Precision> &type, int width, Use use) {
+    type.visit([&](auto format) {
+        if constexpr (kind<decltype(format)> == Kind::plain || kind<decltype(format)> == Kind::scaled) {
+            if (width == 64) return use(format, std::integral_constant<int, 64>());
+            if (width == 128) return use(format, std::integral_constant<int, 128>());
+            use(format, width);
+        }
+    });
+}
+
+// What belongs to near_positions of each stream, from `first` on, times their rows' scales, where rows have any;
+// numbers (head, query, split_positions).
+template <class Format>
+inline void scale_rows(float *numbers, int queries, const SplitRows &rows, const Piece &piece, int heads, int first) {
+    if constexpr (kind<Format> == Kind::scaled) {
+        for (int i = 0; i < heads * 4; i++) {
+            int head = i / 4, t = first + i % 4 * stream_positions;
+            if (t + near_positions <= piece.begin || t >= piece.end) continue;
+            alignas(cache_line) float scales[near_positions];
+            auto scale = [&](int k) { return Format::scale(rows.row[t + k] + head * piece.head_step); };
+            for (int k = 0; k < near_positions; k += 4) {
+                const f16 four[4] = {scale(k), scale(k + 1), scale(k + 2), scale(k + 3)};
+                to_floats(scales + k, four);
+            }
+            for (int q = 0; q < queries; q++) {
+                float *at = numbers + (size_t)(head * queries + q) * split_positions + t;
+                multiply(at, at, scales, near_positions);
+            }
+        }
+    }
+}
+
+// scores[q * split_positions + r * stream_positions] = row r . query q; queries (Queries, padded width).
+template <class Format, int Rows, int Queries, class Width>
+inline void score_tile(float *scores, const char *const *row, size_t offset, const float *queries, Width width) {
+    const int stride = padded(width, lanes), whole = width / lanes * lanes;
+    Vec sums[Rows * Queries];
+    unrolled<Rows * Queries>([&](auto i) { sums[i] = set(0); });
+    auto add_products = [&](int c, auto read) {
+        Vec query[Queries];
+        unrolled<Queries>([&](auto q) { query[q] = load(queries + q * stride + c); });
+        unrolled<Rows>([&](auto r) {
+            auto *numbers = numbers_of((const Format *)nullptr, row[r * stream_positions] + offset) + c;
+            if (c * sizeof(*numbers) % cache_line == 0) prefetch(numbers);
+            Vec key = read(numbers);
+            unrolled<Queries>([&](auto q) { sums[q * Rows + r] = fma(key, query[q], sums[q * Rows + r]); });
+        });
+    };
+    for (int c = 0; c < whole; c += lanes) add_products(c, [](auto *numbers) { return load(numbers); });
+    if (whole < width) add_products(whole, [&](auto *numbers) { return load_part(numbers, width - whole); });
+    unrolled<Queries>([&](auto q) {
+        float *to = scores + q * split_positions;
+        if constexpr (Rows == 4) {
+            float four[4];
+            sum4(four, sums[q * 4], sums[q * 4 + 1], sums[q * 4 + 2], sums[q * 4 + 3]);
+            for (int r = 0; r < 4; r++) to[r * stream_positions] = four[r];
+        } else {
+            *to = sum(sums[q]);
+        }
+    });
+}
+
+// The raw scores q . k of a piece, (head, query, split_positions).
+template <class Format, class Width>
+__attribute__((flatten, noinline)) void score_rows(float *scores, const float *queries, int count,
+                                                   const SplitRows &rows, const Piece &piece, int heads, Width width) {
+    for (int i = 0; i < stream_positions; i++) {
+        with_tile(piece, i, [&](auto tile, int t) {
+            for (int head = 0; head < heads; head++) {
+                in_batches<score_queries>(count, [&](auto size, int q) {
+                    size_t first = (size_t)head * count + q;
+                    score_tile<Format, tile, size>(scores + first * split_positions + t, rows.row + t,
+                                                   head * piece.head_step, queries + first * padded(width, lanes),
+                                                   width);
+                });
+            }
+        });
+        if (i % near_positions == near_positions - 1)
+            scale_rows<Format>(scores, count, rows, piece, heads, i + 1 - near_positions);
+    }
+}
+
+// values (Queries, stride) += the rows of the piece at places [first, last) of the streams, times their weights
+// (Queries, split_positions), for `Vecs` Vecs of channels, or of one Vec `part` channels.
+template <class Format, int Queries, int Vecs>
+inline void accumulate_tile(float *values, size_t stride, const float *weights, const SplitRows &rows,
+                            const Piece &piece, int first, int last, size_t offset, int channel, int part = 0) {
+    Vec sums[Queries * Vecs];
+    unrolled<Queries * Vecs>([&](auto i) { sums[i] = load(values + i / Vecs * stride + i % Vecs * lanes); });
+    for (int i = first; i < last; i++) {
+        with_tile(piece, i, [&](auto tile, int t) {
+            unrolled<tile>([&](auto r) {
+                const int at = t + r * stream_positions;
+                auto *numbers = numbers_of((const Format *)nullptr, rows.row[at] + offset) + channel;
+                unrolled<Vecs>([&](auto c) {
+                    if (c * lanes * sizeof(*numbers) % cache_line == 0) prefetch(numbers + c * lanes);
+                    Vec row = part ? load_part(numbers, part) : load(numbers + c * lanes);
+                    unrolled<Queries>([&](auto q) {
+                        Vec &total = sums[q * Vecs + c];
+                        total = fma(set(weights[q * split_positions + at]), row, total);
+                    });
+                });
+            });
+        });
+    }
+    unrolled<Queries * Vecs>([&](auto i) { store(values + i / Vecs * stride + i % Vecs * lanes, sums[i]); });
+}
+
+// values (head, query, stride), `step` numbers from head to head, += the weighted rows of a piece; weights (head,
+// query, split_positions).
+template <class Format, class Width>
+__attribute__((flatten, noinline)) void accumulate_rows(float *values, size_t step, size_t stride, float *weights,
+                                                        int count, const SplitRows &rows, const Piece &piece, int heads,
+                                                        Width width) {
+    for (int i = 0; i < stream_positions; i += near_positions) {
+        scale_rows<Format>(weights, count, rows, piece, heads, i);
+        for (int head = 0; head < heads; head++) {
+            in_batches<value_queries>(count, [&](auto size, int q) {
+                auto add = [&](auto vecs, int c, int part) {
+                    accumulate_tile<Format, size, vecs>(values + head * step + q * stride + c, stride,
+                                                        weights + (size_t)(head * count + q) * split_positions, rows,
+                                                        piece, i, i + near_positions, head * piece.head_step, c, part);
+                };
+                const int whole = width / lanes * lanes;
+                in_batches<value_vecs>(width / lanes, [&](auto vecs, int c) { add(vecs, c * lanes, 0); });
+                if (whole < width) add(std::integral_constant<int, 1>(), whole, width - whole);
+            });
+        }
+    }
+}
+
+// ---- Groups of 32 codes ------------------------------------------------------------------------------------
+//
+// Scores of a block of keys and weighted values are the same sum: over groups of 32 codes, each times a factor, for
+// each query; a group is a channel at 32 positions, or 32 channels at a position. A sum of factor * (scale * code +
+// zero) is one of (factor * scale) * code, and one of factor * zero. The products of factor and scale become whole
+// numbers of 16 bits, so that the codes of two groups, side by side, take one instruction for both products, and none
+// to become floats; the sum is then exact. What a factor loses by it is 2^-16 of the largest of its sum: some
+// thousandth of what its codes of 2 or 4 bits lost before. A sum is a block of keys or a whole split of values, so it
+// depends on nothing but the query.
+
+constexpr int group_vecs = group_size / lanes;
+
+// Where groups are: per_row of them in each row, or `n` where that is 0.
+template <class G, int per_row>
+struct Groups {
+    const char *const *row;
+    size_t offset;  // in a row
+    int n;
+    const G &at(int g) const {
+        const int in_row = per_row ? per_row : n;
+        return ((const G *)(row[g / in_row] + offset))[g % in_row];
+    }
+};
+
+// Factor i of query q is about units[q] times whole[q * stride + i], a zero behind the last; zeros[q] is the sum of
+// what the zero points add.
+struct Factors {
+    Aligned<int16_t> whole;  // (query, stride)
+    Floats exact;            // the same before they are rounded
+    Aligned<ScaleAndZero> pairs;
+    int stride = 0;
+    float units[value_queries], zeros[value_queries];
+    void resize(int count) {
+        stride = padded(count, lanes) + lanes;
+        whole.resize(std::max(whole.size(), (size_t)value_queries * stride));
+        exact.resize(std::max(exact.size(), (size_t)value_queries * stride));
+        pairs.resize(std::max(pairs.size(), (size_t)stride));
+    }
+};
+
+// The factors of `Queries` queries, numbers (query, stride), with the pairs from 0 to `count`.
+template <int Queries>
+inline void fold_scales(Factors &to, const float *numbers, size_t stride, int count) {
+    constexpr float least_factor = 0x1p-110f;                             // so that 1 / unit is finite
+    const float most_whole = std::min(32767.0f, 0x1p27f / (float)count);  // so that 32 bits hold the sum
+    Vec totals[Queries], most[Queries];
+    unrolled<Queries>([&](auto q) { totals[q] = set(0), most[q] = set(least_factor); });
+    for (int i = 0; i < count; i += lanes) {
+        Vec scale, zero;
+        load_pairs(&to.pairs[i].scale, scale, zero);
+        unrolled<Queries>([&](auto q) {
+            Vec number = load(numbers + q * stride + i), factor = mul(number, scale);
+            store(&to.exact[q * to.stride + i], factor);
+            totals[q] = fma(number, zero, totals[q]);
+            most[q] = max(magnitude(factor), most[q]);
+        });
+    }
+    unrolled<Queries>([&](auto q) {
+        to.units[q] = largest(most[q]) / most_whole;
+        Vec inverse = set(1 / to.units[q]);
+        int16_t *whole = &to.whole[q * to.stride];
+        for (int i = 0; i < count; i += lanes) store(whole + i, mul(load(&to.exact[q * to.stride + i]), inverse));
+        whole[count] = 0;
+        to.zeros[q] = sum(totals[q]);
+    });
+}
+
+// to[q * stride + i] = or += units[q] * (sum over groups g of factor g of query q * code i of group g) + zeros[q], for
+// the codes of Vecs p and p + group_vecs / 2, which come out of the same bytes. Half of a group's sums or less at a
+// time: with 16 registers there is no room for more.
+template <int Queries, int p, class Table>
+__attribute__((noinline)) void add_codes(Store how, float *to, size_t stride, const Table &groups, int first, int count,
+                                         const Factors &by) {
+    Ints low[Queries], high[Queries];
+    unrolled<Queries>([&](auto q) { low[q] = high[q] = to_ints(set(0)); });
+    auto add_two = [&](const auto &a, const auto &b, const int16_t *two) {
+        Pairs low_codes = load_pairs(&a.codes, &b.codes, p);
+        Pairs high_codes = load_pairs(&a.codes, &b.codes, p + group_vecs / 2);
+        unrolled<Queries>([&](auto q) {
+            Pairs factors = set_pair(two + q * by.stride);
+            low[q] = add_products(low[q], factors, low_codes);
+            high[q] = add_products(high[q], factors, high_codes);
+        });
+    };
+    int g = first;
+    for (; g + 2 <= count; g += 2) add_two(groups.at(g), groups.at(g + 1), &by.whole[g]);
+    if (g < count) add_two(groups.at(g), groups.at(g), &by.whole[g]);  // and a factor of 0
+    unrolled<Queries>([&](auto q) {
+        auto put = [&](int vec, Ints sum) {
+            float *at = to + q * stride + vec * lanes;
+            Vec total = fma(to_floats(sum), set(by.units[q]), set(by.zeros[q]));
+            store(at, how == Store::add ? add(load(at), total) : total);
+        };
+        put(p, low[q]);
+        put(p + group_vecs / 2, high[q]);
+    });
+}
+
+// The same for all codes of groups [first, count), of which the factors are computed from numbers (query,
+// numbers_stride).
+template <class Table>
+inline void add_groups(Store how, float *to, size_t stride, const Table &groups, int first, int count, Factors &by,
+                       const float *numbers, size_t numbers_stride, int queries) {
+    in_batches<value_queries>(queries, [&](auto size, int q) {
+        fold_scales<size>(by, numbers + q * numbers_stride, numbers_stride, count);
+        unrolled<group_vecs / 2>(
+            [&](auto p) { add_codes<size, p>(how, to + q * stride, stride, groups, first, count, by); });
+    });
+}
+
+// Asks for the row of each of 32 positions from t on, all heads of it.
+inline void prefetch_rows(const SplitRows &rows, int t, size_t bytes) {
+    if (prefetch_distance == 0 || t >= split_positions) return;
+    for (int i = 0; i < group_size; i++)
+        for (size_t at = 0; at < bytes; at += cache_line) __builtin_prefetch(rows.row[t + i] + at, 0, 2);
+}
+
+// Calls use(groups) for a block of keys: the groups of its channels.
+template <class Format, class Use>
+inline void with_key_groups(const char *const *row, size_t offset, int width, Use use) {
+    using G = typename Format::G;
+    int n = Format::groups(width);
+    if (n == 2) return use(Groups<G, 2>{row, offset, n});
+    if (n == 4) return use(Groups<G, 4>{row, offset, n});
+    use(Groups<G, 0>{row, offset, n});
+}
+
+// The raw scores of a piece of groups: a group of 32 positions for each channel. Of a block all positions are scored.
+template <class Format>
+void score_groups(float *scores, const float *queries, int count, const SplitRows &rows, const Piece &piece,
+                  int heads) {
+    thread_local Factors by;
+    const int width = rows.width, stride = padded(width, lanes);
+    by.resize(width);
+    std::fill(by.pairs.begin() + width, by.pairs.begin() + stride, ScaleAndZero{});
+    for (int t = piece.begin; t < piece.end; t += group_size) {
+        prefetch_rows(rows, t + group_size, heads * piece.head_step);
+        for (int head = 0; head < heads; head++) {
+            with_key_groups<Format>(rows.row + t, head * piece.head_step, width, [&](const auto &groups) {
+                for (int c = 0; c < width; c++) by.pairs[c] = groups.at(c).both;
+                size_t first = (size_t)head * count;
+                add_groups(Store::set, scores + first * split_positions + t, split_positions, groups, 0, width, by,
+                           queries + first * stride, stride, count);
+            });
+        }
+    }
+}
+
+// values += the weighted rows of a piece of groups: for each 32 channels a group of each position. stride is a multiple
+// of 32.
+template <class Format>
+void accumulate_groups(float *values, size_t step, size_t stride, const float *weights, int count,
+                       const SplitRows &rows, const Piece &piece, int heads) {
+    thread_local Factors by;
+    const int begin = piece.begin / lanes * lanes, end = piece.end;
+    by.resize(split_positions);
+    std::fill(by.pairs.begin(), by.pairs.begin() + begin, ScaleAndZero{});
+    std::fill(by.pairs.begin() + end, by.pairs.begin() + padded(end, lanes), ScaleAndZero{});
+    for (int head = 0; head < heads; head++) {
+        for (int g = 0; g < Format::groups(rows.width); g++) {
+            Groups<typename Format::G, 1> groups{rows.row, head * piece.head_step + g * sizeof(typename Format::G), 1};
+            for (int t = begin; t < end; t++) by.pairs[t] = groups.at(t).both;
+            add_groups(Store::add, values + head * step + g * group_size, stride, groups, begin, end, by,
+                       weights + (size_t)head * count * split_positions, split_positions, count);
+        }
+    }
+}
+
+// ---- One split ---------------------------------------------------------------------------------------------
+
+// What is known of a query head after some positions; its values are not yet divided by the sum.
+using Partial = plain::Softmax;
+
+// (a, a_values) becomes the partial result of both.
+inline void merge(Partial &a, float *a_values, const Partial &b, const float *b_values, int width) {
+    if (b.sum == 0) return;  // nothing visible there
+    if (a.sum == 0) {
+        a = b;
+        std::copy(b_values, b_values + width, a_values);
+        return;
+    }
+    float max_score = std::max(a.max_score, b.max_score);
+    float a_rescale = std::exp(a.max_score - max_score), b_rescale = std::exp(b.max_score - max_score);
+    a = {max_score, a.sum * a_rescale + b.sum * b_rescale};
+    for (int i = 0; i < width; i++) a_values[i] = a_values[i] * a_rescale + b_values[i] * b_rescale;
+}
+
+// The queries of a tile of tokens that read some KV heads.
+struct Tile {
+    Span span;
+    int first_head, heads, group;
+    int queries() const { return span.count * group; }  // of each KV head; query q is that of token q / group
+};
+
+// Where their partial results go: KV head i's `step` queries behind those of KV head i - 1.
+struct Partials {
+    Partial *partials;  // (head, query)
+    float *values;      // (head, query, stride)
+    size_t step, stride;
+    Partials from(size_t query) const { return {partials + query, values + query * stride, step, stride}; }
+};
+
+// A split's first `count` scores, of which [low, high) are visible, become e^(factor * score - largest), zeros behind
+// them. A position's lane is its place in the split.
+inline Partial softmax_split(float *scores, int low, int high, int count, float factor) {
+    if (low >= high) count = 0;
+    std::fill(scores + count, scores + split_positions, 0.0f);
+    if (count == 0) return {};
+    std::fill(scores, scores + low, -INFINITY);
+    std::fill(scores + high, scores + count, -INFINITY);
+    Vec most = set(-INFINITY), total = set(0);
+    for (int i = 0; i < high; i += lanes) most = max(most, mul(set(factor), load(scores + i)));
+    float max_score = largest(most);
+    for (int i = 0; i < count; i += lanes) {
+        // Rounded as for the maximum: with fma(), scores of 10^10 would leave it by more than e^x can hold.
+        Vec weight = exp(add(mul(set(factor), load(scores + i)), set(-max_score)));
+        store(scores + i, weight);
+        total = add(total, weight);
+    }
+    return {max_score, sum(total)};
+}
+
+// Positions [begin, end) of `seen` for the queries of a tile; all lie in the split that begins at `origin`. Token i
+// sees of them those that range(i) gives, from the first to before the second.
+template <class Range>
+void attend_split(const Partials &to, const Attention &task, const Tile &tile, const Segments &seen, int origin,
+                  int begin, int end, Range range) {
+    thread_local SplitRows keys, values;
+    thread_local Floats queries, scores;
+    const int count = tile.queries(), all = tile.heads * count, width = task.heads.width;
+    const int stride = padded(width, lanes), read = padded(std::max(0, end - origin), group_size);
+    for (int i = 0; i < all; i++)
+        std::fill_n(to.values + (i / count * to.step + i % count) * to.stride, to.stride, 0.0f);
+    if (begin >= end) {
+        for (int i = 0; i < all; i++) to.partials[i / count * to.step + i % count] = {};
+        return;
+    }
+    find_rows<true>(keys, seen, task.heads.kv, tile.heads, origin, begin, end);
+    find_rows<false>(values, seen, task.heads.kv, tile.heads, origin, begin, end);
+    scores.resize(std::max(scores.size(), (size_t)all * split_positions));
+    queries.resize(std::max(queries.size(), (size_t)all * stride));
+    for (int i = 0; i < all; i++) {
+        int head = (tile.first_head + i / count) * tile.group + i % count % tile.group;
+        int64_t row = tile.span.row + i % count / tile.group;
+        const float *from = task.query + (row * task.heads.query + head) * width;
+        std::copy(from, from + width, &queries[(size_t)i * stride]);
+        std::fill(&queries[(size_t)i * stride] + width, &queries[(size_t)i * stride] + stride, 0.0f);
+    }
+    for (int i = 0; i < keys.count; i++) {
+        const Piece &piece = keys.pieces[i];
+        piece.type.visit([&](auto format) {
+            if constexpr (kind<decltype(format)> == Kind::grouped)
+                score_groups<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads);
+        });
+        with_format(piece.type, width, [&](auto format, auto width) {
+            score_rows<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads, width);
+        });
+    }
+    for (int i = 0; i < all; i++) {
+        auto [low, high] = range(i % count / tile.group);
+        low = std::max(low, origin) - origin, high = std::min(high, end) - origin;
+        to.partials[i / count * to.step + i % count] =
+            softmax_split(&scores[(size_t)i * split_positions], low, high, read, 1 / std::sqrt((float)width));
+    }
+    for (int i = 0; i < values.count; i++) {
+        const Piece &piece = values.pieces[i];
+        piece.type.visit([&](auto format) {
+            if constexpr (kind<decltype(format)> == Kind::grouped)
+                accumulate_groups<decltype(format)>(to.values, to.step * to.stride, to.stride, scores.data(), count,
+                                                    values, piece, tile.heads);
+        });
+        with_format(piece.type, values.width, [&](auto format, auto width) {
+            accumulate_rows<decltype(format)>(to.values, to.step * to.stride, to.stride, scores.data(), count, values,
+                                              piece, tile.heads, width);
+        });
+    }
+}
+
+// ---- Who computes what -------------------------------------------------------------------------------------
+
+constexpr int tile_queries = 96;         // of a KV head: their scores stay in the L2
+constexpr int together_queries = 32;     // of all KV heads: with more, each KV head is read by itself
+constexpr size_t most_shared = 1 << 22;  // floats of partial results, 16 MiB, however long the context is
+
+// How a pass shares its attention among the threads: many tiles whole, the splits of few. A tile's parts are its sinks,
+// 256 at a time, and its splits.
+struct AttentionPlan {
+    struct Part {
+        int tile, set, part;
+    };
+    // What it was made for.
+    Heads heads;
+    int value_width = 0;
+    bool cached = false;
+    Choice<Layout> layout;
+    std::vector<Span> spans;
+    std::vector<float> frequencies;
+
+    std::vector<Span> tiles;
+    Visible widest;          // what the layer sees that sees most
+    int heads_together = 1;  // KV heads that a thread reads side by side, as they lie in memory
+    int stride = 0;          // numbers from a query's values to the next one's
+    int most_queries = 0;    // of a tile and KV head
+    int most_parts = 0;      // of a tile
+    bool share_splits = false;
+    std::vector<Part> parts;        // those splits and sinks
+    std::vector<Partial> partials;  // (tile, kv_head, part, query)
+    Floats values;                  // (tile, kv_head, part, query, stride)
+    Floats sink_cos_sin;            // (row, sink, D): by what a row's query sees the sinks rotated
+
+    bool fits(const Attention &task, const Pass &pass) const {
+        return (int)spans.size() == pass.count && value_width == task.values.width &&
+               cached == (task.cache.keys.data != nullptr) && layout == task.cache.layout &&
+               memcmp(&heads, &task.heads, sizeof heads) == 0 &&
+               memcmp(spans.data(), pass.spans, spans.size() * sizeof(Span)) == 0 &&
+               memcmp(frequencies.data(), pass.frequencies, frequencies.size() * sizeof(float)) == 0;
+    }
+    int sets() const { return (heads.kv + heads_together - 1) / heads_together; }
+    int sink_parts() const { return (widest.sinks + split_positions - 1) / split_positions; }
+    int first_split(const Span &tile) const { return widest.first(tile.position) / split_positions; }
+    int parts_of(const Span &tile) const {
+        return sink_parts() + (tile.position + tile.count - 1) / split_positions + 1 - first_split(tile);
+    }
+    Partials at(size_t tile, size_t kv_head, size_t part) {
+        size_t index = ((tile * heads.kv + kv_head) * most_parts + part) * most_queries;
+        return {&partials[index], &values[index * stride], (size_t)most_parts * most_queries, (size_t)stride};
+    }
+    void make(const Attention &task, const Pass &pass, int threads);
+};
+
+// Tiles lie in one block of 32 positions where a precision has blocks.
+inline void AttentionPlan::make(const Attention &task, const Pass &pass, int threads) {
+    heads = task.heads, value_width = task.values.width, cached = task.cache.keys.data, layout = task.cache.layout;
+    spans.assign(pass.spans, pass.spans + pass.count);
+    frequencies.assign(pass.frequencies, pass.frequencies + heads.width / 2);
+    widest = visible_of(layout, 0);
+    stride = padded(value_width, group_size);
+    most_queries = most_parts = 0;
+    const int most = std::max(1, tile_queries / heads.group());
+    const bool blocks = cached && (has_blocks(task.cache.type_k) || has_blocks(task.cache.type_v));
+    tiles.clear();
+    for (const Span &span : spans) {
+        Span *tile = tiles.empty() || span.position == span.first ? nullptr : &tiles.back();
+        if (tile && tile->count < most && !(blocks && span.position % group_size == 0))
+            tile->count++;
+        else
+            tiles.push_back(span);
+        most_queries = std::max(most_queries, tiles.back().count * heads.group());
+        most_parts = std::max(most_parts, parts_of(tiles.back()));
+    }
+    heads_together = most_queries * heads.kv <= together_queries ? heads.kv : 1;
+    size_t room = tiles.size() * heads.kv * most_parts * most_queries;
+    share_splits = (int)tiles.size() * sets() < 4 * threads && room * stride <= most_shared;
+    parts.clear();
+    if (share_splits) {
+        partials.resize(std::max(partials.size(), room));
+        values.resize(std::max(values.size(), room * stride));
+        for (int tile = 0; tile < (int)tiles.size(); tile++)
+            for (int set = 0; set < sets(); set++)
+                for (int part = 0; part < parts_of(tiles[tile]); part++) parts.push_back({tile, set, part});
+    }
+    const int half = heads.width / 2;
+    sink_cos_sin.resize((size_t)pass.count * widest.sinks * heads.width);
+    for (int64_t item = 0; item < (int64_t)pass.count * widest.sinks; item++) {
+        int position = spans[item / widest.sinks].position, shift = widest.shift(position);
+        if (!widest.dropped(position)) continue;
+        float *cos_sin = &sink_cos_sin[item * heads.width];
+        for (int c = 0; c < half; c++) {
+            float angle = rope_angle(shift + (cached ? (int)(item % widest.sinks) : 0), frequencies[c]);
+            cos_sin[c] = std::cos(angle), cos_sin[c + half] = std::sin(angle);
+        }
+    }
+}
+
+// The plan of the pass, made when its first layer comes.
+inline AttentionPlan &plan_of(Cpu &m, const Attention &task, const Pass &pass) {
+    auto *plan = (AttentionPlan *)m.plan.get();
+    if (plan && plan->fits(task, pass)) return *plan;
+    m.wait();
+    if (m.index() == 0) {
+        if (!m.plan) m.plan = std::make_shared<AttentionPlan>();
+        ((AttentionPlan *)m.plan.get())->make(task, pass, m.team());
+    }
+    m.wait();
+    return *(AttentionPlan *)m.plan.get();
+}
+
+// Some of the sinks, for those tokens of a tile between which and the sinks positions were dropped: each token sees
+// their keys rotated to another place.
+inline void attend_sinks(const Partials &to, const Attention &task, const AttentionPlan &plan, const Tile &tile,
+                         int origin) {
+    thread_local Floats rotated;  // (sink, kv_head, D)
+    const int sinks = task.visible.sinks, width = task.heads.width, half = width / 2;
+    const int end = std::min(sinks, origin + split_positions);
+    rotated.resize((size_t)sinks * task.heads.kv * width);
+    for (int token = 0; token < tile.span.count; token++) {
+        Tile one = {
+            {tile.span.row + token, 1, tile.span.sequence, tile.span.position + token, tile.span.first, tile.span.end},
+            tile.first_head,
+            tile.heads,
+            tile.group};
+        Segments seen;
+        add_sinks(seen, {task.cache, task.layer, tile.first_head, task.keys, task.values}, one.span, task.visible);
+        Side &keys = seen.list[0].keys;
+        for (int i = origin; seen.count && i < end * tile.heads; i++) {
+            const int sink = i / tile.heads, head = i % tile.heads;
+            const float *key = (const float *)(keys.row(sink) + head * keys.stride / task.heads.kv);
+            const float *cos_sin = &plan.sink_cos_sin[((size_t)one.span.row * plan.widest.sinks + sink) * width];
+            float *moved = &rotated[((size_t)sink * task.heads.kv + head) * width];
+            for (int c = 0; c < half; c++) {
+                float a = key[c], b = key[c + half], cosine = cos_sin[c], sine = cos_sin[c + half];
+                moved[c] = a * cosine - b * sine;
+                moved[c + half] = b * cosine + a * sine;
+            }
+        }
+        if (seen.count) {
+            keys.start = (const char *)rotated.data(), keys.stride = task.heads.kv * width * sizeof(float);
+            keys.layout = Choice<Layout>::of(Contiguous{sinks}), keys.sequence = 0;
+        }
+        attend_split(to.from((size_t)token * tile.group), task, one, seen, origin, origin, seen.count ? end : origin,
+                     [&](int) { return std::pair<int, int>(origin, end); });
+    }
+}
+
+// One part of a tile, for some KV heads.
+inline void attend_part(const Partials &to, const Attention &task, const AttentionPlan &plan, const Tile &tile,
+                        int part) {
+    if (part < plan.sink_parts()) return attend_sinks(to, task, plan, tile, part * split_positions);
+    const Span &span = tile.span;
+    int origin = (plan.first_split(span) + part - plan.sink_parts()) * split_positions;
+    int end = std::min(origin + split_positions, span.position + span.count);
+    int begin = std::max(origin, task.visible.first(span.position));  // a layer may see less than others
+    Segments seen;
+    add_rows(seen, {task.cache, task.layer, tile.first_head, task.keys, task.values}, span, task.visible);
+    attend_split(to, task, tile, seen, origin, begin, end, [&](int token) {
+        int position = span.position + token;
+        return std::pair<int, int>(task.visible.first(position), position + 1);
+    });
+}
+
+// Divides the finished sums of a tile's queries that read one KV head into task.out.
+inline void finish(const Attention &task, const Span &tile, int kv_head, const Partials &from) {
+    const int group = task.heads.group(), width = task.values.width;
+    for (int q = 0; q < tile.count * group; q++) {
+        int64_t row = tile.row + q / group;
+        float *out = task.out + (row * task.heads.query + kv_head * group + q % group) * width;
+        for (int c = 0; c < width; c++) out[c] = from.values[q * from.stride + c] / from.partials[q].sum;
+    }
+}
+
+// All parts of a tile and some KV heads by one thread.
+inline void attend_tile(const Attention &task, const AttentionPlan &plan, const Tile &tile) {
+    thread_local std::vector<Partial> partials;
+    thread_local Floats values;
+    const size_t count = tile.queries(), all = tile.heads * count, stride = plan.stride;
+    partials.assign(2 * all, {});
+    values.resize(std::max(values.size(), 2 * all * stride));
+    Partials total = {partials.data(), values.data(), count, stride}, one = total.from(all);
+    for (int part = 0; part < plan.parts_of(tile.span); part++) {
+        attend_part(one, task, plan, tile, part);
+        for (size_t i = 0; i < all; i++)
+            merge(total.partials[i], total.values + i * stride, one.partials[i], one.values + i * stride, (int)stride);
+    }
+    for (int i = 0; i < tile.heads; i++) finish(task, tile.span, tile.first_head + i, total.from(i * count));
+}
+
+void attention(Cpu &m, const Attention &task, const Pass &pass) {
+    AttentionPlan &plan = plan_of(m, task, pass);
+    auto tile_of = [&](int tile, int set) {
+        int first = set * plan.heads_together;
+        return Tile{plan.tiles[tile], first, std::min(plan.heads_together, task.heads.kv - first), task.heads.group()};
+    };
+    const int64_t tiles = (int64_t)plan.tiles.size(), sets = plan.sets();
+    if (!plan.share_splits) {
+        m.for_each_in_turn(tiles * sets, [&](int64_t item, Alone) {
+            item = tiles * sets - 1 - item;  // a prompt's longest first
+            attend_tile(task, plan, tile_of((int)(item / sets), (int)(item % sets)));
+        });
+        return;
+    }
+    m.for_each((int64_t)plan.parts.size(), [&](int64_t item, Alone) {
+        const AttentionPlan::Part &part = plan.parts[item];
+        Tile tile = tile_of(part.tile, part.set);
+        attend_part(plan.at(part.tile, tile.first_head, part.part), task, plan, tile, part.part);
+    });
+    m.for_each(tiles * task.heads.kv, [&](int64_t item, Alone) {
+        int tile = (int)(item / task.heads.kv), kv_head = (int)(item % task.heads.kv);
+        const Span &span = plan.tiles[tile];
+        Partials total = plan.at(tile, kv_head, 0);
+        for (int part = 1; part < plan.parts_of(span); part++) {
+            Partials one = plan.at(tile, kv_head, part);
+            for (int q = 0; q < span.count * task.heads.group(); q++)
+                merge(total.partials[q], total.values + q * total.stride, one.partials[q], one.values + q * one.stride,
+                      plan.stride);
+        }
+        finish(task, span, kv_head, total);
+    });
+}
+
+}  // namespace fast

@@ -1,0 +1,320 @@
+// Matrix products on the GPU, with what stands before them: RMSNorm, SwiGLU, rounding to 16 bits.
+//
+// Decoding reads every weight for one vector: bytes are all that counts, and weights stream through a kernel of ours.
+// Many vectors are multiplied on tensor cores, by cuBLAS. rms_norm() and swiglu() only note what they are asked for:
+// the next product, which alone reads it, computes it while it takes its vectors, and a launch is saved.
+#pragma once
+
+#include "../layers.cu"
+
+#ifdef HAS_CUDA
+namespace fast {
+
+constexpr int block_threads = 256;
+
+HOST_DEVICE inline int blocks_for(int64_t items, int each) { return (int)((items + each - 1) / each); }
+
+// What products read: x (count, width) as it is, or RMSNorm(x), or silu(x) * up.
+struct Input {
+    const float *x = nullptr, *up = nullptr;
+    Tensor norm;  // (1, width), or absent
+    float epsilon = 0;
+    bool as_it_is() const { return !up && !norm.data; }
+    // Number i of all, which is number `channel` of a vector whose norm's factor is `factor`.
+    HOST_DEVICE float number(int64_t i, int channel, float factor) const {
+        if (up) return x[i] / (1 + expf(-x[i])) * up[i];
+        return norm.data ? x[i] * factor * number_of(norm, channel) : x[i];
+    }
+};
+
+// What is kept from one operation of a pass to the next.
+struct Between {
+    const float *out = nullptr;  // in whose place `input` is to be read; nullptr: nothing was noted
+    Input input;
+    bool decoding = false;        // the last pass was of one token for each of its sequences
+    DType products = DType::f32;  // the type of the weights that were multiplied last
+    Buffer<float> rounded;        // inputs in that type
+};
+
+inline void note(Gpu &m, const float *out, const Input &input) {
+    Between &between = m.kept<Between>();
+    if (between.out) fail("the GPU: a norm or SwiGLU that no product read: this program is at fault");
+    between.out = out;
+    between.input = input;
+}
+
+inline void rms_norm(Gpu &m, float *out, const float *x, const Tensor &weight, int64_t, double epsilon) {
+    note(m, out, {x, nullptr, weight, (float)epsilon});
+}
+
+inline void swiglu(Gpu &m, float *out, const float *gate, const float *up, int64_t) { note(m, out, {gate, up, {}, 0}); }
+
+// to (count, width) = the input. A warp takes a vector that is to be normed, else a piece of one.
+template <class Number>
+void write_input(Gpu &m, Number *to, const Input &input, int64_t count, int width) {
+    int piece = input.norm.data ? width : 1024, pieces = blocks_for(width, piece);
+    m.for_each(count * pieces, [=] HOST_DEVICE(int64_t item, Warp team) {
+        int64_t vector = item / pieces * width;
+        int first = (int)(item % pieces) * piece, end = first + piece < width ? first + piece : width;
+        float squares = 0;
+        for (int i = team.first(); input.norm.data && i < width; i += team.step())
+            squares += input.x[vector + i] * input.x[vector + i];
+        float factor = 1 / sqrtf(team.sum(squares) / width + input.epsilon);
+        for (int i = first + team.first(); i < end; i += team.step())
+            from_float(to[vector + i], input.number(vector + i, i, factor));
+    });
+}
+
+// ---- Few vectors -------------------------------------------------------------------------------------------
+
+struct Matrix {  // a Product that can be kept
+    Linear linear;
+    float *y = nullptr;  // (count, outputs)
+};
+
+// Up to three matrices that read the same vectors, in one launch, with bias and the residual sum.
+struct Streams {
+    Matrix matrix[3];
+    int matrices = 0;
+    Input input;
+    int inputs = 0;
+    Store store = Store::set;
+    HOST_DEVICE int rows() const {  // of all matrices
+        int total = 0;
+        for (int m = 0; m < matrices; m++) total += (int)matrix[m].linear.weight.rows;
+        return total;
+    }
+    // Row v of all is row `row` of the matrix that is returned.
+    HOST_DEVICE const Matrix &find(int v, int &row) const {
+        int m = 0;
+        for (row = v; row >= matrix[m].linear.weight.rows; m++) row -= (int)matrix[m].linear.weight.rows;
+        return matrix[m];
+    }
+};
+
+// The sum over a block's threads, of which there are block_threads, in all of them. Once in a kernel: nobody waits
+// until all have read it.
+__device__ inline float block_sum(float x) {
+    STATIC_SHARED(float, sums, block_threads / warp_size);
+    x = warp_sum(x);
+    if (lane_id() == 0) sums[warp_id()] = x;
+    __syncthreads();
+    float total = 0;
+    for (int i = 0; i < block_threads / warp_size; i++) total += sums[i];
+    return total;
+}
+
+// Weights stream through shared memory without a stop. A row is cut into chunks of 512 bytes, 16 for each lane; warp w
+// of a block takes the chunks w, w + 8, ... of all rows of the block, so that its part of the vector stays in
+// registers. Each lane asks for its own 16 bytes well ahead (cp.async) and reads nobody else's: no barrier stands
+// between memory and the multiply-adds. The first bytes are asked for before the kernel before has ended.
+//
+// A result is within (inputs / 32 + 24) 2^-24 of the exact one, relative to the sum of its magnitudes: inputs / 256 * 8
+// additions in a row at most. Predicted (docs/gpu.md): 90 % of the bandwidth, less what a launch takes.
+constexpr int stream_warps = block_threads / warp_size;
+constexpr int rows_together = 4, stages = 4;  // copies in flight: 4 stages of a chunk of 4 rows
+constexpr int tile_of_rows = 64;              // rows at most whose partial sums wait to be added up
+constexpr int most_columns = 16;              // chunks of a row for one warp
+
+// 16 bytes as float32.
+template <class Number>
+__device__ inline void unpack(float (&numbers)[16 / sizeof(Number)], uint4 bytes) {
+    const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+    for (int i = 0; i < (int)(16 / sizeof(Number)); i++) {
+        if constexpr (sizeof(Number) == 4)
+            numbers[i] = bit_cast<float>(words[i]);
+        else
+            numbers[i] = to_float(Number{(uint16_t)(words[i / 2] >> 16 * (i % 2))});
+    }
+}
+
+// Where the chunks of a block's rows are, as one warp meets them: rows [first, last) of all, 4 rows together, and of
+// these chunk after chunk.
+template <class Number, int columns>
+struct WeightStream {
+    static constexpr int numbers = 16 / sizeof(Number);  // of a lane in a chunk
+    const Streams &task;
+    Shared<uint4> ring;  // (stages, rows_together, warp_size) for each warp
+    int first, last, group, groups, slot;
+    __device__ int place(int stage, int r) const {
+        return ((warp_id() * stages + stage) * rows_together + r) * warp_size + lane_id();
+    }
+    __device__ int row(int step, int r) const { return first + (step / columns * rows_together + r) * groups + group; }
+    __device__ int channel(int column) const {
+        return ((slot + column * stream_warps) * warp_size + lane_id()) * numbers;
+    }
+    __device__ void ask(int step) const {
+        int i = channel(step % columns);
+        for (int r = 0; r < rows_together; r++) {
+            int v = row(step, r), row_of_matrix = 0;
+            bool there = v < last && group < groups && i < task.inputs;
+            const Tensor &weight = task.find(there ? v : first, row_of_matrix).linear.weight;
+            const Number *from = (const Number *)weight.data + (there ? (size_t)row_of_matrix * task.inputs + i : 0);
+            copy_async16(ring, place(step % stages, r), from, there);
+        }
+        commit_copies();
+    }
+};
+
+template <class Number, int columns>
+__global__ void __launch_bounds__(block_threads) linear_kernel(Streams task) {
+    using Stream = WeightStream<Number, columns>;
+    constexpr int numbers = Stream::numbers;
+    SharedMemory memory;
+    Shared<float> partial = memory.take<float>(tile_of_rows * stream_warps);
+    Shared<uint4> ring = memory.take<uint4>(stream_warps * stages * rows_together * warp_size);
+    // Narrow rows have fewer chunks than there are warps: then the warps form groups, each with rows of its own.
+    int chunks = blocks_for(task.inputs, numbers * warp_size), slots = min(chunks, stream_warps);
+    int groups = stream_warps / slots, rows = task.rows();
+    int first = (int)((int64_t)rows * blockIdx.x / gridDim.x),
+        last = (int)((int64_t)rows * (blockIdx.x + 1) / gridDim.x);
+    Stream stream = {task, ring, first, last, warp_id() / slots, groups, warp_id() % slots};
+    for (int step = 0; step < stages; step++) stream.ask(step);
+    let_next_start();
+    wait_for_previous();
+    const Input &input = task.input;
+    int64_t start = (int64_t)blockIdx.y * task.inputs;
+    float factor = 1, squares = 0, vector[columns][numbers];
+    if (input.norm.data) {
+        for (int i = threadIdx.x; i < task.inputs; i += blockDim.x) squares += input.x[start + i] * input.x[start + i];
+        factor = 1 / sqrtf(block_sum(squares) / task.inputs + input.epsilon);
+    }
+    UNROLL for (int c = 0; c < columns; c++) {
+        for (int i = 0, at = stream.channel(c); i < numbers; i++, at++)
+            vector[c][i] = at < task.inputs ? input.number(start + at, at, factor) : 0;
+    }
+    int per_step = rows_together * groups, per_tile = tile_of_rows / per_step * per_step, step = 0;
+    for (int tile = first; tile < last; tile += per_tile) {
+        int end = min(tile + per_tile, last);
+        for (int base = tile; base < end; base += per_step) {
+            float sums[rows_together] = {};
+            UNROLL for (int c = 0; c < columns; c++, step++) {
+                wait_copies<stages - 1>();
+                for (int r = 0; r < rows_together; r++) {
+                    float weights[numbers];
+                    unpack<Number>(weights, ring[stream.place(step % stages, r)]);
+                    for (int i = 0; i < numbers; i++) sums[r] += weights[i] * vector[c][i];
+                }
+                stream.ask(step + stages);
+            }
+            for (int r = 0; r < rows_together; r++) {
+                float sum = warp_sum(sums[r]);
+                int at = base - tile + r * groups + stream.group;
+                if (lane_id() == 0 && stream.group < groups) partial[at * slots + stream.slot] = sum;
+            }
+        }
+        __syncthreads();
+        for (int v = tile + threadIdx.x; v < end; v += blockDim.x) {
+            float sum = 0;
+            int row;
+            for (int i = 0; i < slots; i++) sum += partial[(v - tile) * slots + i];
+            const Matrix &matrix = task.find(v, row);
+            float &y = matrix.y[(int64_t)blockIdx.y * matrix.linear.weight.rows + row];
+            if (matrix.linear.bias.data) sum += number_of(matrix.linear.bias, row);
+            y = task.store == Store::add ? y + sum : sum;
+        }
+        __syncthreads();
+    }
+    wait_copies<0>();
+}
+
+// False where the kernel has no place for rows of this width.
+template <class Number>
+bool stream(Gpu &m, const Streams &task, int count) {
+    constexpr int numbers = 16 / sizeof(Number);
+    int columns = blocks_for(task.inputs, numbers * warp_size * stream_warps);
+    if (task.inputs % numbers || columns > most_columns) return false;
+    size_t bytes = shared_size(tile_of_rows * stream_warps * sizeof(float));
+    bytes += shared_size(stream_warps * stages * rows_together * warp_size * sizeof(uint4));
+    Grid grid = {dim3(std::min(task.rows(), m.properties.multiProcessorCount), count), block_threads, bytes};
+    if (columns == 1) return m.launch(grid, linear_kernel<Number, 1>, task), true;
+    if (columns == 2) return m.launch(grid, linear_kernel<Number, 2>, task), true;
+    if (columns <= 4) return m.launch(grid, linear_kernel<Number, 4>, task), true;
+    if (columns <= 8) return m.launch(grid, linear_kernel<Number, 8>, task), true;
+    return m.launch(grid, linear_kernel<Number, most_columns>, task), true;
+}
+
+// ---- Many vectors ------------------------------------------------------------------------------------------
+
+template <class Number>
+constexpr cudaDataType_t blas_type = std::is_same_v<Number, float> ? CUDA_R_32F
+                                     : std::is_same_v<Number, f16> ? CUDA_R_16F
+                                                                   : CUDA_R_16BF;
+
+// y (count, outputs) = or += weight x + bias on the tensor cores, where x has the weight's type: what 16 bits hold is
+// within 2^-9 (bf16) or 2^-12 (f16) of itself; sums are float32. The library's matrices are column by column: it
+// computes y^T = weight^T^T x^T.
+template <class Number>
+void multiply(Gpu &m, const Number *x, int count, const Matrix &product, Store store) {
+    const Tensor &weight = product.linear.weight, bias = product.linear.bias;
+    int64_t outputs = weight.rows, inputs = weight.cols;
+    const float one = 1, keep = store == Store::add ? 1 : 0;
+    float *y = product.y;
+    check(cublasGemmEx_64(m.blas, CUBLAS_OP_T, CUBLAS_OP_N, outputs, count, inputs, &one, weight.data,
+                          blas_type<Number>, inputs, x, blas_type<Number>, inputs, &keep, y, CUDA_R_32F, outputs,
+                          CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+          "cublasGemmEx_64");
+    if (!bias.data) return;
+    m.for_each(count * (int64_t)blocks_for(outputs, 1024), [=] HOST_DEVICE(int64_t item, Warp team) {
+        int64_t vector = item % count, first = item / count * 1024;
+        for (int64_t i = first + team.first(); i < outputs && i < first + 1024; i += team.step())
+            y[vector * outputs + i] += number_of(bias, i);
+    });
+}
+
+// ---- Both --------------------------------------------------------------------------------------------------
+
+template <class Number>
+void multiply(Gpu &m, const float *x, const Input &input, int count, std::vector<Matrix> products, Store store) {
+    constexpr int few = 4;  // so many read the weights one after another
+    Between &between = m.kept<Between>();
+    int inputs = (int)products[0].linear.weight.cols;
+    for (; (between.decoding || count <= few) && !products.empty();) {
+        Streams task;
+        while (task.matrices < std::min((int)products.size(), 3))
+            task.matrix[task.matrices] = products[task.matrices], task.matrices++;
+        task.input = input, task.inputs = inputs, task.store = store;
+        if (!stream<Number>(m, task, count)) break;
+        products.erase(products.begin(), products.begin() + task.matrices);
+    }
+    if (products.empty()) return;
+    if (between.decoding || count <= few) {  // widths of no vectors
+        if (!input.as_it_is()) write_input(m, (float *)x, input, count, inputs);
+        for (const Matrix &each : products) plain::linear(m, x, count, {{each.linear, each.y}}, store);
+        return;
+    }
+    const Number *rounded = (const Number *)x;
+    if (!std::is_same_v<Number, float> || !input.as_it_is()) {
+        between.rounded.resize(m, (size_t)count * inputs);
+        write_input(m, (Number *)between.rounded.data(), input, count, inputs);
+        rounded = (const Number *)between.rounded.data();
+    }
+    for (const Matrix &each : products) multiply(m, rounded, count, each, store);
+}
+
+inline void linear(Gpu &m, const float *x, int count, std::initializer_list<Product> products,
+                   Store store = Store::set) {
+    Between &between = m.kept<Between>();
+    Input input = {x, nullptr, {}, 0};
+    if (between.out && between.out != x) fail("the GPU: a product that reads past a norm: this program is at fault");
+    if (between.out) input = between.input;
+    between.out = nullptr;
+    std::vector<Matrix> rest;
+    for (const Product &each : products) rest.push_back({each.linear, each.y});
+    while (!rest.empty()) {  // those of one type together
+        DType type = between.products = rest[0].linear.weight.type;
+        std::vector<Matrix> same;
+        for (size_t i = 0; i < rest.size();) {
+            if (rest[i].linear.weight.type == type)
+                same.push_back(rest[i]), rest.erase(rest.begin() + (int)i);
+            else
+                i++;
+        }
+        with_numbers(same[0].linear.weight, [&](auto *numbers) {
+            multiply<std::decay_t<decltype(*numbers)>>(m, x, input, count, same, store);
+        });
+    }
+}
+
+}  // namespace fast
+#endif

@@ -1,0 +1,75 @@
+// A decoding step on the GPU, recorded once as a CUDA graph and replayed: else the host, some microseconds a launch,
+// would be slower than the card. Tokens, positions and page tables are data. A graph holds the addresses of all that it
+// touches, so it is for one cache and one set of activations.
+#pragma once
+
+#include <list>
+
+#include "linear.cu"
+
+#ifdef HAS_CUDA
+namespace fast {
+
+struct StepGraph {
+    cudaGraphExec_t step = nullptr;  // nullptr: such a pass ran once, and took the memory that it needs
+    Pass pass;
+    CacheView cache;
+    StepGraph(const Pass &pass, const CacheView &cache) : pass(pass), cache(cache) {}
+    StepGraph(const StepGraph &) = delete;
+    ~StepGraph() {
+        if (step) cudaGraphExecDestroy(step);
+    }
+    bool is_for(const Pass &other, const CacheView &view) const {
+        static_assert(std::has_unique_object_representations_v<CacheRows>, "equal if their bytes are");
+        bool same = pass.count == other.count && pass.tokens == other.tokens && pass.spans == other.spans;
+        same = same && cache.sinks == view.sinks && cache.layout == view.layout;
+        same = same && cache.type_k == view.type_k && cache.type_v == view.type_v;
+        for (auto side : {&CacheView::keys, &CacheView::values, &CacheView::residual_keys, &CacheView::residual_values,
+                          &CacheView::sink_keys, &CacheView::sink_values})
+            same = same && memcmp(&(cache.*side), &(view.*side), sizeof(CacheRows)) == 0;
+        return same;
+    }
+};
+
+struct StepGraphs {
+    static constexpr size_t most = 64;  // as many caches decode in turn without a new recording
+    std::list<StepGraph> list;          // the newest first
+    int reservations = 0;               // there were when they were recorded: later ones may have moved something
+};
+
+inline bool one_token_each(const Pass &pass) {
+    const Span *spans = pass.spans_on_host;
+    return std::all_of(spans, spans + pass.count, [](const Span &span) { return span.end == span.first + 1; });
+}
+
+// The first pass with a cache runs as it is, the second one is recorded.
+template <class Body>
+void run(Gpu &m, const Pass &pass, const CacheView &cache, Body body) {
+    Between &between = m.kept<Between>();
+    between.out = nullptr;
+    between.decoding = cache.keys.data && one_token_each(pass);
+    if (!between.decoding) return body();
+    StepGraphs &graphs = m.kept<StepGraphs>();
+    if (graphs.reservations != m.reservations) graphs.list.clear();
+    graphs.reservations = m.reservations;
+    for (StepGraph &known : graphs.list) {
+        if (!known.is_for(pass, cache)) continue;
+        if (!known.step) {
+            cudaGraph_t graph = nullptr;
+            check(cudaStreamBeginCapture(m.stream, cudaStreamCaptureModeRelaxed), "cudaStreamBeginCapture");
+            body();
+            check(cudaStreamEndCapture(m.stream, &graph), "cudaStreamEndCapture");
+            check(cudaGraphInstantiate(&known.step, graph, 0), "cudaGraphInstantiate");
+            cudaGraphDestroy(graph);
+        }
+        return check(cudaGraphLaunch(known.step, m.stream), "cudaGraphLaunch");
+    }
+    body();
+    if (graphs.reservations != m.reservations) graphs.list.clear();
+    graphs.reservations = m.reservations;
+    if (graphs.list.size() == graphs.most) graphs.list.pop_back();
+    graphs.list.emplace_front(pass, cache);
+}
+
+}  // namespace fast
+#endif

@@ -1,0 +1,191 @@
+// What tests of the engine share: checkpoints from files or made up here, caches of any kind, rows of logits.
+#pragma once
+
+#define LLM_WITHOUT_MAIN
+#include "../llm.cu"
+#include "reference.h"
+
+namespace scene {
+
+using Vector = std::vector<float>;
+using Tokens = std::vector<int>;
+
+inline const std::string fixtures = "tests/fixtures/models/";
+
+// ---- Lists and errors --------------------------------------------------------------------------------------
+
+template <class List>
+std::vector<List> all_of() {
+    std::vector<List> all;
+    for_each_type<List>([&](auto type) { all.push_back(type); });
+    return all;
+}
+
+// Calls use(type_k, type_v) for all pairs of precisions.
+template <class Use>
+void for_each_pair(Use use) {
+    for (const Precision &type_k : all_of<Precision>())
+        for (const Precision &type_v : all_of<Precision>()) use(type_k, type_v);
+}
+
+// The line that `action` fails with; "" if it does not fail.
+template <class Action>
+std::string error_of(Action action) {
+    try {
+        action();
+    } catch (const Error &error) {
+        return error.what();
+    }
+    return "";
+}
+
+inline bool contains(const std::string &text, const std::string &part) { return text.find(part) != std::string::npos; }
+
+// A seed of this run's own: tests that draw what they do say it when they fail, and SEED=... does the same again.
+inline uint64_t seed_of_run() {
+    static const uint64_t seed = getenv("SEED") ? strtoull(getenv("SEED"), nullptr, 0) : (uint64_t)(now() * 1e6);
+    return seed;
+}
+
+// ---- Models and tokens -------------------------------------------------------------------------------------
+
+inline Engine engine_of(Model model, int threads = 1, const std::string &weights = "stored") {
+    return open_engine(std::move(model), open_machine("cpu", threads), weights);
+}
+inline Engine engine_of(const std::string &directory, int threads = 1, const std::string &weights = "stored") {
+    return engine_of(load_model(directory), threads, weights);
+}
+// The same weights once more, for another team.
+inline Engine with_threads(const Engine &engine, int threads) {
+    Model model;
+    model.config = engine.model.config, model.embedding = engine.model.embedding, model.head = engine.model.head;
+    model.final_norm = engine.model.final_norm, model.layers = engine.model.layers;
+    return engine_of(std::move(model), threads);
+}
+
+// A Llama with random weights and no file.
+struct Shape {
+    int layers = 2, hidden = 64, ffn = 96, heads = 4, kv_heads = 2, head_dim = 16, vocabulary = 50;
+    DType type = DType::f32;
+};
+
+inline Model random_model(const Shape &shape, uint64_t seed = 1) {
+    Model model;
+    Config &config = model.config;
+    config.layers = shape.layers, config.hidden = shape.hidden, config.ffn = shape.ffn, config.heads = shape.heads;
+    config.kv_heads = shape.kv_heads, config.head_dim = shape.head_dim, config.vocabulary = shape.vocabulary;
+    config.context = 4096, config.norm_epsilon = 1e-5, config.rope_theta = 10000;
+    config.windows.assign(shape.layers, 0);
+    reference::Random random{seed};
+    auto tensor = [&](int rows, int columns, double middle, double spread) {
+        size_t count = (size_t)rows * columns;
+        model.copies.emplace_back(new char[count * dtype_bytes(shape.type)]);
+        Tensor result = {model.copies.back().get(), shape.type, rows, columns};
+        with_numbers(result, [&](auto *data) {
+            auto *numbers = const_cast<std::remove_const_t<std::remove_pointer_t<decltype(data)>> *>(data);
+            for (size_t i = 0; i < count; i++)
+                from_float(numbers[i], (float)random.uniform(middle - spread, middle + spread));
+        });
+        return result;
+    };
+    auto linear = [&](int outputs, int inputs) {
+        return Linear{tensor(outputs, inputs, 0, 2 / std::sqrt((double)inputs)), {}};
+    };
+    int width = shape.heads * shape.head_dim, kv_width = shape.kv_heads * shape.head_dim;
+    model.embedding = tensor(shape.vocabulary, shape.hidden, 0, 1);
+    for (int i = 0; i < shape.layers; i++) {
+        LayerWeights w;
+        w.attention_norm = tensor(1, shape.hidden, 1, 0.5), w.mlp_norm = tensor(1, shape.hidden, 1, 0.5);
+        w.query = linear(width, shape.hidden), w.key = linear(kv_width, shape.hidden);
+        w.value = linear(kv_width, shape.hidden), w.output = linear(shape.hidden, width);
+        w.gate = linear(shape.ffn, shape.hidden), w.up = linear(shape.ffn, shape.hidden);
+        w.down = linear(shape.hidden, shape.ffn);
+        model.layers.push_back(w);
+    }
+    model.final_norm = tensor(1, shape.hidden, 1, 0.5);
+    model.head = tensor(shape.vocabulary, shape.hidden, 0, 2 / std::sqrt((double)shape.hidden));
+    return model;
+}
+
+inline Tokens random_tokens(const Engine &engine, int count, uint64_t seed = 1) {
+    reference::Random random{seed};
+    Tokens tokens;
+    for (int i = 0; i < count; i++) tokens.push_back((int)(random.bits() % (uint64_t)engine.model.config.vocabulary));
+    return tokens;
+}
+
+inline Tokens part(const Tokens &tokens, int begin, int end) { return {tokens.begin() + begin, tokens.begin() + end}; }
+
+// ---- Caches ------------------------------------------------------------------------------------------------
+
+// A layout with what it is made for; engine, precisions and sequences come later.
+struct Place {
+    Layout layout = Contiguous{};
+    int page = 16, window = 0, sinks = 0;
+    std::string name() const {
+        std::string text = name_of(layout);
+        if (std::holds_alternative<Paged>(layout)) text += " of " + std::to_string(page);
+        if (window) text += " --window " + std::to_string(window) + " --sinks " + std::to_string(sinks);
+        return text;
+    }
+};
+
+inline Place paged(int page) { return {Paged{}, page}; }
+inline Place ring(int window, int sinks) { return {Ring{}, 16, window, sinks}; }
+inline Layout opened_ring(int window, int sinks) {
+    CacheShape shape;
+    shape.window = window, shape.sinks = sinks;
+    return open_layout(shape, Ring{});
+}
+
+inline Cache cache_for(Engine &engine, const Precision &type_k, const Precision &type_v, int capacity,
+                       const Place &place = {}, int sequences = 1) {
+    const Config &config = engine.model.config;
+    CacheShape shape = {config.layers, config.kv_heads, config.head_dim, config.head_dim, sequences, capacity};
+    shape.page = place.page, shape.window = place.window, shape.sinks = place.sinks;
+    return open_cache(engine.memory(), shape, place.layout, type_k, type_v);
+}
+
+// ---- Logits ------------------------------------------------------------------------------------------------
+
+// Of each position, (tokens, vocabulary): the first `decoded` by prefill() in pieces of `piece`, the others by
+// decode().
+inline Vector cached_rows(Engine &engine, Cache &cache, int sequence, const Tokens &tokens, int piece, int decoded) {
+    Vector all;
+    auto add = [&](const Vector &rows) { all.insert(all.end(), rows.begin(), rows.end()); };
+    for (int begin = 0; begin < decoded; begin += piece)
+        prefill_pass(engine, cache, sequence, part(tokens, begin, std::min(begin + piece, decoded)),
+                     [&](int count) { add(logits(engine, 0, count)); });
+    for (int t = decoded; t < (int)tokens.size(); t++) add(decode(engine, cache, {sequence}, {tokens[t]}));
+    return all;
+}
+inline Vector prefilled_rows(Engine &engine, Cache &cache, const Tokens &tokens) {
+    return cached_rows(engine, cache, 0, tokens, (int)tokens.size(), (int)tokens.size());
+}
+
+inline Vector naive_rows(Engine &engine, const Tokens &tokens, const Layout &layout = Contiguous{}) {
+    naive_pass(engine, tokens, layout);
+    return logits(engine, 0, (int)tokens.size());
+}
+
+inline Tokens greedy_naive(Engine &engine, Tokens tokens, int count) {
+    Tokens ids;
+    for (int i = 0; i < count; i++) {
+        Vector row = forward_naive(engine, tokens);
+        ids.push_back(argmax(row.data(), (int)row.size()));
+        tokens.push_back(ids.back());
+    }
+    return ids;
+}
+
+inline Tokens greedy_cached(Engine &engine, Cache &cache, const Tokens &prompt, int count) {
+    Tokens ids;
+    Vector row = prefill(engine, cache, 0, prompt);
+    for (int i = 0; i < count; i++) {
+        if (i) row = decode(engine, cache, {0}, {ids.back()});
+        ids.push_back(argmax(row.data(), (int)row.size()));
+    }
+    return ids;
+}
+
+}  // namespace scene

@@ -1,0 +1,423 @@
+// The command line, in the process: what is understood, what is refused and in which words, help. Over the tables of
+// commands/flags.h, so that a new flag is tested as soon as it stands there.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#define LLM_WITHOUT_MAIN
+#define PLAIN
+#include "../llm.cu"
+
+#include <doctest/doctest.h>
+#include <sys/stat.h>
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+using Words = std::vector<std::string>;
+
+Words operator+(Words a, const Words &b) { return a.insert(a.end(), b.begin(), b.end()), a; }
+
+std::string joined_words(const Words &words) { return joined(words, "|"); }
+
+// The one line that a command line is refused with; "": it is not.
+std::string refusal(const Words &words) {
+    try {
+        parse_options(words);
+    } catch (const Error &error) {
+        CHECK(error.status == 2);
+        CHECK(std::string(error.what()).find('\n') == std::string::npos);
+        return error.what();
+    }
+    return "";
+}
+
+void check_refused(const Words &words, const Words &parts) {
+    std::string line = refusal(words);
+    CHECK_MESSAGE(!line.empty(), joined_words(words) << " is taken");
+    for (const std::string &part : parts)
+        CHECK_MESSAGE(line.find(part) != std::string::npos, joined_words(words)
+                                                                << ": lacks \"" << part << "\": " << line);
+}
+
+// The least that a command line of a command must say.
+Words start_of(const std::string &command) {
+    return has("generate diff tokenize", command) ? Words{command, "-p", "x"} : Words{command};
+}
+
+// What must stand beside a flag so that it has an effect.
+Words beside(const std::string &flag) {
+    if (flag == "--page") return {"--cache", "paged"};
+    if (flag == "--window" || flag == "--sinks") return {"--cache", "ring"};
+    if (has("--top-k --top-p --min-p -s", flag)) return {"--temp", "1"};
+    Words shape;
+    for (const std::string &each : split("--layers --kv-heads --head-dim -c"))
+        if (each != flag && has("--layers --kv-heads --head-dim", flag)) shape = shape + Words{each, "1"};
+    return shape;
+}
+
+// Command lines with every command that knows a flag. Where the flag gives the text, no other does.
+std::vector<Words> lines_with(const Flag &flag, const Words &value) {
+    std::vector<Words> lines;
+    const std::string first = split(flag.names)[0];
+    for (const std::string &command : split(flag.commands)) {
+        bool text = has("-p -f --ids", first);
+        lines.push_back((text ? Words{command} : start_of(command)) + beside(first) + Words{first} + value);
+    }
+    return lines;
+}
+
+// Standard output while `work` runs.
+template <class Work>
+std::string printed(Work work) {
+    fflush(stdout);
+    int before = dup(1);
+    FILE *file = tmpfile();
+    REQUIRE(file);
+    dup2(fileno(file), 1);
+    work();
+    fflush(stdout);
+    dup2(before, 1);
+    close(before);
+    rewind(file);
+    std::string text;
+    for (int c; (c = fgetc(file)) != EOF;) text += (char)c;
+    fclose(file);
+    return text;
+}
+
+// ---- What is understood --------------------------------------------------------------------------------------
+
+TEST_CASE("every spelling of a flag and its value") {
+    for (const Words &words : {Words{"-n", "5"}, {"-n5"}, {"-n=5"}, {"--predict", "5"}, {"--predict=5"}}) {
+        Options options = parse_options(Words{"generate", "-p", "x"} + words);
+        CHECK(options.count == 5);
+        CHECK(options.has("-n"));
+    }
+    CHECK(parse_options({"generate", "-p", "x", "-c128k"}).context == 131072);
+    CHECK(parse_options({"generate", "-p", "x", "-c", "1M"}).context == 1 << 20);
+    CHECK(parse_options({"bench", "--depth", "4k,0,1K"}).depths == std::vector<int>{4096, 0, 1024});
+    CHECK(parse_options({"generate", "-p=-n"}).prompt == "-n");
+    CHECK(parse_options({"generate", "--prompt=a=b"}).prompt == "a=b");
+    CHECK(parse_options({"generate", "-p", ""}).prompt.empty());
+    CHECK(parse_options({"diff", "--ids", "1,0,2147483647"}).prompt_ids == std::vector<int>{1, 0, INT_MAX});
+    CHECK(parse_options({"generate", "-p", "x", "--temp", "1e-6", "-s", "9007199254740992"}).seed == 1LL << 53);
+    CHECK(parse_options({"diff", "-p", "x", "--tolerance", "1e-4"}).tolerance == 1e-4);
+    CHECK(parse_options({"generate", "-p", "x"}).count == 256);
+    CHECK(parse_options({"bench"}).count == 64);
+    CHECK(parse_options({"bench", "-n", "256"}).count == 256);
+    CHECK(parse_options({"generate", "-p", "x"}).threads == usable_threads());
+}
+
+TEST_CASE("types by the names of others, layouts and types in any case") {
+    const std::vector<std::pair<std::string, std::string>> names = {
+        {"fp16", "f16"}, {"F16", "f16"},     {"float16", "f16"},   {"FP8", "fp8"},  {"INT8", "int8"},
+        {"fp32", "f32"}, {"Float32", "f32"}, {"bfloat16", "bf16"}, {"Int4", "int4"}};
+    for (auto &[name, type] : names) {
+        for (const std::string &flag : Words{"--kv", "-ctk", "-ctv"}) {
+            CacheChoice cache = parse_options({"generate", "-p", "x", flag, name}).caches().at(0);
+            CHECK(name_of(cache.type_k) == (flag == "-ctv" ? "f16" : type));
+            CHECK(name_of(cache.type_v) == (flag == "-ctk" ? "f16" : type));
+        }
+    }
+    CHECK(name_of(parse_options({"generate", "-p", "x", "--cache", "Paged"}).layouts.at(0)) == std::string("paged"));
+    CHECK(parse_options({"generate", "-p", "x", "--cache", "NONE"}).naive);
+}
+
+TEST_CASE("every layout and type of the lists can be asked for") {
+    for_each_type<Layout>([](auto layout) {
+        for_each_type<Precision>([&](auto type) {
+            for (const std::string &command : split("generate diff eval bench memory")) {
+                Words words = start_of(command) + Words{"--cache", layout.name, "--kv", type.name};
+                CacheChoice cache = parse_options(words).caches().at(0);
+                CHECK(name_of(cache.layout) == std::string(layout.name));
+                CHECK(name_of(cache.type_v) == std::string(type.name));
+            }
+        });
+    });
+}
+
+TEST_CASE("several caches: each layout with each pair of types, --kv with pairs of equals") {
+    auto caches = [](const Words &words) {
+        std::string list;
+        for (const CacheChoice &cache : parse_options(Words{"bench"} + words).caches())
+            list += std::string(name_of(cache.layout))[0] + std::string(name_of(cache.type_k)) + "/" +
+                    name_of(cache.type_v) + " ";
+        return list;
+    };
+    CHECK(caches({}) == "cf16/f16 ");
+    CHECK(caches({"--cache", "ring,paged", "--kv", "f32,int4"}) == "rf32/f32 rint4/int4 pf32/f32 pint4/int4 ");
+    CHECK(caches({"-ctk", "f32,int4", "-ctv", "f16,int2"}) == "cf32/f16 cf32/int2 cint4/f16 cint4/int2 ");
+    CHECK(caches({"-ctk", "f32,int4"}) == "cf32/f16 cint4/f16 ");
+    CHECK(caches({"--cache", "none"}) == "");
+    Options both = parse_options({"bench", "--cache", "none,contiguous"});
+    CHECK((both.naive && both.layouts.size() == 1));
+    CHECK(parse_options({"memory"}).layouts.size() == std::variant_size_v<Layout>);
+}
+
+TEST_CASE("bytes with their units") {
+    const double GiB = 0x1p30;
+    const std::vector<std::pair<std::string, double>> texts = {
+        {"40GiB", 40 * GiB},    {"8G", 8 * GiB},
+        {"1.5KiB", 1536},       {"2k", 2048},
+        {"0.5M", 0x1p19},       {"2TiB", 2048 * GiB},
+        {"2T", 2048 * GiB},     {"2kB", 2000},
+        {"2.5MB", 2500000},     {"2.3GB", 2300000000},
+        {"1.5 GB", 1500000000}, {"1TB", 1e12},
+        {"2.01kB", 2010},       {"1000000", 1000000},
+        {"1000000B", 1000000},  {"7 KiB", 7168},
+        {"0.1GiB", 107374182},  {".5GiB", GiB / 2},
+        {"16.GiB", 16 * GiB},   {"8191TiB", 8191 * 1024 * GiB},
+        {"1e9", 1e9},           {"9007199254740991", 9007199254740991}};
+    for (auto &each : texts)
+        CHECK_MESSAGE(parse_options({"memory", "--budget", each.first}).budget == each.second, each.first);
+    for (const char *nonsense : {"40Gib", "40gb", "40 GiB GiB", "GiB", "-5", "-5GiB", "nan", "inf", "0", "0.4",
+                                 "1,5GiB", "1.2.3MB", ".", "40PiB", "9000TiB", "1e400", "4 0", "40GiB ", " 7 KiB"})
+        check_refused({"memory", "--budget", nonsense},
+                      {"--budget " + std::string(nonsense) + ": expected", "40GiB", "8G", "KiB .. TiB", "kB .. TB"});
+}
+
+TEST_CASE("a seed that is not given is drawn where there is a temperature") {
+    std::set<int64_t> seeds;
+    for (int i = 0; i < 4; i++) seeds.insert(parse_options({"generate", "-p", "x", "--temp", "1"}).seed);
+    CHECK(seeds.size() > 1);
+    CHECK(*seeds.begin() >= 0);
+    CHECK(parse_options({"generate", "-p", "x", "--temp", "1", "-s", "7"}).seed == 7);
+    CHECK(parse_options({"generate", "-p", "x"}).seed == 0);
+}
+
+TEST_CASE("a text from a file, a pipe, standard input") {
+    std::string name = "/tmp/test_flags.XXXXXX", text("a\0b\n", 4);
+    REQUIRE(mkdtemp(name.data()));
+    std::ofstream(name + "/text") << text;
+    std::ofstream(name + "/empty");
+    REQUIRE(mkfifo((name + "/pipe").c_str(), 0600) == 0);
+    CHECK(parse_options({"generate", "-f", name + "/text"}).prompt == text);
+    CHECK(parse_options({"generate", "-f", name + "/empty"}).prompt.empty());
+    CHECK(parse_options({"eval", "--file=" + name + "/text"}).prompt_file == name + "/text");
+    std::string large(300000, 'x');
+    std::thread writer([&] { std::ofstream(name + "/pipe") << large; });
+    CHECK(parse_options({"tokenize", "-f", name + "/pipe"}).prompt == large);
+    writer.join();
+    check_refused({"generate", "-f", name}, {"-f " + name, "Is a directory", "expected a file"});
+    check_refused({"eval", "-f", name + "/missing"}, {"-f " + name + "/missing", "No such file"});
+    REQUIRE(freopen((name + "/text").c_str(), "r", stdin));
+    CHECK(parse_options({"diff", "-f", "-"}).prompt == text);
+    std::filesystem::remove_all(name);
+}
+
+// ---- What is refused -----------------------------------------------------------------------------------------
+
+TEST_CASE("every flag: its range, nothing beyond, and a value at all") {
+    for (const Flag &flag : flags()) {
+        const std::string first = split(flag.names)[0], argument = flag.argument;
+        auto refuses = [&](const std::string &value, const Words &parts) {
+            for (const Words &line : lines_with(flag, {value})) check_refused(line, parts);
+        };
+        auto takes = [&](const std::string &value) {
+            for (const Words &line : lines_with(flag, {value}))
+                CHECK_MESSAGE(refusal(line) == "", joined_words(line) << ": " << refusal(line));
+        };
+        auto in_range = [&](double least, double most, const char *expected) {
+            if (first != "-n") takes(formatted("%.0f", least));  // of diff and bench not 0
+            if (first != "--sinks") takes(formatted("%.0f", most));
+            for (const std::string &bad :
+                 {formatted("%.0f", least - 1), formatted("%.0f", most * 1.001 + 1), std::string("x"),
+                  std::string("1.5"), std::string("nan"), std::string("5x"), std::string("1e99"), std::string("0x10"),
+                  std::string("99999999999999999999"), std::string("1e3"), std::string("-")})
+                refuses(bad, {first + " " + bad + ": ",
+                              std::string(expected) + formatted(" from %.0f to %.0f", least, most)});
+        };
+        if (argument.empty()) {
+            check_refused(start_of(split(flag.commands)[0]) + Words{first + "=yes"},
+                          {first + "=yes", "takes no value"});
+            continue;
+        }
+        for (const Words &line : lines_with(flag, {}))
+            check_refused(line, {first + ": needs a value: " + first + " " + argument});
+        refuses("--json", {first + ": needs a value, found the flag --json", first + "=--json"});
+        if (first != "-p") refuses("", {first + ": its value is empty, expected " + argument});
+        if (auto *range = std::get_if<Range<int>>(&flag.value))
+            in_range(range->least, range->most, "expected a whole number");
+        if (auto *range = std::get_if<Range<int64_t>>(&flag.value))
+            in_range(range->least, range->most, "expected a whole number");
+        if (auto *range = std::get_if<Range<std::vector<int>>>(&flag.value)) {
+            in_range(range->least, range->most, "expected whole numbers");
+            for (const std::string &bad : Words{"5,", ",5", "5,,6", ",", "5 6", "5,-2", "5,2x"})
+                refuses(bad, {first + " " + bad + ": \"", "\" at character ", "expected whole numbers"});
+            refuses("5,2x", {"\"2x\" at character 3"});
+        }
+        if (auto *range = std::get_if<Range<double>>(&flag.value)) {
+            takes(formatted("%.17g", range->least)), takes(formatted("%.17g", range->most));
+            for (const std::string &bad : {formatted("%g", range->least - 1), formatted("%g", range->most * 1.01),
+                                           std::string("x"), std::string("nan"), std::string("inf"), std::string("1x")})
+                refuses(bad, {first + " " + bad + ": expected a number from"});
+        }
+        if (argument.find('|') != std::string::npos) {
+            refuses("tpu", {first + " tpu: expected " + argument});
+            for (const std::string &word : split(argument, '|')) takes(word);
+        }
+    }
+}
+
+TEST_CASE("a flag of another command is refused with those that know it") {
+    for (const Command &command : commands)
+        for (const Flag &flag : flags())
+            for (const std::string &name : split(flag.names))
+                if (!has(flag.commands, command.name))
+                    check_refused(start_of(command.name) + Words{name, "1"},
+                                  {name + ": llm " + command.name + " has no such flag", flag.commands});
+}
+
+TEST_CASE("what is near is suggested, what is not is not") {
+    struct Case {
+        Words words;
+        std::string expected;
+    };
+    for (const Case &each : std::vector<Case>{
+             {{"genrate"},
+              "genrate: expected one of: generate diff eval bench memory tokenize info; did you mean generate?"},
+             {{"difff", "-h"}, "; did you mean diff?"},
+             {{"generate", "--tmp", "1"}, "--tmp: unknown flag; did you mean --temp? (llm generate --help lists all)"},
+             {{"generate", "--top_k", "1"}, "did you mean --top-k?"},
+             {{"generate", "-temp", "1"}, "did you mean --temp?"},
+             {{"diff", "--tolerence=1"}, "--tolerence: unknown flag; did you mean --tolerance?"},
+             {{"info", "--mode", "x"}, "did you mean --model?"},
+             {{"memory", "--bandwith", "5"}, "did you mean --bandwidth?"},
+             {{"generate", "--chace", "ring"}, "did you mean --cache?"},
+             {{"generate", "--foo"}, "--foo: unknown flag (llm generate --help lists all)"},
+             {{"generate", "-x"}, "-x: unknown flag (llm"},
+             {{"generate", "-"}, "-: unknown flag (llm"},
+             {{"generate", "--"}, "--: unknown flag (llm"},
+             {{"tokenize", "--toleranse"}, "--toleranse: unknown flag (llm"},  // which only diff has
+             {{"run"}, "run: expected one of: generate diff eval bench memory tokenize info"},
+         }) {
+        std::string line = refusal(each.words);
+        CHECK_MESSAGE(line.find(each.expected) != std::string::npos, line);
+        bool suggests = each.expected.find("did you mean") != std::string::npos;
+        CHECK_MESSAGE((line.find("did you mean") != std::string::npos) == suggests, line);
+    }
+}
+
+TEST_CASE("flags that make no sense, contradict each other or would have no effect") {
+    struct Case {
+        const char *commands;
+        Words words, parts;
+    };
+    const char *all = "generate diff eval bench memory", *working = "generate diff eval bench";
+    const char *one = "generate diff", *several = "eval bench memory", *texts = "generate diff tokenize";
+    for (const Case &each : std::vector<Case>{
+             {"generate", {"Once upon a time"}, {"Once upon a time: expected a flag", "-p", "in quotes"}},
+             {"generate", {""}, {"expected a flag", "-p"}},
+             {"generate", {"--\n\x1b[2J"}, {"unknown flag"}},
+             {"generate", {"-n", "1", "--predict", "2"}, {"--predict: given twice"}},
+             {texts, {"-p", "b"}, {"-p: given twice"}},
+             {all, {"--json", "--json"}, {"--json: given twice"}},
+             {texts, {"-f", "b"}, {"-p x: -p, -f and --ids", "keep one"}},
+             {texts, {"--ids", "1"}, {"-p x: -p, -f and --ids", "keep one"}},
+             {"eval", {"--ids", "1", "-f", "b"}, {"-f b: -p, -f and --ids", "keep one"}},
+             {all, {"--kv", "f16", "-ctk", "f32"}, {"--kv f16", "-ctk and -ctv"}},
+             {all, {"-ctv", "f32", "--kv", "f16"}, {"--kv f16", "-ctk and -ctv"}},
+             {all, {"--kv", "int3"}, {"--kv int3: unknown type", precision_names()}},
+             {all, {"-ctk", "?"}, {"-ctk ?: unknown type", precision_names()}},
+             {all, {"-ctv", "f17"}, {"-ctv f17: unknown type", precision_names()}},
+             {all, {"--cache", "foo"}, {"--cache foo: unknown layout", "none", layout_names()}},
+             {several, {"--cache", "paged,foo"}, {"foo: unknown layout"}},
+             {one, {"--kv", "f16,int8"}, {"--kv f16,int8", "takes one", "eval, bench and memory"}},
+             {one, {"-ctk", "f16,"}, {"-ctk f16,", "takes one"}},
+             {one, {"--cache", "contiguous,paged"}, {"--cache contiguous,paged", "takes one"}},
+             {several, {"--kv", "f16,,int8"}, {"--kv f16,,int8", "empty"}},
+             {several, {"--kv", ","}, {"--kv ,", "empty"}},
+             {several, {"-ctv", ",f16"}, {"-ctv ,f16", "empty"}},
+             {several, {"--cache", "paged,"}, {"--cache paged,", "empty"}},
+             {working, {"--page", "16"}, {"--page 16", "--cache paged", "found --cache contiguous"}},
+             {all, {"--cache", "ring", "--page", "16"}, {"--page 16", "--cache paged", "found --cache ring"}},
+             {working, {"--window", "16"}, {"--window 16", "--cache ring", "found --cache contiguous"}},
+             {all, {"--cache", "paged", "--sinks", "1"}, {"--sinks 1", "--cache ring", "found --cache paged"}},
+             {"generate bench", {"--cache", "none", "--window", "5"}, {"--window 5", "found --cache none"}},
+             {"generate bench", {"--cache", "none", "--page", "5"}, {"--page 5", "found --cache none"}},
+             {"generate bench", {"--cache", "none", "--kv", "int8"}, {"--kv int8", "found --cache none", "drop one"}},
+             {"generate bench", {"--cache", "none", "-ctk", "int8"}, {"-ctk int8", "found --cache none", "drop one"}},
+             {"diff eval memory", {"--cache", "none"}, {"--cache none", "is about caches", layout_names()}},
+             {"eval memory", {"--cache", "contiguous,none"}, {"--cache contiguous,none", "is about caches"}},
+             {one, {"-c", "64", "--cache", "ring"}, {"-c 64", "a ring", "drop -c"}},
+             {"generate", {"--top-k", "5"}, {"--top-k 5", "--temp 0", "raise --temp"}},
+             {"generate", {"--top-p", "0.5", "--temp", "0"}, {"--top-p 0.5", "--temp 0", "raise --temp"}},
+             {"generate", {"--min-p", "0.5"}, {"--min-p 0.5", "--temp 0"}},
+             {"generate", {"-s", "5"}, {"-s 5", "--temp 0"}},
+             {working, {"--weights", "int8", "--device", "cuda"}, {"--weights int8", "--device cuda", "auto"}},
+             {working, {"--weights", "copied", "--device", "cuda"}, {"--weights copied", "--device cuda"}},
+             {"diff bench", {"-n", "0"}, {"-n 0: expected 1 or more"}},
+             {"eval", {"--all", "--kv", "f16"}, {"--kv f16: --all", "drop one"}},
+             {"eval", {"--all", "-ctk", "f16"}, {"-ctk f16: --all"}},
+             {"eval", {"--all", "--cache", "paged", "--page", "3"}, {"--cache paged: --all"}},
+             {"eval", {"--all", "--window", "30"}, {"--window 30: --all"}},
+             {"memory", {"-m", "x", "--layers", "2"}, {"-m x: a model has a shape", "drop -m"}},
+             {"memory", {"--layers", "2"}, {"--layers 2: a shape is", "--kv-heads N --head-dim N -c N"}},
+             {"memory", {"--kv-heads", "2", "--head-dim", "64", "-c", "9"}, {"--kv-heads 2: a shape is --layers"}},
+             {"memory", {"--layers", "2", "--kv-heads", "2", "--head-dim", "64"}, {"--layers 2: a shape is", "-c N"}},
+             {"memory", {"--bandwidth", "100GB"}, {"--bandwidth 100GB: expected a number from"}},
+             {"memory", {"--budget", "40PiB"}, {"--budget 40PiB: expected"}},
+         })
+        for (const std::string &command : split(each.commands))
+            check_refused(start_of(command) + each.words, each.parts);
+    for (const std::string &command : split(texts))
+        check_refused({command}, {"no prompt", "-p TEXT", "-f FILE", "--ids 1,2,3"});
+    check_refused({}, {"no command", "generate diff"});
+    check_refused({""}, {"expected one of: generate diff"});
+    check_refused({"-p", "hi"}, {"-p: expected one of: generate diff"});
+    check_refused({"--json"}, {"--json: expected one of"});
+    for (const std::string &words :
+         Words{"--page 9", "--window 9 --sinks 2", "--cache ring -c 9", "--cache paged --page 3"})
+        CHECK(refusal(Words{"memory"} + split(words)) == "");  // which shows all layouts
+}
+
+TEST_CASE("a long value does not push the reason out of the line") {
+    std::string ids = "1";
+    for (int i = 0; i < 5000; i++) ids += ",1";
+    check_refused({"generate", "--ids", ids + ",x"},
+                  {"--ids 1,1,", "\"x\" at character 10003", "whole numbers from 0"});
+}
+
+// ---- Help ----------------------------------------------------------------------------------------------------
+
+TEST_CASE("help names every command, and of each all its flags and an example that runs") {
+    Words arguments = {"--help"};
+    std::string general = printed([&] { print_help(parse_options({"--help"})); });
+    for (const Words &words : {Words{"-h"}, {"help"}})
+        CHECK(printed([&] { print_help(parse_options(words)); }) == general);
+    for (const std::string &part : Words{"Exit status: 0 done; 1", "llm COMMAND --help", "llm --version"})
+        CHECK(general.find(part) != std::string::npos);
+    for (const Command &command : commands) {
+        CHECK(general.find(std::string("llm ") + command.name + " ") != std::string::npos);
+        CHECK(general.find(command.help) != std::string::npos);
+        std::string help = printed([&] { print_help(parse_options({command.name, "--help"})); });
+        CHECK(printed([&] { print_help(parse_options({command.name, "-h", "-m", "x"})); }) == help);
+        for (const Flag &flag : flags()) {
+            std::string names = "\n  " + joined(split(flag.names), ", ") + " " + flag.argument;
+            CHECK((help.find(names) != std::string::npos) == has(flag.commands, command.name));
+        }
+        std::istringstream lines(general + help);
+        for (std::string line; std::getline(lines, line);) CHECK_MESSAGE(line.size() <= 100, line);
+        CHECK(help.find(std::string("For example: llm ") + command.name + " " + command.example) != std::string::npos);
+        Words example = {command.name};
+        bool quoted = false;
+        for (const std::string &word : split(command.example)) {  // "Once upon a time" is one
+            if (quoted) example.back() += " " + word;
+            if (!quoted) example.push_back(word);
+            if (std::count(word.begin(), word.end(), '"') == 1) quoted = !quoted;
+        }
+        std::string line = refusal(example);
+        CHECK_MESSAGE((line.empty() || line == "-f my.txt: No such file or directory"), line);
+    }
+    std::string caches = printed([&] { print_help(parse_options({"eval", "--help"})); });
+    for_each_type<Layout>([&](auto layout) { CHECK(caches.find(layout.name) != std::string::npos); });
+    for_each_type<Precision>([&](auto type) { CHECK(caches.find(type.name) != std::string::npos); });
+    CHECK(caches.find("128k is 131072") != std::string::npos);
+}
+
+TEST_CASE("--version says what this is and how it was built") {
+    std::string version = printed([&] { print_help(parse_options({"--version"})); });
+    for (const std::string &part : Words{"llm 1.", "built with", "CUDA"})
+        CHECK_MESSAGE(version.find(part) != std::string::npos, version);
+    CHECK(std::count(version.begin(), version.end(), '\n') == 1);
+}
