@@ -274,6 +274,20 @@ TEST_CASE_TEMPLATE("load() and load_part() give what to_float() gives", Number, 
     CHECK(wrong == 0);
 }
 
+TEST_CASE("load_pairs() of f16 takes pairs apart, lane by lane, infinities too") {
+    for (int first = 0; first < 0x10000; first += 2 * lanes) {
+        std::vector<f16> pairs(2 * lanes);
+        for (int i = 0; i < 2 * lanes; i++) pairs[i] = {(uint16_t)(first + i)};
+        Vec even, odd;
+        load_pairs(pairs.data(), even, odd);
+        int wrong = 0;
+        for (int i = 0; i < lanes; i++)
+            wrong += !same(numbers_of(even)[i], to_float(pairs[2 * i])) +
+                     !same(numbers_of(odd)[i], to_float(pairs[2 * i + 1]));
+        REQUIRE_MESSAGE(wrong == 0, "from bits ", first);
+    }
+}
+
 TEST_CASE("store_part() writes its part and nothing behind it") {
     Random random{2};
     std::vector<float> from = reference::random_floats(random, lanes);
@@ -433,48 +447,76 @@ TEST_CASE_TEMPLATE("pairs of packed codes times pairs of factors are exact sums,
     }
 }
 
-// ---- dot and axpy ------------------------------------------------------------------------------------------
-
-TEST_CASE("dot() adds in the documented order") {
-    Random random{5};
-    for (int n = 0; n <= 70; n++) {
-        std::vector<float> a = reference::random_floats(random, n), ones(n, 1), lane(lanes), rest(lanes);
-        for (int i = 0; i < n; i++) (i < n / lanes * lanes ? lane : rest)[i % lanes] += a[i];
-        REQUIRE(same(dot(a.data(), ones.data(), n), sum(lanes_of(lane)) + sum(lanes_of(rest))));
+TEST_CASE("int8 weights times four int8 numbers are exact sums, a row to each lane") {
+    Random random{18};
+    int8_t weights[lanes][4];
+    for (int round = 0; round < 100; round++) {
+        Int8x4 x;
+        auto pick = [&] { return (int8_t)(round == 0 ? -127 : std::floor(random.uniform(-127, 128))); };
+        int total = 0;
+        for (int i = 0; i < 4; i++) {
+            x.number[i] = round == 1 ? 127 : pick();
+            x.magnitude[i] = (uint8_t)std::abs(x.number[i]);
+            total += x.number[i];
+            for (int lane = 0; lane < lanes; lane++) weights[lane][i] = pick();
+        }
+        Ints sums = begin_products(2 * total);
+        for (int times = 0; times < 2; times++) sums = add_products(sums, weights, x);
+        std::vector<float> got = numbers_of(to_floats(sums));
+        for (int lane = 0; lane < lanes; lane++) {
+            int exact = 0;
+            for (int i = 0; i < 4; i++) exact += weights[lane][i] * x.number[i];
+            REQUIRE(got[lane] == 2.0f * (float)exact);
+        }
     }
 }
 
-TEST_CASE_TEMPLATE("dot() is right for every length and reads nothing behind its rows", Number, float, f16, bf16) {
-    Random random{6};
-    Guarded<Number> left;
-    Guarded<float> right;
-    for (int n = 0; n <= 70; n++) {
-        Number *a = left.room(n);
-        float *b = right.room(n);
-        fill(a, random, n), fill(b, random, n);
-        double exact = 0, size = 0;
-        for (int i = 0; i < n; i++) {
-            double product = (double)to_float(a[i]) * b[i];
-            exact += product, size += std::fabs(product);
+// ---- Int8 weights --------------------------------------------------------------------------------------------------
+
+TEST_CASE(
+    "a group becomes whole numbers times a scale: within half a step of each number, NaN where one is not finite") {
+    Random random{21};
+    for (int count = 0; count <= int8_group; count++) {
+        Guarded<float> guarded;  // reads nothing behind them
+        float *x = guarded.room(count), most = 0;
+        fill(x, random, count);
+        for (int i = 0; i < count; i++) most = std::max(most, std::fabs(x[i]));
+        int8_t to[int8_group];
+        float scale = quantize(to, x, count);
+        CHECK(scale == most / 127);
+        for (int i = 0; i < int8_group; i++)
+            REQUIRE(std::fabs(to[i] * scale - (i < count ? x[i] : 0)) <= scale * (0.5f + 127 * reference::gamma(2)));
+        for (float broken : {infinity, -infinity, not_a_number}) {
+            if (count == 0) continue;
+            x[count / 2] = broken;
+            CHECK(std::isnan(quantize(to, x, count)));
+            CHECK(to[0] == 0);
         }
-        REQUIRE(std::fabs(dot(a, b, n) - exact) <= reference::gamma(n) * size);
     }
+    float tiny[] = {1e-45f, -1e-45f};  // a scale below all numbers
+    int8_t to[int8_group];
+    CHECK((quantize(to, tiny, 2) == 0 && to[0] == 0 && to[1] == 0));
 }
 
-TEST_CASE_TEMPLATE("axpy() is right for every length and touches nothing behind its rows", Number, float, f16, bf16) {
-    Random random{7};
-    Guarded<Number> right;
-    Guarded<float> left;
-    for (int n = 0; n <= 70; n++) {
-        Number *x = right.room(n);
-        float *y = left.room(n);
-        fill(x, random, n), fill(y, random, n);
-        std::vector<float> before(y, y + n);
-        axpy(y, 0.7f, x, n);
-        for (int i = 0; i < n; i++) {
-            double term = (double)0.7f * to_float(x[i]);
-            REQUIRE(std::fabs(y[i] - (before[i] + term)) <=
-                    reference::gamma(2) * std::fabs(before[i]) + reference::gamma(2) * std::fabs(term));
+TEST_CASE("blocks of int8 weights hold each number where at() finds it, zeros beyond, and refuse what has no scale") {
+    Random random{22};
+    const int rows = 11, inputs = 75;
+    std::vector<float> weight = reference::random_floats(random, rows * inputs);
+    std::vector<Int8Block> blocks(int8_groups(inputs));
+    CHECK(blocks.size() * sizeof(Int8Block) == int8_bytes(rows, inputs));
+    REQUIRE(quantize(blocks.data(), weight.data(), rows, inputs));
+    for (int row = 0; row < int8_rows; row++) {
+        for (int c = 0; c < 96; c++) {
+            const Int8Block &block = blocks[c / int8_group];
+            float scale = to_float(block.scale[row]), number = scale * (float)block.at(row, c % int8_group);
+            if (row < rows && c < inputs)
+                REQUIRE(std::fabs(number - weight[row * inputs + c]) <= 0.51f * scale);
+            else
+                REQUIRE(number == 0);
         }
+    }
+    for (float broken : {infinity, not_a_number, 8.4e6f}) {
+        weight[40] = broken;
+        CHECK(!quantize(blocks.data(), weight.data(), rows, inputs));
     }
 }
