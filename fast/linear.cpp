@@ -140,7 +140,7 @@ inline int64_t pieces(int64_t items, int64_t each) { return (items + each - 1) /
 
 // x (count, inputs), copied: blocks of tokens, in them blocks of channels, in those tiles of tokens, side by side.
 // Zeros make the channels whole Vecs.
-constexpr int block_tokens = 96, block_channels = 576, block_rows = 8 * tile_rows;
+constexpr int block_tokens = 96, block_channels = 576, block_rows = 8 * tile_rows, near_bytes = 2 << 20;
 struct TokenBlocks {
     const float *numbers;
     int count, tokens, channels, inputs, padded;  // tokens and channels of a block
@@ -194,31 +194,35 @@ void linear_blocks(Cpu &m, const Number *weight, const TokenBlocks &x, const Pro
     thread_local Floats wide, partials;  // (channels, tile_rows); (block_rows, tokens, lanes)
     wide.resize((size_t)tile_rows * x.channels);
     partials.resize((size_t)x.tokens * block_rows * lanes);
-    // Calls use(begin, count) for pieces of `most` of first .. last.
-    auto in_blocks = [](int64_t first, int64_t last, int most, auto use) {
-        for (; first < last; first += most) use(first, (int)std::min<int64_t>(most, last - first));
+    // Tiles of tokens, from `begin` on, times the rows from `row` on, in some channels.
+    auto multiply_block = [&](int64_t row, int in_block, int begin, int count, int c) {
+        const int rows = (int)std::min<int64_t>(tile_rows, outputs - row),
+                  channels = std::min(x.channels, x.inputs - c);
+        const bool first = c == 0, last = c + channels == x.inputs;
+        widen(wide.data(), weight + row * x.inputs + c, rows, x.inputs, channels);
+        in_batches<tile_tokens>(count, [&](auto size, int t) {
+            float sums[size * tile_rows];
+            float *partial = &partials[((size_t)in_block * x.tokens + t * tile_rows) * lanes];
+            tile<tile_rows, size, 0>(sums, partial, first, last, SideBySide<tile_rows>{wide.data()},
+                                     SideBySide<size>{x.at(begin + t, c)}, channels);
+            for (int i = 0; last && i < size; i++) put(product, how, begin + t + i, row, sums + i * tile_rows, rows);
+        });
     };
     const Share share = m.share(pieces(outputs, tile_rows));
-    in_blocks(share.first * tile_rows, std::min(share.last * tile_rows, outputs), block_rows,
-              [&](int64_t block, int rows) {
-                  in_blocks(0, x.count, x.tokens, [&](int64_t begin, int count) {
-                      in_blocks(0, x.inputs, x.channels, [&](int64_t c, int channels) {
-                          in_blocks(block, block + rows, tile_rows, [&](int64_t row, int some) {
-                              const bool first = c == 0, last = c + channels == x.inputs;
-                              float *partial = &partials[(row - block) * x.tokens * lanes];
-                              widen(wide.data(), weight + row * x.inputs + c, some, x.inputs, channels);
-                              in_batches<tile_tokens>(count, [&](auto size, int t) {
-                                  float sums[size * tile_rows];
-                                  tile<tile_rows, size, 0>(sums, partial + t * tile_rows * lanes, first, last,
-                                                           SideBySide<tile_rows>{wide.data()},
-                                                           SideBySide<size>{x.at((int)begin + t, (int)c)}, channels);
-                                  for (int i = 0; last && i < size; i++)
-                                      put(product, how, begin + t + i, row, sums + i * tile_rows, some);
-                              });
-                          });
-                      });
-                  });
-              });
+    const int64_t first_row = share.first * tile_rows, end_row = std::min(share.last * tile_rows, outputs);
+    // From the outside in: tokens that the L2 holds for all rows; then blocks of rows, of tokens, of channels, and
+    // tiles.
+    const int64_t near = std::max<int64_t>(1, near_bytes / (x.padded * (int)sizeof(float) * x.tokens)) * x.tokens;
+    for (int64_t start = 0; start < x.count; start += near) {
+        const int stop = (int)std::min<int64_t>(start + near, x.count);
+        for (int64_t block = first_row; block < end_row; block += block_rows) {
+            const int64_t end = std::min<int64_t>(block + block_rows, end_row);
+            for (int begin = (int)start; begin < stop; begin += x.tokens)
+                for (int c = 0; c < x.inputs; c += x.channels)
+                    for (int64_t row = block; row < end; row += tile_rows)
+                        multiply_block(row, (int)(row - block), begin, std::min(x.tokens, stop - begin), c);
+        }
+    }
 }
 
 // ---- Int8 weights (formats.h) ------------------------------------------------------------------------------------
