@@ -2,21 +2,10 @@
 // (reference.h), which say how far float32 may be off. What a twin adds to that bound stands beside it.
 // With tests/cuda_on_cpu.h the GPU's kernels run on the CPU; nvcc compiles the same for a real card.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#ifdef TWINS_OF_CPU  // test_twins_cpu.cpp
-#include "../fast/fast.h"
-#else
 #ifndef __CUDACC__
 #include "cuda_on_cpu.h"
 #endif
-#include "../fast/prefill.cu"
-#include "../fast/step.cu"
-namespace fast {
-using plain::embed;
-using plain::norm_and_rope;
-using plain::rope_angles;
-using plain::store;
-}  // namespace fast
-#endif
+#include "../fast/fast.h"
 
 #include <doctest/doctest.h>
 
@@ -44,7 +33,7 @@ using Vector = std::vector<float>;
         OPERATION(space, swiglu)        \
         OPERATION(space, rope_angles)   \
         OPERATION(space, norm_and_rope) \
-        OPERATION(space, store)         \
+        OPERATION(space, store_rows)    \
         OPERATION(space, attention)     \
         OPERATION(space, keep_residual) \
         OPERATION(space, run)           \
@@ -56,14 +45,6 @@ struct Column {
     bool gpu, fast;
 };
 
-#ifdef TWINS_OF_CPU
-template <class Use>
-void for_each_twin(Use use) {
-    Cpu cpu(3);
-    use(cpu, Plain(), Column{false, false});
-    use(cpu, Fast(), Column{false, true});
-}
-#else
 static Gpu &gpu() {
     static std::unique_ptr<Machine> machine = open_machine("cuda", 1);
     return std::get<Gpu>(*machine);
@@ -72,10 +53,12 @@ static Gpu &gpu() {
 // use(machine, operations, column).
 template <class Use>
 void for_each_twin(Use use) {
+    Cpu cpu(2);
+    use(cpu, Plain(), Column{false, false});
+    use(cpu, Fast(), Column{false, true});
     use(gpu(), Plain(), Column{true, false});
     use(gpu(), Fast(), Column{true, true});
 }
-#endif
 
 template <class T>
 Buffer<T> upload(Memory &m, const std::vector<T> &numbers) {
@@ -92,13 +75,11 @@ std::vector<T> download(Memory &m, const Buffer<T> &buffer, size_t count) {
 }
 
 // A GPU's twins remember what came before them: whether the last pass decoded, and in which type it multiplied.
-inline void begin(Cpu &, DType) {}
-#ifdef HAS_CUDA
-inline void begin(Gpu &m, DType products) {
+static void begin(Cpu &, DType) {}
+static void begin(Gpu &m, DType products) {
     m.kept<fast::Between>().decoding = false;
     m.kept<fast::Between>().products = products;
 }
-#endif
 
 // ---- Products, with what stands before them ----------------------------------------------------------------
 
@@ -365,14 +346,14 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
         begin(m, shape.products);
         Operations::run(m, pass, view, [&] {
             Operations::rope_angles(m, pass, heads.width);
-            if (!shape.naive) Operations::store(m, task, pass);
+            if (!shape.naive) Operations::store_rows(m, task, pass);
             Operations::attention(m, task, pass);
             if (!shape.naive) Operations::keep_residual(m, task, pass);
         });
         // What 16 bits leave of queries, keys, weights and values; of two such numbers for queries and weights.
         bool wide = std::holds_alternative<BF16>(shape.type_k) || std::holds_alternative<BF16>(shape.type_v);
         bool decoding = tokens == 1 && !shape.naive, on_card = column.fast && column.gpu;
-        double u = shape.products == DType::f32 ? 0 : unit_of(wide ? DType::bf16 : shape.products);
+        double u = shape.products == DType::f32 ? 0 : unit_of(wide ? DType::bf16 : DType::f16);
         auto two = [](const Precision &type) { return std::holds_alternative<BF16>(type) ? 0x1p-16 : 0x1p-22; };
         double off_k = !on_card ? 0 : decoding ? two(shape.type_k) : 2.1 * u;
         double off_v = !on_card ? 0 : decoding ? two(shape.type_v) + (value_side.blocks ? 0x1p-11 : 0) : 2.1 * u;
