@@ -1,5 +1,6 @@
-// docs/precision.md: its two blocks of C++, applied to a copy of the sources, must build and do what the page says.
-// Run from the repository's root. Builds under build/precision_page with $CXX, or else the compiler of this test.
+// docs/precision.md and docs/layout.md: their blocks of C++, applied to a copy of the sources, must build and do what
+// the pages say; also where the sources have them already. Run from the repository's root. Builds ./llm-plain's twin
+// under build/precision_page with $CXX, or else the compiler of this test.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <sys/wait.h>
@@ -7,10 +8,10 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <future>
 #include <regex>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace fs = std::filesystem;
@@ -29,7 +30,7 @@ static const fs::path scratch = "build/precision_page";
 #endif
 
 static const std::string compile = std::string(getenv("CXX") ? getenv("CXX") : THIS_COMPILER) +
-                                   " -Og -march=native -ffp-contract=off " OPENMP_FLAG "-Wall -Wextra -Werror ";
+                                   " -O1 -march=native -ffp-contract=off " OPENMP_FLAG "-Wall -Wextra -Werror ";
 
 static std::string slurp(const fs::path &path) {
     std::ifstream file(path);
@@ -56,58 +57,53 @@ static Outcome shell(const std::string &command) {
 
 static bool contains(const std::string &text, const std::string &part) { return text.find(part) != std::string::npos; }
 
-// ---- The page, and the copy of the sources that it changes ---------------------------------------------------
+// ---- The pages, and the copy of the sources that they change -------------------------------------------------
 
 struct Page {
-    std::string text, precision, list;  // the whole; its first block: the struct; its second: the line of the list
+    std::string text, structure, list;  // the whole; its first block of C++, the struct; its second, the list
     std::string type, name;             // Int6, int6
+    std::string of;                     // the list is "using Precision = ..."
 };
 
-static Page read_page() {
+static Page read_page(const std::string &path, const std::string &of) {
     Page page;
-    page.text = slurp("docs/precision.md");
+    page.of = "using " + of + " = ";
+    page.text = slurp(path);
+    std::smatch found;
     std::vector<std::string> blocks;
     const std::string fence = "```cpp\n";
     for (size_t at = 0; (at = page.text.find(fence, at)) != std::string::npos;) {
         size_t begin = at + fence.size();
         at = page.text.find("```\n", begin);
-        REQUIRE(at != std::string::npos);
         blocks.push_back(page.text.substr(begin, at - begin));
     }
     REQUIRE(blocks.size() == 2);
-    page.precision = blocks[0];
-    page.list = blocks[1];
-    std::smatch found;
-    REQUIRE(std::regex_search(page.precision, found, std::regex("struct (\\w+)")));
+    page.structure = blocks[0], page.list = blocks[1];
+    REQUIRE(std::regex_search(page.structure, found, std::regex("struct (\\w+)")));
     page.type = found[1];
-    REQUIRE(std::regex_search(page.precision, found, std::regex("name = \"(\\w+)\"")));
+    REQUIRE(std::regex_search(page.structure, found, std::regex("name = \"(\\w+)\"")));
     page.name = found[1];
     return page;
 }
+static Page precision_page() { return read_page("docs/precision.md", "Precision"); }
+static Page layout_page() { return read_page("docs/layout.md", "Layout"); }
 
-// The line of the list in cache.h, from "using Precision" to its end.
-static std::string list_line(const std::string &header) {
-    size_t begin = header.find("using Precision = ");
+// The line of the list in cache.h, from "using" to its end.
+static std::string list_line(const Page &page, const std::string &header) {
+    size_t begin = header.find(page.of);
     REQUIRE(begin != std::string::npos);
     return header.substr(begin, header.find(";\n", begin) + 2 - begin);
 }
 
-static void apply(const Page &page) {
-    fs::remove_all(scratch);
-    fs::create_directories(scratch);
-    for (const auto &entry : fs::directory_iterator("."))
-        for (std::string extension : {".h", ".c", ".cu"})
-            if (entry.path().extension() == extension) fs::copy(entry.path(), scratch / entry.path().filename());
-    std::string header = slurp("cache.h"), line = list_line(header);
-    header.replace(header.find(line), line.size(), page.precision + "\n" + page.list);
-    std::ofstream(scratch / "cache.h") << header;
+static std::string applied(const Page &page, std::string header) {
+    std::string line = list_line(page, header);
+    if (contains(header, "struct " + page.type + " ")) return header;  // somebody has followed the page
+    return header.replace(header.find(line), line.size(), page.structure + "\n" + page.list);
 }
 
-// ---- What a precision promises, asked of the last struct by itself -------------------------------------------
-
-// Rows of 1 to 200 numbers at the end of a page of memory that nothing may follow; prints what is wrong.
-static const char *const round_trip = R"(
-#include <sys/mman.h>
+// What a precision promises, asked of the page's struct by itself, in rows of 1 to 200 numbers at the end of a page of
+// memory that nothing may follow; prints what is wrong. And that a layout keeps positions apart.
+static const char *const questions = R"(
 #include "cache.h"
 #include "tests/reference.h"
 
@@ -116,26 +112,8 @@ void check(bool good, const char *what, int width) {
     if (!good) wrong++, printf("width %d: %s\n", width, what);
 }
 
-template <class Format>
-std::vector<float> decoded(const char *row, int width) {
-    std::vector<float> numbers;
-    for (int c = 0; c < width; c += lanes) {
-        int count = std::min(lanes, width - c);
-        float lane[lanes];
-        store(lane, count == lanes ? Format::decode(row, c) : Format::decode_part(row, c, count));
-        for (int i = count; i < lanes; i++) check(lane[i] == 0, "behind the last number is not 0", width);
-        for (int i = 0; i < count; i++) {
-            ScaleAndZero both = Format::scale_and_zero(row, c + i);
-            numbers.push_back(to_float(both.scale) * lane[i] + to_float(both.zero));
-            float number = Format::number(row, c + i), off = std::fabs(number - numbers.back());
-            check(!(off > 1e-6f * std::fabs(number)), "number() is not what was decoded", width);
-        }
-    }
-    return numbers;
-}
-
 int main() {
-    using Format = TYPE;
+    using Format = PRECISION;
     char *memory = (char *)mmap(nullptr, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mprotect(memory + 4096, 4096, PROT_NONE)) return 2;
     reference::Random random{1};
@@ -145,13 +123,14 @@ int main() {
             memset(memory, 0xff, 4096);
             Format::encode(row, numbers.data(), width);
             check(row[-1] == (char)0xff, "encode() wrote before the row", width);
-            return decoded<Format>(row, width);
+            std::vector<float> read;
+            for (int c = 0; c < width; c++) read.push_back(Format::number(row, c));
+            return read;
         };
         for (double size : {1e-3, 1.0, 1e3}) {
-            std::vector<float> numbers = reference::random_floats(random, width, -size, size);
+            std::vector<float> numbers = reference::random_floats(random, width, -size, size), got = stored(numbers);
             double most = 0, error = 0;
-            for (float x : numbers) most = std::max(most, (double)std::fabs(x));
-            std::vector<float> got = stored(numbers);
+            for (int i = 0; i < width; i++) most = std::max(most, (double)std::fabs(numbers[i]));
             for (int i = 0; i < width; i++) error = std::max(error, std::fabs((double)got[i] - numbers[i]));
             // The scale is an f16 at or above what is asked for: up to 2^-10 of itself more, or 2^-24.
             double bound = Format::unit_roundoff * most * (1 + 0x1p-10) + 0x1p-24 + 0x1p-22 * most;
@@ -166,6 +145,16 @@ int main() {
     }
     check(Format::row_bytes(128) * 8 == 128 * Format::bits, "bits is not what 128 numbers take", 128);
     check(Format::code_bits <= Format::bits, "code_bits is more than bits", 128);
+    CacheShape shape = {1, 1, 8, 8, 3, 50};
+    LAYOUT layout;
+    layout.open(shape);
+    std::vector<bool> taken((size_t)layout.rows(shape));
+    for (int sequence = 0; sequence < 3; sequence++)
+        for (int t = 0; t < 50; t++) {
+            int64_t row = layout.row(sequence, t);
+            check(!taken.at((size_t)row), "a row of two positions", t);
+            taken[(size_t)row] = true;
+        }
     return wrong > 0;
 }
 )";
@@ -173,26 +162,34 @@ int main() {
 // ---- Building ------------------------------------------------------------------------------------------------
 
 struct Built {
-    Page page;
-    Outcome program, check;
-    std::string llm() const { return (scratch / "llm").string() + " "; }
+    Page precision = precision_page(), layout = layout_page();
+    Outcome program = {}, check = {};
+    std::string llm = (scratch / "llm").string() + " ";
 };
 
 static const Built &built() {
     static const Built result = [] {
-        Built built{read_page(), {}, {}};
-        apply(built.page);
+        Built built;
+        fs::remove_all(scratch);
         fs::create_directories(scratch / "tests");
+        for (const auto &entry : fs::directory_iterator("."))
+            for (std::string extension : {".h", ".c", ".cu"})
+                if (entry.path().extension() == extension) fs::copy(entry.path(), scratch / entry.path().filename());
+        for (std::string folder : {"base", "commands"}) fs::copy(folder, scratch / folder);
         fs::copy("tests/reference.h", scratch / "tests/reference.h");
-        std::ofstream(scratch / "check.cpp") << round_trip;
-        std::string enter = "cd " + scratch.string() + " && ", libraries = " -lcjson -lpcre2-8 -lutf8proc";
-        auto program = std::async(std::launch::async, [&] {
-            return shell(enter + compile + "-std=c++17 -x c++ llm.cu -c -o llm.o && " + compile +
-                         "-x c -std=c11 tokenizer.c -c -o tokenizer.o && " + compile + "llm.o tokenizer.o" + libraries +
-                         " -o llm");
+        std::ofstream(scratch / "cache.h") << applied(built.layout, applied(built.precision, slurp("cache.h")));
+        std::ofstream(scratch / "check.cpp") << questions;
+        std::string enter = "cd " + scratch.string() + " && ", libraries = " -lcjson -lonig -lutf8proc";
+        std::string c = compile + "-x c -std=c11 ";
+        std::thread program([&] {
+            built.program =
+                shell(enter + c + "tokenizer.c -c -o tokenizer.o && " + c +
+                      "base/tokenizer_json.c -c -o tokenizer_json.o && " + compile +
+                      "-std=c++17 -DPLAIN -x c++ llm.cu -x none tokenizer.o tokenizer_json.o" + libraries + " -o llm");
         });
-        built.check = shell(enter + compile + "-std=c++17 -DTYPE=" + built.page.type + " check.cpp -lcjson -o check");
-        built.program = program.get();
+        built.check = shell(enter + compile + "-std=c++17 -DPRECISION=" + built.precision.type +
+                            " -DLAYOUT=" + built.layout.type + " check.cpp -lcjson -o check");
+        program.join();
         return built;
     }();
     return result;
@@ -200,69 +197,72 @@ static const Built &built() {
 
 // ---- Tests ---------------------------------------------------------------------------------------------------
 
-TEST_CASE("the page's list is the one of cache.h and its own type") {
-    Page page = read_page();
-    std::string without = std::regex_replace(page.list, std::regex("\\b" + page.type + ", "), "");
-    CHECK(without != page.list);
-    CHECK(without == list_line(slurp("cache.h")));
-    CHECK(slurp("cache.h").find("struct " + page.type) == std::string::npos);
+TEST_CASE("a page's list is the one of cache.h and its own type") {
+    for (const Page &page : {precision_page(), layout_page()}) {
+        std::regex own("(, )?\\b" + page.type + "\\b(, )?");
+        auto without = [&](const std::string &line) { return std::regex_replace(line, own, "$2"); };
+        CHECK(without(page.list) != page.list);
+        std::string line = list_line(page, slurp("cache.h"));
+        CHECK((page.list == line || std::regex_replace(page.list, std::regex(", " + page.type + "\\b"), "") == line));
+    }
 }
 
-TEST_CASE("what the page changes in tests/reference.h is there to be changed") {
-    std::string text = read_page().text, reference = slurp("tests/reference.h"), line;
+TEST_CASE("what the page changes in tests/reference.h is there to be changed, or is as it says") {
+    std::string text = precision_page().text, reference = slurp("tests/reference.h"), line;
     size_t begin = text.find("```diff\n") + 8;
     std::istringstream diff(text.substr(begin, text.find("```\n", begin) - begin));
-    int lines = 0;
+    int before = 0, after = 0, lines = 0, kept = 0;  // of those that go and come
     while (std::getline(diff, line)) {
-        if (line[0] == '.' || line[0] == '+') continue;
-        CHECK_MESSAGE(contains(reference, line.substr(1) + "\n"), line);
-        lines++;
+        bool there = contains(reference, line.substr(1) + "\n");
+        if (line[0] == '-') before += there, lines++;
+        if (line[0] == '+') after += there;
+        if (line[0] == ' ') kept += there;
     }
-    CHECK(lines > 0);
+    CHECK(lines == 1);
+    CHECK(kept == 1);
+    CHECK((before == 1 || after == 2));
 }
 
-TEST_CASE("the page's code builds without a warning") {
+TEST_CASE("the pages' code builds without a warning, and keeps what a precision and a layout promise") {
     CHECK_MESSAGE(built().program.status == 0, built().program.output);
-    CHECK_MESSAGE(built().check.status == 0, built().check.output);
-}
-
-TEST_CASE("its struct keeps what a precision promises") {
-    REQUIRE(built().check.status == 0);
+    REQUIRE_MESSAGE(built().check.status == 0, built().check.output);
     Outcome outcome = shell((scratch / "check").string());
     CHECK_MESSAGE(outcome.status == 0, outcome.output.substr(0, 2000));
 }
 
-TEST_CASE("flags, help, messages and commands know it") {
+TEST_CASE("flags, help, messages and commands know them") {
     REQUIRE(built().program.status == 0);
-    const std::string name = built().page.name, llm = built().llm(), builtin = " -m weights_tools/builtin ";
-    Outcome help = shell(llm + "--help");
-    CHECK(help.status == 0);
-    CHECK(contains(help.output, " " + name + " ("));
-
-    Outcome unknown = shell(llm + "generate --kv f17 -p x");
-    CHECK(unknown.status == 2);
-    CHECK(contains(unknown.output, " " + name + " ("));
-    CHECK_MESSAGE(contains(built().page.text, unknown.output), unknown.output);
-
-    Outcome diff = shell(llm + "diff -n 12 -p \"Once upon a time\" --kv " + name + builtin);
-    CHECK_MESSAGE(diff.status == 0, diff.output);
-    CHECK(contains(diff.output, "K " + name + ", V " + name));
-    CHECK(contains(diff.output, "tokens      identical"));
-
-    if (contains(help.output, "  llm memory ")) {
-        Outcome memory = shell(llm + "memory" + builtin);
-        CHECK(memory.status == 0);
-        CHECK(std::regex_search(memory.output, std::regex("(^|\n) *" + name + " ")));
+    const std::string precision = built().precision.name, layout = built().layout.name, llm = built().llm;
+    for (auto [command, page] : {std::pair{"--kv f17", built().precision}, {"--cache heap", built().layout}}) {
+        Outcome unknown = shell(llm + "generate -p x " + command);
+        CHECK(unknown.status == 2);
+        CHECK(contains(unknown.output, " " + page.name));
+        CHECK_MESSAGE(contains(page.text, unknown.output), unknown.output);
+        CHECK(contains(shell(llm + "generate --help").output, page.name));
     }
+    std::string builtin = " -m weights_tools/builtin ";
+    Outcome diff = shell(llm + "diff -n 12 -p \"Once upon a time\" --kv " + precision + " --cache " + layout + builtin);
+    CHECK_MESSAGE(diff.status == 0, diff.output);
+    CHECK(contains(diff.output, "K " + precision + ", V " + precision));
+    CHECK(contains(diff.output, "tokens      identical"));
+    Outcome memory = shell(llm + "memory" + builtin);
+    CHECK(memory.status == 0);
+    CHECK(std::regex_search(memory.output, std::regex("\n" + precision + " ")));
+    CHECK(std::regex_search(memory.output, std::regex("\n" + layout + ": ")));
 }
 
-TEST_CASE("every layout stores it, with the same result") {
+TEST_CASE("every layout stores every precision, with the same result") {
     REQUIRE(built().program.status == 0);
-    std::string command = built().llm() + "generate -m tests/fixtures/models/qwen3 --ignore-eos -n 40 --ids 5,9,33,12";
-    command += " --kv " + built().page.name + " --cache ";
-    Outcome contiguous = shell(command + "contiguous 2>/dev/null");
-    CHECK_MESSAGE(contiguous.status == 0, contiguous.output);
-    CHECK(contiguous.output.size() > 40);
-    for (std::string layout : {"paged --page 8", "ring"})
-        CHECK(shell(command + layout + " 2>/dev/null").output == contiguous.output);
+    std::string command = built().llm + "generate -m tests/fixtures/models/qwen3 --ignore-eos -n 40 --ids 5,9,33,12";
+    for (std::string type : {built().precision.name, std::string("int4")}) {
+        auto text = [&](const std::string &cache) {
+            Outcome outcome = shell(command + " --kv " + type + " --cache " + cache + " 2>/dev/null");
+            CHECK(outcome.status == 0);
+            return outcome.output;
+        };
+        std::string contiguous = text("contiguous");
+        CHECK(contiguous.size() > 40);
+        for (std::string cache : {"paged --page 8", "ring", built().layout.name.c_str()})
+            CHECK(text(cache) == contiguous);
+    }
 }
