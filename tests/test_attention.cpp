@@ -13,6 +13,7 @@
 #include <fstream>
 #include <functional>
 
+#include "../fast/attend.h"
 #include "../fast/fast.h"
 #include "reference.h"
 
@@ -119,7 +120,7 @@ struct Scene {
         return {out, batch.queries.data(), keys, values, view, 1, visible_of(view.layout, layer_window), heads};
     }
     Pass pass_of(const Batch &batch) const {
-        return {batch.count(), nullptr, batch.spans.data(), nullptr, frequencies.data()};
+        return {batch.count(), nullptr, batch.spans.data(), nullptr, frequencies.data(), heads};
     }
 
     // Makes room for a pass and stores its keys and values.
@@ -148,12 +149,10 @@ struct Scene {
         Attention task = task_of(batch, out.data(), view, how.layer_window);
         Pass pass = pass_of(batch);
         cpu->threads = how.threads;
-        auto plan = std::make_shared<fast::AttentionPlan>();
-        if (how.route != Route::engines_choice) {
-            plan->make(task, pass, how.route == Route::by_split ? 1 << 20 : 0);
-            REQUIRE(plan->share_splits == (how.route == Route::by_split));
-            cpu->plan = plan;
-        }
+        int threads = how.route == Route::by_split ? 1 << 20 : how.route == Route::engines_choice ? how.threads : 0;
+        auto plan = std::make_shared<fast::AttentionPlan>(fast::plan_attention(pass, view, threads));
+        REQUIRE((how.route == Route::engines_choice || plan->share_splits == (how.route == Route::by_split)));
+        cpu->plan = plan;
         cpu->run([&] { fast::attention(*cpu, task, pass); });
         cpu->threads = 1;
         return out;
@@ -856,8 +855,7 @@ TEST_CASE("tiles hold tokens that follow one another in a sequence, as many as f
             for (auto [sequence, first, count] : {std::array{0, 29, 6}, {1, 31, 2}, {2, 0, 1}})
                 for (int t = first; t < first + count; t++)
                     batch.spans.push_back({batch.count(), 1, sequence, t, first, first + count});
-            fast::AttentionPlan plan;
-            plan.make(scene.task_of(batch, nullptr, scene.cache.view, 0), scene.pass_of(batch), 1);
+            fast::AttentionPlan plan = fast::plan_attention(scene.pass_of(batch), scene.cache.view, 1);
             int row = 0, most = 96 / group;
             for (const Span &tile : plan.tiles) {
                 Span first = batch.spans[row];
