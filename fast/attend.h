@@ -70,6 +70,6 @@ struct AttentionPlan {
 };
 
 // Tiles lie in one block of 32 positions where a precision has blocks. `threads` does not change the bits.
-AttentionPlan plan_attention(const Pass &pass, const CacheView &cache, int threads);
+void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cache, int threads);
 
 }  // namespace fast

@@ -150,9 +150,10 @@ struct Scene {
         Pass pass = pass_of(batch);
         cpu->threads = how.threads;
         int threads = how.route == Route::by_split ? 1 << 20 : how.route == Route::engines_choice ? how.threads : 0;
-        auto plan = std::make_shared<fast::AttentionPlan>(fast::plan_attention(pass, view, threads));
+        if (!cpu->plan) cpu->plan = std::make_shared<fast::AttentionPlan>();
+        auto *plan = (fast::AttentionPlan *)cpu->plan.get();
+        fast::plan_attention(*plan, pass, view, threads);
         REQUIRE((how.route == Route::engines_choice || plan->share_splits == (how.route == Route::by_split)));
-        cpu->plan = plan;
         cpu->run([&] { fast::attention(*cpu, task, pass); });
         cpu->threads = 1;
         return out;
@@ -855,7 +856,8 @@ TEST_CASE("tiles hold tokens that follow one another in a sequence, as many as f
             for (auto [sequence, first, count] : {std::array{0, 29, 6}, {1, 31, 2}, {2, 0, 1}})
                 for (int t = first; t < first + count; t++)
                     batch.spans.push_back({batch.count(), 1, sequence, t, first, first + count});
-            fast::AttentionPlan plan = fast::plan_attention(scene.pass_of(batch), scene.cache.view, 1);
+            fast::AttentionPlan plan;
+            fast::plan_attention(plan, scene.pass_of(batch), scene.cache.view, 1);
             int row = 0, most = 96 / group;
             for (const Span &tile : plan.tiles) {
                 Span first = batch.spans[row];
