@@ -28,6 +28,12 @@ double value_of(uint16_t bits, int exponent_bits, int fraction_bits) {
 }
 double value_of(f16 x) { return value_of(x.bits, 5, 10); }
 double value_of(bf16 x) { return value_of(x.bits, 8, 7); }
+// fp8 e4m3 has no infinity, and NaN only where all bits are set; its largest number is 448.
+double value_of(fp8 x) {
+    int exponent = x.bits >> 3 & 15, fraction = x.bits & 7;
+    double magnitude = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+    return (x.bits & 0x7f) == 0x7f ? NAN : x.bits & 0x80 ? -magnitude : magnitude;
+}
 
 template <class Number>
 Number encoded(float x) {
@@ -66,35 +72,30 @@ std::vector<float> numbers_of(Vec vec) {
 
 // ---- Formats -----------------------------------------------------------------------------------------------
 
-TEST_CASE_TEMPLATE("every bit pattern decodes to its value", Number, f16, bf16) {
+TEST_CASE_TEMPLATE("every bit pattern decodes to its value, every number encodes to itself, and NaN to NaN", Number,
+                   f16, bf16, fp8) {
     int wrong = 0;
-    for (int bits = 0; bits < 0x10000; bits++) {
-        Number number = {(uint16_t)bits};
+    for (int bits = 0; bits < 1 << 8 * sizeof(Number); bits++) {
+        Number number, again;
+        number.bits = (decltype(number.bits))bits, again = encoded<Number>(to_float(number));
         wrong += !same(to_float(number), (float)value_of(number));
-    }
-    CHECK(wrong == 0);
-}
-
-TEST_CASE_TEMPLATE("every number encodes to itself, and NaN to NaN", Number, f16, bf16) {
-    int wrong = 0;
-    for (int bits = 0; bits < 0x10000; bits++) {
-        Number number = {(uint16_t)bits}, again = encoded<Number>(to_float(number));
         wrong += std::isnan(value_of(number)) ? !std::isnan(value_of(again)) : again.bits != number.bits;
     }
     CHECK(wrong == 0);
-    uint32_t low_payload = 0x7f800001;  // what tells this NaN from infinity is cut off with the low bits
-    CHECK(std::isnan(value_of(encoded<Number>(bit_cast<float>(low_payload)))));
-    CHECK(std::isnan(value_of(encoded<Number>(bit_cast<float>(low_payload | 0x80000000)))));
+    for (uint32_t sign : {0u, 0x80000000u})  // what tells this NaN from infinity is cut off with the low bits
+        CHECK(std::isnan(value_of(encoded<Number>(bit_cast<float>(sign | 0x7f800001)))));
 }
 
-TEST_CASE_TEMPLATE("between two neighbours, encoding rounds to the nearest and ties to even", Number, f16, bf16) {
-    uint16_t past_largest = encoded<Number>(infinity).bits;  // as if it were the next number
+TEST_CASE_TEMPLATE("between two neighbours, encoding rounds to the nearest and ties to even", Number, f16, bf16, fp8) {
+    using Bits = decltype(Number::bits);
+    Bits sign_bit = (Bits)(1 << (8 * sizeof(Bits) - 1));
+    Bits end = encoded<Number>(infinity).bits;  // as if it were the next number; fp8 has none there
     int wrong = 0;
-    for (uint16_t sign : {0, 0x8000}) {
-        for (uint16_t low = 0; low < past_largest; low++) {
-            uint16_t high = low + 1, even = low & 1 ? high : low;
+    for (Bits sign : {Bits(0), sign_bit}) {
+        for (Bits low = 0; low < end; low++) {
+            Bits high = (Bits)(low + 1), even = low & 1 ? high : low;
             double below = value_of(Number{low}), above = value_of(Number{high});
-            if (high == past_largest) above = 2 * below - value_of(Number{(uint16_t)(low - 1)});
+            if (std::isinf(above)) above = 2 * below - value_of(Number{(Bits)(low - 1)});
             float middle = (float)((below + above) / 2), factor = sign ? -1 : 1;
             wrong += encoded<Number>(factor * middle).bits != (sign | even);
             wrong += encoded<Number>(factor * std::nextafter(middle, 0.0f)).bits != (sign | low);
@@ -105,19 +106,20 @@ TEST_CASE_TEMPLATE("between two neighbours, encoding rounds to the nearest and t
 }
 
 TEST_CASE("the ends of the range") {
-    CHECK(encoded<f16>(65504).bits == 0x7bff);
-    CHECK(encoded<f16>(65519.996f).bits == 0x7bff);
-    CHECK(encoded<f16>(65520).bits == 0x7c00);
-    CHECK(encoded<f16>(-1e30f).bits == 0xfc00);
-    CHECK(encoded<f16>(0x1p-24f).bits == 1);
-    CHECK(encoded<f16>(0x1p-25f).bits == 0);
-    CHECK(encoded<f16>(0x1.000002p-25f).bits == 1);
-    CHECK(encoded<f16>(-1e-30f).bits == 0x8000);
-    CHECK(encoded<bf16>(std::numeric_limits<float>::max()).bits == 0x7f80);
-    CHECK(encoded<bf16>(-infinity).bits == 0xff80);
-    CHECK(encoded<bf16>(bit_cast<float>(0x00008000u)).bits == 0);
-    CHECK(encoded<bf16>(bit_cast<float>(0x00008001u)).bits == 1);
-    CHECK(encoded<bf16>(-0.0f).bits == 0x8000);
+    const std::pair<float, int> f16_ends[] = {{65504, 0x7bff},      {65519.996f, 0x7bff}, {65520, 0x7c00},
+                                              {-1e30f, 0xfc00},     {0x1p-24f, 1},        {0x1p-25f, 0},
+                                              {0x1.000002p-25f, 1}, {-1e-30f, 0x8000}};
+    for (auto [x, bits] : f16_ends) CHECK(encoded<f16>(x).bits == bits);
+    const std::pair<float, int> bf16_ends[] = {{std::numeric_limits<float>::max(), 0x7f80},
+                                               {-infinity, 0xff80},
+                                               {bit_cast<float>(0x8000), 0},
+                                               {bit_cast<float>(0x8001), 1},
+                                               {-0.0f, 0x8000}};
+    for (auto [x, bits] : bf16_ends) CHECK(encoded<bf16>(x).bits == bits);
+    for (float large : {448.0f, 448.00003f, 463.0f, 464.0f, 480.0f, 1e30f, infinity})
+        CHECK((encoded<fp8>(large).bits == 0x7e && encoded<fp8>(-large).bits == 0xfe));
+    for (float small : {0.0f, 1e-45f, 1e-30f, 0x1p-10f})
+        CHECK((encoded<fp8>(small).bits == 0 && encoded<fp8>(-small).bits == 0x80));
 }
 
 #ifdef __F16C__
@@ -132,53 +134,6 @@ TEST_CASE("f16 is what the machine's own conversion gives") {
     CHECK(wrong == 0);
 }
 #endif
-
-// fp8 e4m3 has no infinity, and NaN only where all bits are set; its largest number is 448.
-double value_of(fp8 x) {
-    int exponent = x.bits >> 3 & 15, fraction = x.bits & 7;
-    double magnitude = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
-    return (x.bits & 0x7f) == 0x7f ? NAN : x.bits & 0x80 ? -magnitude : magnitude;
-}
-
-TEST_CASE("all 256 codes of fp8 decode to their values, load() gives a 2^-8th, and each number encodes to itself") {
-    std::vector<fp8> codes(256);
-    for (int bits = 0; bits < 256; bits++) codes[bits] = {(uint8_t)bits};
-    CHECK(to_float(fp8{0x7e}) == 448);
-    CHECK(to_float(fp8{1}) == 0x1p-9f);
-    for (int bits = 0; bits < 256; bits++) {
-        CAPTURE(bits);
-        float value = (float)value_of(codes[bits]),
-              loaded = numbers_of(load(&codes[bits / lanes * lanes]))[bits % lanes];
-        CHECK(same(to_float(codes[bits]), value));
-        if (std::isnan(value)) continue;  // never a code: NaN is told by the scale
-        CHECK(encoded<fp8>(value).bits == bits);
-        CHECK(same(256 * loaded, value));
-        for (int count = 1; bits % lanes == 0 && count < lanes; count++) {
-            std::vector<float> part = numbers_of(load_part(&codes[bits], count));
-            for (int i = 0; i < lanes; i++) {
-                float expected = i < count ? (float)value_of(codes[bits + i]) : 0;
-                if (!std::isnan(expected)) CHECK(same(256 * part[i], expected));
-            }
-        }
-    }
-}
-
-TEST_CASE("fp8 rounds to the nearest, ties to even, and ends at 448") {
-    for (int sign : {0, 0x80}) {
-        float factor = sign ? -1 : 1;
-        for (int low = 0; low < 0x7e; low++) {
-            CAPTURE(low);
-            float middle = (float)((value_of(fp8{(uint8_t)low}) + value_of(fp8{(uint8_t)(low + 1)})) / 2);
-            CHECK(encoded<fp8>(factor * middle).bits == (sign | (low & 1 ? low + 1 : low)));
-            CHECK(encoded<fp8>(factor * std::nextafter(middle, 0.0f)).bits == (sign | low));
-            CHECK(encoded<fp8>(factor * std::nextafter(middle, infinity)).bits == (sign | (low + 1)));
-        }
-        for (float large : {448.0f, 448.00003f, 463.0f, 464.0f, 480.0f, 1e30f, infinity})
-            CHECK(encoded<fp8>(factor * large).bits == (sign | 0x7e));
-        for (float small : {0.0f, 1e-45f, 1e-30f, 0x1p-10f}) CHECK(encoded<fp8>(factor * small).bits == sign);
-        CHECK(std::isnan(value_of(encoded<fp8>(factor * not_a_number))));
-    }
-}
 
 TEST_CASE("every format rounds as the definition in double precision does, over all magnitudes of float32") {
     Random random{9};
@@ -228,9 +183,6 @@ TEST_CASE("int8 rounds to the nearest whole number, ties to even, and ends at 12
         CHECK((int)encoded<int8_t>(large) == 127);
         CHECK((int)encoded<int8_t>(-large) == -127);
     }
-    std::vector<int8_t> all(256);
-    for (int i = 0; i < 256; i++) all[i] = (int8_t)(i - 128);
-    for (int i = 0; i < 256; i++) CHECK(numbers_of(load(&all[i / lanes * lanes]))[i % lanes] == (float)(i - 128));
 }
 
 TEST_CASE_TEMPLATE("packed codes: each place holds each code and leaves the others alone", Codes, Packed<4>,
@@ -253,25 +205,42 @@ TEST_CASE_TEMPLATE("packed codes: each place holds each code and leaves the othe
 
 // ---- Vec ---------------------------------------------------------------------------------------------------
 
-TEST_CASE_TEMPLATE("load() and load_part() give what to_float() gives", Number, float, f16, bf16) {
-    std::vector<Number> numbers(0x10000);
+TEST_CASE_TEMPLATE("load() and load_part() give what to_float() gives, for fp8 a 2^-8th of it", Number, float, f16,
+                   bf16, fp8, int8_t) {
+    std::vector<Number> numbers(sizeof(Number) == 1 ? 256 : 0x10000);
     for (size_t i = 0; i < numbers.size(); i++) {
-        if constexpr (sizeof(Number) == 2)
-            numbers[i] = {(uint16_t)i};
-        else
-            numbers[i] = bit_cast<float>((uint32_t)i << 16 | 0x1234);
+        uint32_t pattern = sizeof(Number) == 4 ? (uint32_t)i << 16 | 0x1234 : (uint32_t)i;
+        memcpy(&numbers[i], &pattern, sizeof(Number));  // the low bytes
     }
+    const float factor = std::is_same_v<Number, fp8> ? 256 : 1;
+    auto expected = [&](size_t i) { return to_float(numbers[i]); };
+    auto differ = [&](float got, float want) {  // fp8 has no NaN in a row: the scale tells it
+        return !same(factor * got, want) && !(factor > 1 && std::isnan(want));
+    };
     int wrong = 0;
     for (size_t i = 0; i < numbers.size(); i += lanes) {
         std::vector<float> whole = numbers_of(load(&numbers[i]));
-        for (int lane = 0; lane < lanes; lane++) wrong += !same(whole[lane], to_float(numbers[i + lane]));
+        for (int lane = 0; lane < lanes; lane++) wrong += differ(whole[lane], expected(i + lane));
         for (int count = 0; count < lanes; count++) {
             std::vector<float> part = numbers_of(load_part(&numbers[i], count));
-            for (int lane = 0; lane < lanes; lane++)
-                wrong += !same(part[lane], lane < count ? to_float(numbers[i + lane]) : 0);
+            for (int lane = 0; lane < lanes; lane++) wrong += differ(part[lane], lane < count ? expected(i + lane) : 0);
         }
     }
     CHECK(wrong == 0);
+}
+
+TEST_CASE("load_pairs() of f16 takes pairs apart, lane by lane, infinities too") {
+    for (int first = 0; first < 0x10000; first += 2 * lanes) {
+        std::vector<f16> pairs(2 * lanes);
+        for (int i = 0; i < 2 * lanes; i++) pairs[i] = {(uint16_t)(first + i)};
+        Vec even, odd;
+        load_pairs(pairs.data(), even, odd);
+        int wrong = 0;
+        for (int i = 0; i < lanes; i++)
+            wrong += !same(numbers_of(even)[i], to_float(pairs[2 * i])) +
+                     !same(numbers_of(odd)[i], to_float(pairs[2 * i + 1]));
+        REQUIRE_MESSAGE(wrong == 0, "from bits ", first);
+    }
 }
 
 TEST_CASE("store_part() writes its part and nothing behind it") {
@@ -433,48 +402,76 @@ TEST_CASE_TEMPLATE("pairs of packed codes times pairs of factors are exact sums,
     }
 }
 
-// ---- dot and axpy ------------------------------------------------------------------------------------------
-
-TEST_CASE("dot() adds in the documented order") {
-    Random random{5};
-    for (int n = 0; n <= 70; n++) {
-        std::vector<float> a = reference::random_floats(random, n), ones(n, 1), lane(lanes), rest(lanes);
-        for (int i = 0; i < n; i++) (i < n / lanes * lanes ? lane : rest)[i % lanes] += a[i];
-        REQUIRE(same(dot(a.data(), ones.data(), n), sum(lanes_of(lane)) + sum(lanes_of(rest))));
+TEST_CASE("int8 weights times four int8 numbers are exact sums, a row to each lane") {
+    Random random{18};
+    int8_t weights[lanes][4];
+    for (int round = 0; round < 100; round++) {
+        Int8x4 x;
+        auto pick = [&] { return (int8_t)(round == 0 ? -127 : std::floor(random.uniform(-127, 128))); };
+        int total = 0;
+        for (int i = 0; i < 4; i++) {
+            x.number[i] = round == 1 ? 127 : pick();
+            x.magnitude[i] = (uint8_t)std::abs(x.number[i]);
+            total += x.number[i];
+            for (int lane = 0; lane < lanes; lane++) weights[lane][i] = pick();
+        }
+        Ints sums = begin_products(2 * total);
+        for (int times = 0; times < 2; times++) sums = add_products(sums, weights, x);
+        std::vector<float> got = numbers_of(to_floats(sums));
+        for (int lane = 0; lane < lanes; lane++) {
+            int exact = 0;
+            for (int i = 0; i < 4; i++) exact += weights[lane][i] * x.number[i];
+            REQUIRE(got[lane] == 2.0f * (float)exact);
+        }
     }
 }
 
-TEST_CASE_TEMPLATE("dot() is right for every length and reads nothing behind its rows", Number, float, f16, bf16) {
-    Random random{6};
-    Guarded<Number> left;
-    Guarded<float> right;
-    for (int n = 0; n <= 70; n++) {
-        Number *a = left.room(n);
-        float *b = right.room(n);
-        fill(a, random, n), fill(b, random, n);
-        double exact = 0, size = 0;
-        for (int i = 0; i < n; i++) {
-            double product = (double)to_float(a[i]) * b[i];
-            exact += product, size += std::fabs(product);
+// ---- Int8 weights --------------------------------------------------------------------------------------------------
+
+TEST_CASE(
+    "a group becomes whole numbers times a scale: within half a step of each number, NaN where one is not finite") {
+    Random random{21};
+    for (int count = 0; count <= int8_group; count++) {
+        Guarded<float> guarded;  // reads nothing behind them
+        float *x = guarded.room(count), most = 0;
+        fill(x, random, count);
+        for (int i = 0; i < count; i++) most = std::max(most, std::fabs(x[i]));
+        int8_t to[int8_group];
+        float scale = quantize(to, x, count);
+        CHECK(scale == most / 127);
+        for (int i = 0; i < int8_group; i++)
+            REQUIRE(std::fabs(to[i] * scale - (i < count ? x[i] : 0)) <= scale * (0.5f + 127 * reference::gamma(2)));
+        for (float broken : {infinity, -infinity, not_a_number}) {
+            if (count == 0) continue;
+            x[count / 2] = broken;
+            CHECK(std::isnan(quantize(to, x, count)));
+            CHECK(to[0] == 0);
         }
-        REQUIRE(std::fabs(dot(a, b, n) - exact) <= reference::gamma(n) * size);
     }
+    float tiny[] = {1e-45f, -1e-45f};  // a scale below all numbers
+    int8_t to[int8_group];
+    CHECK((quantize(to, tiny, 2) == 0 && to[0] == 0 && to[1] == 0));
 }
 
-TEST_CASE_TEMPLATE("axpy() is right for every length and touches nothing behind its rows", Number, float, f16, bf16) {
-    Random random{7};
-    Guarded<Number> right;
-    Guarded<float> left;
-    for (int n = 0; n <= 70; n++) {
-        Number *x = right.room(n);
-        float *y = left.room(n);
-        fill(x, random, n), fill(y, random, n);
-        std::vector<float> before(y, y + n);
-        axpy(y, 0.7f, x, n);
-        for (int i = 0; i < n; i++) {
-            double term = (double)0.7f * to_float(x[i]);
-            REQUIRE(std::fabs(y[i] - (before[i] + term)) <=
-                    reference::gamma(2) * std::fabs(before[i]) + reference::gamma(2) * std::fabs(term));
+TEST_CASE("blocks of int8 weights hold each number where at() finds it, zeros beyond, and refuse what has no scale") {
+    Random random{22};
+    const int rows = 11, inputs = 75;
+    std::vector<float> weight = reference::random_floats(random, rows * inputs);
+    std::vector<Int8Block> blocks(int8_groups(inputs));
+    CHECK(blocks.size() * sizeof(Int8Block) == int8_bytes(rows, inputs));
+    REQUIRE(quantize(blocks.data(), weight.data(), rows, inputs));
+    for (int row = 0; row < int8_rows; row++) {
+        for (int c = 0; c < 96; c++) {
+            const Int8Block &block = blocks[c / int8_group];
+            float scale = to_float(block.scale[row]), number = scale * (float)block.at(row, c % int8_group);
+            if (row < rows && c < inputs)
+                REQUIRE(std::fabs(number - weight[row * inputs + c]) <= 0.51f * scale);
+            else
+                REQUIRE(number == 0);
         }
+    }
+    for (float broken : {infinity, not_a_number, 8.4e6f}) {
+        weight[40] = broken;
+        CHECK(!quantize(blocks.data(), weight.data(), rows, inputs));
     }
 }
