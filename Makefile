@@ -57,8 +57,11 @@ NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings --extended-lambda --expt-relaxe
   $(foreach arch,$(CUDA_ARCH),-gencode 'arch=compute_$(arch),code=[compute_$(arch),sm_$(arch)]') \
   -Xcompiler $(subst $(empty) ,$(comma),-O3 $(HOST) -Wall -Wextra -Werror)
 CUDA_LIBS := -lcublas -Xlinker -rpath,$(NVCC:/bin/nvcc=/lib64)
-SOURCES := $(wildcard *.cu *.h base/*.h commands/*.h fast/*.h fast/*.cu)
+STORY := cache.h layers.cu attention.cu $(wildcard base/*.h)
+SOURCES := llm.cu $(STORY) $(wildcard commands/*.h fast/*.h fast/*.cu)
 TOKENIZER := build/tokenizer.o build/tokenizer_json.o
+# The fast twins of the CPU and the tokenizer: compiled once, for the program and its tests.
+OBJECTS := build/attend.o build/linear.o $(TOKENIZER)
 TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
 ASAN_TESTS := $(filter-out test_cuda% test_twins test_plain,$(TESTS))
 GPU_TESTS := test_twins test_cuda_model
@@ -154,12 +157,15 @@ found:
 
 # ---- Building ------------------------------------------------------------------------------------------------
 
-llm: $(SOURCES) $(TOKENIZER) build/flags
+llm: $(SOURCES) $(OBJECTS) build/flags
 ifneq ($(NVCC),)
-	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) llm.cu $(TOKENIZER) $(LIBS) $(CUDA_LIBS) -o $@
+	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) llm.cu $(OBJECTS) $(LIBS) $(CUDA_LIBS) -o $@
 else
-	$(CXX) $(CXXFLAGS) -x c++ llm.cu -x none $(TOKENIZER) $(LIBS) -o $@
+	$(CXX) $(CXXFLAGS) -x c++ llm.cu -x none $(OBJECTS) $(LIBS) -o $@
 endif
+
+build/%.o build/asan/%.o: fast/%.cpp fast/fast.h fast/simd.h $(STORY) build/flags
+	$(CXX) $(CXXFLAGS) $(if $(findstring asan,$@),$(SANITIZE)) -c $< -o $@
 
 llm-plain: $(SOURCES) $(TOKENIZER) build/flags
 	$(CXX) $(CXXFLAGS) -DPLAIN -x c++ llm.cu -x none $(TOKENIZER) $(LIBS) -o $@
@@ -169,8 +175,8 @@ build/tokenizer_json.o: base/tokenizer_json.c
 $(TOKENIZER): $(wildcard base/tokenizer*.h) build/flags
 	$(CC) $(CFLAGS) -c $(filter %.c,$^) -o $@
 
-build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) $(TOKENIZER) build/flags
-	$(TEST_CXX) $(CXXFLAGS) -O1 $< $(TOKENIZER) $(LIBS) -o $@
+build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) $(OBJECTS) build/flags
+	$(TEST_CXX) $(CXXFLAGS) -O1 $< $(OBJECTS) $(LIBS) -o $@
 
 build/test_%: TEST_CXX := $(CXX)
 
@@ -185,11 +191,11 @@ build/test_cuda% build/test_twins: TEST_CXX := $(KERNEL_CXX)
 build/gpu/%.o: tests/%.cpp $(SOURCES) $(wildcard tests/*.h) build/flags
 	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) -x cu -c $< -o $@
 
-build/gpu/%: build/gpu/%.o $(TOKENIZER)
-	$(NVCC) -ccbin $(CXX) $< $(TOKENIZER) -Xcompiler "$(OPENMP)" $(LIBS) $(CUDA_LIBS) -o $@
+build/gpu/%: build/gpu/%.o $(OBJECTS)
+	$(NVCC) -ccbin $(CXX) $< $(OBJECTS) -Xcompiler "$(OPENMP)" $(LIBS) $(CUDA_LIBS) -o $@
 
-build/asan/llm: $(SOURCES) $(TOKENIZER:build/%=build/asan/%)
-	$(CXX) $(CXXFLAGS) $(SANITIZE) -x c++ llm.cu -x none $(TOKENIZER:build/%=build/asan/%) $(LIBS) -o $@
+build/asan/llm: $(SOURCES) $(OBJECTS:build/%=build/asan/%)
+	$(CXX) $(CXXFLAGS) $(SANITIZE) -x c++ llm.cu -x none $(OBJECTS:build/%=build/asan/%) $(LIBS) -o $@
 	ln -sfn ../../weights_tools build/asan/weights_tools  # llm looks for its built-in checkpoint beside itself
 
 build/asan/tokenizer.o: tokenizer.c
@@ -197,8 +203,8 @@ build/asan/tokenizer_json.o: base/tokenizer_json.c
 $(TOKENIZER:build/%=build/asan/%): $(wildcard base/tokenizer*.h) build/flags
 	$(CC) $(CFLAGS) $(SANITIZE) -c $(filter %.c,$^) -o $@
 
-build/asan/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) $(TOKENIZER:build/%=build/asan/%)
-	$(CXX) $(CXXFLAGS) $(SANITIZE) $< $(TOKENIZER:build/%=build/asan/%) $(LIBS) -o $@
+build/asan/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) $(OBJECTS:build/%=build/asan/%)
+	$(CXX) $(CXXFLAGS) $(SANITIZE) $< $(OBJECTS:build/%=build/asan/%) $(LIBS) -o $@
 
 # The fuzzed parsers, with clang's sanitizers, libFuzzer and its count of branches reached.
 FUZZ := -O1 -g -fno-sanitize-recover=all

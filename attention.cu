@@ -134,7 +134,7 @@ void attention(M &m, const Attention &task, const Pass &pass) {
 // The pass's keys and values into the cache's rows, before its queries read. What a block of positions keeps at f16 is
 // rounded first, in place: so this pass's queries see it as later ones will.
 template <class M>
-void store(M &m, const Attention &task, const Pass &pass) {
+void store_rows(M &m, const Attention &task, const Pass &pass) {
     int heads = task.heads.kv;
     auto round = [&](const CacheRows &residual, const PassVectors &vectors) {
         if (!residual.data) return;

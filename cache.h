@@ -373,6 +373,7 @@ struct Choice<std::variant<Types...>> {
         return index == other.index && memcmp(bytes, other.bytes, sizeof bytes) == 0;
     }
     // use(chosen). All threads of a warp take the same way.
+    CALLS_ITS_ARGUMENT
     template <int i = 0, class Use>
     HOST_DEVICE auto visit(Use use) const {
         if constexpr (i + 1 < (int)sizeof...(Types))

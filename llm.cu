@@ -219,7 +219,7 @@ void forward(M &m, Engine &engine, const Batch &batch, const CacheView &cache) {
             best::linear(m, normed, count, {{w.query, query}, {w.key, key}, {w.value, value}});  // q, k, v = W n + b
             best::norm_and_rope(m, query, w.query_norm, epsilon, heads.query, head_dim, pass);
             best::norm_and_rope(m, key, w.key_norm, epsilon, heads.kv, head_dim, pass);
-            if (cache.keys.data) best::store(m, task, pass);
+            if (cache.keys.data) best::store_rows(m, task, pass);
             best::attention(m, task, pass);  // o = softmax(q K^T / sqrt(D)) V
             if (cache.keys.data) best::keep_residual(m, task, pass);
             best::linear(m, attended, count, {{w.output, x}}, Store::add);  // x += W o
@@ -462,9 +462,9 @@ struct Options {
     std::vector<CacheChoice> caches() const {
         std::vector<CacheChoice> list;
         for (const Layout &layout : layouts)
-            for (const Precision &k : types_k)
-                for (const Precision &v : types_v)
-                    if (!has("--kv") || k.index() == v.index()) list.push_back({layout, k, v});
+            for (size_t k = 0; k < types_k.size(); k++)
+                for (size_t v = 0; v < types_v.size(); v++)
+                    if (!has("--kv") || k == v) list.push_back({layout, types_k[k], types_v[v]});
         return list;
     }
 };

@@ -160,16 +160,22 @@ struct Same {
 class Gpu : public Memory {
 public:
     using Team = Warp;
+#ifdef CUDA_ON_CPU
+    static constexpr int large_side = 64;
+#else
+    static constexpr int large_side = 8192;  // of matrices whose product keeps a card busy
+#endif
     cudaDeviceProp properties = {};
     cudaStream_t stream = nullptr;
     cublasHandle_t blas = nullptr;
+    bool early = false;    // kernels wait for the one before where they must: see launch()
     int reservations = 0;  // so far: whoever recorded addresses sees that some may have changed
 
     Gpu() {
         check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
         cudaFuncAttributes about;
         check(about_build(about), "cudaFuncGetAttributes");
-        early_ = properties.major >= 9 && about.ptxVersion >= 90;
+        early = properties.major >= 9 && about.ptxVersion >= 90;
         check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
         check(cublasCreate(&blas), "cublasCreate");
         check(cublasSetStream(blas, stream), "cublasSetStream");
@@ -198,16 +204,16 @@ public:
     // older PTX), which is what wait_for_previous() is for.
     template <class... Parameters>
     void launch(const Grid &grid, void (*kernel)(Parameters...), typename Same<Parameters>::type... arguments) {
-        cudaLaunchAttribute early = {};
-        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        early.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchAttribute start_early = {};
+        start_early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        start_early.val.programmaticStreamSerializationAllowed = 1;
         cudaLaunchConfig_t config = {};
         config.gridDim = grid.blocks;
         config.blockDim = dim3(grid.threads);
         config.dynamicSmemBytes = grid.shared_bytes;
         config.stream = stream;
-        config.attrs = &early;
-        config.numAttrs = early_ ? 1 : 0;
+        config.attrs = &start_early;
+        config.numAttrs = early ? 1 : 0;
         if (grid.shared_bytes > properties.sharedMemPerBlockOptin)
             fail("a kernel takes %zu bytes of a block's shared memory, %s has %zu: --device cpu has room",
                  grid.shared_bytes, properties.name, properties.sharedMemPerBlockOptin);
@@ -262,7 +268,6 @@ public:
     }
 
 private:
-    bool early_ = false;  // kernels wait for the one before where they must: see launch()
     std::map<std::type_index, std::shared_ptr<void>> kept_;
 };
 

@@ -19,8 +19,10 @@
 
 #ifdef __CUDACC__
 #define HOST_DEVICE __host__ __device__
+#define CALLS_ITS_ARGUMENT _Pragma("nv_exec_check_disable")  // which may be for the host alone
 #else
 #define HOST_DEVICE
+#define CALLS_ITS_ARGUMENT
 #endif
 
 template <class To, class From>

@@ -141,8 +141,7 @@ public:
     // The same for items of unequal cost: whoever is ready takes the next one.
     template <class Body>
     void for_each_in_turn(int64_t items, Body body) {
-#pragma omp for schedule(dynamic) nowait
-        for (int64_t i = 0; i < items; i++) body(i, Alone());
+        for (int64_t i; (i = state_->next.fetch_add(1)) < items;) body(i, Alone());
         wait();
     }
 
@@ -154,6 +153,7 @@ public:
         unsigned mine = s.round.load(), all = (unsigned)team();
         if (s.arrived.fetch_add(1) + 1 == all) {
             s.arrived.store(0);
+            s.next.store(0);
             s.round.store(mine + 1);
             if (s.sleeping.load() > 0) syscall(SYS_futex, &s.round, FUTEX_WAKE_PRIVATE, INT_MAX);
             return;
@@ -188,6 +188,7 @@ public:
 private:
     struct State {
         std::atomic<unsigned> arrived{0}, round{0}, sleeping{0};
+        std::atomic<int64_t> next{0};  // item that for_each_in_turn() gives out
         std::atomic<int64_t> late{0};  // ns that threads of this run have waited longer than a short spin
         int cores = usable_threads();
         int team = 1;

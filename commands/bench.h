@@ -88,29 +88,36 @@ inline Roofline roofline_of(Cpu &cpu, const Engine &engine) {
     return {bandwidth, matrix_rate, "f32", bytes};
 }
 
-// Of a GPU: the bandwidth of copies within its memory, and the rate of a large product of the weights' type.
+// Of a GPU: the bandwidth of copies within its memory, bytes read and written both counted, and the rate of a large
+// product of the weights' type.
 template <class M>
 Roofline roofline_of(M &gpu, const Engine &engine) {
-    constexpr int side = M::large_side, products = 3;
+    const int side = gpu.room().bytes > 4e9 ? 8192 : 64;  // the emulated one is slow
     DType type = engine.model.layers[0].up.weight.type;
     std::vector<uint32_t> bits((size_t)side * side);
+    size_t bytes = 4 * bits.size();
     std::mt19937 random(0);  // signs and fractions: zeros would be multiplied faster
     for (uint32_t &word : bits) word = (random() & 0x83ff83ff) | 0x3c003c00;
-    auto numbers = gpu.reserve(4 * bits.size(), "measuring the matrix rate", "free some"), y = numbers;
-    y = gpu.reserve(4 * bits.size(), "measuring the matrix rate", "free some");
-    gpu.write(numbers.get(), bits.data(), 4 * bits.size());
-    auto matrix_rate = [=, &gpu] {
-        Linear square = {{numbers.get(), type, side, side}, {}};
-        float end, *to = (float *)y.get(), *from = (float *)numbers.get();
+    auto x = gpu.reserve(bytes, "measuring the matrix rate", "free some"), y = x;
+    y = gpu.reserve(bytes, "measuring the matrix rate", "free some");
+    gpu.write(x.get(), bits.data(), bytes);
+    auto rate_of = [=, &gpu](double amount, auto work) {
+        constexpr int times = 5;
+        float end;
+        auto wait = [&] { gpu.read(&end, y.get(), sizeof end); };
+        gpu.run(work), wait();  // libraries load their kernels
         double start = now();
-        gpu.run([&] {
-            for (int i = 0; i < products; i++) best::linear(gpu, from, side, {{square, to}});
-        });
-        gpu.read(&end, to, sizeof end);  // waits
-        return products * 2.0 * side * side * side / (now() - start);
+        for (int i = 0; i < times; i++) gpu.run(work);
+        wait();
+        return times * amount / (now() - start);
     };
-    matrix_rate();  // the library loads its kernels
-    return {[&gpu] { return gpu.copy_bandwidth(); }, matrix_rate, dtype_name(type), 0};
+    auto copy = [=, &gpu] { gpu.write(y.get(), x.get(), bytes); };
+    auto multiply = [=, &gpu] {
+        Linear square = {{x.get(), type, side, side}, {}};
+        best::linear(gpu, (const float *)x.get(), side, {{square, (float *)y.get()}});
+    };
+    return {[=] { return rate_of(2.0 * (double)bytes, copy); },
+            [=] { return rate_of(2.0 * side * side * side, multiply); }, dtype_name(type), 0};
 }
 
 // ---- What is measured --------------------------------------------------------------------------------------
@@ -170,7 +177,7 @@ inline void fill(Engine &engine, Cache &cache, int depth) {
             best::rope_angles(m, pass, heads.width);
             for (int layer = 0; layer < engine.model.config.layers; layer++) {
                 Attention task = {nullptr, nullptr, vectors, vectors, cache.view, layer, {}, heads};
-                best::store(m, task, pass);
+                best::store_rows(m, task, pass);
                 best::keep_residual(m, task, pass);
             }
         };
@@ -270,15 +277,12 @@ inline Report bench_row(const BenchRow &row) {
     auto add = [&](const char *key, double value, const char *format, const char *head) {
         report.add(key, value, formatted(format, value), head);
     };
-    auto add_name = [&](const char *key, const std::string &name, int width, const char *head) {
-        report.add(key, name, formatted(" %-*s", width, name.c_str()), head);
-    };
     report.add("name", row.name, formatted("%-7s", row.name.c_str()));
     add("tokens", row.tokens, " %6.0f", "tokens");
     add("depth", row.depth, " %6.0f ", "depth ");
-    add_name("layout", row.layout, 10, "cache");
-    add_name("type_k", row.type_k, 4, "K");
-    add_name("type_v", row.type_v, 4, "V");
+    report.add("layout", row.layout, formatted(" %-10s", row.layout.c_str()), "cache");
+    report.add("type_k", row.type_k, formatted(" %-4s", row.type_k.c_str()), "K");
+    report.add("type_v", row.type_v, formatted(" %-4s", row.type_v.c_str()), "V");
     report.add("seconds", seconds).add("bytes", row.bytes).add("operations", row.operations);
     add("tokens_per_second", row.tokens / seconds, " %10.1f", "tokens/s");
     add("gb_per_second", row.bytes / seconds / 1e9, " %8.2f", "GB/s");
@@ -286,17 +290,19 @@ inline Report bench_row(const BenchRow &row) {
     report.add("of_roofline", share, formatted("  %5s %%", percent(share).c_str()),
                "  of the roofline (least .. most)");
     report.add("of_roofline_least", *least, " (" + percent(*least));
-    report.add("of_roofline_most", *most, " .. " + percent(*most) + ")");
-    bool fits = row.name == "decode" && row.bytes / row.tokens < (double)sysconf(_SC_LEVEL3_CACHE_SIZE);
-    return report.say(share > 1 && fits ? ": the weights fit the processor's cache" : "");
+    return report.add("of_roofline_most", *most, " .. " + percent(*most) + ")");
 }
 
 // Seconds of loading; 0: there is no tokenizer.
 inline Report bench_report(const Bench &bench, double model_seconds, double tokenizer_seconds, double cache_bytes) {
     Report report, roofline, start, memory;
     std::vector<Report> rows;
-    for (const BenchRow &row : bench.rows)
+    const char *above = "";
+    for (const BenchRow &row : bench.rows) {
+        bool cached = row.name == "decode" && row.bytes / row.tokens < (double)sysconf(_SC_LEVEL3_CACHE_SIZE);
         if (!row.seconds.empty()) rows.push_back(bench_row(row));
+        if (cached && median(row.shares) > 1) above = "Above 100 %: the weights fit the processor's cache.\n";
+    }
     auto add_rate = [&](const char *key, const char *name, const std::vector<double> &rates, const char *unit) {
         auto [least, most] = std::minmax_element(rates.begin(), rates.end());
         double rate = median(rates) / 1e9;
@@ -322,9 +328,12 @@ inline Report bench_report(const Bench &bench, double model_seconds, double toke
     report.add("memory", memory.say("\n\n")).table("results", rows);
     if (interrupted()) report.add("interrupted", true, "interrupted\n");
     return report.say(
-        "\nThe roofline: bytes that must be read (weights, and the cache as it is stored) / read bandwidth, or\n"
-        "operations / matrix rate, whichever is longer; both rates as they were just before and after.\n"
-        "int8 weights are multiplied as whole numbers, which may go faster than the matrix rate.\n");
+        "\nThe roofline: bytes that must be read (weights, and the cache as it is stored) / read bandwidth, or "
+        "operations /"
+        "\nmatrix rate, whichever is longer; both rates as they were just before and after. int8 weights are "
+        "multiplied as"
+        "\nwhole numbers, which may go faster than that rate.\n" +
+        std::string(above));
 }
 
 // The lengths of a list that leave room for `beside` positions more in a model's context: all of them, or fail, if a

@@ -278,9 +278,10 @@ inline Evaluation evaluate(const Options &options) {
     Engine engine = open_engine(options, directory);
     const Config &config = engine.model.config;
     TokenizerPointer tokenizer(nullptr, tokenizer_free);
-    if (!options.has("--ids") && !file_exists(file))
-        fail("%s: No such file; fetch it, or give the text as --ids 1,2,3", file.c_str());
-    if (!options.has("--ids")) tokenizer = load_tokenizer(directory);
+    if (!options.has("--ids")) {
+        if (!file_exists(file)) fail("%s: No such file; fetch it, or give the text as --ids 1,2,3", file.c_str());
+        tokenizer = load_tokenizer(directory);
+    }
     if (options.context && (options.context > config.context || options.context < 2))
         fail("-c %d: expected 2 to %d positions, for which this model was made", options.context, config.context);
     std::vector<EvalText> texts = eval_texts(options, directory, config, tokenizer.get());

@@ -7,7 +7,8 @@
 
 template <class Value>
 struct Range {
-    Value Options::*field;
+    using Field = Value Options::*;
+    Field field;
     double least, most;
 };
 

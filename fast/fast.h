@@ -3,14 +3,17 @@
 #pragma once
 
 #include "../attention.cu"
-#include "attend.h"
 #include "decode.cu"
 #include "linear.cu"
-#include "linear.h"
 #include "prefill.cu"
 #include "step.cu"
 
 namespace fast {
+// Of the CPU: attend.cpp, linear.cpp.
+void attention(Cpu &m, const Attention &task, const Pass &pass);
+void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Store store = Store::set);
+void swiglu(Cpu &m, float *out, const float *gate, const float *up, int64_t count);
+
 using plain::attention;
 using plain::embed;
 using plain::keep_residual;
@@ -19,6 +22,6 @@ using plain::norm_and_rope;
 using plain::rms_norm;
 using plain::rope_angles;
 using plain::run;
-using plain::store;
+using plain::store_rows;
 using plain::swiglu;
 }  // namespace fast

@@ -4,8 +4,8 @@
 //   scores = Q K^T                      for all queries of a KV head, (kv_head, row, tile)
 //   weights = 2^(scores - max_score)    of what a row sees; its sums so far are rescaled (online softmax)
 //   out += weights V
-// A row is one query head at one token. Queries, keys, values and weights are rounded to the 16 bits in which the model
-// is multiplied (f32: none), within 2^-9 (bf16) or 2^-12 (f16) of themselves; sums are float32.
+// A row is one query head at one token. Queries, keys, values and weights are rounded to f16, within 2^-12 of
+// themselves, or with a bf16 cache to bf16, within 2^-9; not if the model's weights are f32. Sums are float32.
 #pragma once
 
 #include "decode.cu"
@@ -38,7 +38,7 @@ struct Chunk {
 };
 
 // Positions [begin, end) of all KV heads. own: a query sees those of its own block of 32; else those it sees as stored.
-struct Tile {
+struct ChunkTile {
     int begin, end;
     bool own, blocks;
     HOST_DEVICE int count() const { return end - begin; }
@@ -99,7 +99,7 @@ void begin_rows(Gpu &m, const Chunk &chunk, const ChunkMemory<Number> &memory) {
 
 // A tile's keys or values, as the queries that see them read them.
 template <bool keys, class Number>
-void read_tile(Gpu &m, Number *to, const Chunk &chunk, const Tile &tile) {
+void read_tile(Gpu &m, Number *to, const Chunk &chunk, const ChunkTile &tile) {
     int width = keys ? chunk.task.keys.width : chunk.task.values.width;
     m.for_each((int64_t)chunk.task.heads.kv * tile.count(), [=] HOST_DEVICE(int64_t item, Warp team) {
         int kv_head = (int)(item / tile.count()), t = tile.begin + (int)(item % tile.count());
@@ -124,7 +124,7 @@ void read_tile(Gpu &m, Number *to, const Chunk &chunk, const Tile &tile) {
 
 // Scores become weights, what they do not see none; what rows have summed up so far is rescaled.
 template <class Number>
-void softmax_tile(Gpu &m, const Chunk &chunk, const Tile &tile, const ChunkMemory<Number> &memory, int first_row) {
+void softmax_tile(Gpu &m, const Chunk &chunk, const ChunkTile &tile, const ChunkMemory<Number> &memory, int first_row) {
     int rows = chunk.rows(), width = chunk.task.values.width;
     const float *all_scores = memory.scores.data();
     Number *all_weights = memory.weights.data();
@@ -154,7 +154,7 @@ void softmax_tile(Gpu &m, const Chunk &chunk, const Tile &tile, const ChunkMemor
 }
 
 template <class Number>
-void add_tile(Gpu &m, const Chunk &chunk, const Tile &tile, const ChunkMemory<Number> &memory) {
+void add_tile(Gpu &m, const Chunk &chunk, const ChunkTile &tile, const ChunkMemory<Number> &memory) {
     int64_t rows = chunk.rows(), width = chunk.task.keys.width, value_width = chunk.task.values.width;
     int64_t heads = chunk.task.heads.kv, positions = tile.count();
     int first = std::max(0, tile.begin - chunk.span.position) * chunk.task.heads.group();  // row that sees some of it
@@ -216,7 +216,7 @@ inline void attention(Gpu &m, const Attention &task, const Pass &pass) {
         at += chunk.span.count;
         if (between.products == DType::f32)
             attend_chunk<float>(m, chunk);
-        else if (between.products == DType::bf16 || wide)
+        else if (wide)
             attend_chunk<bf16>(m, chunk);
         else
             attend_chunk<f16>(m, chunk);

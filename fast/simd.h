@@ -262,34 +262,34 @@ inline Vec load(const Packed<bits> *p, int part) {
 
 // ---- Int8 weights --------------------------------------------------------------------------------------------
 
-// Four int8 numbers, and their magnitudes beside them: x86 multiplies bytes only if one of the two has no sign, so the
-// sign goes over to the other. -128 is not among them.
+// x86 multiplies bytes only if one of the two has no sign. VNNI takes weights plus 128; what that adds to a sum, 128
+// times the numbers, is in the sum from the beginning, taken off. AVX2 holds sums of two products in 16 bits, too few
+// for that: there the sign of a number goes over to the weight. -128 is not among the numbers.
 struct Int8x4 {
     int8_t number[4];
     uint8_t magnitude[4];
 };
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr int int8_offset = 128;
+#else
+constexpr int int8_offset = 0;
+#endif
+
+// What a sum begins with, if its numbers add up to `total`.
+inline Ints begin_products(int total) { return hn::Set(As<int32_t>(), -int8_offset * total); }
 
 // Lane i of the result is that of `sums` plus the four products of weights[i] and x: a row of a matrix to each lane.
 inline Ints add_products(Ints sums, const int8_t (*weights)[4], const Int8x4 &x) {
     hn::Repartition<int8_t, Lanes> bytes;
     auto weight = hn::LoadU(bytes, weights[0]), number = hn::BitCast(bytes, hn::Set(As<int32_t>(), word(x.number)));
-#if defined(__AVX512BW__)
-    auto magnitude = _mm512_set1_epi32(word(x.magnitude));
-    auto turned = _mm512_mask_sub_epi8(weight.raw, _mm512_movepi8_mask(number.raw), _mm512_setzero_si512(), weight.raw);
 #if defined(__AVX512VNNI__)
-    return Ints{_mm512_dpbusd_epi32(sums.raw, magnitude, turned)};
-#else
-    auto pairs = _mm512_maddubs_epi16(magnitude, turned);  // at most 2 x 127 x 127, which 16 bits hold
-    return Ints{_mm512_add_epi32(sums.raw, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
-#endif
-#elif defined(__AVX2__)
-    auto magnitude = _mm256_set1_epi32(word(x.magnitude)), turned = _mm256_sign_epi8(weight.raw, number.raw);
-#if defined(__AVXVNNI__)
-    return Ints{_mm256_dpbusd_avx_epi32(sums.raw, magnitude, turned)};
-#else
-    auto pairs = _mm256_maddubs_epi16(magnitude, turned);
-    return Ints{_mm256_add_epi32(sums.raw, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
-#endif
+    return Ints{_mm512_dpbusd_epi32(sums.raw, hn::Xor(weight, hn::Set(bytes, -128)).raw, number.raw)};
+#elif defined(__AVXVNNI__)
+    return Ints{_mm256_dpbusd_avx_epi32(sums.raw, hn::Xor(weight, hn::Set(bytes, -128)).raw, number.raw)};
+#elif defined(__AVX2__) && !defined(__AVX512BW__)
+    auto magnitude = _mm256_set1_epi32(word(x.magnitude));
+    auto pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(weight.raw, number.raw));
+    return hn::Add(sums, Ints{_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))});
 #elif defined(__ARM_FEATURE_DOTPROD)
     return Ints(vdotq_s32(sums.raw, weight.raw, number.raw));
 #else
@@ -303,37 +303,12 @@ inline Ints add_products(Ints sums, const int8_t (*weights)[4], const Int8x4 &x)
 
 // ---- Rows of numbers -------------------------------------------------------------------------------------------
 
-// sum of a[i] * b[i], i < n
-template <class A, class B>
-inline float dot(const A *a, const B *b, int n) {
-    Vec total = set(0);
-    int i = 0;
-    for (; i + lanes <= n; i += lanes) total = fma(load(a + i), load(b + i), total);
-    float rest = i < n ? sum(mul(load_part(a + i, n - i), load_part(b + i, n - i))) : 0;
-    return sum(total) + rest;
-}
-
-// y[i] += factor * x[i], i < n
-template <class Number>
-inline void axpy(float *y, float factor, const Number *x, int n) {
-    int i = 0;
-    for (; i + lanes <= n; i += lanes) store(y + i, fma(set(factor), load(x + i), load(y + i)));
-    if (i < n) store_part(y + i, fma(set(factor), load_part(x + i, n - i), load_part(y + i, n - i)), n - i);
-}
-
 // out[i] = a[i] * b[i], i < n; `out` may be `a`
 template <class Number>
 inline void multiply(float *out, const float *a, const Number *b, int n) {
     int i = 0;
     for (; i + lanes <= n; i += lanes) store(out + i, mul(load(a + i), load(b + i)));
     if (i < n) store_part(out + i, mul(load_part(a + i, n - i), load_part(b + i, n - i)), n - i);
-}
-
-// x[i] *= factor, i < n
-inline void multiply(float *x, float factor, int n) {
-    int i = 0;
-    for (; i + lanes <= n; i += lanes) store(x + i, mul(load(x + i), set(factor)));
-    if (i < n) store_part(x + i, mul(load_part(x + i, n - i), set(factor)), n - i);
 }
 
 // ---- Prefetch ----------------------------------------------------------------------------------------------------
@@ -346,12 +321,12 @@ constexpr int prefetch_distance = 1024;
 constexpr int prefetch_distance = 0;
 #endif
 
-inline void prefetch(const void *p) {
+__attribute__((always_inline)) inline void prefetch(const void *p) {
     if (prefetch_distance) __builtin_prefetch((const char *)p + prefetch_distance);
 }
 
 // The same, and twice as far ahead for the L2, which has room for more requests on their way than the L1.
-inline void prefetch_twice(const void *p) {
+__attribute__((always_inline)) inline void prefetch_twice(const void *p) {
     if (prefetch_distance) __builtin_prefetch((const char *)p + 2 * prefetch_distance, 0, 2);
     prefetch(p);
 }

@@ -13,7 +13,7 @@
 #include <fstream>
 #include <functional>
 
-#include "../fast/attend.h"
+#include "../fast/fast.h"
 #include "reference.h"
 
 using reference::Expected;
@@ -137,7 +137,7 @@ struct Scene {
         Attention task = task_of(batch, nullptr, cache.view, 0);
         cpu->run([&] {
             plain::rope_angles(*cpu, pass, heads.width);
-            plain::store(*cpu, task, pass);
+            plain::store_rows(*cpu, task, pass);
         });
     }
 

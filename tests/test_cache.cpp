@@ -467,7 +467,7 @@ struct Scene {
             PassVectors own_values = {values.data(), s.kv_heads, s.value_width};
             Attention task = {nullptr,    nullptr, own_keys, own_values,
                               cache.view, layer,   {},       {1, s.kv_heads, s.key_width}};
-            plain::store(cpu, task, pass);
+            plain::store_rows(cpu, task, pass);
             for (int row = 0; row < pass.count; row += 1 + row % 7)
                 REQUIRE(wrong(layer, spans[row], own_keys, own_values, spans[row].position + 1) == 0);
             REQUIRE(wrong(layer, spans.back(), own_keys, own_values, spans.back().position + 1) == 0);

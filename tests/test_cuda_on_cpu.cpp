@@ -1,17 +1,16 @@
 // cuda_on_cpu.h: CUDA's words do what CUDA says they do, and each check fires on a kernel that is broken on purpose,
 // and not on its right twin.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#define POISON_FREED_PAGES
 #include "cuda_on_cpu.h"
 // cuda_on_cpu.h comes first
+#include "../base/device.h"
+
 #include <doctest/doctest.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <functional>
-#include <set>
 
-#include "cuda_caches.h"
 #include "reference.h"
 
 using reference::Random;
@@ -19,20 +18,30 @@ using reference::random_floats;
 
 // ---- Helpers -----------------------------------------------------------------------------------------------
 
-const Device &card() {
-    static Device device;
-    return device;
+Gpu &card() {
+    static Gpu gpu;
+    return gpu;
+}
+
+template <class T>
+std::vector<T> download(const T *from, size_t count) {
+    std::vector<T> numbers(count);
+    card().read(numbers.data(), from, count * sizeof(T));
+    return numbers;
 }
 
 // Numbers on the card; zeros if none are given.
 template <class T>
 struct Numbers {
     size_t count;
-    DeviceArray<T> array;
+    Buffer<T> array;
     explicit Numbers(size_t count) : Numbers(std::vector<T>(count)) {}
-    explicit Numbers(const std::vector<T> &from) : count(from.size()), array(upload(card(), from)) {}
+    explicit Numbers(const std::vector<T> &from) : count(from.size()) {
+        array.memory = card().reserve(count * sizeof(T), "a test", "make it smaller");
+        card().write(array.data(), from.data(), count * sizeof(T));
+    }
     T *data() const { return array.data(); }
-    std::vector<T> get() const { return download(card(), array.data(), count); }
+    std::vector<T> get() const { return download(array.data(), count); }
 };
 
 // What is wrong with a launch; empty: nothing.
@@ -40,7 +49,7 @@ template <class... Parameters>
 std::string failure_of(const Grid &grid, void (*kernel)(Parameters...), typename Same<Parameters>::type... arguments) {
     size_t known = cuda_on_cpu::failures.size();
     try {
-        launch(card(), grid, kernel, arguments...);
+        card().launch(grid, kernel, arguments...);
     } catch (const Error &error) {
         REQUIRE(cuda_on_cpu::failures.size() == known + 1);
         CHECK(std::string(error.what()).find(cuda_on_cpu::failures.back()) != std::string::npos);
@@ -96,20 +105,11 @@ __device__ int thread() { return (int)threadIdx.x; }
 // ---- Words -------------------------------------------------------------------------------------------------
 
 TEST_CASE("vectors, whole numbers, bits, functions") {
-    CHECK((alignof(int2) == 8 && alignof(uint2) == 8 && alignof(float2) == 8));
-    CHECK((alignof(int4) == 16 && alignof(uint4) == 16 && alignof(float4) == 16 && sizeof(uint4) == 16));
-    CHECK((make_uint4(1, 2, 3, 4).w == 4 && make_int2(-1, 2).x == -1 && make_float4(1, 2, 3, 4).y == 2.0f));
-    CHECK((min(-1, 2) == -1 && max(1u, 0xffffffffu) == 0xffffffffu && max((int64_t)1 << 40, (int64_t)2) == 1ll << 40));
-    CHECK((min(1.0f, NAN) == 1 && max(NAN, 1.0f) == 1 && min(2.0f, -1.0f) == -1));
-    CHECK(
-        (__popc(0xf0f0) == 8 && __ffs(0) == 0 && __ffs(8) == 4 && __clz(0) == 32 && __clz(1) == 31 && __clz(-1) == 0));
+    CHECK((alignof(uint2) == 8 && alignof(float2) == 8 && alignof(uint4) == 16 && sizeof(uint4) == 16));
+    CHECK((min(-1, 2) == -1 && max(-1, 2) == 2));
     CHECK(__funnelshift_r(0x89abcdef, 0x01234567, 8) == 0x6789abcd);
     CHECK(__funnelshift_r(0x89abcdef, 0x01234567, 32) == 0x89abcdef);
     CHECK(__byte_perm(0x33221100, 0x77665544, 0x7520) == 0x77552200);
-    CHECK((__expf(1) == doctest::Approx(2.718282) && rsqrtf(4) == 0.5f && __fdividef(3, 2) == 1.5f && exp2f(3) == 8));
-    float sine, cosine;
-    sincosf(1, &sine, &cosine);
-    CHECK((sine == doctest::Approx(0.841471) && cosine == doctest::Approx(0.540302)));
 }
 
 TEST_CASE("every thread of every block runs once, wherever it is in a grid of three dimensions") {
@@ -118,7 +118,7 @@ TEST_CASE("every thread of every block runs once, wherever it is in a grid of th
         dim3 b = blockDim, g = gridDim;
         unsigned block = (blockIdx.z * g.y + blockIdx.y) * g.x + blockIdx.x;
         unsigned place = (threadIdx.z * b.y + threadIdx.y) * b.x + threadIdx.x;
-        atomicAdd(&out[block * b.x * b.y * b.z + place], (int)block + 1);
+        out[block * b.x * b.y * b.z + place] += (int)block + 1;
     };
     Numbers<int> out(4 * 3 * 2 * 5 * 3 * 2);
     cudaLaunchConfig_t config;
@@ -132,13 +132,10 @@ TEST_CASE("every thread of every block runs once, wherever it is in a grid of th
 }
 
 // From the definition of the instruction (PTX ISA, shfl.sync): which lane's value a lane gets.
-int source_of(int kind, int lane, int by, int width) {
-    int clamp = kind == 1 ? 0 : 31, mask = 32 - width, last = (lane & mask) | (clamp & ~mask & 31);
-    int source = kind == 0   ? (lane & mask) | (by & ~mask & 31)
-                 : kind == 1 ? lane - by
-                 : kind == 2 ? lane + by
-                             : lane ^ by;
-    return (kind == 1 ? source >= last : source <= last) ? source : lane;
+int source_of(bool xor_lane, int lane, int by, int width) {
+    int mask = 32 - width, last = (lane & mask) | (~mask & 31);
+    int source = xor_lane ? lane ^ by : (lane & mask) | (by & ~mask & 31);
+    return source <= last ? source : lane;
 }
 
 template <class T>
@@ -149,21 +146,19 @@ void check_shuffles(T step) {
         for (int width = 1; width <= 32; width *= 2) {
             for (int by = 0; by < 32; by++) {
                 out[thread()] = __shfl_sync(all_lanes, mine, by, width);
-                out[32 + thread()] = __shfl_up_sync(all_lanes, mine, by, width);
-                out[64 + thread()] = __shfl_down_sync(all_lanes, mine, by, width);
-                out[96 + thread()] = __shfl_xor_sync(all_lanes, mine, by, width);
-                out += 128;
+                out[32 + thread()] = __shfl_xor_sync(all_lanes, mine, by, width);
+                out += 64;
             }
         }
     };
-    Numbers<T> out(6 * 32 * 128);
+    Numbers<T> out(6 * 32 * 64);
     REQUIRE(failure_of({dim3(1), 32}, kernel, out.data(), step) == "");
     std::vector<T> numbers = out.get(), expected;
     for (int width = 1; width <= 32; width *= 2)
         for (int by = 0; by < 32; by++)
-            for (int kind = 0; kind < 4; kind++)
+            for (bool xor_lane : {false, true})
                 for (int lane = 0; lane < 32; lane++)
-                    expected.push_back((T)(source_of(kind, lane, by, width) + 1) * step);
+                    expected.push_back((T)(source_of(xor_lane, lane, by, width) + 1) * step);
     CHECK(numbers == expected);
 }
 
@@ -175,32 +170,21 @@ TEST_CASE("shuffles: every kind, distance and width, of all types") {
     check_shuffles<unsigned long long>(1ull << 58);
 }
 
-TEST_CASE("votes, of a warp, of a part of it, of a block; parts of a warp go their own ways") {
-    auto kernel = +[](unsigned *out) {
+TEST_CASE("votes, of a warp, of a part of it; parts of a warp go their own ways") {
+    auto kernel = +[](int *out) {
         wait_for_previous();
-        int lane = lane_id();
-        out[thread()] = __ballot_sync(all_lanes, lane % 3 == 0);
-        out[64 + thread()] = __any_sync(all_lanes, lane == 7) + 2 * __any_sync(all_lanes, lane == 32) +
-                             4 * __all_sync(all_lanes, lane < 32) + 8 * __all_sync(all_lanes, lane < 31);
-        unsigned mask = lane < 8 ? 0xff : 0xffffff00, sum = 0;
+        int lane = lane_id(), sum = 0;
+        unsigned mask = lane < 8 ? 0xff : 0xffffff00;
+        out[thread()] = __any_sync(all_lanes, lane == 7) + 2 * __any_sync(all_lanes, lane == 32);
         for (int i = 0; i < (lane < 8 ? 3 : 5); i++)
-            sum += lane < 8 ? __ballot_sync(mask, lane == 2) : __shfl_xor_sync(mask, 1u, i % 2);
+            sum += lane < 8 ? __any_sync(mask, lane == 2) : __shfl_xor_sync(mask, 1, i % 2);
         __syncwarp(mask);
-        out[128 + thread()] = sum;
-        out[192 + thread()] = (unsigned)__syncthreads_count(thread() % 4 == 0);
-        out[256 + thread()] = (unsigned)(__syncthreads_or(thread() == 40) + 2 * __syncthreads_or(thread() == 64) +
-                                         4 * __syncthreads_and(thread() < 64) + 8 * __syncthreads_and(thread() < 63));
+        out[64 + thread()] = sum;
     };
-    Numbers<unsigned> out(320);
+    Numbers<int> out(128);
     REQUIRE(failure_of({dim3(1), 64}, kernel, out.data()) == "");
-    std::vector<unsigned> got = out.get();
-    for (unsigned i = 0; i < 64; i++) {
-        CHECK(got[i] == 0x49249249);
-        CHECK(got[64 + i] == 5);
-        CHECK(got[128 + i] == (i % 32 < 8 ? 12u : 5u));
-        CHECK(got[192 + i] == 16);
-        CHECK(got[256 + i] == 5);
-    }
+    std::vector<int> got = out.get();
+    for (int i = 0; i < 64; i++) CHECK((got[i] == 1 && got[64 + i] == (i % 32 < 8 ? 3 : 5)));
 }
 
 TEST_CASE("barriers in loops: a sum over the block, in halves; blocks may return whole") {
@@ -239,10 +223,11 @@ TEST_CASE("shared memory: pieces of several types, wide reads and writes, 16-bit
         floats[thread()] -= (float)thread();
         __syncthreads();
         int quad = thread() / 4 * 4, next = (thread() + 1) % 64;
-        float4 four = floats.from(4).read<float4>(quad == 60 ? -4 : quad - 4);
-        float sum = four.x + to_float(halves[next]) + (float)(int)bytes[thread() % 3] + floats[next];
+        uint4 four = floats.from(4).read<uint4>(quad == 60 ? -4 : quad - 4);
+        float sum = bit_cast<float>(four.x) + to_float(halves[next]) + (float)(int)bytes[thread() % 3] + floats[next];
         __syncthreads();
-        if (thread() % 4 == 0) floats.write(thread(), make_float4(sum, sum, sum, sum));
+        if (thread() % 4 == 0)
+            for (int i = 0; i < 4; i++) floats.write(thread() + i, bit_cast<uint32_t>(sum));
         __syncthreads();
         floats[thread()] = floats[thread()];
         out[thread()] = floats[thread()];
@@ -257,37 +242,6 @@ TEST_CASE("shared memory: pieces of several types, wide reads and writes, 16-bit
                            9.0f - (float)(quad + 1));
     }
     CHECK(got == expected);
-}
-
-TEST_CASE("atomics, on the card and in shared memory") {
-    auto kernel = +[](int *sum, unsigned *most, float *fraction, unsigned long long *keys, int *turns) {
-        wait_for_previous();
-        SharedMemory memory;
-        Shared<int> count = memory.take<int>(2);
-        if (thread() == 0) count[0] = 0;
-        __syncthreads();
-        atomicAdd(&count[0], thread());
-        atomicAdd(sum, thread());
-        atomicMax(most, (unsigned)(thread() * 7 % 64));
-        atomicAdd(fraction, 0.5f);
-        atomicMax(keys, (unsigned long long)thread() << 40);
-        if (atomicCAS(turns, 0, thread() + 1) == 0) turns[1] = atomicExch(&turns[2], 5);
-        __syncthreads();
-        if (thread() == 63) turns[3] = count[0];
-    };
-    Numbers<int> sum(1), turns(std::vector<int>{0, 0, 9, 0});
-    Numbers<unsigned> most(1);
-    Numbers<float> fraction(1);
-    Numbers<unsigned long long> keys(1);
-    REQUIRE(failure_of({dim3(1), 64, 16}, kernel, sum.data(), most.data(), fraction.data(), keys.data(),
-                       turns.data()) == "");
-    CHECK(sum.get()[0] == 2016);
-    CHECK(most.get()[0] == 63);
-    CHECK(fraction.get()[0] == 32);
-    CHECK(keys.get()[0] == 63ull << 40);
-    std::vector<int> got = turns.get();
-    CHECK((got[0] >= 1 && got[0] <= 64));  // who came first
-    CHECK((got[1] == 9 && got[2] == 5 && got[3] == 2016));
 }
 
 TEST_CASE("copies to shared memory: in batches that are waited for one by one, zeros for what is not there") {
@@ -336,40 +290,32 @@ struct Matrix16 {
     }
 };
 
-// out (16, 8) += a (16, 16) b (16, 8 of 16); b is kept as it is (`straight`) or transposed in shared memory.
+// out (16, 8) += a (16, 16) b (16, 8 of 16)
 template <class Number>
-void product_kernel(float *out, const Number *a, const Number *b, bool straight) {
+void product_kernel(float *out, const Number *a, const Number *b) {
     wait_for_previous();
-    SharedMemory memory;
-    Shared<Number> left = memory.take<Number>(256), right = memory.take<Number>(256);
-    for (int i = thread(); i < 256; i += 32) {
-        left[i] = a[i];
-        right[straight ? i : i % 16 * 16 + i / 16] = b[i];
+    int g = lane_id() / 4, c = lane_id() % 4 * 2, at = g * 8 + c;
+    auto two = [](Number low, Number high) { return (uint32_t)low.bits | (uint32_t)high.bits << 16; };
+    uint32_t quarters[4], halves[2];
+    for (int i = 0; i < 4; i++) {  // upper left, lower left, upper right, lower right
+        const Number *from = a + (g + i % 2 * 8) * 16 + i / 2 * 8 + c;
+        quarters[i] = two(from[0], from[1]);
     }
-    __syncwarp();
-    uint32_t quarters[4], halves[4];
-    int row = lane_id() % 16, side = lane_id() / 16 * 8;
-    load_matrices(quarters, left, row * 16 + side);  // upper left, lower left, upper right, lower right
-    if (straight)
-        load_matrices_transposed(halves, right, row * 16 + side);
-    else
-        load_matrices(halves, right, lane_id() % 8 * 16 + lane_id() / 8 % 2 * 8);
+    for (int i = 0; i < 2; i++) halves[i] = two(b[(c + 8 * i) * 16 + g], b[(c + 1 + 8 * i) * 16 + g]);
     float sums[4];
-    int at = lane_id() / 4 * 8 + 2 * (lane_id() % 4);
     for (int i = 0; i < 4; i++) sums[i] = out[at + i / 2 * 64 + i % 2];
-    multiply_matrices<Number>(sums, quarters, {halves[0], halves[1]});
+    multiply_matrices<Number>(sums, quarters, halves);
     for (int i = 0; i < 4; i++) out[at + i / 2 * 64 + i % 2] = sums[i];
 }
 
 template <class Number>
-void check_product(bool straight) {
+void check_product() {
     Random random{2};
     Matrix16<Number> a(random), b(random);
     std::vector<float> start = random_floats(random, 128);
     Numbers<Number> left(a.numbers), right(b.numbers);
     Numbers<float> out(start);
-    REQUIRE(failure_of({dim3(1), 32, 2 * shared_size(512)}, product_kernel<Number>, out.data(), left.data(),
-                       right.data(), straight) == "");
+    REQUIRE(failure_of({dim3(1), 32}, product_kernel<Number>, out.data(), left.data(), right.data()) == "");
     std::vector<float> got = out.get();
     for (int row = 0; row < 16; row++) {
         for (int column = 0; column < 8; column++) {
@@ -380,11 +326,9 @@ void check_product(bool straight) {
     }
 }
 
-TEST_CASE("products of fragments, loaded straight and transposed, f16 and bf16") {
-    for (bool straight : {false, true}) {
-        check_product<f16>(straight);
-        check_product<bf16>(straight);
-    }
+TEST_CASE("products of fragments, f16 and bf16") {
+    check_product<f16>();
+    check_product<bf16>();
 }
 
 TEST_CASE("a fragment transposed; two numbers packed; a * b + c of two f16, rounded once, and what rounding left") {
@@ -429,17 +373,17 @@ TEST_CASE("memory of the card: NaN before it is written, as much as there is, co
     check(cudaMemGetInfo(&after, &all), "cudaMemGetInfo");
     CHECK(before - after == 400);
     CHECK(all == card().properties.totalGlobalMem);
-    for (float x : download(card(), data, 100)) CHECK(std::isnan(x));
+    for (float x : download(data, 100)) CHECK(std::isnan(x));
     check(cudaMemsetAsync(data + 50, 0, 200, card().stream), "cudaMemsetAsync");
-    std::vector<float> numbers = download(card(), data, 100);
+    std::vector<float> numbers = download(data, 100);
     CHECK((std::isnan(numbers[49]) && numbers[50] == 0 && numbers[99] == 0));
 
-    CHECK(cudaMemcpy(data, numbers.data(), 400, cudaMemcpyHostToDevice) == cudaSuccess);
-    CHECK(cudaMemcpy(data, numbers.data(), 400, cudaMemcpyDeviceToDevice) == cudaErrorInvalidValue);
-    CHECK(cudaMemcpy(data, numbers.data(), 400, cudaMemcpyDeviceToHost) == cudaErrorInvalidValue);
+    auto answer = [&](cudaMemcpyKind kind) { return cudaMemcpyAsync(data, numbers.data(), 400, kind, card().stream); };
+    CHECK(answer(cudaMemcpyHostToDevice) == cudaSuccess);
+    CHECK(answer(cudaMemcpyDeviceToDevice) == cudaErrorInvalidValue);
+    CHECK(answer(cudaMemcpyDeviceToHost) == cudaErrorInvalidValue);
     CHECK(cudaMemsetAsync(numbers.data(), 0, 400, card().stream) == cudaErrorInvalidValue);
     CHECK(cudaFree(data + 1) == cudaErrorInvalidValue);
-    CHECK(cudaFreeHost(data) == cudaErrorInvalidValue);
     CHECK(cudaGetLastError() == cudaErrorInvalidValue);
     CHECK(cudaGetLastError() == cudaSuccess);
     check(cudaFree(data), "cudaFree");
@@ -447,28 +391,27 @@ TEST_CASE("memory of the card: NaN before it is written, as much as there is, co
     void *rest = nullptr;
     CHECK(cudaMalloc(&rest, before + 1) == cudaErrorMemoryAllocation);
     cudaGetLastError();
-    CHECK_THROWS_WITH_AS(device_memory(card(), before + 1, "a test", "make it smaller"), doctest::Contains("GiB free"),
-                         Error);
+    CHECK_THROWS_WITH_AS(card().reserve(before + 1, "a test", "make it smaller"), doctest::Contains("GiB free"), Error);
     size_t kept = std::exchange(cuda_on_cpu::properties.totalGlobalMem, all - before + 1000);
-    CHECK_THROWS_AS(device_memory(card(), 1001, "a test", "make it smaller"), Error);
-    CHECK(device_memory(card(), 1000, "a test", "make it smaller"));
+    CHECK_THROWS_AS(card().reserve(1001, "a test", "make it smaller"), Error);
+    CHECK(card().reserve(1000, "a test", "make it smaller"));
     cuda_on_cpu::properties.totalGlobalMem = kept;
 }
 
 TEST_CASE("copies to the host are there when it has waited; those from it may be changed at once") {
     std::vector<int> numbers = {1, 2, 3}, back(3, 0);
     Numbers<int> there(3);
-    copy(card(), there.data(), numbers.data(), 12);
+    card().write(there.data(), numbers.data(), 12);
     numbers = {4, 5, 6};
-    copy(card(), back.data(), there.data(), 12);
+    card().write(back.data(), there.data(), 12);
     CHECK(back == std::vector<int>{0, 0, 0});
     card().wait();
     CHECK(back == std::vector<int>{1, 2, 3});
 
-    copy(card(), back.data(), there.data(), 12);  // for the card what is copied is there: its copies keep their order
+    card().write(back.data(), there.data(), 12);  // for the card what is copied is there: its copies keep their order
     back = {7, 8, 9};
-    copy(card(), there.data(), back.data(), 12);
-    CHECK(download(card(), there.data(), 3) == std::vector<int>{1, 2, 3});
+    card().write(there.data(), back.data(), 12);
+    CHECK(download(there.data(), 3) == std::vector<int>{1, 2, 3});
 
     cudaEvent_t early, late;
     check(cudaEventCreate(&early), "cudaEventCreate");
@@ -477,9 +420,9 @@ TEST_CASE("copies to the host are there when it has waited; those from it may be
     CHECK(cudaEventElapsedTime(&milliseconds, early, late) == cudaErrorInvalidValue);
     cudaGetLastError();
     std::vector<int> first(3, 0), second(3, 0);
-    copy(card(), first.data(), there.data(), 12);
+    card().write(first.data(), there.data(), 12);
     check(cudaEventRecord(early, card().stream), "cudaEventRecord");
-    copy(card(), second.data(), there.data(), 12);
+    card().write(second.data(), there.data(), 12);
     check(cudaEventRecord(late, card().stream), "cudaEventRecord");
     check(cudaEventSynchronize(early), "cudaEventSynchronize");
     CHECK((first == std::vector<int>{1, 2, 3} && second == std::vector<int>{0, 0, 0}));
@@ -492,14 +435,12 @@ TEST_CASE("copies to the host are there when it has waited; those from it may be
 }
 
 TEST_CASE("no card, and what a card is") {
-    int count = 0, version = 0;
+    int count = 0;
     CHECK((cudaGetDeviceCount(&count) == cudaSuccess && count == 1));
-    CHECK((cudaDriverGetVersion(&version) == cudaSuccess && version >= 13000));
-    CHECK((cudaRuntimeGetVersion(&version) == cudaSuccess && version >= 13000));
-    CHECK((card().properties.major == 9 && card().multiprocessors() > 0));
+    CHECK((card().properties.major == 9 && card().properties.multiProcessorCount > 0));
     cuda_on_cpu::devices = 0;
     CHECK((cudaGetDeviceCount(&count) == cudaErrorNoDevice && count == 0));
-    CHECK_THROWS_WITH_AS(Device{}, doctest::Contains("invalid device"), Error);
+    CHECK_THROWS_WITH_AS(Gpu{}, doctest::Contains("invalid device"), Error);
     cuda_on_cpu::devices = 1;
     cudaGetLastError();
 }
@@ -507,10 +448,10 @@ TEST_CASE("no card, and what a card is") {
 TEST_CASE("kernels start early only if the card can and their code knows how to wait") {
     CHECK(card().early);
     cuda_on_cpu::built_for = 80;
-    CHECK_FALSE(Device().early);
+    CHECK_FALSE(Gpu().early);
     cuda_on_cpu::built_for = 90;
     cuda_on_cpu::properties.major = 8;
-    CHECK_FALSE(Device().early);
+    CHECK_FALSE(Gpu().early);
     cuda_on_cpu::properties.major = 9;
 }
 
@@ -518,7 +459,7 @@ TEST_CASE("more shared memory than a block can have is told in one line, as what
     auto kernel = +[](int *) { wait_for_previous(); };
     std::string told;
     try {
-        launch(card(), {dim3(1), 32, 228 << 10}, kernel, nullptr);
+        card().launch({dim3(1), 32, 228 << 10}, kernel, nullptr);
     } catch (const Error &error) {
         told = error.what();
     }
@@ -539,10 +480,10 @@ TEST_CASE("before it waits a kernel may read what the host brought, but not what
     };
     auto words = [&](const int *early, const int *late, bool host_waits) {
         return dying_words([&] {
-            launch(card(), {dim3(2), 32}, write, written.data());
-            launch(card(), {dim3(1), 32}, write, out.data());  // which need not have waited itself by then
+            card().launch({dim3(2), 32}, write, written.data());
+            card().launch({dim3(1), 32}, write, out.data());  // which need not have waited itself by then
             if (host_waits) card().wait();
-            launch(card(), {dim3(2), 32}, add, out.data(), early, late);
+            card().launch({dim3(2), 32}, add, out.data(), early, late);
         });
     };
     CHECK(words(written.data(), brought.data(), false) == "");
@@ -578,9 +519,7 @@ TEST_CASE("launches that no card takes are refused") {
     CHECK(answer(1, 1, 100 << 10) == cudaSuccess);
     CHECK(answer(1, 1, (100 << 10) + 16) == cudaErrorInvalidConfiguration);
     CHECK(failure_of({dim3(1), 32, 227 << 10}, kernel, nullptr) == "");  // launch() asks for it
-    CHECK_THROWS_AS(launch(card(), {dim3(1), 32, 228 << 10}, kernel, nullptr), Error);
-    int blocks = 0;
-    CHECK((cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 128, 0) == cudaSuccess && blocks == 2));
+    CHECK_THROWS_AS(card().launch({dim3(1), 32, 228 << 10}, kernel, nullptr), Error);
     cudaGetLastError();
 }
 
@@ -590,25 +529,24 @@ TEST_CASE("a graph does again what was captured, with the data of its time and t
         to[thread()] += factor * from[thread()];
     };
     Numbers<float> to(32), from(32);
-    float *input = nullptr, *output = nullptr, factor = 2, one = 1, zero = 0;
-    check(cudaMallocHost(&input, 32 * sizeof(float)), "cudaMallocHost");
-    check(cudaMallocHost(&output, 32 * sizeof(float)), "cudaMallocHost");
+    std::vector<float> input(32), output(32, NAN);
+    float factor = 2, one = 1;
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t exec = nullptr;
     check(cudaStreamBeginCapture(card().stream, cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
-    copy(card(), from.data(), input, 32 * sizeof(float));
+    card().write(from.data(), input.data(), 32 * sizeof(float));
     check(cudaMemsetAsync(to.data(), 0, 32 * sizeof(float), card().stream), "cudaMemsetAsync");
-    launch(card(), {dim3(1), 32}, add, to.data(), from.data(), factor);
+    card().launch({dim3(1), 32}, add, to.data(), from.data(), factor);
     check(cublasGemmEx_64(card().blas, CUBLAS_OP_N, CUBLAS_OP_N, 32, 1, 1, &factor, from.data(), CUDA_R_32F, 32,
                           from.data(), CUDA_R_32F, 1, &one, to.data(), CUDA_R_32F, 32, CUBLAS_COMPUTE_32F,
                           CUBLAS_GEMM_DEFAULT),
           "cublasGemmEx_64");
-    copy(card(), output, to.data(), 32 * sizeof(float));
+    card().write(output.data(), to.data(), 32 * sizeof(float));
     check(cudaStreamEndCapture(card().stream, &graph), "cudaStreamEndCapture");
     check(cudaGraphInstantiate(&exec, graph), "cudaGraphInstantiate");
     check(cudaGraphDestroy(graph), "cudaGraphDestroy");
     CHECK(std::isnan(output[0]));  // nothing was done yet
-    factor = one = zero = -100;
+    factor = one = -100;
     for (float start : {1.0f, 5.0f}) {
         for (int i = 0; i < 32; i++) input[i] = start + (float)i;
         check(cudaGraphLaunch(exec, card().stream), "cudaGraphLaunch");
@@ -619,8 +557,6 @@ TEST_CASE("a graph does again what was captured, with the data of its time and t
         }
     }
     check(cudaGraphExecDestroy(exec), "cudaGraphExecDestroy");
-    cudaFreeHost(input);
-    cudaFreeHost(output);
 
     CHECK(cudaStreamEndCapture(card().stream, &graph) == cudaErrorIllegalState);
     check(cudaStreamBeginCapture(card().stream, cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
@@ -636,7 +572,7 @@ TEST_CASE("a kernel of a graph that fails says so when the graph is launched") {
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t exec = nullptr;
     check(cudaStreamBeginCapture(card().stream, cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
-    launch(card(), {dim3(1), 32}, kernel, nullptr);
+    card().launch({dim3(1), 32}, kernel, nullptr);
     check(cudaStreamEndCapture(card().stream, &graph), "cudaStreamEndCapture");
     check(cudaGraphInstantiate(&exec, graph), "cudaGraphInstantiate");
     CHECK(cudaGraphLaunch(exec, card().stream) == cudaErrorLaunchFailure);
@@ -761,11 +697,11 @@ TEST_CASE("all lanes of a mask come to the same shuffle or vote") {
         +[](int *out, bool right) {
             wait_for_previous();
             if (right || thread() % 2)
-                out[thread()] = (int)__ballot_sync(all_lanes, 1);
+                out[thread()] = (int)__any_sync(all_lanes, 1);
             else
-                out[thread()] = (int)__ballot_sync(all_lanes, 0);
+                out[thread()] = (int)__any_sync(all_lanes, 0);
         },
-        "which is at __ballot_sync");
+        "which is at __any_sync");
     check_twins(
         64, 0,
         +[](int *, bool right) {
@@ -785,14 +721,10 @@ TEST_CASE("all lanes of a mask come to the same shuffle or vote") {
         +[](int *, bool right) { wait_for_previous(), __syncwarp(right && thread() >= 32 ? 0xffff : all_lanes); },
         "waits for lane 16, which the block does not have");
     check_twins(
-        32, 16 * 32,
+        32, 0,
         +[](int *, bool right) {
             wait_for_previous();
-            SharedMemory memory;
-            Shared<uint4> rows = memory.take<uint4>(32);
-            rows[thread()] = uint4{};
-            uint32_t matrices[4];
-            if (right || thread() != 9) load_matrices(matrices, rows, thread());
+            if (right || thread() != 9) transpose_matrix(0);
         },
         "exchange (device.h:");
 }
@@ -809,9 +741,9 @@ TEST_CASE("a shuffle reads lanes of its mask, a lane is in its own mask, widths 
         32, 0,
         +[](int *out, bool right) {
             wait_for_previous();
-            if (thread() < 16) out[thread()] = __shfl_down_sync(0xffff, thread(), 1, right ? 16 : 32);
+            if (thread() < 16) out[thread()] = __shfl_xor_sync(0xffff, thread(), right ? 8 : 16);
         },
-        "reads lane 16, not in mask 0000ffff");
+        "not in mask 0000ffff");
     check_twins(
         32, 0, +[](int *, bool right) { wait_for_previous(), __any_sync(right ? all_lanes : 0xfffffffe, 1); },
         "lane 0 is not in its mask fffffffe");
@@ -999,31 +931,6 @@ TEST_CASE("__syncwarp() orders a warp, not a block; shuffles order nothing") {
         "race: reads element");
 }
 
-TEST_CASE("atomics race with writes and reads, not with each other") {
-    check_twins(
-        64, 16,
-        +[](int *, bool right) {
-            wait_for_previous();
-            Shared<int> s = take_ints(1);
-            if (thread() == 0) s[0] = 0;
-            if (right) __syncthreads();
-            atomicAdd(&s[0], 1);
-        },
-        "race: changes element 0");
-    check_twins(
-        64, 16,
-        +[](int *out, bool right) {
-            wait_for_previous();
-            Shared<int> s = take_ints(1);
-            if (thread() == 0) s[0] = 0;
-            __syncthreads();
-            atomicAdd(&s[0], 1);
-            if (right) __syncthreads();
-            if (thread() == 63) out[0] = s[0];
-        },
-        "race: ");
-}
-
 TEST_CASE("shared memory is written before it is read, in each block anew") {
     check_twins(
         64, 256,
@@ -1044,16 +951,6 @@ TEST_CASE("shared memory is written before it is read, in each block anew") {
             out[thread()] = s[thread()];
         },
         "block (1, 0, 0), thread (0, 0, 0): reads element 0", 2);
-    check_twins(
-        32, 16,
-        +[](int *, bool right) {
-            wait_for_previous();
-            Shared<int> s = take_ints(1);
-            if (right && thread() == 0) s[0] = 0;
-            __syncthreads();
-            atomicAdd(&s[0], 1);
-        },
-        "nobody wrote");
 }
 
 TEST_CASE("an index stays in its piece, the pieces in what the launch gave, and all threads take the same") {
@@ -1099,7 +996,7 @@ TEST_CASE("wide accesses are aligned") {
         +[](int *out, bool right) {
             wait_for_previous();
             Shared<int> s = take_ints(128);
-            s.write(4 * thread(), make_uint4(1, 2, 3, 4));
+            s.write(4 * thread(), uint4{1, 2, 3, 4});
             __syncwarp();
             out[thread()] = (int)s.read<uint4>(right ? 4 : 6).x;
         },
@@ -1108,7 +1005,7 @@ TEST_CASE("wide accesses are aligned") {
         32, 512,
         +[](int *, bool right) {
             wait_for_previous();
-            take_ints(128).from(right ? 0 : 1).write(2 * thread(), make_uint2(1, 2));
+            take_ints(128).from(right ? 0 : 1).write(2 * thread(), uint2{1, 2});
         },
         "8 bytes not aligned at element 0");
     check_twins(
@@ -1143,8 +1040,8 @@ TEST_CASE("so are accesses through pointers, or the sanitizer says so") {
         out[0] = (float)*(const int64_t *)(out + at);
     };
     Numbers<float> out(16);
-    CHECK(dying_words([&] { launch(card(), {dim3(1), 1}, kernel, out.data(), 4); }) == "");
-    check_says(dying_words([&] { launch(card(), {dim3(1), 1}, kernel, out.data(), 5); }), "misaligned address");
+    CHECK(dying_words([&] { card().launch({dim3(1), 1}, kernel, out.data(), 4); }) == "");
+    check_says(dying_words([&] { card().launch({dim3(1), 1}, kernel, out.data(), 5); }), "misaligned address");
 }
 
 TEST_CASE("a copy's bytes are nobody's until it has arrived, and its thread's until a barrier") {
@@ -1235,7 +1132,7 @@ TEST_CASE("every thread waits for the kernel before, also one that returns early
 
 void failing_kernel(int *out) {
     wait_for_previous();
-    atomicAdd(out, 1);
+    if (thread() == 0) *out += 1;
     if (blockIdx.y == 1) __shfl_sync(0x2, 0, 1);
 }
 
@@ -1245,7 +1142,7 @@ TEST_CASE("a failure names the kernel, the block, the thread and the line; later
     check_says(failure, "failing_kernel");
     check_says(failure, ", block (0, 1, 0), thread (0, 0, 0): ");
     check_says(failure, ", test_cuda_on_cpu.cpp:" + std::to_string(__LINE__ - 8));
-    CHECK(out.get()[0] == 65);
+    CHECK(out.get()[0] == 3);
 }
 
 TEST_CASE("what a kernel is given, and what it copies from, is the card's memory") {
@@ -1267,10 +1164,6 @@ TEST_CASE("what a kernel is given, and what it copies from, is the card's memory
     CHECK(indirect_failure(there.data()) == "");
     check_says(failure(host.data()), "argument 2 points to what is not the card's memory");
     check_says(indirect_failure((const float *)((uintptr_t)host.data() & ~15)), "is not in the card's memory");
-    float *locked = nullptr;
-    check(cudaMallocHost(&locked, 4), "cudaMallocHost");
-    CHECK(failure(locked) == "");
-    cudaFreeHost(locked);
 }
 
 TEST_CASE("AddressSanitizer sees who leaves the card's memory, and hosts that reach into it") {
@@ -1284,16 +1177,16 @@ TEST_CASE("AddressSanitizer sees who leaves the card's memory, and hosts that re
     };
     Numbers<int> in(33), out(1);
     auto reading = [&](int at) {
-        return dying_words([&] { launch(card(), {dim3(1), 32}, read, out.data(), in.data(), at); });
+        return dying_words([&] { card().launch({dim3(1), 32}, read, out.data(), in.data(), at); });
     };
-    auto writing = [&](int at) { return dying_words([&] { launch(card(), {dim3(1), 32}, write, in.data(), at); }); };
+    auto writing = [&](int at) { return dying_words([&] { card().launch({dim3(1), 32}, write, in.data(), at); }); };
     CHECK(reading(32) == "");
     CHECK(writing(32) == "");
     for (int at : {-1, 33}) {
         check_says(reading(at), "AddressSanitizer: heap-buffer-overflow");
         check_says(writing(at), "AddressSanitizer: heap-buffer-overflow");
     }
-    check_says(dying_words([&] { copy(card(), in.data(), out.data(), 8); }), "AddressSanitizer");
+    check_says(dying_words([&] { card().write(in.data(), out.data(), 8); }), "AddressSanitizer");
     check_says(dying_words([&] { *in.data() = 1; }), "AddressSanitizer: use-after-poison");
     struct Place {
         int *at;
@@ -1303,47 +1196,10 @@ TEST_CASE("AddressSanitizer sees who leaves the card's memory, and hosts that re
         *place.at = 1;
     };
     Place freed = {in.data()};
-    CHECK(dying_words([&] { launch(card(), {dim3(1), 1}, through, freed); }) == "");
+    CHECK(dying_words([&] { card().launch({dim3(1), 1}, through, freed); }) == "");
     in.array.memory.reset();
     check_says(dying_words([&] {
-                   launch(card(), {dim3(1), 1}, through, freed);
+                   card().launch({dim3(1), 1}, through, freed);
                }),
                "AddressSanitizer: heap-use-after-free");
-}
-
-// ---- A page too far ----------------------------------------------------------------------------------------
-
-// Sums the keys of a sequence, one number each, in pages of 4. `ahead` is an error in the position, `beyond` one in the
-// row, which leaves the physical page.
-void sum_keys_kernel(float *out, CacheView cache, int length, int ahead, int beyond) {
-    wait_for_previous();
-    float sum = 0;
-    for (int t = 0; t < length; t++) sum += *(const float *)cache.keys.at(0, cache.row_of(0, t + ahead) + beyond, 0);
-    *out = sum;
-}
-
-TEST_CASE("an index one past a page reads a freed page's NaN, or leaves the cache") {
-    CacheShape shape;
-    shape.layers = shape.kv_heads = shape.key_width = shape.value_width = 1;
-    shape.sequences = 2, shape.capacity = 16, shape.page = 4;
-    Cache cache = open_cache(shape, Paged{}, F32{}, F32{});
-    for (auto [sequence, count] : {std::pair(0, 4), std::pair(1, 4), std::pair(0, 4)}) {
-        int first = grow(cache, sequence, count);
-        for (int t = first; t < first + count; t++) {
-            float key = 1, value = 1;
-            store_span(cache, 0, {0, 1, sequence, t, t, t + 1}, 0, &key, &value);
-        }
-    }
-    shrink(cache, 1, 0);  // sequence 0 is in pages 0 and 2; page 1 is free now
-    CardCache there(card(), cache);
-    Numbers<float> out(1);
-    auto sum = [&](int length, int ahead, int beyond) {
-        launch(card(), {dim3(1), 1}, sum_keys_kernel, out.data(), there.view, length, ahead, beyond);
-        return out.get()[0];
-    };
-    CHECK(sum(8, 0, 0) == 8);
-    CHECK(std::isnan(sum(8, 0, 1)));
-    CHECK(std::isnan(sum(4, 0, 1)));
-    CHECK(sum(3, 0, 1) == 3);                                     // still in the page
-    check_says(dying_words([&] { sum(8, 1, 0); }), "Sanitizer");  // the table has -1 there
 }

@@ -4,6 +4,8 @@
 #include <doctest/doctest.h>
 
 #include <fstream>
+#include <iterator>
+#include <sstream>
 
 #include "scene.h"
 
@@ -26,9 +28,9 @@ static std::string title_of(const EvalResult &result) {
     const Cache &cache = result.cache;
     return std::string(name_of(cache.layout)) + " " + name_of(cache.type_k) + " " + name_of(cache.type_v);
 }
-static Words names_of(const Evaluation &eval) {
+static Words names_of(const std::vector<EvalResult> &results) {
     Words names;
-    for (const EvalResult &result : eval.results) names.push_back(title_of(result));
+    for (const EvalResult &result : results) names.push_back(title_of(result));
     return names;
 }
 
@@ -91,7 +93,7 @@ static std::string piece_of(const Tokens &tokens, int first, int last) {
 // ---- The figures, from logits --------------------------------------------------------------------------------
 
 static Engine &engine() {
-    static Engine engine = scene::open(builtin);
+    static Engine engine = scene::engine_of(builtin);
     return engine;
 }
 
@@ -103,7 +105,7 @@ static Rows naive_rows(const std::vector<Tokens> &texts, const Layout &layout = 
 static Rows cached_rows(const std::vector<Tokens> &texts, const Precision &type) {
     Rows rows;
     for (const Tokens &tokens : texts) {
-        Cache cache = scene::open(engine(), type, type, (int)tokens.size());
+        Cache cache = scene::cache_for(engine(), type, type, (int)tokens.size());
         rows.push_back(scene::prefilled_rows(engine(), cache, tokens));
     }
     return rows;
@@ -175,7 +177,7 @@ TEST_CASE("perplexity, its standard error and KL to f32 are those of the naive p
     CHECK(off <= 1e-4);
     std::string file = file_of("two", Words{stories()[0], stories()[1]});
     Evaluation all = eval({"-f", file, "--kv", "f16,int4,int2"});
-    REQUIRE(names_of(all) ==
+    REQUIRE(names_of(all.results) ==
             Words{"contiguous f32 f32", "contiguous f16 f16", "contiguous int4 int4", "contiguous int2 int2"});
     CHECK(all.texts == 2);
     CHECK(all.results[0].predicted == (int)(texts[0].size() + texts[1].size()) - 2);
@@ -188,7 +190,7 @@ TEST_CASE("perplexity, its standard error and KL to f32 are those of the naive p
     }
     // What a ring drops, the naive path does not see.
     Evaluation ring = eval({"-f", file, "--kv", "f32", "--cache", "ring", "--window", "48", "--sinks", "2"});
-    REQUIRE(names_of(ring) == Words{"contiguous f32 f32", "ring f32 f32"});
+    REQUIRE(names_of(ring.results) == Words{"contiguous f32 f32", "ring f32 f32"});
     check_figures(ring.results[1], figures(texts, naive_rows(texts, scene::opened_ring(48, 2)), f32), 1e-4);
 }
 
@@ -291,7 +293,7 @@ TEST_CASE("distances fall into classes of 200 tokens, and of 1,000 and more") {
 TEST_CASE("the built-in model recalls at every distance; a ring forgets what it dropped, int8 forgets nothing") {
     std::string file = file_of("far", Words{stories()[9], stories()[24], stories()[35], stories()[36]});
     Evaluation all = eval({"-f", file, "--cache", "contiguous,ring", "--kv", "int8", "--window", "64"});
-    REQUIRE(names_of(all) == Words{"contiguous f32 f32", "contiguous int8 int8", "ring int8 int8"});
+    REQUIRE(names_of(all.results) == Words{"contiguous f32 f32", "contiguous int8 int8", "ring int8 int8"});
     Counts f32 = recall_of(all.results[0]), ring = recall_of(all.results[2]);
     CHECK(recall_of(all.results[1]) == f32);
     CHECK(f32.size() == 6);
@@ -305,34 +307,31 @@ TEST_CASE("the built-in model recalls at every distance; a ring forgets what it 
     CHECK_MESSAGE(right < 0.3 * asked, right << " of " << asked);
 }
 
-TEST_CASE("a text that is no .jsonl is cut into pieces as long as the context") {
-    std::string text = text_of(stories()[0]), file = file_of("pieces.txt", text);
-    Tokens tokens = tokens_of(text);
-    REQUIRE(tokens.size() == 146);
-    const std::map<int, int> predicted = {{40, 39 + 39 + 39 + 25}, {145, 144}, {146, 145}, {1280, 145}};
-    for (auto [length, count] : predicted) {
-        CAPTURE(length);
-        std::vector<Tokens> pieces;
-        for (int begin = 0; begin < 145; begin += length)  // one token alone predicts nothing
-            pieces.push_back(scene::part(tokens, begin, std::min(begin + length, 146)));
-        Rows rows = cached_rows(pieces, F32{});
-        Evaluation all = eval({"-f", file, "-c", std::to_string(length)});
-        CHECK(all.texts == pieces.size());
-        CHECK(all.results[0].predicted == count);
-        check_figures(all.results[0], figures(pieces, rows, rows), 0);
-        CHECK(recall_of(all.results[0]).empty());
-    }
-}
-
-TEST_CASE("a text of a few tokens") {
-    for (const std::string &text : Words{"a", "Once upon a time", text_of(stories()[0]).substr(0, 80)}) {
+TEST_CASE("a text that is no .jsonl is cut into pieces as long as the context; a few tokens are enough") {
+    const std::string whole = text_of(stories()[0]);
+    auto check = [&](const std::string &text, int length, int predicted) {
         CAPTURE(text);
-        std::vector<Tokens> texts = {tokens_of(text)};
-        Rows rows = cached_rows(texts, F32{});
-        Evaluation all = eval({"-f", file_of("short.txt", text), "--cache", "contiguous,paged,ring"});
-        CHECK(all.results[0].predicted == (int)texts[0].size() - 1);
-        check_figures(all.results[0], figures(texts, rows, rows), 0);
-    }
+        CAPTURE(length);
+        Tokens tokens = tokens_of(text);
+        int count = (int)tokens.size();
+        std::vector<Tokens> pieces;
+        for (int begin = 0; begin + 1 < count; begin += length)  // one token alone predicts nothing
+            pieces.push_back(scene::part(tokens, begin, std::min(begin + length, count)));
+        Rows rows = cached_rows(pieces, F32{});
+        Evaluation all = eval({"-f", file_of("text.txt", text), "-c", std::to_string(length)});
+        CHECK(all.texts == pieces.size());
+        CHECK(all.results[0].predicted == predicted);
+        CHECK(recall_of(all.results[0]).empty());
+        check_figures(all.results[0], figures(pieces, rows, rows), 0);
+    };
+    REQUIRE(tokens_of(whole).size() == 146);
+    check(whole, 40, 39 + 39 + 39 + 25);
+    check(whole, 145, 144);
+    for (int length : {146, 1280}) check(whole, length, 145);
+    for (const std::string &text : Words{"a", "Once upon a time", whole.substr(0, 80)})
+        check(text, 1280, (int)tokens_of(text).size() - 1);
+    for (const char *layout : {"paged", "ring"})
+        CHECK(eval({"-f", file_of("text.txt", "a"), "--cache", layout}).results[1].kl < 1e-3);
 }
 
 TEST_CASE("an interrupt ends it; what was read until then is said") {
@@ -348,10 +347,9 @@ TEST_CASE("an interrupt ends it; what was read until then is said") {
 }
 
 TEST_CASE("lists give each layout with each pair of types, behind f32") {
-    std::string file = file_of("lists.txt", text_of(stories()[0]));
     auto names = [&](Words arguments) {
-        arguments.insert(arguments.end(), {"-f", file});
-        return names_of(eval(arguments));
+        arguments.insert(arguments.begin(), "eval");
+        return names_of(open_results(parse_options(arguments), engine(), 64));
     };
     const std::string f32 = "contiguous f32 f32";
     CHECK(names({}) == Words{f32, "contiguous f16 f16"});
@@ -367,25 +365,12 @@ TEST_CASE("lists give each layout with each pair of types, behind f32") {
     CHECK(names({"--kv", "f16,f16"}) == Words{f32, "contiguous f16 f16", "contiguous f16 f16"});
 }
 
-// Lines, with one space where there are more.
-static Words lines_of(const std::string &text) {
-    Words lines(1);
-    for (char c : text) {
-        std::string &line = lines.back();
-        if (c == '\n')
-            lines.push_back("");
-        else if (c != ' ' || line.empty() || line.back() != ' ')
-            line.push_back(c);
-    }
-    return lines;
-}
-
 TEST_CASE("--all lists each precision; the table and --json have its figures") {
     Evaluation all = eval({"-f", file_of("all", Words{stories()[0]}), "--all"});
     Report report = report_of(all);
     Json root = parse_json("eval", report.json());
     std::vector<const cJSON *> rows = items_of(root, "results");
-    Words names = names_of(all), lines = lines_of(report.text);
+    Words names = names_of(all.results), lines = split(report.text, '\n');
     REQUIRE(rows.size() == names.size());
     REQUIRE(lines.size() > names.size() + 1);
     for_each_type<Precision>([&](auto type) {
@@ -400,35 +385,34 @@ TEST_CASE("--all lists each precision; the table and --json have its figures") {
                       [](auto &result) { return result.cache.type_k.index() != result.cache.type_v.index(); }));
     for (size_t i = 0; i < names.size(); i++) {
         const EvalResult &result = all.results[i];
-        std::string cache = names[i], &line = lines[i + 1];
         const Ring *ring = std::get_if<Ring>(&result.cache.layout);
-        CAPTURE(line);
+        std::istringstream line(lines[i + 1]);
+        Words words{std::istream_iterator<std::string>(line), {}}, cache = split(names[i]);
         CHECK((cJSON_GetObjectItem(rows[i], "window") != nullptr) == (ring != nullptr));
         if (ring) {
             CHECK(number_of(rows[i], "window") == ring->window);
             CHECK(number_of(rows[i], "sinks") == ring->sinks);
-            cache.insert(4, formatted(" %d + %d", ring->window, ring->sinks));
+            cache.insert(cache.begin() + 1, {std::to_string(ring->window), "+", std::to_string(ring->sinks)});
         }
-        REQUIRE(line.rfind(cache + " ", 0) == 0);
-        double shown[7];
-        REQUIRE(sscanf(line.c_str() + cache.size(), "%lf %lf %lf %lf %lf %lf %% - - - - - %lf", &shown[0], &shown[1],
-                       &shown[2], &shown[3], &shown[4], &shown[5], &shown[6]) == 7);
-        auto same = [&](const char *key, double number, double in_table, double unit) {  // of the last digit shown
+        REQUIRE(words.size() == cache.size() + 13);  // "100 %" are two
+        CHECK(std::equal(cache.begin(), cache.end(), words.begin()));
+        words.erase(words.begin(), words.begin() + (int)cache.size());
+        auto same = [&](const char *key, double number, const std::string &shown, double unit) {  // of its last digit
             CHECK_MESSAGE(number_of(rows[i], key) == number, key);
-            CHECK_MESSAGE(std::fabs(in_table - number) <= unit / 2 * (1 + 1e-9), key);
+            CHECK_MESSAGE(std::fabs(std::stod(shown) - number) <= unit / 2 * (1 + 1e-9), key);
         };
-        same("bytes_per_token", result.bytes_per_token, shown[0], 0.1);
-        same("times_smaller", all.results[0].bytes_per_token / result.bytes_per_token, shown[1], 0.01);
-        same("perplexity", result.perplexity(), shown[2], 1e-4);
-        same("standard_error", result.standard_error(), shown[3], 1e-4);
-        same("kl", result.mean_kl(), shown[4], shown[4] * 0.01);
-        same("tokens_per_second", median(result.rates), shown[6], 0.1);
+        same("bytes_per_token", result.bytes_per_token, words[0], 0.1);
+        same("times_smaller", all.results[0].bytes_per_token / result.bytes_per_token, words[1], 0.01);
+        same("perplexity", result.perplexity(), words[2], 1e-4);
+        same("standard_error", result.standard_error(), words[3], 1e-4);
+        same("kl", result.mean_kl(), words[4], result.mean_kl() * 0.01);
+        same("tokens_per_second", median(result.rates), words[12], 0.1);
         const cJSON *recall = Section{"", rows[i]}.need("recall");
         CHECK(cJSON_GetArraySize(recall) == 1);
         CHECK(number_of(recall->child, "distance") == 0);
         CHECK(number_of(recall->child, "questions") == result.asked[0]);
         CHECK(number_of(recall->child, "right") == result.right[0]);
-        CHECK(std::fabs(shown[5] - 100.0 * result.right[0] / result.asked[0]) <= 0.5);
+        CHECK(std::fabs(std::stod(words[5]) - 100.0 * result.right[0] / result.asked[0]) <= 0.5);
     }
     CHECK(report.text.find("145 tokens predicted") != std::string::npos);
     CHECK(report.text.find("recall: 3 questions") != std::string::npos);

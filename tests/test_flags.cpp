@@ -168,7 +168,8 @@ TEST_CASE("bytes with their units") {
         {"0.1GiB", 107374182},  {".5GiB", GiB / 2},
         {"16.GiB", 16 * GiB},   {"8191TiB", 8191 * 1024 * GiB},
         {"1e9", 1e9},           {"9007199254740991", 9007199254740991}};
-    for (auto &[text, bytes] : texts) CHECK_MESSAGE(parse_options({"memory", "--budget", text}).budget == bytes, text);
+    for (auto &each : texts)
+        CHECK_MESSAGE(parse_options({"memory", "--budget", each.first}).budget == each.second, each.first);
     for (const char *nonsense : {"40Gib", "40gb", "40 GiB GiB", "GiB", "-5", "-5GiB", "nan", "inf", "0", "0.4",
                                  "1,5GiB", "1.2.3MB", ".", "40PiB", "9000TiB", "1e400", "4 0", "40GiB ", " 7 KiB"})
         check_refused({"memory", "--budget", nonsense},

@@ -15,7 +15,7 @@
 
 using namespace program;
 
-const double KiB = 0x1p10, MiB = 0x1p20, GiB = 0x1p30;
+const double MiB = 0x1p20, GiB = 0x1p30;
 
 // ---- Running the program -----------------------------------------------------------------------------------
 

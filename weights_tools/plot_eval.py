@@ -3,14 +3,16 @@
 
     ./llm eval --all --json > eval.json
     plot_eval.py eval.json --out docs/quality.png
+
+Texts without questions (llm eval -f my.txt) have no recall: then the second picture stands alone.
 """
-import argparse
 import json
-import sys
 
 import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+from stories_text import Parser
 
 
 def label(cache):
@@ -25,7 +27,8 @@ def plot_recall(axes, caches):
     lines = {}
     for cache in caches:
         points = tuple((entry["distance"], 100 * entry["right"] / entry["questions"]) for entry in cache["recall"])
-        lines.setdefault(points, []).append(label(cache))
+        if points:
+            lines.setdefault(points, []).append(label(cache))
     for points, names in lines.items():
         x, y = zip(*points)
         shown = "; ".join(names[:4]) + (f"; {len(names) - 4} more" if len(names) > 4 else "")
@@ -41,7 +44,7 @@ def plot_bytes(axes, caches):
     markers = {"contiguous": "o", "paged": "s", "ring": "^"}
     labelled = []  # labels of neighbours go above and below their points in turn
     for cache in caches:
-        if cache["kl"] <= 0:
+        if not cache["kl"] or cache["kl"] <= 0:  # the reference; null where nothing was read
             continue
         x, y = cache["bytes_per_token"], cache["kl"]
         axes.plot([x], [y], marker=markers.get(cache["layout"], "D"), color="C0" if cache["layout"] != "ring" else "C3")
@@ -57,24 +60,30 @@ def plot_bytes(axes, caches):
     axes.margins(x=0.2)
 
 
+def read_eval(path, parser):
+    """The caches of a file that `llm eval --json` wrote."""
+    try:
+        with open(path) as file:
+            caches = json.load(file)["results"]
+        assert caches and all({"layout", "kl", "recall", "bytes_per_token"} <= cache.keys() for cache in caches)
+        return caches
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        parser.error(f"{path}: expected the output of llm eval --json with one cache or more: {error!r}")
+
+
 def main():
-    parser = argparse.ArgumentParser(description="Draws recall and quality of caches.")
+    parser = Parser(description="Draws recall and quality of caches.")
     parser.add_argument("eval", metavar="EVAL.json", help="output of llm eval --json")
     parser.add_argument("--out", required=True, metavar="FILE.png")
     args = parser.parse_args()
-    try:
-        with open(args.eval) as file:
-            caches = json.load(file)["results"]
-    except (OSError, ValueError, KeyError) as error:
-        print(f"plot_eval.py: {args.eval}: {error}: expected the output of llm eval --json", file=sys.stderr)
-        return 2
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6))
-    plot_recall(left, caches)
-    plot_bytes(right, caches)
+    caches = read_eval(args.eval, parser)
+    plots = [plot_recall, plot_bytes] if any(cache["recall"] for cache in caches) else [plot_bytes]
+    figure, panels = plt.subplots(1, len(plots), figsize=(6 * len(plots), 4.6), squeeze=False)
+    for plot, panel in zip(plots, panels[0]):
+        plot(panel, caches)
     figure.tight_layout()
     figure.savefig(args.out, dpi=110)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

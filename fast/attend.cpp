@@ -11,8 +11,6 @@
 //
 // Its parts: where the rows of a split are; rows of numbers and codes; groups of 32 codes; one split; who computes
 // what.
-#pragma once
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -21,6 +19,7 @@
 #include <vector>
 
 #include "../attention.cu"
+#include "fast.h"
 #include "simd.h"
 
 namespace fast {
@@ -758,7 +757,7 @@ inline void attend_tile(const Attention &task, const AttentionPlan &plan, const 
     for (int i = 0; i < tile.heads; i++) finish(task, tile.span, tile.first_head + i, total.from(i * count));
 }
 
-inline void attention(Cpu &m, const Attention &task, const Pass &pass) {
+void attention(Cpu &m, const Attention &task, const Pass &pass) {
     AttentionPlan &plan = plan_of(m, task, pass);
     auto tile_of = [&](int tile, int set) {
         int first = set * plan.heads_together;
