@@ -19,7 +19,7 @@ static Engine on_card(const std::string &name) {
 
 static Cache open_for(Engine &engine, const Layout &layout, const Precision &type_k, const Precision &type_v,
                       int capacity, int sequences = 1) {
-    return open(engine, type_k, type_v, capacity, {layout, 4, 34, 2}, sequences);
+    return cache_for(engine, type_k, type_v, capacity, {layout, 4, 34, 2}, sequences);
 }
 
 static double relative_error(const Vector &values, const Vector &truth) {
@@ -55,7 +55,7 @@ TEST_CASE("naive and cached path on the card give the CPU's logits: every family
     for (const char *name : {"llama_gqa_9_on_3", "llama_bias", "llama_f16", "llama_bf16", "mistral_window",
                              "qwen2_14_on_2", "qwen3", "llama_tied_with_head", "head_dim_80"}) {
         CAPTURE(name);
-        Engine cpu = open(fixtures + name), card = on_card(name);
+        Engine cpu = engine_of(fixtures + name), card = on_card(name);
         Tokens tokens = random_tokens(cpu, 45);
         double allowed = allowed_error(cpu);
         Vector truth = naive_rows(cpu, tokens);
@@ -72,7 +72,7 @@ TEST_CASE("naive and cached path on the card give the CPU's logits: every family
 // With the same cache both compute the same but for rounding: a stored number may fall on the other side of a border
 // between two codes, which moves it by one step; that is a relative 2 u of the number, or of the largest in its group.
 TEST_CASE("every layout and precision on the card is close to the same on the CPU") {
-    Engine cpu = open(fixtures + "llama_gqa_9_on_3"), card = on_card("llama_gqa_9_on_3");
+    Engine cpu = engine_of(fixtures + "llama_gqa_9_on_3"), card = on_card("llama_gqa_9_on_3");
     Tokens tokens = random_tokens(cpu, 70);
     for (const Layout &layout : all_of<Layout>()) {
         for_each_type<Precision>([&](auto type) {
@@ -207,7 +207,7 @@ TEST_CASE("without a card, or one the program was built for, the CPU computes, a
 TEST_CASE("a model or a cache without room on the card is told in one line") {
     std::string line = error_of([&] {
         Engine card = on_card("llama_bf16");
-        open(card, F32{}, F32{}, 1, ring(16000000, 2));
+        cache_for(card, F32{}, F32{}, 1, ring(16000000, 2));
     });
     CHECK((contains(line, "the KV cache needs") && contains(line, "lower -c or --window")));
     size_t all = std::exchange(cuda_on_cpu::properties.totalGlobalMem, 1000);
