@@ -28,6 +28,7 @@ namespace fast {
 constexpr int split_positions = 256;
 // A split's rows are read as four streams, a fourth of it apart, which the processor's own prefetcher follows.
 constexpr int stream_positions = split_positions / 4;
+constexpr int few_queries = 8;      // of a KV head: memory is what counts, and it is read position by position
 constexpr int near_positions = 16;  // of each stream: what is read twice stays in the L1
 
 constexpr int padded(int count, int unit) { return (count + unit - 1) / unit * unit; }
@@ -77,7 +78,8 @@ struct Piece {
 // nothing is read. Pieces follow one another; where there are several, all but the first are of at most 32 positions,
 // in one block: the residual block and the pass's own vectors.
 struct SplitRows {
-    int width = 0, count = 0;
+    int width = 0, count = 0, end = 0;
+    size_t bytes = 0;  // of a position's rows
     Piece pieces[4];
     const char *row[split_positions];
     Floats dequantized;  // (position, head, width), of rows that are read number by number
@@ -136,11 +138,20 @@ void find_rows(SplitRows &rows, const Segments &seen, int kv_heads, int heads, i
         });
     }
     int from = rows.count ? rows.pieces[0].begin : 0, to = rows.count ? rows.pieces[rows.count - 1].end : 0;
+    rows.end = to, rows.bytes = rows.count ? heads * rows.pieces[0].head_step : 0;
     std::fill(rows.row, rows.row + from, rows.zeros.data());
     std::fill(rows.row + to, rows.row + split_positions, rows.zeros.data());
 }
 
 // ---- Rows of numbers and codes -----------------------------------------------------------------------------
+
+// While the keys of a split are computed with, its values are asked for, and meanwhile the next split's keys: `then`,
+// at place i of the streams. To GCC a function that only asks has no effect, and its calls would be removed.
+__attribute__((always_inline)) inline void prefetch_rows(const SplitRows &then, int i) {
+    if (prefetch_distance == 0) return;
+    for (int t = i; t < then.end; t += stream_positions)
+        for (size_t at = 0; at < then.bytes; at += cache_line) __builtin_prefetch(then.row[t] + at, 0, 2);
+}
 
 // Queries and Vecs of channels whose sums stay in registers, of which there are 32 or 16.
 constexpr bool wide_machine = HWY_ARCH_ARM || lanes == 16;
@@ -204,7 +215,6 @@ inline void score_tile(float *scores, const char *const *row, size_t offset, con
         unrolled<Queries>([&](auto q) { query[q] = load(queries + q * stride + c); });
         unrolled<Rows>([&](auto r) {
             auto *numbers = numbers_of((const Format *)nullptr, row[r * stream_positions] + offset) + c;
-            if (c * sizeof(*numbers) % cache_line == 0) prefetch(numbers);
             Vec key = read(numbers);
             unrolled<Queries>([&](auto q) { sums[q * Rows + r] = fma(key, query[q], sums[q * Rows + r]); });
         });
@@ -226,8 +236,10 @@ inline void score_tile(float *scores, const char *const *row, size_t offset, con
 // The raw scores q . k of a piece, (head, query, split_positions).
 template <class Format, class Width>
 __attribute__((flatten, noinline)) void score_rows(float *scores, const float *queries, int count,
-                                                   const SplitRows &rows, const Piece &piece, int heads, Width width) {
+                                                   const SplitRows &rows, const Piece &piece, int heads,
+                                                   const SplitRows &then, Width width) {
     for (int i = 0; i < stream_positions; i++) {
+        prefetch_rows(then, i);
         with_tile(piece, i, [&](auto tile, int t) {
             for (int head = 0; head < heads; head++) {
                 in_batches<score_queries>(count, [&](auto size, int q) {
@@ -256,7 +268,6 @@ inline void accumulate_tile(float *values, size_t stride, const float *weights, 
                 const int at = t + r * stream_positions;
                 auto *numbers = numbers_of((const Format *)nullptr, rows.row[at] + offset) + channel;
                 unrolled<Vecs>([&](auto c) {
-                    if (c * lanes * sizeof(*numbers) % cache_line == 0) prefetch(numbers + c * lanes);
                     Vec row = part ? load_part(numbers, part) : load(numbers + c * lanes);
                     unrolled<Queries>([&](auto q) {
                         Vec &total = sums[q * Vecs + c];
@@ -274,15 +285,17 @@ inline void accumulate_tile(float *values, size_t stride, const float *weights, 
 template <class Format, class Width>
 __attribute__((flatten, noinline)) void accumulate_rows(float *values, size_t step, size_t stride, float *weights,
                                                         int count, const SplitRows &rows, const Piece &piece, int heads,
-                                                        Width width) {
-    for (int i = 0; i < stream_positions; i += near_positions) {
-        scale_rows<Format>(weights, count, rows, piece, heads, i);
+                                                        const SplitRows &then, Width width) {
+    const int places = count > few_queries ? near_positions : 1;
+    for (int i = 0; i < stream_positions; i += places) {
+        for (int k = i; k < i + places; k++) prefetch_rows(then, k);
+        if (i % near_positions == 0) scale_rows<Format>(weights, count, rows, piece, heads, i);
         for (int head = 0; head < heads; head++) {
             in_batches<value_queries>(count, [&](auto size, int q) {
                 auto add = [&](auto vecs, int c, int part) {
                     accumulate_tile<Format, size, vecs>(values + head * step + q * stride + c, stride,
                                                         weights + (size_t)(head * count + q) * split_positions, rows,
-                                                        piece, i, i + near_positions, head * piece.head_step, c, part);
+                                                        piece, i, i + places, head * piece.head_step, c, part);
                 };
                 const int whole = width / lanes * lanes;
                 in_batches<value_vecs>(width / lanes, [&](auto vecs, int c) { add(vecs, c * lanes, 0); });
@@ -309,10 +322,17 @@ template <class G, int per_row>
 struct Groups {
     const char *const *row;
     size_t offset;  // in a row
-    int n;
-    const G &at(int g) const {
-        const int in_row = per_row ? per_row : n;
+    unsigned n;
+    const G &at(unsigned g) const {
+        const unsigned in_row = per_row ? per_row : n;
         return ((const G *)(row[g / in_row] + offset))[g % in_row];
+    }
+    // Groups 2 i and 2 i + 1.
+    template <class Use>
+    void with_two(unsigned i, Use use) const {
+        if constexpr (per_row == 0 || per_row % 2) return use(at(2 * i), at(2 * i + 1));
+        const G *first = (const G *)(row[2 * i / std::max(1, per_row)] + offset) + 2 * i % std::max(1, per_row);
+        use(first[0], first[1]);
     }
 };
 
@@ -339,12 +359,15 @@ inline void fold_scales(Factors &to, const float *numbers, size_t stride, int co
     const float most_whole = std::min(32767.0f, 0x1p27f / (float)count);  // so that 32 bits hold the sum
     Vec totals[Queries], most[Queries];
     unrolled<Queries>([&](auto q) { totals[q] = set(0), most[q] = set(least_factor); });
+    const ScaleAndZero *pairs = to.pairs.data();
+    const int to_stride = to.stride;
+    float *exact = to.exact.data();
     for (int i = 0; i < count; i += lanes) {
         Vec scale, zero;
-        load_pairs(&to.pairs[i].scale, scale, zero);
+        load_pairs(&pairs[i].scale, scale, zero);
         unrolled<Queries>([&](auto q) {
             Vec number = load(numbers + q * stride + i), factor = mul(number, scale);
-            store(&to.exact[q * to.stride + i], factor);
+            store(exact + q * to_stride + i, factor);
             totals[q] = fma(number, zero, totals[q]);
             most[q] = max(magnitude(factor), most[q]);
         });
@@ -352,8 +375,8 @@ inline void fold_scales(Factors &to, const float *numbers, size_t stride, int co
     unrolled<Queries>([&](auto q) {
         to.units[q] = largest(most[q]) / most_whole;
         Vec inverse = set(1 / to.units[q]);
-        int16_t *whole = &to.whole[q * to.stride];
-        for (int i = 0; i < count; i += lanes) store(whole + i, mul(load(&to.exact[q * to.stride + i]), inverse));
+        int16_t *whole = &to.whole[q * to_stride];
+        for (int i = 0; i < count; i += lanes) store(whole + i, mul(load(exact + q * to_stride + i), inverse));
         whole[count] = 0;
         to.zeros[q] = sum(totals[q]);
     });
@@ -367,18 +390,21 @@ __attribute__((noinline)) void add_codes(Store how, float *to, size_t stride, co
                                          const Factors &by) {
     Ints low[Queries], high[Queries];
     unrolled<Queries>([&](auto q) { low[q] = high[q] = to_ints(set(0)); });
+    const int by_stride = by.stride;
     auto add_two = [&](const auto &a, const auto &b, const int16_t *two) {
         Pairs low_codes = load_pairs(&a.codes, &b.codes, p);
         Pairs high_codes = load_pairs(&a.codes, &b.codes, p + group_vecs / 2);
         unrolled<Queries>([&](auto q) {
-            Pairs factors = set_pair(two + q * by.stride);
+            Pairs factors = set_pair(two + q * by_stride);
             low[q] = add_products(low[q], factors, low_codes);
             high[q] = add_products(high[q], factors, high_codes);
         });
     };
-    int g = first;
-    for (; g + 2 <= count; g += 2) add_two(groups.at(g), groups.at(g + 1), &by.whole[g]);
-    if (g < count) add_two(groups.at(g), groups.at(g), &by.whole[g]);  // and a factor of 0
+    const int16_t *whole = by.whole.data();
+    const unsigned pairs = (unsigned)count / 2;
+    for (unsigned i = (unsigned)first / 2; i < pairs; i++)
+        groups.with_two(i, [&](const auto &a, const auto &b) { add_two(a, b, whole + 2 * i); });
+    if (count % 2) add_two(groups.at(count - 1), groups.at(count - 1), whole + count - 1);  // and a factor of 0
     unrolled<Queries>([&](auto q) {
         auto put = [&](int vec, Ints sum) {
             float *at = to + q * stride + vec * lanes;
@@ -402,18 +428,11 @@ inline void add_groups(Store how, float *to, size_t stride, const Table &groups,
     });
 }
 
-// Asks for the row of each of 32 positions from t on, all heads of it.
-inline void prefetch_rows(const SplitRows &rows, int t, size_t bytes) {
-    if (prefetch_distance == 0 || t >= split_positions) return;
-    for (int i = 0; i < group_size; i++)
-        for (size_t at = 0; at < bytes; at += cache_line) __builtin_prefetch(rows.row[t + i] + at, 0, 2);
-}
-
 // Calls use(groups) for a block of keys: the groups of its channels.
 template <class Format, class Use>
 inline void with_key_groups(const char *const *row, size_t offset, int width, Use use) {
     using G = typename Format::G;
-    int n = Format::groups(width);
+    unsigned n = (unsigned)Format::groups(width);
     if (n == 2) return use(Groups<G, 2>{row, offset, n});
     if (n == 4) return use(Groups<G, 4>{row, offset, n});
     use(Groups<G, 0>{row, offset, n});
@@ -421,14 +440,14 @@ inline void with_key_groups(const char *const *row, size_t offset, int width, Us
 
 // The raw scores of a piece of groups: a group of 32 positions for each channel. Of a block all positions are scored.
 template <class Format>
-void score_groups(float *scores, const float *queries, int count, const SplitRows &rows, const Piece &piece,
-                  int heads) {
+void score_groups(float *scores, const float *queries, int count, const SplitRows &rows, const Piece &piece, int heads,
+                  const SplitRows &then) {
     thread_local Factors by;
     const int width = rows.width, stride = padded(width, lanes);
     by.resize(width);
     std::fill(by.pairs.begin() + width, by.pairs.begin() + stride, ScaleAndZero{});
     for (int t = piece.begin; t < piece.end; t += group_size) {
-        prefetch_rows(rows, t + group_size, heads * piece.head_step);
+        for (int i = 0; i < group_size / 4; i++) prefetch_rows(then, t / 4 + i);
         for (int head = 0; head < heads; head++) {
             with_key_groups<Format>(rows.row + t, head * piece.head_step, width, [&](const auto &groups) {
                 for (int c = 0; c < width; c++) by.pairs[c] = groups.at(c).both;
@@ -444,12 +463,13 @@ void score_groups(float *scores, const float *queries, int count, const SplitRow
 // of 32.
 template <class Format>
 void accumulate_groups(float *values, size_t step, size_t stride, const float *weights, int count,
-                       const SplitRows &rows, const Piece &piece, int heads) {
+                       const SplitRows &rows, const Piece &piece, int heads, const SplitRows &then) {
     thread_local Factors by;
     const int begin = piece.begin / lanes * lanes, end = piece.end;
     by.resize(split_positions);
     std::fill(by.pairs.begin(), by.pairs.begin() + begin, ScaleAndZero{});
     std::fill(by.pairs.begin() + end, by.pairs.begin() + padded(end, lanes), ScaleAndZero{});
+    for (int i = begin / 4; i < padded(end, 4) / 4; i++) prefetch_rows(then, i);
     for (int head = 0; head < heads; head++) {
         for (int g = 0; g < Format::groups(rows.width); g++) {
             Groups<typename Format::G, 1> groups{rows.row, head * piece.head_step + g * sizeof(typename Format::G), 1};
@@ -519,7 +539,7 @@ inline Partial softmax_split(float *scores, int low, int high, int count, float 
 template <class Range>
 void attend_split(const Partials &to, const Attention &task, const Tile &tile, const Segments &seen, int origin,
                   int begin, int end, Range range) {
-    thread_local SplitRows keys, values;
+    thread_local SplitRows keys, values, next;
     thread_local Floats queries, scores;
     const int count = tile.queries(), all = tile.heads * count, width = task.heads.width;
     const int stride = padded(width, lanes), read = padded(std::max(0, end - origin), group_size);
@@ -544,10 +564,10 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
         const Piece &piece = keys.pieces[i];
         piece.type.visit([&](auto format) {
             if constexpr (kind<decltype(format)> == Kind::grouped)
-                score_groups<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads);
+                score_groups<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads, values);
         });
         with_format(piece.type, width, [&](auto format, auto width) {
-            score_rows<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads, width);
+            score_rows<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads, values, width);
         });
     }
     for (int i = 0; i < all; i++) {
@@ -556,16 +576,17 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
         to.partials[i / count * to.step + i % count] =
             softmax_split(&scores[(size_t)i * split_positions], low, high, read, 1 / std::sqrt((float)width));
     }
+    find_rows<true>(next, seen, task.heads.kv, tile.heads, origin + split_positions, end, end + split_positions);
     for (int i = 0; i < values.count; i++) {
         const Piece &piece = values.pieces[i];
         piece.type.visit([&](auto format) {
             if constexpr (kind<decltype(format)> == Kind::grouped)
                 accumulate_groups<decltype(format)>(to.values, to.step * to.stride, to.stride, scores.data(), count,
-                                                    values, piece, tile.heads);
+                                                    values, piece, tile.heads, next);
         });
         with_format(piece.type, values.width, [&](auto format, auto width) {
             accumulate_rows<decltype(format)>(to.values, to.step * to.stride, to.stride, scores.data(), count, values,
-                                              piece, tile.heads, width);
+                                              piece, tile.heads, next, width);
         });
     }
 }

@@ -106,8 +106,12 @@ inline void load_pairs(const f16 *p, Vec &even, Vec &odd) {
 }
 
 inline void store(float *p, Vec a) { hn::StoreU(a, Lanes(), p); }
-// Rounds to whole numbers, ties to even; they must be ones that 16 bits hold.
-inline void store(int16_t *p, Vec a) { hn::StoreU(hn::DemoteTo(As<int16_t>(), to_ints(a)), As<int16_t>(), p); }
+// Rounds to whole numbers, ties to even; they must be ones that 16 bits hold. Between 2^23 and 2^24 float32 counts in
+// ones, so that the sum has them in its lowest bits.
+inline void store(int16_t *p, Vec a) {
+    auto bits = hn::BitCast(As<uint32_t>(), hn::Add(a, hn::Set(Lanes(), 0x1.8p23f)));
+    hn::StoreU(hn::TruncateTo(As<uint16_t>(), bits), As<uint16_t>(), (uint16_t *)p);
+}
 
 // The first `count` < lanes numbers, zeros behind them; reads nothing beyond.
 template <class Number>
