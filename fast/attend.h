@@ -28,7 +28,6 @@ namespace fast {
 constexpr int split_positions = 256;
 // A split's rows are read as four streams, a fourth of it apart, which the processor's own prefetcher follows.
 constexpr int stream_positions = split_positions / 4;
-constexpr int few_queries = 8;      // of a KV head: memory is what counts, and it is read position by position
 constexpr int near_positions = 16;  // of each stream: what is read twice stays in the L1
 
 constexpr int padded(int count, int unit) { return (count + unit - 1) / unit * unit; }
@@ -206,7 +205,8 @@ inline void scale_rows(float *numbers, int queries, const SplitRows &rows, const
 
 // scores[q * split_positions + r * stream_positions] = row r . query q; queries (Queries, padded width).
 template <class Format, int Rows, int Queries, class Width>
-inline void score_tile(float *scores, const char *const *row, size_t offset, const float *queries, Width width) {
+inline void score_tile(float *scores, const char *const *row, size_t offset, const char *const *then,
+                       const float *queries, Width width) {
     const int stride = padded(width, lanes), whole = width / lanes * lanes;
     Vec sums[Rows * Queries];
     unrolled<Rows * Queries>([&](auto i) { sums[i] = set(0); });
@@ -215,6 +215,8 @@ inline void score_tile(float *scores, const char *const *row, size_t offset, con
         unrolled<Queries>([&](auto q) { query[q] = load(queries + q * stride + c); });
         unrolled<Rows>([&](auto r) {
             auto *numbers = numbers_of((const Format *)nullptr, row[r * stream_positions] + offset) + c;
+            if (prefetch_distance && c * sizeof(*numbers) % cache_line == 0)
+                __builtin_prefetch(then[r * stream_positions] + offset + c * sizeof(*numbers), 0, 2);
             Vec key = read(numbers);
             unrolled<Queries>([&](auto q) { sums[q * Rows + r] = fma(key, query[q], sums[q * Rows + r]); });
         });
@@ -239,14 +241,13 @@ __attribute__((flatten, noinline)) void score_rows(float *scores, const float *q
                                                    const SplitRows &rows, const Piece &piece, int heads,
                                                    const SplitRows &then, Width width) {
     for (int i = 0; i < stream_positions; i++) {
-        prefetch_rows(then, i);
         with_tile(piece, i, [&](auto tile, int t) {
             for (int head = 0; head < heads; head++) {
                 in_batches<score_queries>(count, [&](auto size, int q) {
                     size_t first = (size_t)head * count + q;
                     score_tile<Format, tile, size>(scores + first * split_positions + t, rows.row + t,
-                                                   head * piece.head_step, queries + first * padded(width, lanes),
-                                                   width);
+                                                   head * piece.head_step, then.row + t,
+                                                   queries + first * padded(width, lanes), width);
                 });
             }
         });
@@ -259,7 +260,8 @@ __attribute__((flatten, noinline)) void score_rows(float *scores, const float *q
 // (Queries, split_positions), for `Vecs` Vecs of channels, or of one Vec `part` channels.
 template <class Format, int Queries, int Vecs>
 inline void accumulate_tile(float *values, size_t stride, const float *weights, const SplitRows &rows,
-                            const Piece &piece, int first, int last, size_t offset, int channel, int part = 0) {
+                            const Piece &piece, int first, int last, size_t offset, const SplitRows &then, int channel,
+                            int part = 0) {
     Vec sums[Queries * Vecs];
     unrolled<Queries * Vecs>([&](auto i) { sums[i] = load(values + i / Vecs * stride + i % Vecs * lanes); });
     for (int i = first; i < last; i++) {
@@ -268,6 +270,8 @@ inline void accumulate_tile(float *values, size_t stride, const float *weights, 
                 const int at = t + r * stream_positions;
                 auto *numbers = numbers_of((const Format *)nullptr, rows.row[at] + offset) + channel;
                 unrolled<Vecs>([&](auto c) {
+                    if (prefetch_distance && c * lanes * sizeof(*numbers) % cache_line == 0)
+                        __builtin_prefetch(then.row[at] + offset + (channel + c * lanes) * sizeof(*numbers), 0, 2);
                     Vec row = part ? load_part(numbers, part) : load(numbers + c * lanes);
                     unrolled<Queries>([&](auto q) {
                         Vec &total = sums[q * Vecs + c];
@@ -286,16 +290,15 @@ template <class Format, class Width>
 __attribute__((flatten, noinline)) void accumulate_rows(float *values, size_t step, size_t stride, float *weights,
                                                         int count, const SplitRows &rows, const Piece &piece, int heads,
                                                         const SplitRows &then, Width width) {
-    const int places = count > few_queries ? near_positions : 1;
-    for (int i = 0; i < stream_positions; i += places) {
-        for (int k = i; k < i + places; k++) prefetch_rows(then, k);
-        if (i % near_positions == 0) scale_rows<Format>(weights, count, rows, piece, heads, i);
+    for (int i = 0; i < stream_positions; i += near_positions) {
+        scale_rows<Format>(weights, count, rows, piece, heads, i);
         for (int head = 0; head < heads; head++) {
             in_batches<value_queries>(count, [&](auto size, int q) {
                 auto add = [&](auto vecs, int c, int part) {
                     accumulate_tile<Format, size, vecs>(values + head * step + q * stride + c, stride,
                                                         weights + (size_t)(head * count + q) * split_positions, rows,
-                                                        piece, i, i + places, head * piece.head_step, c, part);
+                                                        piece, i, i + near_positions, head * piece.head_step, then, c,
+                                                        part);
                 };
                 const int whole = width / lanes * lanes;
                 in_batches<value_vecs>(width / lanes, [&](auto vecs, int c) { add(vecs, c * lanes, 0); });
@@ -447,10 +450,13 @@ void score_groups(float *scores, const float *queries, int count, const SplitRow
     by.resize(width);
     std::fill(by.pairs.begin() + width, by.pairs.begin() + stride, ScaleAndZero{});
     for (int t = piece.begin; t < piece.end; t += group_size) {
-        for (int i = 0; i < group_size / 4; i++) prefetch_rows(then, t / 4 + i);
         for (int head = 0; head < heads; head++) {
+            for (int i = head; i < group_size / 4; i += heads) prefetch_rows(then, t / 4 + i);
             with_key_groups<Format>(rows.row + t, head * piece.head_step, width, [&](const auto &groups) {
-                for (int c = 0; c < width; c++) by.pairs[c] = groups.at(c).both;
+                ScaleAndZero *pairs = by.pairs.data();
+                for (unsigned i = 0; i < (unsigned)width / 2; i++)
+                    groups.with_two(i, [&](auto &a, auto &b) { pairs[2 * i] = a.both, pairs[2 * i + 1] = b.both; });
+                if (width % 2) pairs[width - 1] = groups.at(width - 1).both;
                 size_t first = (size_t)head * count;
                 add_groups(Store::set, scores + first * split_positions + t, split_positions, groups, 0, width, by,
                            queries + first * stride, stride, count);
@@ -469,11 +475,14 @@ void accumulate_groups(float *values, size_t step, size_t stride, const float *w
     by.resize(split_positions);
     std::fill(by.pairs.begin(), by.pairs.begin() + begin, ScaleAndZero{});
     std::fill(by.pairs.begin() + end, by.pairs.begin() + padded(end, lanes), ScaleAndZero{});
-    for (int i = begin / 4; i < padded(end, 4) / 4; i++) prefetch_rows(then, i);
+    const int passes = heads * Format::groups(rows.width);
     for (int head = 0; head < heads; head++) {
         for (int g = 0; g < Format::groups(rows.width); g++) {
             Groups<typename Format::G, 1> groups{rows.row, head * piece.head_step + g * sizeof(typename Format::G), 1};
-            for (int t = begin; t < end; t++) by.pairs[t] = groups.at(t).both;
+            const int pass = head * Format::groups(rows.width) + g, places = stream_positions;
+            for (int i = places * pass / passes; i < places * (pass + 1) / passes; i++) prefetch_rows(then, i);
+            ScaleAndZero *pairs = by.pairs.data();
+            for (int t = begin; t < end; t++) pairs[t] = groups.at(t).both;
             add_groups(Store::add, values + head * step + g * group_size, stride, groups, begin, end, by,
                        weights + (size_t)head * count * split_positions, split_positions, count);
         }

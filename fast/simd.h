@@ -132,14 +132,20 @@ inline void store_part(float *p, Vec a, int count) {
 inline Vec add(Vec a, Vec b) { return hn::Add(a, b); }
 inline Vec mul(Vec a, Vec b) { return hn::Mul(a, b); }
 inline Vec div(Vec a, Vec b) { return hn::Div(a, b); }
-inline Vec fma(Vec a, Vec b, Vec c) { return hn::MulAdd(a, b, c); }          // a * b + c
-inline Vec max(Vec a, Vec b) { return hn::IfThenElse(hn::Gt(a, b), a, b); }  // b where one of them is NaN
+inline Vec fma(Vec a, Vec b, Vec c) { return hn::MulAdd(a, b, c); }  // a * b + c
+inline Vec max(Vec a, Vec b) {                                       // b where one of them is NaN
+    return HWY_ARCH_X86 ? hn::Max(a, b) : hn::IfThenElse(hn::Gt(a, b), a, b);
+}
 inline Vec magnitude(Vec a) { return hn::Abs(a); }
 inline Vec round(Vec a) { return hn::Round(a); }
 // a * 2^n for whole n <= 127; 0 for n < -126.
 inline Vec scale(Vec a, Vec n) {
+#if defined(__AVX512BW__)
+    return Vec{_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n.raw, _mm512_set1_ps(-126), _CMP_NLT_UQ), a.raw, n.raw)};
+#else
     Ints exponent = hn::Add(to_ints(max(n, set(-127))), hn::Set(As<int32_t>(), 127));
     return mul(a, hn::BitCast(Lanes(), hn::ShiftLeft<23>(exponent)));
+#endif
 }
 
 // e^x for x <= 88, within 2 units in the last place, or 2^-126 where that is more; 0 for x < -104 and for -infinity;
