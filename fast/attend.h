@@ -256,28 +256,112 @@ __attribute__((flatten, noinline)) void score_rows(float *scores, const float *q
     }
 }
 
-// values (Queries, stride) += the rows of the piece at places [first, last) of the streams, times their weights
-// (Queries, split_positions), for `Vecs` Vecs of channels, or of one Vec `part` channels.
+// ---- Many queries: keys of neighbouring positions side by side -----------------------------------------------
+//
+// A lane is a position then, and no sum has to be folded. The sums are the same: what would be lane i's of score_tile()
+// is summed up by itself, and then added in the order in which sum() folds lanes.
+
+constexpr int many_queries = 16, panel_positions = 2 * lanes;
+
+// panel (stride, panel_positions) = the keys of so many positions from `first` on, those of the piece.
+template <class Format, class Width>
+inline void fill_panel(float *panel, const SplitRows &rows, const Piece &piece, size_t offset, int first, Width width) {
+    const hn::Full128<float> four;
+    const int stride = padded(width, lanes), whole = width / lanes * lanes;
+    thread_local Floats keys;  // (4, stride)
+    keys.resize((size_t)4 * stride);
+    for (int t = 0; t < panel_positions; t += 4) {
+        for (int i = 0; i < 4; i++) {
+            int at = first + t + i;
+            const char *row = at >= piece.begin && at < piece.end ? rows.row[at] + offset : rows.zeros.data();
+            auto *numbers = numbers_of((const Format *)nullptr, row);
+            for (int c = 0; c < whole; c += lanes) store(&keys[i * stride + c], load(numbers + c));
+            if (whole < width) store(&keys[i * stride + whole], load_part(numbers + whole, width - whole));
+        }
+        for (int c = 0; c < stride; c += 4) {
+            auto key = [&](int i) { return hn::LoadU(four, &keys[i * stride + c]); };
+            auto put = [&](int i, auto lower, auto upper) {
+                hn::StoreU(hn::InterleaveLower(four, lower, upper), four, panel + (c + i) * panel_positions + t);
+                hn::StoreU(hn::InterleaveUpper(four, lower, upper), four, panel + (c + i + 1) * panel_positions + t);
+            };
+            put(0, hn::InterleaveLower(four, key(0), key(2)), hn::InterleaveLower(four, key(1), key(3)));
+            put(2, hn::InterleaveUpper(four, key(0), key(2)), hn::InterleaveUpper(four, key(1), key(3)));
+        }
+    }
+}
+
+// sums (Queries, panel_positions) = the products of the channels i, i + n, i + 2 n, ...
+template <int Queries, int n, int i, class Width>
+inline void panel_products(Vec (&sums)[2 * Queries], const float *panel, const float *queries, Width width) {
+    const int stride = padded(width, lanes);
+    if constexpr (n == lanes) {
+        unrolled<2 * Queries>([&](auto k) { sums[k] = set(0); });
+        for (int c = i; c < stride; c += lanes) {
+            Vec first = load(panel + c * panel_positions), second = load(panel + c * panel_positions + lanes);
+            unrolled<Queries>([&](auto q) {
+                Vec query = set(queries[q * stride + c]);
+                sums[2 * q] = fma(first, query, sums[2 * q]);
+                sums[2 * q + 1] = fma(second, query, sums[2 * q + 1]);
+            });
+        }
+    } else {
+        Vec more[2 * Queries];
+        panel_products<Queries, 2 * n, i>(sums, panel, queries, width);
+        panel_products<Queries, 2 * n, i + n>(more, panel, queries, width);
+        unrolled<2 * Queries>([&](auto k) { sums[k] = add(sums[k], more[k]); });
+    }
+}
+
+// score_rows() for many queries.
+template <class Format, class Width>
+__attribute__((flatten, noinline)) void score_panels(float *scores, const float *queries, int count,
+                                                     const SplitRows &rows, const Piece &piece, int heads,
+                                                     Width width) {
+    const int stride = padded(width, lanes);
+    thread_local Floats panel;
+    panel.resize((size_t)stride * panel_positions);
+    for (int head = 0; head < heads; head++) {
+        for (int t = piece.begin / panel_positions * panel_positions; t < piece.end; t += panel_positions) {
+            fill_panel<Format>(panel.data(), rows, piece, head * piece.head_step, t, width);
+            in_batches<2>(count, [&](auto size, int q) {
+                Vec sums[2 * size];
+                float result[2 * size * lanes];
+                size_t first = (size_t)head * count + q;
+                panel_products<size, 1, 0>(sums, panel.data(), queries + first * stride, width);
+                unrolled<2 * size>([&](auto k) { store(result + k * lanes, sums[k]); });
+                int begin = std::max(t, piece.begin), end = std::min(t + panel_positions, piece.end);
+                for (int i = 0; i < size; i++)
+                    memcpy(scores + (first + i) * split_positions + begin, result + i * panel_positions + begin - t,
+                           (size_t)(end - begin) * sizeof(float));
+            });
+        }
+    }
+    for (int i = 0; i < stream_positions; i += near_positions) scale_rows<Format>(scores, count, rows, piece, heads, i);
+}
+
+// A row of values whose turn it is, and its position in the split.
+struct Turn {
+    const char *row;
+    int at;
+};
+
+// values (Queries, stride) += the rows of `count` turns times their weights (Queries, split_positions), for `Vecs` Vecs
+// of channels, or of one Vec `part` channels. Meanwhile `then` is asked for.
 template <class Format, int Queries, int Vecs>
-inline void accumulate_tile(float *values, size_t stride, const float *weights, const SplitRows &rows,
-                            const Piece &piece, int first, int last, size_t offset, const SplitRows &then, int channel,
-                            int part = 0) {
+inline void accumulate_tile(float *values, size_t stride, const float *weights, const Turn *turns, int count,
+                            size_t offset, const SplitRows &then, int channel, int part) {
     Vec sums[Queries * Vecs];
     unrolled<Queries * Vecs>([&](auto i) { sums[i] = load(values + i / Vecs * stride + i % Vecs * lanes); });
-    for (int i = first; i < last; i++) {
-        with_tile(piece, i, [&](auto tile, int t) {
-            unrolled<tile>([&](auto r) {
-                const int at = t + r * stream_positions;
-                auto *numbers = numbers_of((const Format *)nullptr, rows.row[at] + offset) + channel;
-                unrolled<Vecs>([&](auto c) {
-                    if (prefetch_distance && c * lanes * sizeof(*numbers) % cache_line == 0)
-                        __builtin_prefetch(then.row[at] + offset + (channel + c * lanes) * sizeof(*numbers), 0, 2);
-                    Vec row = part ? load_part(numbers, part) : load(numbers + c * lanes);
-                    unrolled<Queries>([&](auto q) {
-                        Vec &total = sums[q * Vecs + c];
-                        total = fma(set(weights[q * split_positions + at]), row, total);
-                    });
-                });
+    for (int k = 0; k < count; k++) {
+        const int at = turns[k].at;
+        auto *numbers = numbers_of((const Format *)nullptr, turns[k].row + offset) + channel;
+        unrolled<Vecs>([&](auto c) {
+            if (prefetch_distance && c * lanes * sizeof(*numbers) % cache_line == 0)
+                __builtin_prefetch(then.row[at] + offset + (channel + c * lanes) * sizeof(*numbers), 0, 2);
+            Vec row = part ? load_part(numbers, part) : load(numbers + c * lanes);
+            unrolled<Queries>([&](auto q) {
+                Vec &total = sums[q * Vecs + c];
+                total = fma(set(weights[q * split_positions + at]), row, total);
             });
         });
     }
@@ -285,25 +369,45 @@ inline void accumulate_tile(float *values, size_t stride, const float *weights, 
 }
 
 // values (head, query, stride), `step` numbers from head to head, += the weighted rows of a piece; weights (head,
-// query, split_positions).
+// query, split_positions). For many queries rows are widened first.
 template <class Format, class Width>
 __attribute__((flatten, noinline)) void accumulate_rows(float *values, size_t step, size_t stride, float *weights,
                                                         int count, const SplitRows &rows, const Piece &piece, int heads,
                                                         const SplitRows &then, Width width) {
+    thread_local Floats wide;  // (turn, stride)
+    Turn turns[4 * near_positions], wide_turns[4 * near_positions];
+    const int whole = width / lanes * lanes;
     for (int i = 0; i < stream_positions; i += near_positions) {
+        int n = 0;
+        for (int k = i; k < i + near_positions; k++)
+            for (int t = k; t < piece.end; t += stream_positions)
+                if (t >= piece.begin) turns[n++] = {rows.row[t], t};
         scale_rows<Format>(weights, count, rows, piece, heads, i);
-        for (int head = 0; head < heads; head++) {
-            in_batches<value_queries>(count, [&](auto size, int q) {
-                auto add = [&](auto vecs, int c, int part) {
-                    accumulate_tile<Format, size, vecs>(values + head * step + q * stride + c, stride,
-                                                        weights + (size_t)(head * count + q) * split_positions, rows,
-                                                        piece, i, i + near_positions, head * piece.head_step, then, c,
-                                                        part);
-                };
-                const int whole = width / lanes * lanes;
-                in_batches<value_vecs>(width / lanes, [&](auto vecs, int c) { add(vecs, c * lanes, 0); });
-                if (whole < width) add(std::integral_constant<int, 1>(), whole, width - whole);
-            });
+        for (int head = 0; n && head < heads; head++) {
+            auto accumulate = [&](auto format, const Turn *from, size_t offset) {
+                in_batches<value_queries>(count, [&](auto size, int q) {
+                    auto add = [&](auto vecs, int c, int part) {
+                        accumulate_tile<decltype(format), size, vecs>(
+                            values + head * step + q * stride + c, stride,
+                            weights + (size_t)(head * count + q) * split_positions, from, n, offset, then, c, part);
+                    };
+                    in_batches<value_vecs>(width / lanes, [&](auto vecs, int c) { add(vecs, c * lanes, 0); });
+                    if (whole < width) add(std::integral_constant<int, 1>(), whole, width - whole);
+                });
+            };
+            if (count < many_queries) {
+                accumulate(Format(), turns, head * piece.head_step);
+                continue;
+            }
+            wide.resize(4 * near_positions * stride);
+            for (int k = 0; k < n; k++) {
+                float *to = &wide[k * stride];
+                auto *numbers = numbers_of((const Format *)nullptr, turns[k].row + head * piece.head_step);
+                for (int c = 0; c < whole; c += lanes) store(to + c, load(numbers + c));
+                if (whole < width) store(to + whole, load_part(numbers + whole, width - whole));
+                wide_turns[k] = {(const char *)to, turns[k].at};
+            }
+            accumulate(PlainRow<float>(), wide_turns, 0);
         }
     }
 }
@@ -576,6 +680,9 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
                 score_groups<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads, values);
         });
         with_format(piece.type, width, [&](auto format, auto width) {
+            if (count >= many_queries)
+                return score_panels<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads,
+                                                      width);
             score_rows<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads, values, width);
         });
     }
