@@ -128,7 +128,7 @@ void find_rows(SplitRows &rows, const Segments &seen, int kv_heads, int heads, i
             rows.pieces[rows.count++] = {first - origin, last - origin, side.type, side.stride / kv_heads};
         start = side.start;
         rows.width = side.width;
-        rows.zeros.resize(std::max(rows.zeros.size(), side.stride));
+        rows.zeros.resize(std::max({rows.zeros.size(), side.stride, heads * side.width * sizeof(float)}));
     }
     for (int i = 0; i < rows.count; i++) {
         rows.pieces[i].type.visit([&](auto format) {
