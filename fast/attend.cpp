@@ -124,7 +124,7 @@ void find_rows(SplitRows &rows, const Segments &seen, int kv_heads, int heads, i
             rows.pieces[rows.count++] = {first - origin, last - origin, side.type, side.stride / kv_heads};
         start = side.start;
         rows.width = side.width;
-        rows.zeros.resize(std::max(rows.zeros.size(), side.stride));
+        rows.zeros.resize(std::max({rows.zeros.size(), side.stride, heads * side.width * sizeof(float)}));
     }
     for (int i = 0; i < rows.count; i++) {
         rows.pieces[i].type.visit([&](auto format) {
@@ -692,7 +692,7 @@ void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cach
     const bool cached = cache.keys.data;
     const Heads heads = plan.heads = pass.heads;
     plan.widest = visible_of(cache.layout, 0);
-    plan.stride = padded(cached ? cache.values.width : heads.width, group_size);
+    plan.stride = padded(cache.values.width ? cache.values.width : heads.width, group_size);
     const int most = std::max(1, tile_queries / heads.group());
     const bool blocks = cached && (has_blocks(cache.type_k) || has_blocks(cache.type_v));
     for (int row = 0; row < pass.count; row++) {

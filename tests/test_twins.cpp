@@ -215,7 +215,7 @@ TEST_CASE("embedding, rotation and the norm of queries and keys") {
             Buffer<Span> places = upload(m, spans);
             Buffer<float> angles = upload(m, Vector(count * width)), by = upload(m, frequencies), xs = upload(m, x);
             Buffer<float> embedded = upload(m, Vector(count * hidden));
-            Pass pass = {count, ids.data(), places.data(), angles.data(), by.data(), spans.data()};
+            Pass pass = {count, ids.data(), places.data(), angles.data(), by.data(), {heads, heads, width}, spans.data()};
             Tensor weight = norm ? Tensor{gains.data(), DType::bf16, 1, width} : Tensor{};
             m.run([&] {
                 Operations::embed(m, embedded.data(), Tensor{rows.data(), DType::f16, 10, hidden}, pass);
@@ -334,7 +334,7 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
             m.write(buffer.data(), numbers.data(), numbers.size() * sizeof(numbers[0]));
         };
         write(query, q), write(keys, k), write(values, v), write(places, spans);
-        Pass pass = {count, nullptr, places.data(), angles.data(), by.data(), spans.data()};
+        Pass pass = {count, nullptr, places.data(), angles.data(), by.data(), heads, spans.data()};
         Attention task = {out.data(),
                           query.data(),
                           {keys.data(), heads.kv, heads.width},
