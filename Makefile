@@ -4,7 +4,7 @@
 # make plain    builds ./llm-plain, without fast/: the same program, slower
 # make asan     the tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz     libFuzzer on what comes from outside, FUZZ_SECONDS each
-# make test-simd     numbers and layers by every kind of SIMD, also those that this machine has not
+# make test-simd     the number formats by other kinds of SIMD than this machine's
 # make test-gpu      the tests of the kernels on a real card; make sanitize-gpu: under compute-sanitizer
 # make bench-gpu     the table of docs/gpu.md, on this card
 # CUDA=0 leaves nvcc out; CXX=clang++ takes clang; CUDA_HOME says where the toolkit is; CUDA_ARCH="90 120" for which GPUs.
@@ -65,6 +65,7 @@ OBJECTS := build/attend.o build/linear.o $(TOKENIZER)
 TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
 ASAN_TESTS := $(filter-out test_cuda% test_twins test_plain,$(TESTS))
 GPU_TESTS := test_twins test_cuda_model
+SIMD_TESTS := $(addprefix build/simd/test_numbers.,sse2 avx2 neon)
 FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 
 # Changes when the compilers, the flags or the machine do, so that nothing is linked from two worlds.
@@ -105,6 +106,10 @@ fuzz: need-fuzz
 run_%: build/%
 	@mkdir -p build/corpus/$* && build/$* -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -verbosity=0 \
 	  -print_funcs=0 -artifact_prefix=build/ build/corpus/$* && echo "$*: $(FUZZ_SECONDS) s, nothing found"
+
+test-simd: need-simd
+	$(AGAIN) $(SIMD_TESTS)
+	@sh tests/run.sh $(SIMD_TESTS)
 
 test-gpu: need-tests need-nvcc
 	$(AGAIN) found $(GPU_TESTS:%=build/gpu/%)
@@ -147,6 +152,9 @@ need-tests: need
 need-fuzz: need
 	$(call need_packages,clang++:clang /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a:libclang-rt-14-dev)
 
+need-simd: need-tests
+	$(call need_packages,aarch64-linux-gnu-g++:g++-aarch64-linux-gnu qemu-aarch64:qemu-user)
+
 need-nvcc:
 	@[ -n "$(NVCC)" ] || { echo "nvcc: $(NO_NVCC): install the CUDA toolkit 13"; exit 1; }
 
@@ -186,6 +194,15 @@ build/test_cuda% build/test_twins: CXXFLAGS += -g1 -fsanitize=address,alignment 
   -fno-omit-frame-pointer $(if $(findstring clang,$(KERNEL_CXX)),,-Wno-maybe-uninitialized)
 build/test_cuda% build/test_twins: LIBS += -lboost_context
 build/test_cuda% build/test_twins: TEST_CXX := $(KERNEL_CXX)
+
+# Numbers with another kind of SIMD than this machine's, and how that is run.
+SIMD.sse2 := $(CXX) -march=x86-64
+SIMD.avx2 := $(CXX) -march=x86-64-v3
+SIMD.neon := aarch64-linux-gnu-g++ -idirafter $(INCLUDE)
+RUN.neon := qemu-aarch64 -L /usr/aarch64-linux-gnu
+build/simd/%: tests/test_numbers.cpp fast/simd.h $(STORY) $(wildcard tests/*.h) build/flags
+	$(SIMD$(suffix $*)) -std=c++17 -O1 -ffp-contract=off $(WARN) $< -o $@.program
+	printf '#!/bin/sh\nexec $(RUN$(suffix $*)) $@.program "$$@"\n' > $@ && chmod +x $@
 
 # The same tests for a real card.
 build/gpu/%.o: tests/%.cpp $(SOURCES) $(wildcard tests/*.h) build/flags

@@ -27,7 +27,8 @@ struct Pass {
     const Span *spans = nullptr;         // (count): where each stands, a span of 1
     float *cos_sin = nullptr;            // (count, D): of each pair's angle at its position, cosines first
     const float *frequencies = nullptr;  // (D / 2): radians a position
-    const Span *spans_on_host = nullptr;
+    Heads heads = {};
+    const Span *spans_on_host = nullptr;  // the same spans, where a GPU computes: for what is planned on the host
 };
 
 // Calls use(p) with a tensor's numbers as a file stores them: `const float *`, `const f16 *` or `const bf16 *`.

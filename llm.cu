@@ -191,8 +191,8 @@ inline Pass begin_pass(Engine &engine, const Batch &batch) {
     a.spans_on_host = spans_of(batch);
     memory.write(a.tokens.data(), batch.tokens.data(), count * sizeof(int));
     memory.write(a.spans.data(), a.spans_on_host.data(), count * sizeof(Span));
-    return {(int)count,       a.tokens.data(),      a.spans.data(),
-            a.cos_sin.data(), a.frequencies.data(), a.spans_on_host.data()};
+    return {(int)count,           a.tokens.data(), a.spans.data(),        a.cos_sin.data(),
+            a.frequencies.data(), engine.heads,    a.spans_on_host.data()};
 }
 
 // All layers, for one batch; what comes out is in engine.a.x. What is new is stored in the cache, and the past is read

@@ -160,6 +160,11 @@ struct Same {
 class Gpu : public Memory {
 public:
     using Team = Warp;
+#ifdef CUDA_ON_CPU
+    static constexpr int large_side = 64;
+#else
+    static constexpr int large_side = 8192;  // of matrices whose product keeps a card busy
+#endif
     cudaDeviceProp properties = {};
     cudaStream_t stream = nullptr;
     cublasHandle_t blas = nullptr;

@@ -63,7 +63,7 @@ inline std::string on_one_line(const std::string &text) {
 inline std::string verdict_of(const DiffTotals &totals, const std::vector<DiffStep> &steps) {
     std::string logits = formatted("the logits by %.3g of %.3g allowed", totals.difference, totals.allowed);
     if (totals.divergence >= 0)
-        return formatted("NOT the same: the tokens differ at step %d, by a tie of %.3g in the logits",
+        return formatted("NOT the same: the tokens differ at step %d, where %.3g lies between their naive logits",
                          totals.divergence, steps[totals.divergence].margin);
     return (totals.difference <= totals.allowed ? "the same: the tokens are identical, " : "NOT the same: ") + logits;
 }

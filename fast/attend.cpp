@@ -18,18 +18,15 @@
 #include <type_traits>
 #include <vector>
 
-#include "../attention.cu"
+#include "attend.h"
 #include "fast.h"
 #include "simd.h"
 
 namespace fast {
 
-constexpr int split_positions = 256;
 // A split's rows are read as four streams, a fourth of it apart, which the processor's own prefetcher follows.
 constexpr int stream_positions = split_positions / 4;
 constexpr int near_positions = 16;  // of each stream: what is read twice stays in the L1
-
-constexpr int padded(int count, int unit) { return (count + unit - 1) / unit * unit; }
 
 // ---- Kinds of rows -----------------------------------------------------------------------------------------
 //
@@ -76,7 +73,8 @@ struct Piece {
 // nothing is read. Pieces follow one another; where there are several, all but the first are of at most 32 positions,
 // in one block: the residual block and the pass's own vectors.
 struct SplitRows {
-    int width = 0, count = 0;
+    int width = 0, count = 0, end = 0;
+    size_t bytes = 0;  // of a position's rows
     Piece pieces[4];
     const char *row[split_positions];
     Floats dequantized;  // (position, head, width), of rows that are read number by number
@@ -126,7 +124,7 @@ void find_rows(SplitRows &rows, const Segments &seen, int kv_heads, int heads, i
             rows.pieces[rows.count++] = {first - origin, last - origin, side.type, side.stride / kv_heads};
         start = side.start;
         rows.width = side.width;
-        rows.zeros.resize(std::max(rows.zeros.size(), side.stride));
+        rows.zeros.resize(std::max({rows.zeros.size(), side.stride, heads * side.width * sizeof(float)}));
     }
     for (int i = 0; i < rows.count; i++) {
         rows.pieces[i].type.visit([&](auto format) {
@@ -135,11 +133,20 @@ void find_rows(SplitRows &rows, const Segments &seen, int kv_heads, int heads, i
         });
     }
     int from = rows.count ? rows.pieces[0].begin : 0, to = rows.count ? rows.pieces[rows.count - 1].end : 0;
+    rows.end = to, rows.bytes = rows.count ? heads * rows.pieces[0].head_step : 0;
     std::fill(rows.row, rows.row + from, rows.zeros.data());
     std::fill(rows.row + to, rows.row + split_positions, rows.zeros.data());
 }
 
 // ---- Rows of numbers and codes -----------------------------------------------------------------------------
+
+// While the keys of a split are computed with, its values are asked for, and meanwhile the next split's keys: `then`,
+// at place i of the streams. To GCC a function that only asks has no effect, and its calls would be removed.
+__attribute__((always_inline)) inline void prefetch_rows(const SplitRows &then, int i) {
+    if (prefetch_distance == 0) return;
+    for (int t = i; t < then.end; t += stream_positions)
+        for (size_t at = 0; at < then.bytes; at += cache_line) __builtin_prefetch(then.row[t] + at, 0, 2);
+}
 
 // Queries and Vecs of channels whose sums stay in registers, of which there are 32 or 16.
 constexpr bool wide_machine = HWY_ARCH_ARM || lanes == 16;
@@ -194,7 +201,8 @@ inline void scale_rows(float *numbers, int queries, const SplitRows &rows, const
 
 // scores[q * split_positions + r * stream_positions] = row r . query q; queries (Queries, padded width).
 template <class Format, int Rows, int Queries, class Width>
-inline void score_tile(float *scores, const char *const *row, size_t offset, const float *queries, Width width) {
+inline void score_tile(float *scores, const char *const *row, size_t offset, const char *const *then,
+                       const float *queries, Width width) {
     const int stride = padded(width, lanes), whole = width / lanes * lanes;
     Vec sums[Rows * Queries];
     unrolled<Rows * Queries>([&](auto i) { sums[i] = set(0); });
@@ -203,7 +211,8 @@ inline void score_tile(float *scores, const char *const *row, size_t offset, con
         unrolled<Queries>([&](auto q) { query[q] = load(queries + q * stride + c); });
         unrolled<Rows>([&](auto r) {
             auto *numbers = numbers_of((const Format *)nullptr, row[r * stream_positions] + offset) + c;
-            if (c * sizeof(*numbers) % cache_line == 0) prefetch(numbers);
+            if (prefetch_distance && c * sizeof(*numbers) % cache_line == 0)
+                __builtin_prefetch(then[r * stream_positions] + offset + c * sizeof(*numbers), 0, 2);
             Vec key = read(numbers);
             unrolled<Queries>([&](auto q) { sums[q * Rows + r] = fma(key, query[q], sums[q * Rows + r]); });
         });
@@ -225,15 +234,16 @@ inline void score_tile(float *scores, const char *const *row, size_t offset, con
 // The raw scores q . k of a piece, (head, query, split_positions).
 template <class Format, class Width>
 __attribute__((flatten, noinline)) void score_rows(float *scores, const float *queries, int count,
-                                                   const SplitRows &rows, const Piece &piece, int heads, Width width) {
+                                                   const SplitRows &rows, const Piece &piece, int heads,
+                                                   const SplitRows &then, Width width) {
     for (int i = 0; i < stream_positions; i++) {
         with_tile(piece, i, [&](auto tile, int t) {
             for (int head = 0; head < heads; head++) {
                 in_batches<score_queries>(count, [&](auto size, int q) {
                     size_t first = (size_t)head * count + q;
                     score_tile<Format, tile, size>(scores + first * split_positions + t, rows.row + t,
-                                                   head * piece.head_step, queries + first * padded(width, lanes),
-                                                   width);
+                                                   head * piece.head_step, then.row + t,
+                                                   queries + first * padded(width, lanes), width);
                 });
             }
         });
@@ -242,26 +252,112 @@ __attribute__((flatten, noinline)) void score_rows(float *scores, const float *q
     }
 }
 
-// values (Queries, stride) += the rows of the piece at places [first, last) of the streams, times their weights
-// (Queries, split_positions), for `Vecs` Vecs of channels, or of one Vec `part` channels.
+// ---- Many queries: keys of neighbouring positions side by side -----------------------------------------------
+//
+// A lane is a position then, and no sum has to be folded. The sums are the same: what would be lane i's of score_tile()
+// is summed up by itself, and then added in the order in which sum() folds lanes.
+
+constexpr int many_queries = 16, panel_positions = 2 * lanes;
+
+// panel (stride, panel_positions) = the keys of so many positions from `first` on, those of the piece.
+template <class Format, class Width>
+inline void fill_panel(float *panel, const SplitRows &rows, const Piece &piece, size_t offset, int first, Width width) {
+    const hn::Full128<float> four;
+    const int stride = padded(width, lanes), whole = width / lanes * lanes;
+    thread_local Floats keys;  // (4, stride)
+    keys.resize((size_t)4 * stride);
+    for (int t = 0; t < panel_positions; t += 4) {
+        for (int i = 0; i < 4; i++) {
+            int at = first + t + i;
+            const char *row = at >= piece.begin && at < piece.end ? rows.row[at] + offset : rows.zeros.data();
+            auto *numbers = numbers_of((const Format *)nullptr, row);
+            for (int c = 0; c < whole; c += lanes) store(&keys[i * stride + c], load(numbers + c));
+            if (whole < width) store(&keys[i * stride + whole], load_part(numbers + whole, width - whole));
+        }
+        for (int c = 0; c < stride; c += 4) {
+            auto key = [&](int i) { return hn::LoadU(four, &keys[i * stride + c]); };
+            auto put = [&](int i, auto lower, auto upper) {
+                hn::StoreU(hn::InterleaveLower(four, lower, upper), four, panel + (c + i) * panel_positions + t);
+                hn::StoreU(hn::InterleaveUpper(four, lower, upper), four, panel + (c + i + 1) * panel_positions + t);
+            };
+            put(0, hn::InterleaveLower(four, key(0), key(2)), hn::InterleaveLower(four, key(1), key(3)));
+            put(2, hn::InterleaveUpper(four, key(0), key(2)), hn::InterleaveUpper(four, key(1), key(3)));
+        }
+    }
+}
+
+// sums (Queries, panel_positions) = the products of the channels i, i + n, i + 2 n, ...
+template <int Queries, int n, int i, class Width>
+inline void panel_products(Vec (&sums)[2 * Queries], const float *panel, const float *queries, Width width) {
+    const int stride = padded(width, lanes);
+    if constexpr (n == lanes) {
+        unrolled<2 * Queries>([&](auto k) { sums[k] = set(0); });
+        for (int c = i; c < stride; c += lanes) {
+            Vec first = load(panel + c * panel_positions), second = load(panel + c * panel_positions + lanes);
+            unrolled<Queries>([&](auto q) {
+                Vec query = set(queries[q * stride + c]);
+                sums[2 * q] = fma(first, query, sums[2 * q]);
+                sums[2 * q + 1] = fma(second, query, sums[2 * q + 1]);
+            });
+        }
+    } else {
+        Vec more[2 * Queries];
+        panel_products<Queries, 2 * n, i>(sums, panel, queries, width);
+        panel_products<Queries, 2 * n, i + n>(more, panel, queries, width);
+        unrolled<2 * Queries>([&](auto k) { sums[k] = add(sums[k], more[k]); });
+    }
+}
+
+// score_rows() for many queries.
+template <class Format, class Width>
+__attribute__((flatten, noinline)) void score_panels(float *scores, const float *queries, int count,
+                                                     const SplitRows &rows, const Piece &piece, int heads,
+                                                     Width width) {
+    const int stride = padded(width, lanes);
+    thread_local Floats panel;
+    panel.resize((size_t)stride * panel_positions);
+    for (int head = 0; head < heads; head++) {
+        for (int t = piece.begin / panel_positions * panel_positions; t < piece.end; t += panel_positions) {
+            fill_panel<Format>(panel.data(), rows, piece, head * piece.head_step, t, width);
+            in_batches<2>(count, [&](auto size, int q) {
+                Vec sums[2 * size];
+                float result[2 * size * lanes];
+                size_t first = (size_t)head * count + q;
+                panel_products<size, 1, 0>(sums, panel.data(), queries + first * stride, width);
+                unrolled<2 * size>([&](auto k) { store(result + k * lanes, sums[k]); });
+                int begin = std::max(t, piece.begin), end = std::min(t + panel_positions, piece.end);
+                for (int i = 0; i < size; i++)
+                    memcpy(scores + (first + i) * split_positions + begin, result + i * panel_positions + begin - t,
+                           (size_t)(end - begin) * sizeof(float));
+            });
+        }
+    }
+    for (int i = 0; i < stream_positions; i += near_positions) scale_rows<Format>(scores, count, rows, piece, heads, i);
+}
+
+// A row of values whose turn it is, and its position in the split.
+struct Turn {
+    const char *row;
+    int at;
+};
+
+// values (Queries, stride) += the rows of `count` turns times their weights (Queries, split_positions), for `Vecs` Vecs
+// of channels, or of one Vec `part` channels. Meanwhile `then` is asked for.
 template <class Format, int Queries, int Vecs>
-inline void accumulate_tile(float *values, size_t stride, const float *weights, const SplitRows &rows,
-                            const Piece &piece, int first, int last, size_t offset, int channel, int part = 0) {
+inline void accumulate_tile(float *values, size_t stride, const float *weights, const Turn *turns, int count,
+                            size_t offset, const SplitRows &then, int channel, int part) {
     Vec sums[Queries * Vecs];
     unrolled<Queries * Vecs>([&](auto i) { sums[i] = load(values + i / Vecs * stride + i % Vecs * lanes); });
-    for (int i = first; i < last; i++) {
-        with_tile(piece, i, [&](auto tile, int t) {
-            unrolled<tile>([&](auto r) {
-                const int at = t + r * stream_positions;
-                auto *numbers = numbers_of((const Format *)nullptr, rows.row[at] + offset) + channel;
-                unrolled<Vecs>([&](auto c) {
-                    if (c * lanes * sizeof(*numbers) % cache_line == 0) prefetch(numbers + c * lanes);
-                    Vec row = part ? load_part(numbers, part) : load(numbers + c * lanes);
-                    unrolled<Queries>([&](auto q) {
-                        Vec &total = sums[q * Vecs + c];
-                        total = fma(set(weights[q * split_positions + at]), row, total);
-                    });
-                });
+    for (int k = 0; k < count; k++) {
+        const int at = turns[k].at;
+        auto *numbers = numbers_of((const Format *)nullptr, turns[k].row + offset) + channel;
+        unrolled<Vecs>([&](auto c) {
+            if (prefetch_distance && c * lanes * sizeof(*numbers) % cache_line == 0)
+                __builtin_prefetch(then.row[at] + offset + (channel + c * lanes) * sizeof(*numbers), 0, 2);
+            Vec row = part ? load_part(numbers, part) : load(numbers + c * lanes);
+            unrolled<Queries>([&](auto q) {
+                Vec &total = sums[q * Vecs + c];
+                total = fma(set(weights[q * split_positions + at]), row, total);
             });
         });
     }
@@ -269,24 +365,45 @@ inline void accumulate_tile(float *values, size_t stride, const float *weights, 
 }
 
 // values (head, query, stride), `step` numbers from head to head, += the weighted rows of a piece; weights (head,
-// query, split_positions).
+// query, split_positions). For many queries rows are widened first.
 template <class Format, class Width>
 __attribute__((flatten, noinline)) void accumulate_rows(float *values, size_t step, size_t stride, float *weights,
                                                         int count, const SplitRows &rows, const Piece &piece, int heads,
-                                                        Width width) {
+                                                        const SplitRows &then, Width width) {
+    thread_local Floats wide;  // (turn, stride)
+    Turn turns[4 * near_positions], wide_turns[4 * near_positions];
+    const int whole = width / lanes * lanes;
     for (int i = 0; i < stream_positions; i += near_positions) {
+        int n = 0;
+        for (int k = i; k < i + near_positions; k++)
+            for (int t = k; t < piece.end; t += stream_positions)
+                if (t >= piece.begin) turns[n++] = {rows.row[t], t};
         scale_rows<Format>(weights, count, rows, piece, heads, i);
-        for (int head = 0; head < heads; head++) {
-            in_batches<value_queries>(count, [&](auto size, int q) {
-                auto add = [&](auto vecs, int c, int part) {
-                    accumulate_tile<Format, size, vecs>(values + head * step + q * stride + c, stride,
-                                                        weights + (size_t)(head * count + q) * split_positions, rows,
-                                                        piece, i, i + near_positions, head * piece.head_step, c, part);
-                };
-                const int whole = width / lanes * lanes;
-                in_batches<value_vecs>(width / lanes, [&](auto vecs, int c) { add(vecs, c * lanes, 0); });
-                if (whole < width) add(std::integral_constant<int, 1>(), whole, width - whole);
-            });
+        for (int head = 0; n && head < heads; head++) {
+            auto accumulate = [&](auto format, const Turn *from, size_t offset) {
+                in_batches<value_queries>(count, [&](auto size, int q) {
+                    auto add = [&](auto vecs, int c, int part) {
+                        accumulate_tile<decltype(format), size, vecs>(
+                            values + head * step + q * stride + c, stride,
+                            weights + (size_t)(head * count + q) * split_positions, from, n, offset, then, c, part);
+                    };
+                    in_batches<value_vecs>(width / lanes, [&](auto vecs, int c) { add(vecs, c * lanes, 0); });
+                    if (whole < width) add(std::integral_constant<int, 1>(), whole, width - whole);
+                });
+            };
+            if (count < many_queries) {
+                accumulate(Format(), turns, head * piece.head_step);
+                continue;
+            }
+            wide.resize(4 * near_positions * stride);
+            for (int k = 0; k < n; k++) {
+                float *to = &wide[k * stride];
+                auto *numbers = numbers_of((const Format *)nullptr, turns[k].row + head * piece.head_step);
+                for (int c = 0; c < whole; c += lanes) store(to + c, load(numbers + c));
+                if (whole < width) store(to + whole, load_part(numbers + whole, width - whole));
+                wide_turns[k] = {(const char *)to, turns[k].at};
+            }
+            accumulate(PlainRow<float>(), wide_turns, 0);
         }
     }
 }
@@ -308,10 +425,17 @@ template <class G, int per_row>
 struct Groups {
     const char *const *row;
     size_t offset;  // in a row
-    int n;
-    const G &at(int g) const {
-        const int in_row = per_row ? per_row : n;
+    unsigned n;
+    const G &at(unsigned g) const {
+        const unsigned in_row = per_row ? per_row : n;
         return ((const G *)(row[g / in_row] + offset))[g % in_row];
+    }
+    // Groups 2 i and 2 i + 1.
+    template <class Use>
+    void with_two(unsigned i, Use use) const {
+        if constexpr (per_row == 0 || per_row % 2) return use(at(2 * i), at(2 * i + 1));
+        const G *first = (const G *)(row[2 * i / std::max(1, per_row)] + offset) + 2 * i % std::max(1, per_row);
+        use(first[0], first[1]);
     }
 };
 
@@ -338,12 +462,15 @@ inline void fold_scales(Factors &to, const float *numbers, size_t stride, int co
     const float most_whole = std::min(32767.0f, 0x1p27f / (float)count);  // so that 32 bits hold the sum
     Vec totals[Queries], most[Queries];
     unrolled<Queries>([&](auto q) { totals[q] = set(0), most[q] = set(least_factor); });
+    const ScaleAndZero *pairs = to.pairs.data();
+    const int to_stride = to.stride;
+    float *exact = to.exact.data();
     for (int i = 0; i < count; i += lanes) {
         Vec scale, zero;
-        load_pairs(&to.pairs[i].scale, scale, zero);
+        load_pairs(&pairs[i].scale, scale, zero);
         unrolled<Queries>([&](auto q) {
             Vec number = load(numbers + q * stride + i), factor = mul(number, scale);
-            store(&to.exact[q * to.stride + i], factor);
+            store(exact + q * to_stride + i, factor);
             totals[q] = fma(number, zero, totals[q]);
             most[q] = max(magnitude(factor), most[q]);
         });
@@ -351,8 +478,8 @@ inline void fold_scales(Factors &to, const float *numbers, size_t stride, int co
     unrolled<Queries>([&](auto q) {
         to.units[q] = largest(most[q]) / most_whole;
         Vec inverse = set(1 / to.units[q]);
-        int16_t *whole = &to.whole[q * to.stride];
-        for (int i = 0; i < count; i += lanes) store(whole + i, mul(load(&to.exact[q * to.stride + i]), inverse));
+        int16_t *whole = &to.whole[q * to_stride];
+        for (int i = 0; i < count; i += lanes) store(whole + i, mul(load(exact + q * to_stride + i), inverse));
         whole[count] = 0;
         to.zeros[q] = sum(totals[q]);
     });
@@ -366,18 +493,21 @@ __attribute__((noinline)) void add_codes(Store how, float *to, size_t stride, co
                                          const Factors &by) {
     Ints low[Queries], high[Queries];
     unrolled<Queries>([&](auto q) { low[q] = high[q] = to_ints(set(0)); });
+    const int by_stride = by.stride;
     auto add_two = [&](const auto &a, const auto &b, const int16_t *two) {
         Pairs low_codes = load_pairs(&a.codes, &b.codes, p);
         Pairs high_codes = load_pairs(&a.codes, &b.codes, p + group_vecs / 2);
         unrolled<Queries>([&](auto q) {
-            Pairs factors = set_pair(two + q * by.stride);
+            Pairs factors = set_pair(two + q * by_stride);
             low[q] = add_products(low[q], factors, low_codes);
             high[q] = add_products(high[q], factors, high_codes);
         });
     };
-    int g = first;
-    for (; g + 2 <= count; g += 2) add_two(groups.at(g), groups.at(g + 1), &by.whole[g]);
-    if (g < count) add_two(groups.at(g), groups.at(g), &by.whole[g]);  // and a factor of 0
+    const int16_t *whole = by.whole.data();
+    const unsigned pairs = (unsigned)count / 2;
+    for (unsigned i = (unsigned)first / 2; i < pairs; i++)
+        groups.with_two(i, [&](const auto &a, const auto &b) { add_two(a, b, whole + 2 * i); });
+    if (count % 2) add_two(groups.at(count - 1), groups.at(count - 1), whole + count - 1);  // and a factor of 0
     unrolled<Queries>([&](auto q) {
         auto put = [&](int vec, Ints sum) {
             float *at = to + q * stride + vec * lanes;
@@ -401,18 +531,11 @@ inline void add_groups(Store how, float *to, size_t stride, const Table &groups,
     });
 }
 
-// Asks for the row of each of 32 positions from t on, all heads of it.
-inline void prefetch_rows(const SplitRows &rows, int t, size_t bytes) {
-    if (prefetch_distance == 0 || t >= split_positions) return;
-    for (int i = 0; i < group_size; i++)
-        for (size_t at = 0; at < bytes; at += cache_line) __builtin_prefetch(rows.row[t + i] + at, 0, 2);
-}
-
 // Calls use(groups) for a block of keys: the groups of its channels.
 template <class Format, class Use>
 inline void with_key_groups(const char *const *row, size_t offset, int width, Use use) {
     using G = typename Format::G;
-    int n = Format::groups(width);
+    unsigned n = (unsigned)Format::groups(width);
     if (n == 2) return use(Groups<G, 2>{row, offset, n});
     if (n == 4) return use(Groups<G, 4>{row, offset, n});
     use(Groups<G, 0>{row, offset, n});
@@ -420,17 +543,20 @@ inline void with_key_groups(const char *const *row, size_t offset, int width, Us
 
 // The raw scores of a piece of groups: a group of 32 positions for each channel. Of a block all positions are scored.
 template <class Format>
-void score_groups(float *scores, const float *queries, int count, const SplitRows &rows, const Piece &piece,
-                  int heads) {
+void score_groups(float *scores, const float *queries, int count, const SplitRows &rows, const Piece &piece, int heads,
+                  const SplitRows &then) {
     thread_local Factors by;
     const int width = rows.width, stride = padded(width, lanes);
     by.resize(width);
     std::fill(by.pairs.begin() + width, by.pairs.begin() + stride, ScaleAndZero{});
     for (int t = piece.begin; t < piece.end; t += group_size) {
-        prefetch_rows(rows, t + group_size, heads * piece.head_step);
         for (int head = 0; head < heads; head++) {
+            for (int i = head; i < group_size / 4; i += heads) prefetch_rows(then, t / 4 + i);
             with_key_groups<Format>(rows.row + t, head * piece.head_step, width, [&](const auto &groups) {
-                for (int c = 0; c < width; c++) by.pairs[c] = groups.at(c).both;
+                ScaleAndZero *pairs = by.pairs.data();
+                for (unsigned i = 0; i < (unsigned)width / 2; i++)
+                    groups.with_two(i, [&](auto &a, auto &b) { pairs[2 * i] = a.both, pairs[2 * i + 1] = b.both; });
+                if (width % 2) pairs[width - 1] = groups.at(width - 1).both;
                 size_t first = (size_t)head * count;
                 add_groups(Store::set, scores + first * split_positions + t, split_positions, groups, 0, width, by,
                            queries + first * stride, stride, count);
@@ -443,16 +569,20 @@ void score_groups(float *scores, const float *queries, int count, const SplitRow
 // of 32.
 template <class Format>
 void accumulate_groups(float *values, size_t step, size_t stride, const float *weights, int count,
-                       const SplitRows &rows, const Piece &piece, int heads) {
+                       const SplitRows &rows, const Piece &piece, int heads, const SplitRows &then) {
     thread_local Factors by;
     const int begin = piece.begin / lanes * lanes, end = piece.end;
     by.resize(split_positions);
     std::fill(by.pairs.begin(), by.pairs.begin() + begin, ScaleAndZero{});
     std::fill(by.pairs.begin() + end, by.pairs.begin() + padded(end, lanes), ScaleAndZero{});
+    const int passes = heads * Format::groups(rows.width);
     for (int head = 0; head < heads; head++) {
         for (int g = 0; g < Format::groups(rows.width); g++) {
             Groups<typename Format::G, 1> groups{rows.row, head * piece.head_step + g * sizeof(typename Format::G), 1};
-            for (int t = begin; t < end; t++) by.pairs[t] = groups.at(t).both;
+            const int pass = head * Format::groups(rows.width) + g, places = stream_positions;
+            for (int i = places * pass / passes; i < places * (pass + 1) / passes; i++) prefetch_rows(then, i);
+            ScaleAndZero *pairs = by.pairs.data();
+            for (int t = begin; t < end; t++) pairs[t] = groups.at(t).both;
             add_groups(Store::add, values + head * step + g * group_size, stride, groups, begin, end, by,
                        weights + (size_t)head * count * split_positions, split_positions, count);
         }
@@ -461,36 +591,11 @@ void accumulate_groups(float *values, size_t step, size_t stride, const float *w
 
 // ---- One split ---------------------------------------------------------------------------------------------
 
-// What is known of a query head after some positions; its values are not yet divided by the sum.
-using Partial = plain::Softmax;
-
-// (a, a_values) becomes the partial result of both.
-inline void merge(Partial &a, float *a_values, const Partial &b, const float *b_values, int width) {
-    if (b.sum == 0) return;  // nothing visible there
-    if (a.sum == 0) {
-        a = b;
-        std::copy(b_values, b_values + width, a_values);
-        return;
-    }
-    float max_score = std::max(a.max_score, b.max_score);
-    float a_rescale = std::exp(a.max_score - max_score), b_rescale = std::exp(b.max_score - max_score);
-    a = {max_score, a.sum * a_rescale + b.sum * b_rescale};
-    for (int i = 0; i < width; i++) a_values[i] = a_values[i] * a_rescale + b_values[i] * b_rescale;
-}
-
 // The queries of a tile of tokens that read some KV heads.
 struct Tile {
     Span span;
     int first_head, heads, group;
     int queries() const { return span.count * group; }  // of each KV head; query q is that of token q / group
-};
-
-// Where their partial results go: KV head i's `step` queries behind those of KV head i - 1.
-struct Partials {
-    Partial *partials;  // (head, query)
-    float *values;      // (head, query, stride)
-    size_t step, stride;
-    Partials from(size_t query) const { return {partials + query, values + query * stride, step, stride}; }
 };
 
 // A split's first `count` scores, of which [low, high) are visible, become e^(factor * score - largest), zeros behind
@@ -518,7 +623,7 @@ inline Partial softmax_split(float *scores, int low, int high, int count, float 
 template <class Range>
 void attend_split(const Partials &to, const Attention &task, const Tile &tile, const Segments &seen, int origin,
                   int begin, int end, Range range) {
-    thread_local SplitRows keys, values;
+    thread_local SplitRows keys, values, next;
     thread_local Floats queries, scores;
     const int count = tile.queries(), all = tile.heads * count, width = task.heads.width;
     const int stride = padded(width, lanes), read = padded(std::max(0, end - origin), group_size);
@@ -543,10 +648,13 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
         const Piece &piece = keys.pieces[i];
         piece.type.visit([&](auto format) {
             if constexpr (kind<decltype(format)> == Kind::grouped)
-                score_groups<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads);
+                score_groups<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads, values);
         });
         with_format(piece.type, width, [&](auto format, auto width) {
-            score_rows<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads, width);
+            if (count >= many_queries)
+                return score_panels<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads,
+                                                      width);
+            score_rows<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads, values, width);
         });
     }
     for (int i = 0; i < all; i++) {
@@ -555,16 +663,17 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
         to.partials[i / count * to.step + i % count] =
             softmax_split(&scores[(size_t)i * split_positions], low, high, read, 1 / std::sqrt((float)width));
     }
+    find_rows<true>(next, seen, task.heads.kv, tile.heads, origin + split_positions, end, end + split_positions);
     for (int i = 0; i < values.count; i++) {
         const Piece &piece = values.pieces[i];
         piece.type.visit([&](auto format) {
             if constexpr (kind<decltype(format)> == Kind::grouped)
                 accumulate_groups<decltype(format)>(to.values, to.step * to.stride, to.stride, scores.data(), count,
-                                                    values, piece, tile.heads);
+                                                    values, piece, tile.heads, next);
         });
         with_format(piece.type, values.width, [&](auto format, auto width) {
             accumulate_rows<decltype(format)>(to.values, to.step * to.stride, to.stride, scores.data(), count, values,
-                                              piece, tile.heads, width);
+                                              piece, tile.heads, next, width);
         });
     }
 }
@@ -575,107 +684,49 @@ constexpr int tile_queries = 96;         // of a KV head: their scores stay in t
 constexpr int together_queries = 32;     // of all KV heads: with more, each KV head is read by itself
 constexpr size_t most_shared = 1 << 22;  // floats of partial results, 16 MiB, however long the context is
 
-// How a pass shares its attention among the threads: many tiles whole, the splits of few. A tile's parts are its sinks,
-// 256 at a time, and its splits.
-struct AttentionPlan {
-    struct Part {
-        int tile, set, part;
-    };
-    // What it was made for.
-    Heads heads;
-    int value_width = 0;
-    bool cached = false;
-    Choice<Layout> layout;
-    std::vector<Span> spans;
-    std::vector<float> frequencies;
-
-    std::vector<Span> tiles;
-    Visible widest;          // what the layer sees that sees most
-    int heads_together = 1;  // KV heads that a thread reads side by side, as they lie in memory
-    int stride = 0;          // numbers from a query's values to the next one's
-    int most_queries = 0;    // of a tile and KV head
-    int most_parts = 0;      // of a tile
-    bool share_splits = false;
-    std::vector<Part> parts;        // those splits and sinks
-    std::vector<Partial> partials;  // (tile, kv_head, part, query)
-    Floats values;                  // (tile, kv_head, part, query, stride)
-    Floats sink_cos_sin;            // (row, sink, D): by what a row's query sees the sinks rotated
-
-    bool fits(const Attention &task, const Pass &pass) const {
-        return (int)spans.size() == pass.count && value_width == task.values.width &&
-               cached == (task.cache.keys.data != nullptr) && layout == task.cache.layout &&
-               memcmp(&heads, &task.heads, sizeof heads) == 0 &&
-               memcmp(spans.data(), pass.spans, spans.size() * sizeof(Span)) == 0 &&
-               memcmp(frequencies.data(), pass.frequencies, frequencies.size() * sizeof(float)) == 0;
-    }
-    int sets() const { return (heads.kv + heads_together - 1) / heads_together; }
-    int sink_parts() const { return (widest.sinks + split_positions - 1) / split_positions; }
-    int first_split(const Span &tile) const { return widest.first(tile.position) / split_positions; }
-    int parts_of(const Span &tile) const {
-        return sink_parts() + (tile.position + tile.count - 1) / split_positions + 1 - first_split(tile);
-    }
-    Partials at(size_t tile, size_t kv_head, size_t part) {
-        size_t index = ((tile * heads.kv + kv_head) * most_parts + part) * most_queries;
-        return {&partials[index], &values[index * stride], (size_t)most_parts * most_queries, (size_t)stride};
-    }
-    void make(const Attention &task, const Pass &pass, int threads);
-};
-
 // Tiles lie in one block of 32 positions where a precision has blocks.
-inline void AttentionPlan::make(const Attention &task, const Pass &pass, int threads) {
-    heads = task.heads, value_width = task.values.width, cached = task.cache.keys.data, layout = task.cache.layout;
-    spans.assign(pass.spans, pass.spans + pass.count);
-    frequencies.assign(pass.frequencies, pass.frequencies + heads.width / 2);
-    widest = visible_of(layout, 0);
-    stride = padded(value_width, group_size);
-    most_queries = most_parts = 0;
+void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cache, int threads) {
+    plan.tiles.clear();
+    plan.parts.clear();
+    plan.most_queries = plan.most_parts = 0;
+    const bool cached = cache.keys.data;
+    const Heads heads = plan.heads = pass.heads;
+    plan.widest = visible_of(cache.layout, 0);
+    plan.stride = padded(cache.values.width ? cache.values.width : heads.width, group_size);
     const int most = std::max(1, tile_queries / heads.group());
-    const bool blocks = cached && (has_blocks(task.cache.type_k) || has_blocks(task.cache.type_v));
-    tiles.clear();
-    for (const Span &span : spans) {
-        Span *tile = tiles.empty() || span.position == span.first ? nullptr : &tiles.back();
+    const bool blocks = cached && (has_blocks(cache.type_k) || has_blocks(cache.type_v));
+    for (int row = 0; row < pass.count; row++) {
+        const Span &span = pass.spans[row];
+        Span *tile = plan.tiles.empty() || span.position == span.first ? nullptr : &plan.tiles.back();
         if (tile && tile->count < most && !(blocks && span.position % group_size == 0))
             tile->count++;
         else
-            tiles.push_back(span);
-        most_queries = std::max(most_queries, tiles.back().count * heads.group());
-        most_parts = std::max(most_parts, parts_of(tiles.back()));
+            plan.tiles.push_back(span);
+        plan.most_queries = std::max(plan.most_queries, plan.tiles.back().count * heads.group());
+        plan.most_parts = std::max(plan.most_parts, plan.parts_of(plan.tiles.back()));
     }
-    heads_together = most_queries * heads.kv <= together_queries ? heads.kv : 1;
-    size_t room = tiles.size() * heads.kv * most_parts * most_queries;
-    share_splits = (int)tiles.size() * sets() < 4 * threads && room * stride <= most_shared;
-    parts.clear();
-    if (share_splits) {
-        partials.resize(std::max(partials.size(), room));
-        values.resize(std::max(values.size(), room * stride));
-        for (int tile = 0; tile < (int)tiles.size(); tile++)
-            for (int set = 0; set < sets(); set++)
-                for (int part = 0; part < parts_of(tiles[tile]); part++) parts.push_back({tile, set, part});
+    plan.heads_together = plan.most_queries * heads.kv <= together_queries ? heads.kv : 1;
+    size_t room = plan.tiles.size() * heads.kv * plan.most_parts * plan.most_queries;
+    plan.share_splits = (int)plan.tiles.size() * plan.sets() < 4 * threads && room * plan.stride <= most_shared;
+    if (plan.share_splits) {
+        plan.partials.resize(std::max(plan.partials.size(), room));
+        plan.values.resize(std::max(plan.values.size(), room * plan.stride));
+        for (int tile = 0; tile < (int)plan.tiles.size(); tile++)
+            for (int set = 0; set < plan.sets(); set++)
+                for (int part = 0; part < plan.parts_of(plan.tiles[tile]); part++)
+                    plan.parts.push_back({tile, set, part});
     }
     const int half = heads.width / 2;
-    sink_cos_sin.resize((size_t)pass.count * widest.sinks * heads.width);
-    for (int64_t item = 0; item < (int64_t)pass.count * widest.sinks; item++) {
-        int position = spans[item / widest.sinks].position, shift = widest.shift(position);
-        if (!widest.dropped(position)) continue;
-        float *cos_sin = &sink_cos_sin[item * heads.width];
+    plan.sink_cos_sin.resize((size_t)pass.count * plan.widest.sinks * heads.width);
+    for (int64_t item = 0; item < (int64_t)pass.count * plan.widest.sinks; item++) {
+        int position = pass.spans[item / plan.widest.sinks].position, shift = plan.widest.shift(position);
+        if (!plan.widest.dropped(position)) continue;
+        float *cos_sin = &plan.sink_cos_sin[item * heads.width];
         for (int c = 0; c < half; c++) {
-            float angle = rope_angle(shift + (cached ? (int)(item % widest.sinks) : 0), frequencies[c]);
+            float angle = rope_angle(shift + (cached ? (int)(item % plan.widest.sinks) : 0), pass.frequencies[c]);
             cos_sin[c] = std::cos(angle), cos_sin[c + half] = std::sin(angle);
         }
     }
-}
-
-// The plan of the pass, made when its first layer comes.
-inline AttentionPlan &plan_of(Cpu &m, const Attention &task, const Pass &pass) {
-    auto *plan = (AttentionPlan *)m.plan.get();
-    if (plan && plan->fits(task, pass)) return *plan;
-    m.wait();
-    if (m.index() == 0) {
-        if (!m.plan) m.plan = std::make_shared<AttentionPlan>();
-        ((AttentionPlan *)m.plan.get())->make(task, pass, m.team());
-    }
-    m.wait();
-    return *(AttentionPlan *)m.plan.get();
 }
 
 // Some of the sinks, for those tokens of a tile between which and the sinks positions were dropped: each token sees
@@ -757,8 +808,13 @@ inline void attend_tile(const Attention &task, const AttentionPlan &plan, const 
     for (int i = 0; i < tile.heads; i++) finish(task, tile.span, tile.first_head + i, total.from(i * count));
 }
 
-void attention(Cpu &m, const Attention &task, const Pass &pass) {
-    AttentionPlan &plan = plan_of(m, task, pass);
+void plan(Cpu &m, const Pass &pass, const CacheView &cache) {
+    if (!m.plan) m.plan = std::make_shared<AttentionPlan>();  // its memory is used again
+    plan_attention(*(AttentionPlan *)m.plan.get(), pass, cache, m.threads);
+}
+
+void attention(Cpu &m, const Attention &task, const Pass &) {
+    AttentionPlan &plan = *(AttentionPlan *)m.plan.get();
     auto tile_of = [&](int tile, int set) {
         int first = set * plan.heads_together;
         return Tile{plan.tiles[tile], first, std::min(plan.heads_together, task.heads.kv - first), task.heads.group()};

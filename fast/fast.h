@@ -10,9 +10,16 @@
 
 namespace fast {
 // Of the CPU: attend.cpp, linear.cpp.
+void plan(Cpu &m, const Pass &pass, const CacheView &cache);  // for the attention of all layers
 void attention(Cpu &m, const Attention &task, const Pass &pass);
 void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Store store = Store::set);
 void swiglu(Cpu &m, float *out, const float *gate, const float *up, int64_t count);
+
+template <class Body>
+void run(Cpu &m, const Pass &pass, const CacheView &cache, Body body) {
+    plan(m, pass, cache);
+    m.run(body);
+}
 
 using plain::attention;
 using plain::embed;

@@ -4,8 +4,8 @@
 //   scores = Q K^T                      for all queries of a KV head, (kv_head, row, tile)
 //   weights = 2^(scores - max_score)    of what a row sees; its sums so far are rescaled (online softmax)
 //   out += weights V
-// A row is one query head at one token. Queries, keys, values and weights are rounded to the 16 bits in which the model
-// is multiplied (f32: none), within 2^-9 (bf16) or 2^-12 (f16) of themselves; sums are float32.
+// A row is one query head at one token. Queries, keys, values and weights are rounded to f16, within 2^-12 of
+// themselves, or with a bf16 cache to bf16, within 2^-9; not if the model's weights are f32. Sums are float32.
 #pragma once
 
 #include "decode.cu"
@@ -216,7 +216,7 @@ inline void attention(Gpu &m, const Attention &task, const Pass &pass) {
         at += chunk.span.count;
         if (between.products == DType::f32)
             attend_chunk<float>(m, chunk);
-        else if (between.products == DType::bf16 || wide)
+        else if (wide)
             attend_chunk<bf16>(m, chunk);
         else
             attend_chunk<f16>(m, chunk);

@@ -42,11 +42,11 @@ inline void unrolled(Body body) {
     each_of(body, std::make_integer_sequence<int, n>());
 }
 
-// Calls use(size, first) for batches of `most` of `count`, and once for what is left; size is a constant.
+// Calls use(size, first) for batches of `most` of `count`, then for smaller ones, of 3, 2 and 1; size is a constant.
 template <int most, class Use>
 inline void in_batches(int count, Use use, int first = 0) {
     for (; count - first >= most; first += most) use(std::integral_constant<int, most>(), first);
-    if constexpr (most > 1) in_batches<most - 1>(count, use, first);
+    if constexpr (most > 1) in_batches<(most > 3 ? most / 2 : most - 1)>(count, use, first);
 }
 
 namespace hn = hwy::HWY_NAMESPACE;
@@ -106,8 +106,12 @@ inline void load_pairs(const f16 *p, Vec &even, Vec &odd) {
 }
 
 inline void store(float *p, Vec a) { hn::StoreU(a, Lanes(), p); }
-// Rounds to whole numbers, ties to even; they must be ones that 16 bits hold.
-inline void store(int16_t *p, Vec a) { hn::StoreU(hn::DemoteTo(As<int16_t>(), to_ints(a)), As<int16_t>(), p); }
+// Rounds to whole numbers, ties to even; they must be ones that 16 bits hold. Between 2^23 and 2^24 float32 counts in
+// ones, so that the sum has them in its lowest bits.
+inline void store(int16_t *p, Vec a) {
+    auto bits = hn::BitCast(As<uint32_t>(), hn::Add(a, hn::Set(Lanes(), 0x1.8p23f)));
+    hn::StoreU(hn::TruncateTo(As<uint16_t>(), bits), As<uint16_t>(), (uint16_t *)p);
+}
 
 // The first `count` < lanes numbers, zeros behind them; reads nothing beyond.
 template <class Number>
@@ -128,14 +132,20 @@ inline void store_part(float *p, Vec a, int count) {
 inline Vec add(Vec a, Vec b) { return hn::Add(a, b); }
 inline Vec mul(Vec a, Vec b) { return hn::Mul(a, b); }
 inline Vec div(Vec a, Vec b) { return hn::Div(a, b); }
-inline Vec fma(Vec a, Vec b, Vec c) { return hn::MulAdd(a, b, c); }          // a * b + c
-inline Vec max(Vec a, Vec b) { return hn::IfThenElse(hn::Gt(a, b), a, b); }  // b where one of them is NaN
+inline Vec fma(Vec a, Vec b, Vec c) { return hn::MulAdd(a, b, c); }  // a * b + c
+inline Vec max(Vec a, Vec b) {                                       // b where one of them is NaN
+    return HWY_ARCH_X86 ? hn::Max(a, b) : hn::IfThenElse(hn::Gt(a, b), a, b);
+}
 inline Vec magnitude(Vec a) { return hn::Abs(a); }
 inline Vec round(Vec a) { return hn::Round(a); }
 // a * 2^n for whole n <= 127; 0 for n < -126.
 inline Vec scale(Vec a, Vec n) {
+#if defined(__AVX512BW__)
+    return Vec{_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n.raw, _mm512_set1_ps(-126), _CMP_NLT_UQ), a.raw, n.raw)};
+#else
     Ints exponent = hn::Add(to_ints(max(n, set(-127))), hn::Set(As<int32_t>(), 127));
     return mul(a, hn::BitCast(Lanes(), hn::ShiftLeft<23>(exponent)));
+#endif
 }
 
 // e^x for x <= 88, within 2 units in the last place, or 2^-126 where that is more; 0 for x < -104 and for -infinity;

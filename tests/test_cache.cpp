@@ -35,16 +35,6 @@ static void for_each_cache(Use use) {
     }
 }
 
-// Shapes that put every layout at its edges: pages of one position, pages that divide nothing, a page larger than a
-// sequence; rings with a window of one, and those that end beside a block of 32.
-static std::vector<CacheShape> edge_shapes(int key_width, int value_width, int sequences, int capacity) {
-    std::vector<CacheShape> shapes;
-    const int pages[] = {1, 7, 16, 64, 1000}, windows[] = {1, 31, 32, 33, 100}, sinks[] = {0, 4, 4, 1, 7};
-    for (int i = 0; i < 5; i++)
-        shapes.push_back({2, 2, key_width, value_width, sequences, capacity, pages[i], 0, windows[i], sinks[i]});
-    return shapes;
-}
-
 // Bits; zeros of both signs are equal, and so are NaNs. How many of the numbers differ.
 static int differing(const Vector &a, const Vector &b) {
     REQUIRE(a.size() == b.size());
@@ -155,12 +145,6 @@ TEST_CASE("widths of K and V are apart: one row of 576 serves as K, its first 51
     CacheBytes bytes = bytes_for(shape, Contiguous{}, BF16{}, Int8{});
     CHECK(bytes.payload == 60.0 * 1000 * (576 * 2 + 512));
     CHECK(bytes.metadata == 60.0 * 1000 * 2);
-    for_each_cache([&](const Layout &layout, const Precision &type_k, const Precision &type_v) {
-        CacheShape only_k = shape, only_v = shape;
-        only_k.value_width = only_v.key_width = 0;
-        CHECK(bytes_for(shape, layout, type_k, type_v).payload ==
-              bytes_for(only_k, layout, type_k, type_v).payload + bytes_for(only_v, layout, type_k, type_v).payload);
-    });
 }
 
 static std::vector<const CacheRows *> memories(const Cache &cache) {
@@ -195,10 +179,14 @@ TEST_CASE("bytes are those of the memory that was taken; of pages, those that we
 
 // ---- Where rows are ----------------------------------------------------------------------------------------
 
+// Of shapes that put every layout at its edges: pages of one position, pages that divide nothing, a page larger than a
+// sequence; rings with a window of one, and those that end beside a block of 32.
 TEST_CASE("rows never overlap, stay inside the memory, and follow one another as long as run() says") {
     for (const Layout &layout : all_of<Layout>()) {
         for (const Precision &type : all_of<Precision>()) {
-            for (const CacheShape &shape : edge_shapes(20, 6, 3, 37)) {
+            for (int edge = 0; edge < 5; edge++) {
+                const int pages[] = {1, 7, 16, 64, 1000}, windows[] = {1, 31, 32, 33, 100}, sinks[] = {0, 4, 4, 1, 7};
+                CacheShape shape = {2, 2, 20, 6, 3, 37, pages[edge], 0, windows[edge], sinks[edge]};
                 CAPTURE(std::string(name_of(layout)) + " " + name_of(type));
                 Cache cache = opened(shape, layout, type);
                 int rows = (int)(rows_of(shape, cache.layout) / shape.sequences), from = std::max(0, 37 - rows);
@@ -266,14 +254,14 @@ TEST_CASE("what a query sees: all, the layer's window, or a window and sinks tha
 
 // ---- Numbers -----------------------------------------------------------------------------------------------
 
-// A vector as it reads when it is stored by itself, as a value.
-static Vector round_trip(const Precision &type, const Vector &numbers) {
-    int width = (int)numbers.size();
-    std::vector<char> row(row_bytes(type, width));
+// A vector as it reads when it is stored by itself, as a value; in `row`, if there is one.
+static Vector round_trip(const Precision &type, const Vector &numbers, char *row = nullptr) {
+    std::vector<char> own(row_bytes(type, (int)numbers.size()));
     Vector read;
     auto store = [&](auto format) {
-        format.encode(row.data(), numbers.data(), width);
-        for (int c = 0; c < width; c++) read.push_back(format.number(row.data(), c));
+        if (!row) row = own.data();
+        format.encode(row, numbers.data(), (int)numbers.size());
+        for (int c = 0; c < (int)numbers.size(); c++) read.push_back(format.number(row, c));
     };
     std::visit(store, type);
     return read;
@@ -371,18 +359,13 @@ TEST_CASE("a row is written and read to its last byte and not beyond, and reads 
         CAPTURE(std::string(name_of(type)));
         Random random{2};
         for (int width = 1; width <= 260; width++) {
-            Vector numbers = reference::random_floats(random, width), read;
+            Vector numbers = reference::random_floats(random, width);
             double size = std::exp2(random.uniform(-16, 15)), spread = random.uniform(0, 1) < 0.5 ? 0 : 12;
             for (float &x : numbers) x *= (float)(size * std::exp2(-random.uniform(0, spread)));
             char *row = memory + page - row_bytes(type, width);
             row[-1] = 77;
-            auto store = [&](auto format) {
-                format.encode(row, numbers.data(), width);
-                for (int c = 0; c < width; c++) read.push_back(format.number(row, c));
-            };
-            std::visit(store, type);
+            CHECK(differing(round_trip(type, numbers, row), defined_vector(type, numbers)) == 0);
             CHECK(row[-1] == 77);
-            CHECK(differing(read, defined_vector(type, numbers)) == 0);
         }
     }
     munmap(memory, 2 * page);
@@ -526,28 +509,23 @@ struct Scene {
                     if (segment.unrotated != sink) count++;
                     if (segment.shift != (sink ? first - sinks : 0)) count++;
                     if (t >= end) continue;
-                    count += differing(key_at(segment, t, frequencies.data()), sink ? keys.sinks[t] : keys.read(t, p));
-                    count += differing(value_at(segment, t), sink ? values.sinks[t] : values.read(t, p));
+                    count +=
+                        differing(read(segment, true, t, frequencies.data()), sink ? keys.sinks[t] : keys.read(t, p));
+                    count += differing(read(segment, false, t, nullptr), sink ? values.sinks[t] : values.read(t, p));
                 }
             }
             count += at != expected.size();
         }
         return count;
     }
-    static Vector key_at(const Segment &segment, int t, const float *frequencies) {
-        Vector read;
-        segment.keys.type.visit([&](auto format) {
-            for (int c = 0; c < segment.keys.width; c++)
-                read.push_back(plain::key_number<decltype(format)>(segment, t, c, frequencies));
+    static Vector read(const Segment &segment, bool keys, int t, const float *frequencies) {
+        Vector numbers;
+        (keys ? segment.keys : segment.values).type.visit([&](auto format) {
+            for (int c = 0; c < (keys ? segment.keys : segment.values).width; c++)
+                numbers.push_back(keys ? plain::key_number<decltype(format)>(segment, t, c, frequencies)
+                                       : format.number(segment.values.row(t), c));
         });
-        return read;
-    }
-    static Vector value_at(const Segment &segment, int t) {
-        Vector read;
-        segment.values.type.visit([&](auto format) {
-            for (int c = 0; c < segment.values.width; c++) read.push_back(format.number(segment.values.row(t), c));
-        });
-        return read;
+        return numbers;
     }
     // What the next query of a sequence would read of the past.
     int wrong(int sequence) {
@@ -563,43 +541,23 @@ struct Scene {
     void walk(int steps, uint64_t seed);
 };
 
-// What a pool must be, told without one: each sequence's pages in their order.
-struct Tables {
-    std::vector<std::vector<int>> held;  // (sequence)
-    int free(const CacheShape &shape) const {
-        int taken = 0;
-        for (const std::vector<int> &pages : held) taken += (int)pages.size();
-        return shape.pages - taken;
+// Every page is in one table or free, once, and tables have nothing behind their lengths.
+static void check_pool(const Cache &cache) {
+    const PagePool &pool = *cache.pool;
+    const CacheShape &shape = cache.shape;
+    std::multiset<int> seen(pool.free.begin(), pool.free.end());
+    for (int page : pool.free) REQUIRE(pool.references[page] == 0);
+    int per_sequence = (int)std::get<Paged>(cache.layout).pages_per_sequence;
+    for (int i = 0; i < shape.sequences * per_sequence; i++) {
+        bool held = i % per_sequence * shape.page < cache.lengths[i / per_sequence];
+        REQUIRE((held ? pool.table[i] >= 0 && pool.table[i] < shape.pages : pool.table[i] == -1));
+        if (!held) continue;
+        REQUIRE((pool.table[i] == cache.page_table[i] && pool.references[pool.table[i]] == 1));
+        seen.insert(pool.table[i]);
     }
-    // Every page is in one table or free, once; tables keep what they had and have nothing behind their lengths.
-    void check(const Cache &cache) {
-        const PagePool &pool = *cache.pool;
-        const CacheShape &shape = cache.shape;
-        std::multiset<int> seen(pool.free.begin(), pool.free.end());
-        for (int page : pool.free) REQUIRE(pool.references[page] == 0);
-        int per_sequence = (int)std::get<Paged>(cache.layout).pages_per_sequence;
-        for (size_t sequence = 0; sequence < held.size(); sequence++) {
-            std::vector<int> &mine = held[sequence];
-            size_t needed = (cache.lengths[sequence] + shape.page - 1) / shape.page;
-            mine.resize(std::min(mine.size(), needed), -1);
-            for (int i = 0; i < per_sequence; i++) {
-                int entry = pool.table[sequence * per_sequence + i];
-                REQUIRE((entry == cache.page_table[sequence * per_sequence + i] || entry == -1));
-                if ((size_t)i < mine.size()) REQUIRE(entry == mine[i]);
-                REQUIRE((entry >= 0) == ((size_t)i < needed));
-                if (entry < 0) continue;
-                REQUIRE(entry < shape.pages);
-                REQUIRE(pool.references[entry] == 1);
-                seen.insert(entry);
-                if ((size_t)i >= mine.size()) mine.push_back(entry);
-            }
-        }
-        REQUIRE((int)seen.size() == shape.pages);
-        for (int i = 0; i < shape.pages; i++) REQUIRE(seen.count(i) == 1);
-        REQUIRE((int)pool.references.size() == shape.pages);
-        REQUIRE((int)pool.free.size() == free(shape));
-    }
-};
+    REQUIRE(((int)seen.size() == shape.pages && (int)pool.references.size() == shape.pages));
+    for (int i = 0; i < shape.pages; i++) REQUIRE(seen.count(i) == 1);
+}
 
 // `steps` times sequences grow, shrink or end. What cannot be is refused in one line and changes nothing; what each
 // sequence reads is right after every step.
@@ -609,7 +567,6 @@ void Scene::walk(int steps, uint64_t seed) {
     Random random{seed};
     auto below = [&](int end) { return (int)(random.bits() % (uint64_t)end); };
     bool is_paged = std::holds_alternative<Paged>(cache.layout), is_ring = std::holds_alternative<Ring>(cache.layout);
-    Tables tables{std::vector<std::vector<int>>(s.sequences)};
     std::vector<int> reached = cache.lengths;
     auto refused = [&](auto action, const std::string &part) {
         std::vector<int> lengths = cache.lengths;
@@ -628,14 +585,14 @@ void Scene::walk(int steps, uint64_t seed) {
         int sequence = below(s.sequences), length = cache.lengths[sequence], what = below(20);
         if (what < 13) {
             int count = 1 + below(what < 3 ? 1 : what == 12 && is_ring ? 2 * s.window + 40 : 40);
-            int needed = is_paged ? pages_for({s.page}, length + count) - (int)tables.held[sequence].size() : 0;
+            int page = s.page, needed = (length + count + page - 1) / page - (length + page - 1) / page;
+            int free = is_paged ? (int)cache.pool->free.size() : needed;
             std::string part;
-            if (is_paged && needed > tables.free(s))
-                part = std::to_string(tables.free(s)) + " free pages of " + std::to_string(s.page) + " positions, " +
+            if (needed > free)
+                part = std::to_string(free) + " free pages of " + std::to_string(page) + " positions, " +
                        std::to_string(needed) + " are needed";
             if (!is_ring && length + count > s.capacity)
-                part = "holds " + std::to_string(s.capacity) + " positions, " + std::to_string(length + count) +
-                       " are needed";
+                part = "holds " + std::to_string(s.capacity) + " positions, " + std::to_string(length + count);
             int other = below(s.sequences);
             if (!part.empty()) {
                 REQUIRE(refused([&] { grow(cache, sequence, count); }, part));
@@ -653,7 +610,7 @@ void Scene::walk(int steps, uint64_t seed) {
             if (no) REQUIRE((is_ring && to > 0 && reached[sequence] - to >= chunk_of(cache)));
             if (to == 0) reached[sequence] = 0;
         }
-        if (is_paged) tables.check(cache);
+        if (is_paged) check_pool(cache);
         for (int i = 0; i < s.sequences; i++)
             if (i == sequence || step % 8 == 0) REQUIRE(wrong(i) == 0);
     }
@@ -747,10 +704,10 @@ TEST_CASE("a new cache is zero where nothing was stored; a page that was freed r
             for (int layer : {0, 1}) {
                 Segments seen;
                 add_rows(seen, {scene.cache.view, layer, 1, {none.data(), 2, 20}, {none.data(), 2, 33}}, span, {});
-                for (int t = 32; t < 64; t++) {
-                    for (float x : Scene::key_at(seen.list[0], t, none.data())) REQUIRE((nan ? std::isnan(x) : x == 0));
-                    for (float x : Scene::value_at(seen.list[0], t)) REQUIRE((nan ? std::isnan(x) : x == 0));
-                }
+                for (int t = 32; t < 64; t++)
+                    for (bool keys : {true, false})
+                        for (float x : Scene::read(seen.list[0], keys, t, none.data()))
+                            REQUIRE((nan ? std::isnan(x) : x == 0));
             }
         };
         grow(scene.cache, 0, 64);

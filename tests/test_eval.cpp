@@ -93,7 +93,7 @@ static std::string piece_of(const Tokens &tokens, int first, int last) {
 // ---- The figures, from logits --------------------------------------------------------------------------------
 
 static Engine &engine() {
-    static Engine engine = scene::open(builtin);
+    static Engine engine = scene::engine_of(builtin);
     return engine;
 }
 
@@ -105,7 +105,7 @@ static Rows naive_rows(const std::vector<Tokens> &texts, const Layout &layout = 
 static Rows cached_rows(const std::vector<Tokens> &texts, const Precision &type) {
     Rows rows;
     for (const Tokens &tokens : texts) {
-        Cache cache = scene::open(engine(), type, type, (int)tokens.size());
+        Cache cache = scene::cache_for(engine(), type, type, (int)tokens.size());
         rows.push_back(scene::prefilled_rows(engine(), cache, tokens));
     }
     return rows;

@@ -12,6 +12,11 @@ using reference::same_bits;
 
 namespace fs = std::filesystem;
 
+#ifdef PLAIN
+constexpr bool slow = true;
+#else
+constexpr bool slow = false;
+#endif
 static const std::string stories = "../shared/checkpoints/stories260K", builtin = "weights_tools/builtin";
 
 static std::vector<std::string> fixture_names() {
@@ -289,7 +294,8 @@ static void check_whole_context(Engine &engine, const Tokens &prompt, const std:
     }
 }
 
-TEST_CASE("the built-in checkpoint over its whole context: f16, bf16 and int8 decode the naive path's greedy tokens") {
+TEST_CASE("the built-in checkpoint over its whole context: f16, bf16 and int8 decode the naive path's greedy tokens" *
+          doctest::skip(slow)) {
     Engine engine = engine_of(builtin);
     TokenizerPointer tokenizer = load_tokenizer(builtin);
     const std::vector<std::string> same = {"f16", "bf16", "int8"}, all = {"f16", "bf16", "int8", "fp8", "int4", "int2"};

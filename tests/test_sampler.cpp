@@ -1,17 +1,17 @@
-// The sampler of llm.cu: which tokens may come, and how often each does. Seeds are fixed, so each test gives the same
-// result every time; bounds on frequencies are beyond five standard deviations.
+// The sampler of llm.cu: which tokens may come, and how often each does. Draws are a function of seed and position, so
+// each test gives the same result every time; bounds on frequencies are beyond five standard deviations.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#define LLM_WITHOUT_MAIN
-#include "../llm.cu"
-
+#ifndef PLAIN  // compiles in a tenth of the time
+#define PLAIN
+#endif
 #include <doctest/doctest.h>
 
-#include "reference.h"
+#include "scene.h"
 
 // ---- Helpers -----------------------------------------------------------------------------------------------
 
 Sampler sampler_of(double temperature, double top_p = 1, double min_p = 0, int top_k = 0, uint64_t seed = 1) {
-    return {temperature, top_p, min_p, top_k, std::mt19937_64(seed)};
+    return {temperature, top_p, min_p, top_k, seed};
 }
 
 // Logits of which softmax gives these probabilities, up to a shift that must not matter.
@@ -21,9 +21,9 @@ std::vector<float> logits_of(const std::vector<double> &probabilities) {
     return logits;
 }
 
-std::vector<int> drawn(Sampler sampler, const std::vector<float> &logits, int draws) {
+std::vector<int> drawn(const Sampler &sampler, const std::vector<float> &logits, int draws) {
     std::vector<int> counts(logits.size());
-    for (int i = 0; i < draws; i++) counts.at(sample(sampler, logits))++;
+    for (int i = 0; i < draws; i++) counts.at(sample(sampler, logits, i))++;
     return counts;
 }
 
@@ -60,11 +60,11 @@ const std::vector<double> seven = {0.08, 0.22, 0.03, 0.13, 0.35, 0.05, 0.14};
 TEST_CASE("temperature 0 takes the likeliest token, the first of equals, whatever else is asked") {
     for (uint64_t seed : {1, 2, 3}) {
         Sampler sampler = sampler_of(0, 0.9, 0.1, 5, seed);
-        CHECK(sample(sampler, {-3, 2, 7, 7, 7, -1}) == 2);
-        CHECK(sample(sampler, {9, 9}) == 0);
-        CHECK(sample(sampler, {-5, -4}) == 1);
-        CHECK(sample(sampler, {-1e30f}) == 0);
-        CHECK(sample(sampler, logits_of(seven)) == 4);
+        CHECK(sample(sampler, {-3, 2, 7, 7, 7, -1}, 3) == 2);
+        CHECK(sample(sampler, {9, 9}, 3) == 0);
+        CHECK(sample(sampler, {-5, -4}, 3) == 1);
+        CHECK(sample(sampler, {-1e30f}, 3) == 0);
+        CHECK(sample(sampler, logits_of(seven), 3) == 4);
     }
 }
 
@@ -109,16 +109,26 @@ TEST_CASE("huge logits are nothing special") {
     CHECK(deviations(drawn(sampler_of(1), {-1e4f, -1e4f, -1e4f}, 10000), {1, 1, 1}) < 5);
 }
 
-TEST_CASE("the same seed draws the same tokens, another seed others") {
+TEST_CASE("the same seed draws the same tokens, another seed others; neighbours have nothing to do with each other") {
     auto sequence = [](uint64_t seed) {
         Sampler sampler = sampler_of(1, 0.95, 0.01, 6, seed);
         std::vector<int> tokens;
-        for (int i = 0; i < 100; i++) tokens.push_back(sample(sampler, logits_of(seven)));
+        for (int i = 0; i < 100; i++) tokens.push_back(sample(sampler, logits_of(seven), i));
         return tokens;
     };
     CHECK(sequence(7) == sequence(7));
     CHECK(sequence(7) != sequence(8));
     CHECK(sequence(0) != sequence(1));
+    // Pairs of draws, of neighbouring positions and of neighbouring seeds, fill a table of 8 by 8 evenly.
+    for (bool seeds : {false, true}) {
+        std::vector<int> counts(64);
+        for (int i = 0; i < 64000; i++) {
+            double a = seeds ? draw((uint64_t)i, 5) : draw(9, i), b = seeds ? draw((uint64_t)i + 1, 5) : draw(9, i + 1);
+            REQUIRE((a >= 0 && a < 1));
+            counts[(int)(a * 8) * 8 + (int)(b * 8)]++;
+        }
+        CHECK(deviations(counts, std::vector<double>(64, 1)) < 5);
+    }
 }
 
 // ---- What is kept ------------------------------------------------------------------------------------------
