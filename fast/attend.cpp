@@ -239,7 +239,7 @@ __attribute__((flatten, noinline)) void score_rows(float *scores, const float *q
     for (int i = 0; i < stream_positions; i++) {
         with_tile(piece, i, [&](auto tile, int t) {
             for (int head = 0; head < heads; head++) {
-                in_batches<score_queries>(count, [&](auto size, int q) {
+                in_batches<score_queries, score_queries / 2>(count, [&](auto size, int q) {
                     size_t first = (size_t)head * count + q;
                     score_tile<Format, tile, size>(scores + first * split_positions + t, rows.row + t,
                                                    head * piece.head_step, then.row + t,
@@ -319,7 +319,7 @@ __attribute__((flatten, noinline)) void score_panels(float *scores, const float 
     for (int head = 0; head < heads; head++) {
         for (int t = piece.begin / panel_positions * panel_positions; t < piece.end; t += panel_positions) {
             fill_panel<Format>(panel.data(), rows, piece, head * piece.head_step, t, width);
-            in_batches<2>(count, [&](auto size, int q) {
+            in_batches<2, 2 / 2>(count, [&](auto size, int q) {
                 Vec sums[2 * size];
                 float result[2 * size * lanes];
                 size_t first = (size_t)head * count + q;
@@ -381,13 +381,14 @@ __attribute__((flatten, noinline)) void accumulate_rows(float *values, size_t st
         scale_rows<Format>(weights, count, rows, piece, heads, i);
         for (int head = 0; n && head < heads; head++) {
             auto accumulate = [&](auto format, const Turn *from, size_t offset) {
-                in_batches<value_queries>(count, [&](auto size, int q) {
+                in_batches<value_queries, value_queries / 2>(count, [&](auto size, int q) {
                     auto add = [&](auto vecs, int c, int part) {
                         accumulate_tile<decltype(format), size, vecs>(
                             values + head * step + q * stride + c, stride,
                             weights + (size_t)(head * count + q) * split_positions, from, n, offset, then, c, part);
                     };
-                    in_batches<value_vecs>(width / lanes, [&](auto vecs, int c) { add(vecs, c * lanes, 0); });
+                    in_batches<value_vecs, value_vecs / 2>(width / lanes,
+                                                           [&](auto vecs, int c) { add(vecs, c * lanes, 0); });
                     if (whole < width) add(std::integral_constant<int, 1>(), whole, width - whole);
                 });
             };
@@ -524,7 +525,7 @@ __attribute__((noinline)) void add_codes(Store how, float *to, size_t stride, co
 template <class Table>
 inline void add_groups(Store how, float *to, size_t stride, const Table &groups, int first, int count, Factors &by,
                        const float *numbers, size_t numbers_stride, int queries) {
-    in_batches<value_queries>(queries, [&](auto size, int q) {
+    in_batches<value_queries, value_queries / 2>(queries, [&](auto size, int q) {
         fold_scales<size>(by, numbers + q * numbers_stride, numbers_stride, count);
         unrolled<group_vecs / 2>(
             [&](auto p) { add_codes<size, p>(how, to + q * stride, stride, groups, first, count, by); });

@@ -42,11 +42,11 @@ inline void unrolled(Body body) {
     each_of(body, std::make_integer_sequence<int, n>());
 }
 
-// Calls use(size, first) for batches of `most` of `count`, then for smaller ones, of 3, 2 and 1; size is a constant.
-template <int most, class Use>
+// Calls use(size, first) for batches of `most` of `count`, then of `next`, and of all below that; size is a constant.
+template <int most, int next = most - 1, class Use>
 inline void in_batches(int count, Use use, int first = 0) {
     for (; count - first >= most; first += most) use(std::integral_constant<int, most>(), first);
-    if constexpr (most > 1) in_batches<(most > 3 ? most / 2 : most - 1)>(count, use, first);
+    if constexpr (most > 1) in_batches<next>(count, use, first);
 }
 
 namespace hn = hwy::HWY_NAMESPACE;
