@@ -597,7 +597,8 @@ TEST_CASE("every cache type the program knows runs, for K and V apart and togeth
     Words types;
     for (size_t end; (end = list.find(" (")) != std::string::npos; list = list.substr(list.find(')') + 1))
         types.push_back(list.substr(1, end - 1));
-    CHECK(types == Words{"f32", "f16", "bf16", "fp8", "int8", "int4", "int2"});
+    for (const char *type : {"f32", "f16", "bf16", "fp8", "int8", "int4", "int2"})  // and others, where there are some
+        CHECK(std::count(types.begin(), types.end(), type) == 1);
 
     Expected expected(model);
     for (const std::string &k : types) {
