@@ -791,7 +791,7 @@ HOST_DEVICE inline void add_rows(Segments &seen, const HeadRows &head, const Spa
 
 // And the sinks, where positions between them and the window of the query at `position` were dropped.
 HOST_DEVICE inline void add_sinks(Segments &seen, const HeadRows &head, const Span &span, const Visible &visible) {
-    if (!visible.dropped(span.position)) return;
+    if (visible.sinks == 0 || !visible.dropped(span.position)) return;
     bool cached = head.cache.keys.data;
     Side keys = cached ? head.sink(head.cache.sink_keys, span.sequence) : head.own(head.own_keys, span);
     Side values = cached ? head.sink(head.cache.sink_values, span.sequence) : head.own(head.own_values, span);

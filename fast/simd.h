@@ -133,8 +133,9 @@ inline Vec add(Vec a, Vec b) { return hn::Add(a, b); }
 inline Vec mul(Vec a, Vec b) { return hn::Mul(a, b); }
 inline Vec div(Vec a, Vec b) { return hn::Div(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return hn::MulAdd(a, b, c); }  // a * b + c
-inline Vec max(Vec a, Vec b) {                                       // b where one of them is NaN
-    return HWY_ARCH_X86 ? hn::Max(a, b) : hn::IfThenElse(hn::Gt(a, b), a, b);
+inline Vec max(Vec a, Vec b) {                                       // b where one of them is NaN, as x86's own
+    constexpr bool own = HWY_ARCH_X86 && HWY_STATIC_TARGET != HWY_EMU128 && HWY_STATIC_TARGET != HWY_SCALAR;
+    return own ? hn::Max(a, b) : hn::IfThenElse(hn::Gt(a, b), a, b);
 }
 inline Vec magnitude(Vec a) { return hn::Abs(a); }
 inline Vec round(Vec a) { return hn::Round(a); }
