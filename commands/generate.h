@@ -126,7 +126,8 @@ inline std::string counted(int64_t count, const std::string &what, int width = 0
 
 // Standard output may be a full disk. (A pipe that nobody reads ends the program by SIGPIPE.)
 inline void flush_output() {
-    if (fflush(stdout) != 0 || ferror(stdout)) throw Error("standard output: cannot write all of it: is the disk full?", 1);
+    if (fflush(stdout) != 0 || ferror(stdout))
+        throw Error("standard output: not all could be written: is the disk full?", 1);
 }
 
 // A NumPy file of float32 rows. Written beside its place and moved there when it is whole.
