@@ -189,7 +189,8 @@ private:
     struct State {
         std::atomic<unsigned> arrived{0}, round{0}, sleeping{0};
         std::atomic<int64_t> next{0};  // item that for_each_in_turn() gives out
-        std::atomic<int64_t> late{0};  // ns that threads of this run have waited longer than a short spin
+        std::atomic<int64_t> late{0};  // ns that threads have waited longer than a short spin
+        double watched = 0;            // in so many seconds of runs
         int cores = usable_threads();
         int team = 1;
         double again = 0, patience = 0;  // when the whole team is tried again; seconds from one try to the next
@@ -197,24 +198,26 @@ private:
     std::unique_ptr<State> state_;
 
     // Where other programs take the cores, a thread that waits for another waits for a slice of the scheduler's, some
-    // milliseconds: fewer threads are then faster. From time to time all are tried again.
+    // milliseconds: fewer threads are then faster. What counts is a tenth of a second, as any machine is disturbed now
+    // and then; and from time to time all are tried again.
     int choose_team() {
         State &s = *state_;
-        s.late = 0;
-        s.team = std::min(s.team, threads);
-        return s.team < threads && now() >= s.again ? threads : s.team;
+        if (s.team < threads && now() >= s.again) s.team = threads, s.watched = 0, s.late = 0;
+        return s.team = std::min(s.team, threads);
     }
     void adapt(double seconds) {
         State &s = *state_;
-        if (threads == 1) return;
-        bool late = (double)s.late.load() * 1e-9 > 0.25 * seconds * threads && seconds > 1e-3;
+        constexpr double window = 0.1;
+        s.watched += seconds;
+        bool late = (double)s.late.load() * 1e-9 > 0.25 * std::max(s.watched, window) * s.team;
+        if (!late && s.watched < window) return;
         if (late) {
-            s.patience = std::min(1.0, std::max(0.02, 2 * s.patience));
+            s.patience = std::min(2.0, std::max(0.25, 2 * s.patience));
             s.again = now() + s.patience;
             s.team = std::max(1, s.team / 2);
-        } else if (now() >= s.again) {
-            if (s.team == threads && now() >= s.again + 1) s.patience = 0;
-            s.team = threads;
+        } else if (s.team == threads) {
+            s.patience = 0;
         }
+        s.watched = 0, s.late = 0;
     }
 };
