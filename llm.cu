@@ -452,6 +452,8 @@ struct Options {
     int repeats = 3;                                                              // bench, eval
     bool standard_set = false;                                                    // eval
 
+    int layer = 0, head = 0, position = 0;  // show; without --position: the last one
+
     // memory: a shape in place of a model's; bytes; 10^9 bytes a second; 0: not given
     int layers = 0, kv_heads = 0, head_dim = 0, batch = 1;
     double weight_bytes = 0, budget = 0, bandwidth = 0;
@@ -618,6 +620,7 @@ inline std::vector<DiffStep> run_lockstep(Session &session, const Options &optio
 #include "commands/generate.h"
 #include "commands/info.h"
 #include "commands/memory.h"
+#include "commands/show.h"
 
 inline int run(const std::vector<std::string> &words) {
     Options options = parse_options(words);
@@ -634,6 +637,8 @@ inline int run(const std::vector<std::string> &words) {
         status = run_bench(options);
     else if (options.command == "memory")
         status = run_memory(options);
+    else if (options.command == "show")
+        status = run_show(options);
     else if (options.command == "tokenize")
         status = run_tokenize(options);
     else

@@ -27,9 +27,10 @@ inline const std::vector<Flag> &flags() {
     using Int = Range<int>;
     using Ints = Range<std::vector<int>>;
     using Real = Range<double>;
-    const char *all = "generate diff eval bench memory tokenize info", *run = "generate diff eval bench";
-    const char *text = "generate diff tokenize", *texts = "generate diff eval tokenize", *timed = "generate diff bench";
-    const char *caches = "generate diff eval bench memory", *one = "generate", *shape = "memory";
+    const char *all = "generate diff eval bench memory show tokenize info", *run = "generate diff eval bench";
+    const char *text = "generate diff show tokenize", *texts = "generate diff eval show tokenize",
+               *timed = "generate diff bench";
+    const char *caches = "generate diff eval bench memory show", *one = "generate", *shape = "memory";
     const std::string several = "; eval, bench and memory take several, as a,b";
     // clang-format off
     static const std::vector<Flag> table = {
@@ -38,10 +39,10 @@ inline const std::vector<Flag> &flags() {
         {"-f --file", "FILE", texts, &O::prompt_file, "the prompt, or eval's text, from a file; -: standard input"},
         {"--ids", "1,2,3", texts, Ints{&O::prompt_ids, 0, INT_MAX}, "the same as ids; nothing is put before them"},
         {"-n --predict", "N", timed, Int{&O::count, 0, 1e9}, "tokens to generate at most (default 256; bench: 64)"},
-        {"-c --ctx-size", "N", "generate diff eval memory", Int{&O::context, 1, 1 << 30},
+        {"-c --ctx-size", "N", "generate diff eval memory show", Int{&O::context, 1, 1 << 30},
          "positions the cache holds (default: prompt + N, at most the model's context; memory: that context)"},
         {"-ub --ubatch-size", "N", run, Int{&O::chunk, 1, 1 << 20}, "tokens of a prefill pass (default 512)"},
-        {"-t --threads", "N", run, Int{&O::threads, 1, 256}, "threads (default: as many as this process may use)"},
+        {"-t --threads", "N", "generate diff eval bench show", Int{&O::threads, 1, 256}, "threads (default: as many as this process may use)"},
         {"--cache", "LAYOUT", caches, &O::layouts, "none (the naive path) or " + layout_names() + several},
         {"--kv", "TYPE", caches, &O::types_k, "type of K and V (default f16): " + precision_names() + several},
         {"-ctk --cache-type-k", "TYPE", caches, &O::types_k, "cache type of K alone"},
@@ -64,6 +65,9 @@ inline const std::vector<Flag> &flags() {
          "lengths of the timed prompts (default: what the context holds of 128,512,2048)"},
         {"--repeats", "N", "eval bench", Int{&O::repeats, 1, 1000}, "measurements; their median counts (default 3)"},
         {"--all", "", "eval", &O::standard_set, "a standard set of caches, in place of --cache and --kv"},
+        {"--layer", "N", "show", Int{&O::layer, 0, 1 << 30}, "the layer (default 0)"},
+        {"--head", "N", "show", Int{&O::head, 0, 1 << 30}, "the query head (default 0)"},
+        {"--position", "N", "show", Int{&O::position, 0, 1 << 30}, "whose query and row are shown (default: the last)"},
         {"--layers", "N", shape, Int{&O::layers, 1, 1 << 30}, "a shape in place of a model's; with the next two, -c"},
         {"--kv-heads", "N", shape, Int{&O::kv_heads, 1, 1 << 30}, "KV heads of a layer"},
         {"--head-dim", "N", shape, Int{&O::head_dim, 1, 1 << 30}, "numbers of a head"},
@@ -94,6 +98,8 @@ constexpr Command commands[] = {
     {"eval", "quality per cache: perplexity, recall, bytes, tokens/s", "-f my.txt --kv f16,int8,int4"},
     {"bench", "prefill and decode beside what memory and processor give", "--depth 0,1k --kv f16,int8"},
     {"memory", "bytes of a cache by the formula", "--layers 80 --kv-heads 8 --head-dim 128 -c 128k --budget 40GiB"},
+    {"show", "one head, one position: scores, weights, where its row lives, its bytes",
+     "-p \"Once upon a time\" --layer 1 --head 2 --cache paged --kv int8"},
     {"tokenize", "ids of a text (-p, -f), or the text of ids (--ids)", "-p \"Once upon a time\""},
     {"info", "what is in a checkpoint, what its cache costs, and will it run", "-m ~/models/SmolLM2-135M"},
 };
@@ -225,7 +231,8 @@ inline void check_together(const Options &o) {
     refuse_if(o.layouts.empty(), "--kv -ctk -ctv", "is the type of a cache" + found + ": drop one of the two");
     refuse_if(missing(Paged{}), "--page", "belongs to --cache paged" + found);
     refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
-    refuse_if(!missing(Ring{}) && in("generate diff"), "-c", "a ring holds --window and --sinks without end: drop -c");
+    refuse_if(!missing(Ring{}) && in("generate diff show"), "-c",
+              "a ring holds --window and --sinks without end: drop -c");
     refuse_if(o.temperature == 0, "--top-k --top-p --min-p -s",
               "changes nothing at --temp 0, which takes the likeliest token: raise --temp, or drop it");
     refuse_if(o.device == "cuda" && o.weights != "stored", "--weights",
@@ -235,7 +242,7 @@ inline void check_together(const Options &o) {
     refuse_if(shape < 3 || !o.has("-c"), "--layers --kv-heads --head-dim",
               "a shape is --layers N --kv-heads N --head-dim N -c N: give all four, or a model");
     refuse_if(texts > 1, "-p -f --ids", "-p, -f and --ids each give the text: keep one of them");
-    if (texts == 0 && in("generate diff tokenize"))
+    if (texts == 0 && in("generate diff show tokenize"))
         fail("no prompt: give -p TEXT, -f FILE (- is standard input) or --ids 1,2,3");
 }
 

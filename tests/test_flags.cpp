@@ -41,7 +41,7 @@ void check_refused(const Words &words, const Words &parts) {
 
 // The least that a command line of a command must say.
 Words start_of(const std::string &command) {
-    return has("generate diff tokenize", command) ? Words{command, "-p", "x"} : Words{command};
+    return has("generate diff show tokenize", command) ? Words{command, "-p", "x"} : Words{command};
 }
 
 // What must stand beside a flag so that it has an effect.
@@ -275,7 +275,7 @@ TEST_CASE("what is near is suggested, what is not is not") {
     };
     for (const Case &each : std::vector<Case>{
              {{"genrate"},
-              "genrate: expected one of: generate diff eval bench memory tokenize info; did you mean generate?"},
+              "genrate: expected one of: generate diff eval bench memory show tokenize info; did you mean generate?"},
              {{"difff", "-h"}, "; did you mean diff?"},
              {{"generate", "--tmp", "1"}, "--tmp: unknown flag; did you mean --temp? (llm generate --help lists all)"},
              {{"generate", "--top_k", "1"}, "did you mean --top-k?"},
@@ -289,7 +289,7 @@ TEST_CASE("what is near is suggested, what is not is not") {
              {{"generate", "-"}, "-: unknown flag (llm"},
              {{"generate", "--"}, "--: unknown flag (llm"},
              {{"tokenize", "--toleranse"}, "--toleranse: unknown flag (llm"},  // which only diff has
-             {{"run"}, "run: expected one of: generate diff eval bench memory tokenize info"},
+             {{"run"}, "run: expected one of: generate diff eval bench memory show tokenize info"},
          }) {
         std::string line = refusal(each.words);
         CHECK_MESSAGE(line.find(each.expected) != std::string::npos, line);
@@ -304,7 +304,7 @@ TEST_CASE("flags that make no sense, contradict each other or would have no effe
         Words words, parts;
     };
     const char *all = "generate diff eval bench memory", *working = "generate diff eval bench";
-    const char *one = "generate diff", *several = "eval bench memory", *texts = "generate diff tokenize";
+    const char *one = "generate diff show", *several = "eval bench memory", *texts = "generate diff show tokenize";
     for (const Case &each : std::vector<Case>{
              {"generate", {"Once upon a time"}, {"Once upon a time: expected a flag", "-p", "in quotes"}},
              {"generate", {""}, {"expected a flag", "-p"}},

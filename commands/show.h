@@ -1,0 +1,260 @@
+// llm show: one head at one position, in numbers that can be checked by hand: its query, the scores, their softmax, the
+// output; where the position's row lives, its bytes, and what they read as; how far the cache is off an f32 one.
+#pragma once
+
+#include "generate.h"
+
+// ---- Attention of one head -----------------------------------------------------------------------------------
+
+struct SeenPosition {
+    int position;
+    double score = 0, weight = 0;   // q . k / sqrt(D); softmax of the scores
+    std::vector<float> key, value;  // as the query reads them
+};
+
+// The last token's pass again, through the layers up to `layer`: what that one computed is then in engine.a.
+inline void stop_after(Session &session, int layer) {
+    Engine &engine = session.engine;
+    int all = std::exchange(engine.model.config.layers, layer + 1), last = (int)session.tokens.size() - 1;
+    Batch batch;
+    batch.add(session.tokens[last], 0, last);
+    session.naive ? naive_pass(engine, session.tokens) : forward(engine, batch, session.cache.view);
+    engine.model.config.layers = all;
+}
+
+// What the query of a head reads, as plain::attend_query does, and what it makes of it. `query` (D).
+inline std::vector<SeenPosition> look_back(Session &session, int layer, int kv_head, const float *query) {
+    Activations &a = session.engine.a;
+    Heads heads = session.engine.heads;
+    CacheView cache = session.naive ? CacheView{} : session.cache.view;
+    Visible visible = visible_of(cache.layout, session.engine.model.layers[layer].window);
+    HeadRows rows = {
+        cache, layer, kv_head, {a.key.data(), heads.kv, heads.width}, {a.value.data(), heads.kv, heads.width}};
+    Segments segments;
+    add_sinks(segments, rows, a.spans_on_host.back(), visible);
+    add_rows(segments, rows, a.spans_on_host.back(), visible);
+    std::vector<SeenPosition> seen;
+    double largest = -INFINITY, total = 0;
+    for (int i = 0; i < segments.count; i++) {
+        const Segment &segment = segments.list[i];
+        for (int t = segment.begin; t < segment.end; t++) {
+            SeenPosition one{t, 0, 0, {}, {}};
+            for (int c = 0; c < heads.width; c++) {
+                one.key.push_back(segment.keys.type.visit([&](auto format) {
+                    return plain::key_number<decltype(format)>(segment, t, c, a.frequencies.data());
+                }));
+                one.value.push_back(segment.values.type.visit(
+                    [&](auto format) { return decltype(format)::number(segment.values.row(t), c); }));
+                one.score += (double)query[c] * one.key[c] / std::sqrt(heads.width);
+            }
+            largest = std::max(largest, one.score);
+            seen.push_back(one);
+        }
+    }
+    for (SeenPosition &one : seen) total += one.weight = std::exp(one.score - largest);
+    for (SeenPosition &one : seen) one.weight /= total;
+    return seen;
+}
+
+// The first few numbers, and how many there are.
+inline std::string first_of(const std::vector<float> &numbers, size_t most = 8) {
+    std::string text;
+    for (size_t i = 0; i < std::min(most, numbers.size()); i++) text += formatted(" %8.4f", numbers[i]);
+    return text + (numbers.size() > most ? formatted("  .. (%zu)", numbers.size()) : "");
+}
+
+inline void add_attention(Report &report, Session &session, const Options &options,
+                          const std::vector<std::string> &texts) {
+    const Heads heads = session.engine.heads;
+    const int width = heads.width, kv_head = heads.kv_head(options.head),
+              row = session.engine.a.spans_on_host.back().row;
+    auto vector_at = [&](const Buffer<float> &of) {
+        const float *start = of.data() + ((int64_t)row * heads.query + options.head) * width;
+        return std::vector<float>(start, start + width);
+    };
+    std::vector<float> query = vector_at(session.engine.a.query), output = vector_at(session.engine.a.attended);
+    report.say(formatted("\nAttention of query head %d, layer %d, at position %zu. It reads KV head %d.\n",
+                         options.head, options.layer, texts.size() - 1, kv_head));
+    report.add("layer", options.layer).add("head", options.head).add("kv_head", kv_head);
+    report.add("query", query, "query   " + first_of(query) + "\n");
+    std::vector<Report> rows;
+    for (const SeenPosition &one : look_back(session, options.layer, kv_head, query.data())) {
+        Report line;
+        line.add("position", one.position, formatted("%8d", one.position), "position");
+        line.say("  " + texts[one.position] + std::string(12 - std::min<size_t>(12, texts[one.position].size()), ' '));
+        line.add("key", one.key, first_of({one.key.begin(), one.key.begin() + 2}), "   key, 2 numbers");
+        line.add("value", one.value, first_of({one.value.begin(), one.value.begin() + 2}), "   value");
+        line.add("score", one.score, formatted("%10.4f", one.score), "q.k/sqrt(D)");
+        line.add("weight", one.weight, formatted("%9.4f  ", one.weight), "softmax  ");
+        line.say(std::string((size_t)std::lround(24 * one.weight), '#'));
+        rows.push_back(line);
+    }
+    report.table("positions", rows);
+    report.add("output", output, "output  " + first_of(output) + "   the sum of weight x value\n");
+}
+
+// ---- Where a row lives, and what is in it --------------------------------------------------------------------
+
+template <bool keys>
+struct CacheSide {
+    const Cache &cache;
+    const CacheRows &rows = keys ? cache.view.keys : cache.view.values,
+                    &residual = keys ? cache.view.residual_keys : cache.view.residual_values;
+    // A precision with blocks keeps the positions of the newest one, until it is full, at f16.
+    bool in_residual(int t) const { return residual.data && t / group_size == cache.lengths[0] / group_size; }
+    const char *row(int layer, int kv_head, int t) const {
+        if (in_residual(t)) return residual.at(layer, t % group_size, kv_head);
+        return rows.at(layer, row_of(cache, 0, t), kv_head);
+    }
+    std::vector<float> read(int layer, int kv_head, int t) const {
+        std::vector<float> numbers;
+        auto read_as = [&](auto format) {
+            using Format = decltype(format);
+            int begin = Format::blocks ? t / group_size * group_size : t;
+            auto row_at = [&](int i) { return row(layer, kv_head, begin + i); };
+            for (int c = 0; c < rows.width; c++)
+                numbers.push_back(stored_number<keys, Format>(row_at, t - begin, c, rows.width));
+        };
+        in_residual(t) ? read_as(F16()) : std::visit(read_as, keys ? cache.type_k : cache.type_v);
+        return numbers;
+    }
+};
+
+// Layout, page, row of a position.
+inline Report place_of(const Cache &cache, int position) {
+    Report report;
+    std::string sum;
+    int64_t row = row_of(cache, 0, position);
+    report.add("layout", name_of(cache.layout), formatted("%s: ", name_of(cache.layout)));
+    if (auto *paged = std::get_if<Paged>(&cache.layout)) {
+        std::vector<int> table(paged->table, paged->table + pages_for(*paged, cache.lengths[0]));
+        int logical = position / paged->page, offset = position % paged->page;
+        report.add("page_table", table, "page table " + json_of(table));
+        report.add("logical_page", logical, formatted("; position %d is in logical page %d", position, logical));
+        report.add("offset", offset, formatted(" at offset %d;\n       ", offset));
+        report.add("physical_page", table[logical], formatted("physical page %d, ", table[logical]));
+        sum = formatted("%d x %d + %d = ", table[logical], paged->page, offset);
+    }
+    if (auto *ring = std::get_if<Ring>(&cache.layout)) sum = formatted("%d mod %d = ", position, ring->slots);
+    return report.add("row", row, "row " + sum + std::to_string(row) + "\n");
+}
+
+// The key or value of the last position, whose numbers were `before` (D) when it was stored.
+template <bool keys>
+Report stored_report(const Cache &cache, const Options &options, int kv_head, const float *before) {
+    const CacheSide<keys> side = {cache};
+    const int position = cache.lengths[0] - 1;
+    const bool residual = side.in_residual(position);
+    const CacheRows &rows = residual ? side.residual : side.rows;
+    const char *row = side.row(options.layer, kv_head, position);
+    std::vector<float> reads = side.read(options.layer, kv_head, position), was(before, before + rows.width);
+    std::string hex, name = keys ? "K" : "V", type = residual ? "f16" : name_of(keys ? cache.type_k : cache.type_v);
+    for (size_t i = 0; i < rows.row_bytes; i++) hex += formatted("%02x", (unsigned char)row[i]);
+    Report report;
+    report.add("type", type, name + formatted("      %s, ", type.c_str()));
+    report.add("in_residual_block", residual, residual ? "in the residual block of the newest 32 positions, " : "");
+    report.add("byte", row - rows.data, formatted("from byte %lld ", (long long)(row - rows.data)));
+    report.add("bytes", rows.row_bytes, formatted("of its memory on, %zu bytes\n", rows.row_bytes));
+    if (keys && !residual && has_blocks(cache.type_k))
+        report.say("       these hold a few channels of 32 positions, not all channels of this one\n");
+    report.add("hex", hex, "stored  " + hex.substr(0, 64) + (hex.size() > 64 ? " ..\n" : "\n"));
+    report.add("reads_as", reads, "reads  " + first_of(reads) + "\n");
+    report.add("before", was, "before " + first_of(was) + "\n");
+    return report;
+}
+
+// ---- How far a cache is off ----------------------------------------------------------------------------------
+
+// Of one side, layer and KV head, over the positions that the last one sees; `exact` is the same cache at f32.
+template <bool keys>
+void add_errors(std::vector<std::pair<double, Report>> &list, const Cache &cache, const Cache &exact, int layer,
+                int window) {
+    const CacheSide<keys> stored = {cache}, true_side = {exact};
+    for (int head = 0; head < cache.shape.kv_heads; head++) {
+        double squares = 0, truth = 0, worst = -1, channel = 0, at = 0;
+        for (int t = visible_of(cache.view.layout, window).first(cache.lengths[0] - 1); t < cache.lengths[0]; t++) {
+            std::vector<float> is = stored.read(layer, head, t), was = true_side.read(layer, head, t);
+            for (size_t c = 0; c < is.size(); c++) {
+                double error = std::fabs((double)is[c] - was[c]);
+                squares += error * error, truth += (double)was[c] * was[c];
+                if (error > worst) worst = error, channel = (double)c, at = t;
+            }
+        }
+        double relative = truth > 0 ? std::sqrt(squares / truth) : 0;
+        Report row;
+        row.add("side", std::string(keys ? "K" : "V"), keys ? "   K" : "   V", "side");
+        row.add("layer", layer, formatted("%6d", layer), " layer")
+            .add("kv_head", head, formatted("%8d", head), "KV head");
+        row.add("relative_error", relative, formatted("%14.3g", relative), "error / size");
+        row.add("largest_error", worst, formatted("%12.3g", worst), "largest");
+        row.add("channel", channel, formatted("%9.0f", channel), "channel");
+        row.add("position", at, formatted("%10.0f", at), "position");
+        list.push_back({relative, row});
+    }
+}
+
+inline void add_all_errors(Report &report, const Session &session, const Cache &exact) {
+    std::vector<std::pair<double, Report>> list;
+    const Model &model = session.engine.model;
+    for (int layer = 0; layer < model.config.layers; layer++) {
+        add_errors<true>(list, session.cache, exact, layer, model.layers[layer].window);
+        add_errors<false>(list, session.cache, exact, layer, model.layers[layer].window);
+    }
+    std::stable_sort(list.begin(), list.end(), [](auto &a, auto &b) { return a.first > b.first; });
+    std::vector<Report> rows;
+    for (auto &entry : list) rows.push_back(entry.second);
+    std::vector<Report> shown(rows.begin(), rows.begin() + (int64_t)std::min<size_t>(8, rows.size()));
+    report.say(formatted("\nOff an f32 cache (root mean square; the %zu largest of %zu)\n", shown.size(), rows.size()));
+    report.list("errors", rows).say(Report().table("", shown).text);
+}
+
+// ---- llm show ------------------------------------------------------------------------------------------------
+
+inline int run_show(Options options) {
+    options.device = "cpu";  // whose memory is read here
+    options.count = 0;
+    Session session = open_session(options);
+    const Config &config = session.engine.model.config;
+    auto check = [](const char *flag, int value, int end) {
+        if (value >= end) refuse(flag, std::to_string(value), formatted("expected 0 to %d", end - 1));
+    };
+    check("--layer", options.layer, config.layers);
+    check("--head", options.head, config.heads);
+    check("--position", options.position, session.prompt);
+    if (options.has("--position")) session.tokens.resize(options.position + 1);
+    const int last = (int)session.tokens.size() - 1, kv_head = session.engine.heads.kv_head(options.head);
+
+    TextStream stream(session.tokenizer.get());
+    std::vector<std::string> texts;
+    std::vector<Report> tokens;
+    for (int token : session.tokens) {
+        texts.push_back('"' + on_one_line(stream.next(token)) + '"');
+        Report row;
+        row.add("position", (int64_t)texts.size() - 1, formatted("%8zu", texts.size() - 1), "position");
+        row.add("id", token, formatted("%8d  ", token), "id  ").add("text", texts.back(), texts.back(), "text");
+        tokens.push_back(row);
+    }
+    Report report;
+    report.table("tokens", tokens);
+
+    Cache exact;
+    if (!session.naive) {
+        exact = open_cache(options, session.engine, {options.caches()[0].layout, F32{}, F32{}}, session.limit);
+        prefill_pass(session.engine, exact, 0, session.tokens);
+        if (last > 0)
+            prefill_pass(session.engine, session.cache, 0, {session.tokens.begin(), session.tokens.end() - 1});
+        decode_pass(session.engine, session.cache, {0}, {session.tokens[last]});
+    }
+    stop_after(session, options.layer);
+    add_attention(report, session, options, texts);
+    if (!session.naive) {
+        const int64_t at = (int64_t)kv_head * session.engine.heads.width;
+        report.say(formatted("\nThe row of position %d, KV head %d, layer %d\n", last, kv_head, options.layer));
+        report.add("place", place_of(session.cache, last));
+        report.add("key", stored_report<true>(session.cache, options, kv_head, session.engine.a.key.data() + at));
+        report.add("value", stored_report<false>(session.cache, options, kv_head, session.engine.a.value.data() + at));
+        add_all_errors(report, session, exact);
+    }
+    report.print(options.json);
+    return 0;
+}
