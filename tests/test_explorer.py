@@ -159,6 +159,8 @@ def random_setting(draw, fields):
     }
     if setting["layout"] == "ring" and draw.random() < 0.9:  # else the sinks may be refused
         setting["sinks"] = min(setting["sinks"], setting["window"] - 1)
+    if setting["layout"] == "ring" and draw.random() < 0.3:  # about where it begins to drop positions
+        setting["context"] = max(1, setting["window"] + setting["sinks"] + draw.randint(-1, 2))
     return setting
 
 
@@ -248,6 +250,22 @@ def test_known_answers(browser, settings):
     assert total(browser) == 80 * 2**30
 
 
+def test_where_the_program_refuses(browser, settings):
+    """Each of a pair is as large as it may be, and one more: bytes, pages, sinks."""
+    one = {"layers": 1, "kvHeads": 1, "headDim": 1, "k": "f16", "v": "f16", "weights": 0}
+    bytes_ = {**one, "context": 2**30, "sequences": 2}
+    pages = {**one, "layout": "paged", "page": 2, "sequences": 4}
+    sinks = {**one, "layout": "ring", "window": 100}
+    for good, bad in [({**bytes_, "headDim": 2**20 - 1}, {**bytes_, "headDim": 2**20}),
+                      ({**pages, "context": 2**30 - 2}, {**pages, "context": 2**30 - 1}),
+                      ({**sinks, "sinks": 99}, {**sinks, "sinks": 100})]:
+        pair = [{**browser.evaluate("preset('Llama-3.1-8B', 'RTX 4090')"), **each} for each in (good, bad)]
+        pages_say = ask(browser, pair)
+        assert [bool(page["refusal"]) for page in pages_say] == [False, True], (good, bad)
+        for setting, page in zip(pair, pages_say):
+            check(setting, page)
+
+
 def test_beyond_double(browser, settings):
     """No digit is lost where doubles end, and the page says that the program stops there."""
     size = {"layers": 9999, "kvHeads": 16777215, "headDim": 127, "context": 1073741823, "sequences": 1073741823}
@@ -265,7 +283,7 @@ def test_formula_on_the_page(browser, settings):
     for setting in settings[:40]:
         browser.evaluate(f"setting = {json.dumps(setting)}; draw()")
         lines = browser.evaluate("""[...document.querySelectorAll("#formula .term")].map(term =>
-            [term.querySelector(".exact").textContent, term.querySelector(".soft")?.textContent ?? ""])""")
+            [term.querySelector(".row > :last-child").textContent, term.querySelector(".soft")?.textContent ?? ""])""")
         numbers = [(int(re.sub(r"\D", "", bytes)), factors) for bytes, factors in lines]
         for bytes, factors in numbers[:-1]:
             product = 1
@@ -276,6 +294,9 @@ def test_formula_on_the_page(browser, settings):
         off = browser.evaluate("""growth(setting).reduce((all, {factor}) => all * factor, 1) *
             ratio(bytesOf(cacheOf(preset(setting.model, setting.card))), answer(setting).bytes) - 1""")
         assert abs(off) < 1e-9, (setting, off)
+    browser.open("#model=Llama-3.1-8B&context=65536&k=f32")
+    said = browser.evaluate("[...document.querySelectorAll('#growth .row')].map(each => each.innerText.split('\\n'))")
+    assert said == [["Context 8,192 → 65,536", "× 8"], ["Precision of K f16 → f32", "× 1.5"]], said
 
 
 def test_address_holds_the_setting(browser, settings):
@@ -290,34 +311,32 @@ def test_address_holds_the_setting(browser, settings):
     browser.evaluate("location.hash = '#model=Falcon-7B&context=77'")  # typed into the address bar
     browser.wait("setting.context === 77")
     check_shown(browser)
-    browser.open("#model=GPT-9&layers=abc&page=0&context=2.5&sinks=&colour=<img src=x onerror=boom()>&k=int8")
+    browser.open("#model=GPT-9&layers=abc&page=0&context=2.5&sinks=&red=1&window=<img src=x onerror=boom()>&k=int8")
     default = browser.evaluate("preset('Llama-3.1-8B', 'RTX 4090')")
     assert setting_of(browser) == {**default, "k": "int8"}
     said = browser.evaluate("at('summary').textContent")
-    for word in ("GPT-9", "layers abc", "page 0", "context 2.5", "sinks", "colour"):
+    for word in ("GPT-9", "layers abc", "page 0", "context 2.5", "sinks", "red", "window <img src=x"):
         assert word in said, (word, said)
 
 
 FOCUS_IS_SEEN = """(() => {
-    const it = document.activeElement, style = getComputedStyle(it), box = it.getBoundingClientRect();
+    const it = document.activeElement, style = getComputedStyle(it), box = it.getClientRects()[0];
     const [x, y] = [box.left + box.width / 2, box.top + box.height / 2];
-    return it === document.body || style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2 &&
+    return style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2 &&
         box.top >= 0 && box.bottom <= innerHeight && it.contains(document.elementFromPoint(x, y)); })()"""
 
 
 def test_keyboard(browser, settings):
     """Everything can be reached and changed with keys alone, and is seen where the focus is."""
-    browser.open("#layout=ring")
-    reached = []
-    for _ in range(60):
-        browser.press("Tab")
-        reached.append(browser.evaluate("document.activeElement.id || document.activeElement.tagName"))
-        assert browser.evaluate(FOCUS_IS_SEEN), reached
-        if reached[-1] == "BODY":
-            break
-    shown = browser.evaluate("""[...document.querySelectorAll("a, button, input, select")]
-        .filter(each => each.getClientRects().length).map(each => each.id || each.tagName)""")
-    assert [each for each in reached if each != "BODY"] == shown
+    for width in (1200, 360):
+        browser.open("#layout=ring", width)
+        shown = browser.evaluate("""[...document.querySelectorAll("a, button, input, select")]
+            .filter(each => each.getClientRects().length).map(each => each.id || each.innerText)""")
+        for back, expected in ((0, shown), (8, shown[-2::-1])):  # Tab to the last, then Shift and Tab to the first
+            for name in expected:
+                browser.press("Tab", modifiers=back)
+                assert browser.evaluate("document.activeElement.id || document.activeElement.innerText") == name
+                assert browser.evaluate(FOCUS_IS_SEEN), (width, back, name)
 
     browser.open()
     for element, text in (("layers", "7"), ("context", "12345"), ("sequences", "3"), ("weights", "123456789")):
@@ -381,10 +400,10 @@ def test_narrow_wide_light_dark(browser, settings):
         wide = browser.evaluate("""[...document.querySelectorAll("body *")].filter(each =>
             each.getBoundingClientRect().right > innerWidth + 0.5).map(each => each.outerHTML.slice(0, 100))""")
         assert not wide, (where, wide)
-        papers.add((colours, browser.evaluate("getComputedStyle(document.body).backgroundColor")))
+        papers.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
         faint = browser.evaluate(FAINT_TEXT)
         assert not faint, (where, faint)
-    assert len(papers) == 2, papers  # one for each of light and dark
+    assert len(papers) == 2, papers  # one for light and one for dark
 
 
 def test_named_for_screen_readers(browser, settings):
