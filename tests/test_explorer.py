@@ -278,7 +278,8 @@ def test_beyond_double(browser, settings):
 
 
 def test_formula_on_the_page(browser, settings):
-    """A term's factors multiply to its bytes, the terms sum up to the whole, and the steps of growth multiply to it."""
+    """A term's factors multiply to its bytes, the terms sum up to the whole, the steps of growth multiply to it, and as
+    many sequences fit as it says, and no more."""
     browser.open()
     for setting in settings[:40]:
         browser.evaluate(f"setting = {json.dumps(setting)}; draw()")
@@ -291,6 +292,13 @@ def test_formula_on_the_page(browser, settings):
                 product *= int(re.match(r"\s*([\d,]+)", factor)[1].replace(",", ""))
             assert product == bytes, (setting, bytes, factors)
         assert sum(bytes for bytes, _ in numbers[:-1]) == numbers[-1][0] == total(browser)
+        fit = int(re.sub(r"\D", "", browser.evaluate(
+            "document.querySelector('#fit .term .row:last-child > :last-child').textContent")))
+        at_most, beyond = ask(browser, [{**setting, "sequences": max(1, fit)}, {**setting, "sequences": fit + 1}])
+        assert not fit or at_most["answer"]["bytes"] <= at_most["budget"], setting
+        assert fit == 2**30 or beyond["answer"]["bytes"] > beyond["budget"], setting
+        too_much = "too much" in browser.evaluate("at('summary').textContent")
+        assert too_much == (total(browser) > beyond["budget"]), setting
         off = browser.evaluate("""growth(setting).reduce((all, {factor}) => all * factor, 1) *
             ratio(bytesOf(cacheOf(preset(setting.model, setting.card))), answer(setting).bytes) - 1""")
         assert abs(off) < 1e-9, (setting, off)
@@ -361,10 +369,11 @@ def test_keyboard(browser, settings):
         after = setting_of(browser)
         browser.open(address)
         assert setting_of(browser) == after
+    before = setting_of(browser)
     browser.type("layers", "0")
+    assert setting_of(browser) == before
     assert browser.evaluate("at('layers').getAttribute('aria-invalid')") == "true"
     assert "from 1 to 10,000" in browser.evaluate("at('problem-layers').textContent")
-    before = setting_of(browser)
     browser.press("Tab")
     assert browser.evaluate("at('layers').value") == str(before["layers"])
     browser.tab_to("reset")
