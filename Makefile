@@ -1,6 +1,7 @@
 # make          names and installs what is missing, says what it found, builds ./llm
 # make run      generates from the built-in checkpoint with the KV cache, then beside the naive path
 # make test     builds and runs all tests; the last line is "N passed, N failed"
+# make test-explorer  docs/explorer.html in a browser, beside the program; a part of make test
 # make plain    builds ./llm-plain, without fast/: the same program, slower
 # make asan     the tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz     libFuzzer on what comes from outside, FUZZ_SECONDS each
@@ -72,8 +73,8 @@ FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 FLAGS := $(NVCC) $(CC) $(CXX) $(KERNEL_CXX) $(CXXFLAGS) $(CFLAGS) $(shell echo '$(sort $(MACROS))' | cksum)
 $(shell mkdir -p build/asan build/gpu build/simd; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
 
-.PHONY: all run plain test asan fuzz test-simd test-gpu sanitize-gpu bench-gpu need need-tests need-fuzz need-simd \
-  need-nvcc found clean
+.PHONY: all run plain test test-explorer asan fuzz test-simd test-gpu sanitize-gpu bench-gpu need need-tests \
+  need-explorer need-fuzz need-simd need-nvcc found clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -92,9 +93,13 @@ run: all
 plain: need
 	$(AGAIN) found llm-plain
 
-test: need-tests
+test: need-tests need-explorer
 	$(AGAIN) found llm llm-plain $(TESTS:%=build/%)
-	@sh tests/run.sh $(TESTS:%=build/%)
+	@sh tests/run.sh $(TESTS:%=build/%) tests/test_explorer.py
+
+test-explorer: need need-explorer
+	$(AGAIN) found llm
+	@sh tests/run.sh tests/test_explorer.py
 
 asan: need-tests
 	$(AGAIN) found build/asan/llm $(ASAN_TESTS:%=build/asan/%)
@@ -149,6 +154,9 @@ need:
 
 need-tests: need
 	$(call need_packages,$(INCLUDE)/doctest/doctest.h:doctest-dev $(INCLUDE)/boost/context/fiber.hpp:libboost-context-dev)
+
+need-explorer:
+	$(call need_packages,chromium:chromium python3:python3)
 
 need-fuzz: need
 	$(call need_packages,clang++:clang /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a:libclang-rt-14-dev)

@@ -1,0 +1,477 @@
+#!/usr/bin/env python3
+"""docs/explorer.html, in a real browser, beside the program: run from the repository's root.
+
+    python3 tests/test_explorer.py                      the tests; the environment variable LLM says which program
+    python3 tests/test_explorer.py --picture NAME.png   and draws docs/explorer.png
+    python3 tests/test_explorer.py --seed N             other random settings, or the same again
+
+Needs Chromium, and of Python nothing but itself: the browser is told what to do over a pipe (the DevTools protocol,
+JSON messages with a NUL behind each). The last line is that of the other tests, for tests/run.sh.
+"""
+
+import argparse
+import base64
+import fcntl
+import io
+import itertools
+import json
+import os
+import pathlib
+import random
+import re
+import select
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+
+PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "explorer.html").resolve().as_uri()
+LLM = os.environ.get("LLM", "./llm")
+SETTINGS = 200
+
+
+# ---- The browser ---------------------------------------------------------------------------------------------------
+
+
+class Browser:
+    def __init__(self, program):
+        self.profile = tempfile.TemporaryDirectory()
+        reads, self.to_browser = os.pipe()
+        self.from_browser, writes = os.pipe()
+
+        def as_3_and_4():  # where --remote-debugging-pipe looks for them
+            ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (reads, writes)]
+            for end, wanted in zip(ends, (3, 4)):
+                os.dup2(end, wanted)
+
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars",
+                 "--disable-lcd-text"]
+        self.process = subprocess.Popen([program, *flags, f"--user-data-dir={self.profile.name}", "about:blank"],
+                                        preexec_fn=as_3_and_4, close_fds=False, stdin=subprocess.DEVNULL,
+                                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        os.close(reads)
+        os.close(writes)
+        self.count, self.rest, self.session = 0, b"", None
+        self.events = []  # all that the page said on its own
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network", "Accessibility"):
+            self.call(domain + ".enable")
+
+    def message(self):
+        while b"\0" not in self.rest:
+            ready, _, _ = select.select([self.from_browser], [], [], 60)
+            part = os.read(self.from_browser, 1 << 20) if ready else b""
+            assert part, "the browser says nothing more"
+            self.rest += part
+        text, self.rest = self.rest.split(b"\0", 1)
+        return json.loads(text)
+
+    def call(self, method, **parameters):
+        self.count += 1
+        request = {"id": self.count, "method": method, "params": parameters}
+        if self.session:
+            request["sessionId"] = self.session
+        data = json.dumps(request).encode() + b"\0"
+        while data:
+            data = data[os.write(self.to_browser, data):]
+        while (answer := self.message()).get("id") != self.count:
+            self.events.append(answer)
+        assert "error" not in answer, (method, answer)
+        return answer["result"]
+
+    def evaluate(self, expression):
+        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
+
+    def open(self, address="", width=1200, colours="light"):
+        """Loads the page anew; `address` is what follows its name."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": colours}])
+        self.call("Page.navigate", url="about:blank")
+        self.call("Page.navigate", url=PAGE + address)
+        self.wait("document.readyState === 'complete'")
+
+    def wait(self, condition):
+        assert self.evaluate(f"""new Promise(done => {{
+            const end = Date.now() + 20000, look = () => {condition} ? done(true) : Date.now() > end ? done(false) :
+            setTimeout(look, 5); look(); }})"""), condition
+
+    def press(self, key, modifiers=0):
+        codes = {"Tab": 9, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "a": 65, " ": 32}
+        event = {"key": key, "code": "KeyA" if key == "a" else "Space" if key == " " else key,
+                 "windowsVirtualKeyCode": codes[key], "modifiers": modifiers}
+        more = {"commands": ["selectAll"]} if key == "a" else {"text": " "} if key == " " else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **event, **more)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **event)
+
+    def tab_to(self, element):
+        for _ in range(100):
+            if self.evaluate("document.activeElement.id") == element:
+                return
+            self.press("Tab")
+        raise AssertionError(f"Tab does not reach {element}")
+
+    def type(self, element, text):
+        self.tab_to(element)
+        self.press("a", modifiers=2)
+        self.call("Input.insertText", text=text)
+
+    def picture(self, name):
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        data = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)["data"]
+        from PIL import Image  # of the tests none needs it: pip install pillow
+        image = Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
+        image.quantize(128, dither=Image.Dither.NONE).save(name, optimize=True)
+
+    def close(self):
+        self.session = None
+        self.call("Browser.close")
+        self.process.wait(20)
+        self.profile.cleanup()
+
+
+# ---- Settings, and what the program says to them -------------------------------------------------------------------
+
+
+def random_setting(draw, fields):
+    """One that the page takes; one in ten is so large that the program may refuse it."""
+    huge = draw.random() < 0.1
+    size = lambda top, least=1: max(least, int(2 ** draw.uniform(0, top)) - draw.randint(0, 1))
+    setting = {
+        "model": draw.choice(fields["models"]), "card": draw.choice(fields["cards"]),
+        "attention": draw.choice(["heads", "heads", "heads", "mla"]),
+        "layers": draw.choice([size(7), 10000 if huge else 80]), "queryHeads": size(8),
+        "kvHeads": size(20 if huge else 7), "headDim": draw.choice([64, 80, 128, size(9), size(24 if huge else 9)]),
+        "rank": size(24 if huge else 11), "rope": size(7, least=0),
+        "context": draw.choice([size(7), size(20), 2**30 if huge else 8192]),
+        "sequences": draw.choice([1, size(9), 2**30 if huge else 2]),
+        "k": draw.choice(fields["types"]), "v": draw.choice(fields["types"]),
+        "layout": draw.choice(["contiguous", "paged", "ring"]), "page": draw.choice([1, 16, size(10), size(16)]),
+        "window": draw.choice([size(7), size(17), size(24)]), "sinks": draw.choice([0, 4, size(6), size(16)]),
+        "memory": round(2 ** draw.uniform(-8, 9), draw.randint(0, 3)) or 24,
+        "bandwidth": round(2 ** draw.uniform(3, 13), draw.randint(0, 3)),
+        "weights": draw.choice([0, size(38)]), "weightsRead": draw.choice([0, size(38)]),
+    }
+    if setting["layout"] == "ring" and draw.random() < 0.9:  # else the sinks may be refused
+        setting["sinks"] = min(setting["sinks"], setting["window"] - 1)
+    if setting["layout"] == "ring" and draw.random() < 0.3:  # about where it begins to drop positions
+        setting["context"] = max(1, setting["window"] + setting["sinks"] + draw.randint(-1, 2))
+    return setting
+
+
+def run(command, setting):
+    """The program with a command of the page. Of MLA it reads the sizes from a config.json."""
+    words = shlex.split(command)
+    assert words[:2] == ["./llm", "memory"], command
+    with tempfile.TemporaryDirectory() as directory:
+        config = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": setting["layers"],
+                  "num_attention_heads": setting["queryHeads"], "kv_lora_rank": setting["rank"],
+                  "qk_rope_head_dim": setting["rope"], "max_position_embeddings": 163840}
+        pathlib.Path(directory, "config.json").write_text(json.dumps(config))
+        words = [LLM] + [directory if word == "DIR" else word for word in words[1:]]
+        return subprocess.run(words, capture_output=True, text=True)
+
+
+def check(setting, page):
+    """That the program has each number that the page has, and refuses what the page says that it does."""
+    result = run(page["command"], setting)
+    where = f"\nsetting {setting}\npage    {page}\n{result.stdout[:1500]}{result.stderr}"
+    assert result.returncode == (2 if page["refusal"] else 0), where
+    if page["refusal"]:
+        return
+    found = json.loads(result.stdout)["results"]
+    assert len(found) == 1, where
+    for key, value in page["answer"].items():
+        if key == "tokens_in_budget" and not value:  # nothing fits
+            continue
+        assert found[0][key] == value, f"{key}: the page has {value}, the program {found[0].get(key)}{where}"
+    if not page["answer"]["tokens_in_budget"] and page["budget"] >= 1:
+        refused = run(f"{page['command']} --budget {page['budget']}", setting)
+        assert refused.returncode == 2 and "--budget" in refused.stderr, f"{where}{refused}"
+
+
+def ask(browser, settings):
+    """What the page's functions answer. Its whole numbers come as texts, for they may be large."""
+    text = browser.evaluate("""JSON.stringify(%s.map(s => ({answer: answer(s), command: command(s), budget: budgetOf(s),
+        refusal: refusal(cacheOf(s))})), (key, value) => typeof value === "bigint" ? `${value}n` : value)"""
+                            % json.dumps(settings))
+    return json.loads(re.sub(r'"(-?\d+)n"', r"\1", text))
+
+
+def total(browser):
+    return int(re.sub(r"\D", "", browser.evaluate("at('total').textContent")))
+
+
+def setting_of(browser):
+    return browser.evaluate("({...setting})")
+
+
+def check_shown(browser):
+    """That what stands on the page is what the program says to the command on the page."""
+    setting = setting_of(browser)
+    page, = ask(browser, [setting])
+    assert browser.evaluate("at('command').textContent") == page["command"]
+    assert total(browser) == page["answer"]["bytes"]
+    check(setting, page)
+
+
+# ---- The tests -----------------------------------------------------------------------------------------------------
+
+
+def test_random_settings_equal_the_program(browser, settings):
+    browser.open()
+    refused = 0
+    for setting, page in zip(settings, ask(browser, settings)):
+        check(setting, page)
+        refused += bool(page["refusal"])
+    assert refused < SETTINGS / 4, f"{refused} of the settings are refused: they test little"
+
+
+def test_known_answers(browser, settings):
+    """Bytes a position at f16 of the models as they come: by hand, from their papers and config.json."""
+    known = {"SmolLM2-135M": 23040, "TinyLlama-1.1B": 22528, "Llama-3.2-1B": 32768, "Llama-2-7B": 524288,
+             "Falcon-7B": 8192, "Mistral-7B-v0.1": 131072, "Llama-3.1-8B": 131072, "Qwen3-8B": 147456,
+             "Llama-3.1-70B": 327680, "DeepSeek-V3": 70272}
+    browser.open()
+    models = browser.evaluate("Object.keys(MODELS)")
+    assert sorted(models) == sorted(known)
+    presets = [browser.evaluate(f"preset({json.dumps(model)}, 'RTX 4090')") for model in models]
+    for model, setting, page in zip(models, presets, ask(browser, presets)):
+        assert page["answer"]["bytes_per_token"] == known[model], model
+        check(setting, page)
+    browser.open("#model=DeepSeek-V3")
+    assert "71.1 times less than MHA" in browser.evaluate("at('heads').textContent")
+    browser.open("#model=Llama-3.1-70B&kvHeads=64&context=32768&k=bf16&v=bf16")
+    assert total(browser) == 80 * 2**30
+
+
+def test_where_the_program_refuses(browser, settings):
+    """Each of a pair is as large as it may be, and one more: bytes, pages, sinks."""
+    one = {"layers": 1, "kvHeads": 1, "headDim": 1, "k": "f16", "v": "f16", "weights": 0}
+    bytes_ = {**one, "context": 2**30, "sequences": 2}
+    pages = {**one, "layout": "paged", "page": 2, "sequences": 4}
+    sinks = {**one, "layout": "ring", "window": 100}
+    for good, bad in [({**bytes_, "headDim": 2**20 - 1}, {**bytes_, "headDim": 2**20}),
+                      ({**pages, "context": 2**30 - 2}, {**pages, "context": 2**30 - 1}),
+                      ({**sinks, "sinks": 99}, {**sinks, "sinks": 100})]:
+        pair = [{**browser.evaluate("preset('Llama-3.1-8B', 'RTX 4090')"), **each} for each in (good, bad)]
+        pages_say = ask(browser, pair)
+        assert [bool(page["refusal"]) for page in pages_say] == [False, True], (good, bad)
+        for setting, page in zip(pair, pages_say):
+            check(setting, page)
+
+
+def test_beyond_double(browser, settings):
+    """No digit is lost where doubles end, and the page says that the program stops there."""
+    size = {"layers": 9999, "kvHeads": 16777215, "headDim": 127, "context": 1073741823, "sequences": 1073741823}
+    browser.open("#" + "&".join(f"{key}={value}" for key, value in size.items()))
+    product = 2 * 2
+    for value in size.values():
+        product *= value
+    assert total(browser) == product
+    assert "2^53" in browser.evaluate("at('bytes').textContent")
+
+
+def test_formula_on_the_page(browser, settings):
+    """A term's factors multiply to its bytes, the terms sum up to the whole, the steps of growth multiply to it, and as
+    many sequences fit as it says, and no more."""
+    browser.open()
+    for setting in settings[:40]:
+        browser.evaluate(f"setting = {json.dumps(setting)}; draw()")
+        lines = browser.evaluate("""[...document.querySelectorAll("#formula .term")].map(term =>
+            [term.querySelector(".row > :last-child").textContent, term.querySelector(".soft")?.textContent ?? ""])""")
+        numbers = [(int(re.sub(r"\D", "", bytes)), factors) for bytes, factors in lines]
+        for bytes, factors in numbers[:-1]:
+            product = 1
+            for factor in re.sub(r"\([^)]*\)", "", factors).split("×"):
+                product *= int(re.match(r"\s*([\d,]+)", factor)[1].replace(",", ""))
+            assert product == bytes, (setting, bytes, factors)
+        assert sum(bytes for bytes, _ in numbers[:-1]) == numbers[-1][0] == total(browser)
+        fit = int(re.sub(r"\D", "", browser.evaluate(
+            "document.querySelector('#fit .term .row:last-child > :last-child').textContent")))
+        at_most, beyond = ask(browser, [{**setting, "sequences": max(1, fit)}, {**setting, "sequences": fit + 1}])
+        assert not fit or at_most["answer"]["bytes"] <= at_most["budget"], setting
+        assert fit == 2**30 or beyond["answer"]["bytes"] > beyond["budget"], setting
+        too_much = "too much" in browser.evaluate("at('summary').textContent")
+        assert too_much == (total(browser) > beyond["budget"]), setting
+        off = browser.evaluate("""growth(setting).reduce((all, {factor}) => all * factor, 1) *
+            ratio(bytesOf(cacheOf(preset(setting.model, setting.card))), answer(setting).bytes) - 1""")
+        assert abs(off) < 1e-9, (setting, off)
+    browser.open("#model=Llama-3.1-8B&context=65536&k=f32")
+    said = browser.evaluate("[...document.querySelectorAll('#growth .row')].map(each => each.innerText.split('\\n'))")
+    assert said == [["Context 8,192 → 65,536", "× 8"], ["Precision of K f16 → f32", "× 1.5"]], said
+
+
+def test_address_holds_the_setting(browser, settings):
+    browser.open()
+    back = browser.evaluate("%s.map(s => fromHash(toHash(s)))" % json.dumps(settings))
+    assert back == [[setting, []] for setting in settings]
+    for setting in settings[:5]:
+        address = browser.evaluate(f"toHash({json.dumps(setting)})")
+        browser.open(address)
+        assert setting_of(browser) == setting
+        check_shown(browser)
+    browser.evaluate("location.hash = '#model=Falcon-7B&context=77'")  # typed into the address bar
+    browser.wait("setting.context === 77")
+    check_shown(browser)
+    browser.open("#model=GPT-9&layers=abc&page=0&context=2.5&sinks=&red=1&window=<img src=x onerror=boom()>&k=int8")
+    default = browser.evaluate("preset('Llama-3.1-8B', 'RTX 4090')")
+    assert setting_of(browser) == {**default, "k": "int8"}
+    said = browser.evaluate("at('summary').textContent")
+    for word in ("GPT-9", "layers abc", "page 0", "context 2.5", "sinks", "red", "window <img src=x"):
+        assert word in said, (word, said)
+
+
+FOCUS_IS_SEEN = """(() => {
+    const it = document.activeElement, style = getComputedStyle(it), box = it.getClientRects()[0];
+    const [x, y] = [box.left + box.width / 2, box.top + box.height / 2];
+    return style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2 &&
+        box.top >= 0 && box.bottom <= innerHeight && it.contains(document.elementFromPoint(x, y)); })()"""
+
+
+def test_keyboard(browser, settings):
+    """Everything can be reached and changed with keys alone, and is seen where the focus is."""
+    for width in (1200, 360):
+        browser.open("#layout=ring", width)
+        shown = browser.evaluate("""[...document.querySelectorAll("a, button, input, select")]
+            .filter(each => each.getClientRects().length).map(each => each.id || each.innerText)""")
+        for back, expected in ((0, shown), (8, shown[-2::-1])):  # Tab to the last, then Shift and Tab to the first
+            for name in expected:
+                browser.press("Tab", modifiers=back)
+                assert browser.evaluate("document.activeElement.id || document.activeElement.innerText") == name
+                assert browser.evaluate(FOCUS_IS_SEEN), (width, back, name)
+
+    browser.open()
+    for element, text in (("layers", "7"), ("context", "12345"), ("sequences", "3"), ("weights", "123456789")):
+        browser.type(element, text)
+        assert setting_of(browser)[element] == int(text)
+        check_shown(browser)
+    for element in ("slide-layers", "slide-context", "slide-kvHeads"):
+        before = setting_of(browser)
+        browser.tab_to(element)
+        browser.press("ArrowRight")
+        field = element[6:]
+        assert setting_of(browser)[field] > before[field], element
+        assert browser.evaluate(f"at('{field}').value") == str(setting_of(browser)[field])
+        check_shown(browser)
+    for element in ("model", "k", "v", "layout", "card", "attention", "model"):
+        before = setting_of(browser)
+        browser.tab_to(element)
+        browser.press("ArrowDown" if before[element] != "DeepSeek-V3" else "ArrowUp")
+        assert setting_of(browser)[element] != before[element], element
+        check_shown(browser)
+        address = browser.evaluate("location.hash")
+        after = setting_of(browser)
+        browser.open(address)
+        assert setting_of(browser) == after
+    before = setting_of(browser)
+    browser.type("layers", "0")
+    assert setting_of(browser) == before
+    assert browser.evaluate("at('layers').getAttribute('aria-invalid')") == "true"
+    assert "from 1 to 10,000" in browser.evaluate("at('problem-layers').textContent")
+    browser.press("Tab")
+    assert browser.evaluate("at('layers').value") == str(before["layers"])
+    browser.tab_to("reset")
+    browser.press(" ")
+    assert setting_of(browser) == browser.evaluate("preset(setting.model, setting.card)")
+
+
+FAINT_TEXT = """(() => {
+    const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
+    const linear = x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+    const light = colour => numbers(colour).slice(0, 3).reduce((sum, x, i) =>
+        sum + linear(x / 255) * [0.2126, 0.7152, 0.0722][i], 0);
+    const seen = colour => (numbers(colour)[3] ?? 1) > 0;
+    const behind = each => seen(getComputedStyle(each).backgroundColor) ? getComputedStyle(each).backgroundColor :
+        behind(each.parentElement);
+    const has_text = each => each.matches("[type=number], select") ||
+        [...each.childNodes].some(node => node.nodeType === Node.TEXT_NODE && node.data.trim());
+    return [...document.querySelectorAll("body *")].filter(each => each.getClientRects().length && has_text(each))
+        .map(each => [light(getComputedStyle(each).color), light(behind(each)), each.outerHTML.slice(0, 80)])
+        .filter(([a, b]) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 4.5); })()"""
+
+VIEWS = ["", "#model=DeepSeek-V3&layout=paged&k=int2", "#layout=ring&k=int4&v=fp8&context=131072&kvHeads=5&sinks=9999",
+         "#layers=9999&kvHeads=16777215&headDim=127&context=1073741823&sequences=1073741823&layout=paged&k=int4&page=x"]
+
+
+def test_narrow_wide_light_dark(browser, settings):
+    """Nothing is wider than the window, and all text stands out from what is behind it (WCAG 2.1: 4.5 to 1)."""
+    papers = set()
+    for view, width, colours in itertools.product(VIEWS, (360, 1200), ("light", "dark")):
+        browser.open(view, width, colours)
+        where = f"{view} {width} {colours}"
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width, where
+        wide = browser.evaluate("""[...document.querySelectorAll("body *")].filter(each =>
+            each.getBoundingClientRect().right > innerWidth + 0.5).map(each => each.outerHTML.slice(0, 100))""")
+        assert not wide, (where, wide)
+        papers.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+        faint = browser.evaluate(FAINT_TEXT)
+        assert not faint, (where, faint)
+    assert len(papers) == 2, papers  # one for light and one for dark
+
+
+def test_named_for_screen_readers(browser, settings):
+    for view in VIEWS:
+        browser.open(view)
+        roles = {}
+        for node in browser.call("Accessibility.getFullAXTree")["nodes"]:
+            role = node.get("role", {}).get("value")
+            if role in ("slider", "spinbutton", "combobox", "button", "link", "form", "group") and not node["ignored"]:
+                roles.setdefault(role, []).append(node.get("name", {}).get("value", ""))
+        assert all(all(names) for names in roles.values()), roles
+        assert all(len(set(names)) == len(names) for names in roles.values()), roles
+        assert {"slider", "spinbutton", "combobox", "button", "link", "form"} <= set(roles), roles
+
+
+def test_says_and_fetches_nothing(browser, settings):
+    """In all of the tests above."""
+    browser.evaluate("1")
+    loud = [event for event in browser.events if event["method"] in (
+        "Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")]
+    assert not loud, loud
+    fetched = {event["params"]["request"]["url"].split("#")[0] for event in browser.events
+               if event["method"] == "Network.requestWillBeSent"}
+    assert fetched <= {PAGE, "about:blank"} and PAGE in fetched, fetched
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=random.randrange(2**32))
+    parser.add_argument("--picture", metavar="NAME.png")
+    arguments, _ = parser.parse_known_args()  # tests/run.sh has some for doctest
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    tests = [test for name, test in globals().items() if name.startswith("test_")]
+    failed = 0
+    if not chromium or not shutil.which(LLM):
+        print("no Chromium: apt-get install chromium" if not chromium else f"no {LLM}: make llm, or LLM=PROGRAM")
+        failed = len(tests)
+    else:
+        browser = Browser(chromium)
+        browser.open()
+        names = "{models: Object.keys(MODELS), cards: Object.keys(CARDS), types: Object.keys(TYPES)}"
+        fields = browser.evaluate(f"({names})")
+        draw = random.Random(arguments.seed)
+        settings = [random_setting(draw, fields) for _ in range(SETTINGS)]
+        for test in tests:
+            try:
+                test(browser, settings)
+            except Exception:
+                failed += 1
+                print(f"{test.__name__}, --seed {arguments.seed}")
+                traceback.print_exc(file=sys.stdout)
+        if arguments.picture:
+            browser.open("#context=65536&sequences=2&k=int8&v=int4&layout=paged")
+            browser.picture(arguments.picture)
+        browser.close()
+        print(f"seed {arguments.seed}")
+    print(f"[doctest] test cases: {len(tests)} | {len(tests) - failed} passed | {failed} failed | 0 skipped")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
