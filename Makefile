@@ -1,7 +1,8 @@
 # make          names and installs what is missing, says what it found, builds ./llm
 # make run      generates from the built-in checkpoint with the KV cache, then beside the naive path
 # make test     builds and runs all tests; the last line is "N passed, N failed"
-# make test-explorer  docs/explorer.html in a browser, beside the program; a part of make test
+# make docs-check   the commands, outputs, code and links of README and docs/; make test-explorer: docs/explorer.html in
+#               a browser, beside the program. Both are parts of make test
 # make plain    builds ./llm-plain, without fast/: the same program, slower
 # make asan     the tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz     libFuzzer on what comes from outside, FUZZ_SECONDS each
@@ -73,8 +74,8 @@ FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 FLAGS := $(NVCC) $(CC) $(CXX) $(KERNEL_CXX) $(CXXFLAGS) $(CFLAGS) $(shell echo '$(sort $(MACROS))' | cksum)
 $(shell mkdir -p build/asan build/gpu build/simd; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
 
-.PHONY: all run plain test test-explorer asan fuzz test-simd test-gpu sanitize-gpu bench-gpu need need-tests \
-  need-explorer need-fuzz need-simd need-nvcc found clean
+.PHONY: all run plain test docs-check test-explorer asan fuzz test-simd test-gpu sanitize-gpu bench-gpu need \
+  need-tests need-explorer need-fuzz need-simd need-nvcc found clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -95,7 +96,11 @@ plain: need
 
 test: need-tests need-explorer
 	$(AGAIN) found llm llm-plain $(TESTS:%=build/%)
-	@sh tests/run.sh $(TESTS:%=build/%) tests/test_explorer.py
+	@sh tests/run.sh $(TESTS:%=build/%) tests/test_explorer.py tests/test_docs.py
+
+docs-check: need-tests
+	$(AGAIN) found llm llm-plain
+	@sh tests/run.sh tests/test_docs.py
 
 test-explorer: need need-explorer
 	$(AGAIN) found llm

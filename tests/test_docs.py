@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+"""What README and docs/ say is true: commands run and print what is shown, code stands where it is said to, links lead
+somewhere. One test case a page.  python3 tests/test_docs.py [PAGE ...], from the repository's root, with ./llm built.
+
+What stands in a page:
+  ```console           "$ command", then what it prints. A line "..." leaves lines out. The text is the same; a number
+                       with a decimal point may differ by 2 in its last digit, as other processors sum in another order.
+  ```console roughly   numbers are free: times, tokens/s.        ```console unrun   downloads: only looked at.
+  ```cpp FILE          these lines stand in FILE; a line "..." leaves lines out.
+  other blocks         lines that begin with ./llm, make or python3 are commands that are not refused.
+  `name()`, `FILE.h`   the sources have such a function, and such a file.
+"""
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "weights_tools/README.md"]
+NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.]*\w)|-?\d+\.\d+")
+FILES = [path for path in subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True,
+                                         text=True).stdout.split("\n") if path]
+SOURCES = "\n".join((ROOT / path).read_text(errors="replace") for path in FILES
+                    if path.endswith((".cu", ".h", ".c", ".cpp", ".py")) and (ROOT / path).is_file())
+LIMIT = 180  # seconds for a command whose output is shown
+
+
+def near(shown, found):
+    """Whether two numbers as they are written are the same, but for 2 in the last digit of one with a point."""
+    if shown == found:
+        return True
+    mantissa, _, exponent = shown.lower().partition("e")
+    digits = len(mantissa.partition(".")[2])
+    if not digits:
+        return False
+    return abs(float(shown) - float(found)) <= 2.5 * 10.0 ** (int(exponent or 0) - digits)
+
+
+def same_line(shown, found, roughly):
+    shape = [re.sub(r"\s+", " ", NUMBER.sub("#", line)).strip() for line in (shown, found)]
+    if shape[0].replace(" ", "") != shape[1].replace(" ", ""):
+        return False
+    return roughly or all(map(near, NUMBER.findall(shown), NUMBER.findall(found)))
+
+
+def first_difference(shown, found, same):
+    """None if `found` has the lines `shown`, in which "..." stands for any lines; else the line that is missing."""
+    at = 0
+    anywhere = False
+    for i, line in enumerate(shown):
+        if line.strip() == "...":
+            anywhere = True
+            continue
+        last = anywhere and "..." not in [later.strip() for later in shown[i:]]
+        if last:  # what follows the last gap is the end
+            at = max(at, len(found) - (len(shown) - i))
+        while anywhere and at < len(found) and not same(line, found[at]):
+            at += 1
+        if at >= len(found) or not same(line, found[at]):
+            return line
+        at, anywhere = at + 1, False
+    return None if anywhere or at == len(found) else "(the end; found " + found[at] + ")"
+
+
+class Page:
+    def __init__(self, path, scratch):
+        self.path, self.scratch, self.problems = path, scratch, []
+        self.blocks, self.prose = [], []
+        inside = None
+        for number, line in enumerate(path.read_text().split("\n"), 1):
+            if line.startswith("```"):
+                if inside is None:
+                    inside = (line[3:].split(), number, [])
+                else:
+                    self.blocks.append(inside)
+                    inside = None
+            elif inside is not None:
+                inside[2].append(line)
+            else:
+                self.prose.append((number, line))
+        self.expect(inside is None, len(self.prose), "a block does not end")
+
+    def expect(self, good, number, problem):
+        if not good:
+            self.problems.append(f"{self.path.relative_to(ROOT)}:{number}: {problem}")
+
+    def run(self, command, limit):
+        environment = dict(os.environ, HOME=str(self.scratch / "home"), NO_COLOR="1", PYTHONDONTWRITEBYTECODE="1")
+        try:
+            result = subprocess.run(["bash", "-c", command], cwd=self.scratch, env=environment, timeout=limit,
+                                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+            return result.returncode, result.stdout.rstrip("\n").split("\n")
+        except subprocess.TimeoutExpired:
+            return None, []
+
+    def check_console(self, kind, start, lines):
+        commands = []
+        for number, line in enumerate(lines, start + 1):
+            if line.startswith("$ "):
+                commands.append((number, line[2:], []))
+            elif commands:
+                commands[-1][2].append(line)
+            else:
+                self.expect(False, number, "a console block begins with a command: $ ...")
+        for number, command, shown in commands:
+            if "unrun" in kind:
+                continue
+            while shown and not shown[-1].strip():
+                shown.pop()
+            status, found = self.run(command, LIMIT)
+            self.expect(status is not None, number, f"{command}: runs longer than {LIMIT} s")
+            lacks = first_difference(shown, found, lambda a, b: same_line(a, b, "roughly" in kind)) if shown else None
+            self.expect(lacks is None, number, f"{command}: does not print\n  {lacks}\nbut\n  " + "\n  ".join(found[:40]))
+
+    def check_commands(self, start, lines):
+        for number, line in enumerate(lines, start + 1):
+            command = re.split(r"\s{2,}|\s+#", re.sub(r"^(\S+ \w+) +-", r"\1 -", line.strip()))[0]
+            if command.startswith("./llm"):
+                status, found = self.run(f"timeout 2 {command} >out 2>&1; s=$?; head -c 300 out; exit $s", 20)
+                self.expect(status in (0, 1, 124), number, f"{command}: status {status}: {' '.join(found)}")
+            elif command.startswith("make "):
+                words = [word for word in command.split()[1:] if "=" not in word and not word.startswith("-")]
+                status, found = self.run(f"make -n {' '.join(words)} 2>&1 >/dev/null | head -3", 60)
+                self.expect("No rule" not in " ".join(found), number, f"{command}: {' '.join(found)}")
+            elif re.match(r"python3 \S+\.py", command):
+                script = ROOT / command.split()[1]
+                self.expect(script.is_file(), number, f"{command}: no such script")
+                for flag in re.findall(r"\s(--[\w-]+)", command) if script.is_file() else []:
+                    self.expect(f'"{flag}"' in script.read_text(), number, f"{command}: no {flag} in it")
+
+    def check_code(self, name, start, lines):
+        path = ROOT / name
+        if not path.is_file():
+            return self.expect(False, start, f"{name}: no such file")
+        text = [line.strip() for line in path.read_text().split("\n")]
+        at = 0
+        part = []
+        for line in [line.strip() for line in lines] + ["..."]:
+            if line != "...":
+                part.append(line)
+                continue
+            while part and at < len(text) and text[at:at + len(part)] != part:
+                at += 1
+            if at >= len(text):
+                return self.expect(False, start, f"{name} has no such lines, in this order:\n  " + "\n  ".join(part))
+            at, part = at + len(part), []
+
+    def anchors(self, path):
+        headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+        return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+    def check_prose(self):
+        for number, line in self.prose:
+            for alt, target in re.findall(r"(!?\[[^\]]*\])\(([^)\s]+)\)", line):
+                if re.match(r"\w+:", target):
+                    continue
+                file, _, anchor = target.partition("#")
+                path = (self.path.parent / file).resolve() if file else self.path
+                self.expect(path.exists(), number, f"{target}: no such file")
+                self.expect(alt != "![]", number, f"{target}: a picture without a text that says what is on it")
+                if anchor and path.suffix == ".md" and path.exists():
+                    self.expect(anchor in self.anchors(path), number, f"{target}: no such heading")
+            for word in re.findall(r"`([^`]+)`", line):
+                if re.fullmatch(r"\w+\(\)", word):
+                    self.expect(re.search(rf"\b{word[:-2]}\(", SOURCES), number, f"{word}: no such function")
+                if re.fullmatch(r"[\w/.-]*\w\.(cu|h|c|cpp|py|md|html|sh|svg)", word):
+                    self.expect(any(("/" + path).endswith("/" + word) for path in FILES), number, f"{word}: no such file")
+
+    def check(self):
+        for words, start, lines in self.blocks:
+            if words[:1] == ["console"]:
+                self.check_console(words[1:], start, lines)
+            elif words[:1] == ["cpp"] and len(words) > 1:
+                self.check_code(words[1], start, lines)
+            elif not words:
+                self.check_commands(start, lines)
+        self.check_prose()
+        return self.problems
+
+
+def main():
+    pages = [pathlib.Path(page).resolve() for page in sys.argv[1:] if not page.startswith("-")] or PAGES
+    failed = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        scratch = pathlib.Path(scratch)
+        for entry in ROOT.iterdir():  # what commands write stays here
+            if entry.name not in (".git", "build"):
+                (scratch / entry.name).symlink_to(entry)
+        (scratch / "llm").unlink(missing_ok=True)
+        if (ROOT / "llm").is_file():
+            shutil.copy(ROOT / "llm", scratch / "llm")  # it looks for the built-in checkpoint beside itself
+        (scratch / "my.txt").write_text("Tom went to the sea. He saw a boat there.\n" * 20)
+        (scratch / "home/models").mkdir(parents=True)
+        (scratch / "home/models/SmolLM2-135M").symlink_to(ROOT / "weights_tools/builtin")
+        for page in pages:
+            problems = Page(page, scratch).check()
+            failed += bool(problems)
+            print("\n".join(problems), end="\n" if problems else "")
+    print(f"[doctest] test cases: {len(pages)} | {len(pages) - failed} passed | {failed} failed | 0 skipped")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
