@@ -4,9 +4,9 @@
 // nvcc compiles a kernel for the GPU. Where there is none, tests/cuda_on_cpu.h gives g++ what the toolkit would, and
 // runs the same source thread by thread on the CPU, with checks; it defines CUDA_ON_CPU. For that, kernels keep to
 // CUDA's basic words (threadIdx, __syncthreads, __shfl_sync, ...) and to what stands here:
-//   Shared<T>            shared memory: of a size the launch gives, piece by piece from SharedMemory, or STATIC_SHARED
+//   Shared<T>            shared memory, of a size the launch gives, piece by piece from SharedMemory
 //   wait_for_previous()  called by every thread of every kernel before it touches what another kernel writes or reads
-//   the last part        asynchronous copies, products of matrix fragments, 16-bit numbers, each with its plain twin
+//   the last part        2^x and asynchronous copies, each with its plain twin
 #pragma once
 
 #include <variant>
@@ -303,11 +303,6 @@ struct Shared {
     __device__ Shared from(int i) const { return {data + i}; }
 };
 
-// Room for `count` numbers, a constant, which no launch has to ask for: 48 KiB of a block at most.
-#define STATIC_SHARED(T, name, count)   \
-    __shared__ T name##_numbers[count]; \
-    Shared<T> name = {name##_numbers}
-
 // The block's shared memory, handed out from its beginning. All threads of a block take the same pieces.
 struct SharedMemory {
     char *next;
@@ -344,29 +339,16 @@ __device__ inline float exp2_fast(float x) {
 #endif
 }
 
-// 16 bytes that are read once: they do not push out of the L1 what is read often. `from` is aligned to 16 bytes.
-__device__ inline uint4 load_once(const void *from) {
-#ifdef CUDA_ON_CPU
-    return cuda_on_cpu::load<uint4>(from);
-#else
-    uint4 bytes;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(bytes.x), "=r"(bytes.y), "=r"(bytes.z), "=r"(bytes.w)
-                 : "l"(from));
-    return bytes;
-#endif
-}
-
-// Asks for 16 bytes to be copied to to[i] and behind; zeros if they are not `there`. Both are aligned to 16 bytes.
-// commit_copies() closes a batch of a thread's copies; wait_copies<n>() waits until at most n batches of this thread
-// are on their way. Other threads see them after the next barrier.
+// Asks for up to 16 bytes to be copied to to[i] and behind, and zeros behind them up to 16. Both are aligned to 16
+// bytes. commit_copies() closes a batch of a thread's copies; wait_copies<n>() waits until at most n batches of this
+// thread are on their way. Other threads see them after the next barrier.
 template <class T>
-__device__ inline void copy_async16(Shared<T> to, int i, const void *from, bool there) {
+__device__ inline void copy_async16(Shared<T> to, int i, const void *from, int bytes) {
 #ifdef CUDA_ON_CPU
-    cuda_on_cpu::copy_async(to, i, from, there);
+    cuda_on_cpu::copy_async(to, i, from, bytes);
 #else
     unsigned at = (unsigned)__cvta_generic_to_shared(&to[i]);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(there ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
 #endif
 }
 
@@ -384,115 +366,6 @@ __device__ inline void wait_copies() {
     cuda_on_cpu::wait_copies(most);
 #else
     asm volatile("cp.async.wait_group %0;" ::"n"(most) : "memory");
-#endif
-}
-
-// A fragment is a warp's share of a matrix of 16-bit numbers, two in a register: the 8 x 8 matrix of a register has row
-// lane / 4 and columns 2 (lane % 4) and the next one in each lane.
-
-// The 8 x 8 matrix of a register, transposed.
-__device__ inline uint32_t transpose_matrix(uint32_t matrix) {
-#ifdef CUDA_ON_CPU
-    const uint32_t *all = cuda_on_cpu::exchange(matrix);
-    auto number = [&](int row, int column) { return all[4 * row + column / 2] >> 16 * (column % 2) & 0xffff; };
-    int row = lane_id() / 4, first = 2 * (lane_id() % 4);
-    return number(first, row) | number(first + 1, row) << 16;
-#else
-    uint32_t result;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
-    return result;
-#endif
-}
-
-// sums (16, 8) += a (16, 16) b (16, 8) for one warp. The registers of a are its 8 x 8 quarters: upper left, lower left,
-// upper right, lower right. Those of b are its upper and its lower half, each transposed (row n of it is column n of
-// b). sums[0], sums[1] are row lane / 4, columns 2 (lane % 4) and the next one; sums[2], sums[3] the same 8 rows below.
-template <class Number>  // f16 or bf16
-__device__ inline void multiply_matrices(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-#ifdef CUDA_ON_CPU
-    struct Fragments {
-        uint32_t a[4], b[2];
-    };
-    Fragments mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
-    const Fragments *all = cuda_on_cpu::exchange(mine);
-    auto half = [](uint32_t two, int i) { return to_float(Number{(uint16_t)(two >> 16 * i)}); };
-    for (int i = 0; i < 4; i++) {
-        int row = lane_id() / 4 + i / 2 * 8, column = 2 * (lane_id() % 4) + i % 2;
-        double sum = sums[i];
-        for (int k = 0; k < 16; k++) {
-            uint32_t from_a = all[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
-            uint32_t from_b = all[column * 4 + k % 8 / 2].b[k / 8];
-            sum += (double)half(from_a, k % 2) * half(from_b, k % 2);
-        }
-        sums[i] = (float)sum;
-    }
-#else
-    if constexpr (std::is_same_v<Number, f16>) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    } else {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    }
-#endif
-}
-
-// Two numbers rounded to 16 bits each in a register, the first in the lower half.
-template <class Number>  // f16 or bf16
-__device__ inline uint32_t pack(float first, float second) {
-#ifdef CUDA_ON_CPU
-    Number low, high;
-    from_float(low, first);
-    from_float(high, second);
-    return (uint32_t)low.bits | (uint32_t)high.bits << 16;
-#else
-    uint32_t both;
-    if constexpr (std::is_same_v<Number, f16>)
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    else
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    return both;
-#endif
-}
-
-// (x & mask) ^ flip in one instruction; of two constants the compiler would make two.
-__device__ inline uint32_t masked_and_flipped(uint32_t x, uint32_t mask, uint32_t flip) {
-#ifdef CUDA_ON_CPU
-    return (x & mask) ^ flip;
-#else
-    uint32_t result;
-    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(x), "r"(mask), "r"(flip));
-    return result;
-#endif
-}
-
-// a * b + c for two f16 numbers in each register, rounded once.
-__device__ inline uint32_t fma_f16(uint32_t a, uint32_t b, uint32_t c) {
-#ifdef CUDA_ON_CPU
-    auto half = [](uint32_t two, int i) { return (double)to_float(f16{(uint16_t)(two >> 16 * i)}); };
-    auto one = [&](int i) { return (float)(half(a, i) * half(b, i) + half(c, i)); };
-    return pack<f16>(one(0), one(1));
-#else
-    uint32_t result;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
-    return result;
-#endif
-}
-
-// a * b - product for two f16 numbers in each register: what rounding left of a * b, exactly.
-__device__ inline uint32_t rest_of_product(uint32_t a, uint32_t b, uint32_t product) {
-#ifdef CUDA_ON_CPU
-    return fma_f16(a, b, product ^ 0x80008000);
-#else
-    uint32_t result;
-    asm("{.reg .b32 n; neg.f16x2 n, %3; fma.rn.f16x2 %0, %1, %2, n;}" : "=r"(result) : "r"(a), "r"(b), "r"(product));
-    return result;
 #endif
 }
 

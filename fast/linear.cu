@@ -92,18 +92,6 @@ struct Streams {
     }
 };
 
-// The sum over a block's threads, of which there are block_threads, in all of them. Once in a kernel: nobody waits
-// until all have read it.
-__device__ inline float block_sum(float x) {
-    STATIC_SHARED(float, sums, block_threads / warp_size);
-    x = warp_sum(x);
-    if (lane_id() == 0) sums[warp_id()] = x;
-    __syncthreads();
-    float total = 0;
-    for (int i = 0; i < block_threads / warp_size; i++) total += sums[i];
-    return total;
-}
-
 // Weights stream through shared memory without a stop. A row is cut into chunks of 512 bytes, 16 for each lane; warp w
 // of a block takes the chunks w, w + 8, ... of all rows of the block, so that its part of the vector stays in
 // registers. Each lane asks for its own 16 bytes well ahead (cp.async) and reads nobody else's: no barrier stands
@@ -116,9 +104,19 @@ constexpr int rows_together = 4, stages = 4;  // copies in flight: 4 stages of a
 constexpr int tile_of_rows = 64;              // rows at most whose partial sums wait to be added up
 constexpr int most_columns = 16;              // chunks of a row for one warp
 
+// The sum over a block's threads, in all of them; `sums` (warp) is where they meet, for nothing else.
+__device__ inline float block_sum(float x, const Shared<float> &sums) {
+    x = warp_sum(x);
+    if (lane_id() == 0) sums[warp_id()] = x;
+    __syncthreads();
+    float total = 0;
+    for (int i = 0; i < stream_warps; i++) total += sums[i];
+    return total;
+}
+
 // 16 bytes as float32.
 template <class Number>
-__device__ inline void unpack(float (&numbers)[16 / sizeof(Number)], uint4 bytes) {
+__device__ inline void unpack(float *numbers, uint4 bytes) {
     const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
     for (int i = 0; i < (int)(16 / sizeof(Number)); i++) {
         if constexpr (sizeof(Number) == 4)
@@ -135,22 +133,22 @@ struct WeightStream {
     static constexpr int numbers = 16 / sizeof(Number);  // of a lane in a chunk
     const Streams &task;
     Shared<uint4> ring;  // (stages, rows_together, warp_size) for each warp
-    int first, last, group, groups, slot;
+    int first, last;
+    bool idle;  // rows have no chunk for this warp
     __device__ int place(int stage, int r) const {
         return ((warp_id() * stages + stage) * rows_together + r) * warp_size + lane_id();
     }
-    __device__ int row(int step, int r) const { return first + (step / columns * rows_together + r) * groups + group; }
     __device__ int channel(int column) const {
-        return ((slot + column * stream_warps) * warp_size + lane_id()) * numbers;
+        return ((warp_id() + column * stream_warps) * warp_size + lane_id()) * numbers;
     }
     __device__ void ask(int step) const {
         int i = channel(step % columns);
-        for (int r = 0; r < rows_together; r++) {
-            int v = row(step, r), row_of_matrix = 0;
-            bool there = v < last && group < groups && i < task.inputs;
+        for (int r = 0; r < rows_together && !idle; r++) {
+            int v = first + step / columns * rows_together + r, row_of_matrix = 0;
+            bool there = v < last && i < task.inputs;
             const Tensor &weight = task.find(there ? v : first, row_of_matrix).linear.weight;
             const Number *from = (const Number *)weight.data + (there ? (size_t)row_of_matrix * task.inputs + i : 0);
-            copy_async16(ring, place(step % stages, r), from, there);
+            copy_async16(ring, place(step % stages, r), from, there ? 16 : 0);
         }
         commit_copies();
     }
@@ -161,15 +159,13 @@ __global__ void __launch_bounds__(block_threads) linear_kernel(Streams task) {
     using Stream = WeightStream<Number, columns>;
     constexpr int numbers = Stream::numbers;
     SharedMemory memory;
-    Shared<float> partial = memory.take<float>(tile_of_rows * stream_warps);
+    Shared<float> partial = memory.take<float>(tile_of_rows * stream_warps), meeting = memory.take<float>(stream_warps);
     Shared<uint4> ring = memory.take<uint4>(stream_warps * stages * rows_together * warp_size);
-    // Narrow rows have fewer chunks than there are warps: then the warps form groups, each with rows of its own.
-    int chunks = blocks_for(task.inputs, numbers * warp_size), slots = min(chunks, stream_warps);
-    int groups = stream_warps / slots, rows = task.rows();
-    int first = (int)((int64_t)rows * blockIdx.x / gridDim.x),
-        last = (int)((int64_t)rows * (blockIdx.x + 1) / gridDim.x);
-    Stream stream = {task, ring, first, last, warp_id() / slots, groups, warp_id() % slots};
-    for (int step = 0; step < stages; step++) stream.ask(step);
+    int used = min(blocks_for(task.inputs, numbers * warp_size), stream_warps);  // warps that have a chunk of a row
+    int64_t rows = task.rows();
+    int first = (int)(rows * blockIdx.x / gridDim.x), last = (int)(rows * (blockIdx.x + 1) / gridDim.x), step = 0;
+    Stream stream = {task, ring, first, last, warp_id() >= used};
+    for (int i = 0; i < stages; i++) stream.ask(i);
     let_next_start();
     wait_for_previous();
     const Input &input = task.input;
@@ -177,16 +173,15 @@ __global__ void __launch_bounds__(block_threads) linear_kernel(Streams task) {
     float factor = 1, squares = 0, vector[columns][numbers];
     if (input.norm.data) {
         for (int i = threadIdx.x; i < task.inputs; i += blockDim.x) squares += input.x[start + i] * input.x[start + i];
-        factor = 1 / sqrtf(block_sum(squares) / task.inputs + input.epsilon);
+        factor = 1 / sqrtf(block_sum(squares, meeting) / task.inputs + input.epsilon);
     }
     UNROLL for (int c = 0; c < columns; c++) {
         for (int i = 0, at = stream.channel(c); i < numbers; i++, at++)
             vector[c][i] = at < task.inputs ? input.number(start + at, at, factor) : 0;
     }
-    int per_step = rows_together * groups, per_tile = tile_of_rows / per_step * per_step, step = 0;
-    for (int tile = first; tile < last; tile += per_tile) {
-        int end = min(tile + per_tile, last);
-        for (int base = tile; base < end; base += per_step) {
+    for (int tile = first; tile < last; tile += tile_of_rows) {
+        int end = min(tile + tile_of_rows, last);
+        for (int base = tile; base < end && !stream.idle; base += rows_together) {
             float sums[rows_together] = {};
             UNROLL for (int c = 0; c < columns; c++, step++) {
                 wait_copies<stages - 1>();
@@ -199,15 +194,14 @@ __global__ void __launch_bounds__(block_threads) linear_kernel(Streams task) {
             }
             for (int r = 0; r < rows_together; r++) {
                 float sum = warp_sum(sums[r]);
-                int at = base - tile + r * groups + stream.group;
-                if (lane_id() == 0 && stream.group < groups) partial[at * slots + stream.slot] = sum;
+                if (lane_id() == 0) partial[(base - tile + r) * stream_warps + warp_id()] = sum;
             }
         }
         __syncthreads();
         for (int v = tile + threadIdx.x; v < end; v += blockDim.x) {
             float sum = 0;
             int row;
-            for (int i = 0; i < slots; i++) sum += partial[(v - tile) * slots + i];
+            for (int i = 0; i < used; i++) sum += partial[(v - tile) * stream_warps + i];
             const Matrix &matrix = task.find(v, row);
             float &y = matrix.y[(int64_t)blockIdx.y * matrix.linear.weight.rows + row];
             if (matrix.linear.bias.data) sum += number_of(matrix.linear.bias, row);
@@ -224,14 +218,15 @@ bool stream(Gpu &m, const Streams &task, int count) {
     constexpr int numbers = 16 / sizeof(Number);
     int columns = blocks_for(task.inputs, numbers * warp_size * stream_warps);
     if (task.inputs % numbers || columns > most_columns) return false;
-    size_t bytes = shared_size(tile_of_rows * stream_warps * sizeof(float));
+    size_t bytes = shared_size(tile_of_rows * stream_warps * sizeof(float)) + shared_size(stream_warps * sizeof(float));
     bytes += shared_size(stream_warps * stages * rows_together * warp_size * sizeof(uint4));
     Grid grid = {dim3(std::min(task.rows(), m.properties.multiProcessorCount), count), block_threads, bytes};
-    if (columns == 1) return m.launch(grid, linear_kernel<Number, 1>, task), true;
-    if (columns == 2) return m.launch(grid, linear_kernel<Number, 2>, task), true;
-    if (columns <= 4) return m.launch(grid, linear_kernel<Number, 4>, task), true;
-    if (columns <= 8) return m.launch(grid, linear_kernel<Number, 8>, task), true;
-    return m.launch(grid, linear_kernel<Number, most_columns>, task), true;
+    void (*const kernels[])(Streams) = {linear_kernel<Number, 1>, linear_kernel<Number, 2>, linear_kernel<Number, 4>,
+                                        linear_kernel<Number, 8>, linear_kernel<Number, most_columns>};
+    int i = 0;
+    while (1 << i < columns) i++;
+    m.launch(grid, kernels[i], task);
+    return true;
 }
 
 // ---- Many vectors ------------------------------------------------------------------------------------------
@@ -264,55 +259,49 @@ void multiply(Gpu &m, const Number *x, int count, const Matrix &product, Store s
 
 // ---- Both --------------------------------------------------------------------------------------------------
 
+// Up to three matrices of one type. `x` is where the input stands if it was computed.
 template <class Number>
-void multiply(Gpu &m, const float *x, const Input &input, int count, std::vector<Matrix> products, Store store) {
+void multiply(Gpu &m, float *x, int count, Streams &task) {
     constexpr int few = 4;  // so many read the weights one after another
     Between &between = m.kept<Between>();
-    int inputs = (int)products[0].linear.weight.cols;
-    for (; (between.decoding || count <= few) && !products.empty();) {
-        Streams task;
-        while (task.matrices < std::min((int)products.size(), 3))
-            task.matrix[task.matrices] = products[task.matrices], task.matrices++;
-        task.input = input, task.inputs = inputs, task.store = store;
-        if (!stream<Number>(m, task, count)) break;
-        products.erase(products.begin(), products.begin() + task.matrices);
+    bool streams = between.decoding || count <= few;
+    if (streams && stream<Number>(m, task, count)) return;
+    const void *input = task.input.x;
+    if (streams && !task.input.as_it_is()) {  // widths of no vectors
+        write_input(m, x, task.input, count, task.inputs);
+        task.input = {x, nullptr, {}, 0};
+    } else if (!streams && (sizeof(Number) < sizeof(float) || !task.input.as_it_is())) {
+        between.rounded.resize(m, (size_t)count * task.inputs);
+        input = between.rounded.data();
+        write_input(m, (Number *)input, task.input, count, task.inputs);
     }
-    if (products.empty()) return;
-    if (between.decoding || count <= few) {  // widths of no vectors
-        if (!input.as_it_is()) write_input(m, (float *)x, input, count, inputs);
-        for (const Matrix &each : products) plain::linear(m, x, count, {{each.linear, each.y}}, store);
-        return;
+    for (int i = 0; i < task.matrices; i++) {
+        const Matrix &matrix = task.matrix[i];
+        if (streams)
+            plain::linear(m, task.input.x, count, {{matrix.linear, matrix.y}}, task.store);
+        else
+            multiply(m, (const Number *)input, count, matrix, task.store);
     }
-    const Number *rounded = (const Number *)x;
-    if (!std::is_same_v<Number, float> || !input.as_it_is()) {
-        between.rounded.resize(m, (size_t)count * inputs);
-        write_input(m, (Number *)between.rounded.data(), input, count, inputs);
-        rounded = (const Number *)between.rounded.data();
-    }
-    for (const Matrix &each : products) multiply(m, rounded, count, each, store);
 }
 
 inline void linear(Gpu &m, const float *x, int count, std::initializer_list<Product> products,
                    Store store = Store::set) {
     Between &between = m.kept<Between>();
-    Input input = {x, nullptr, {}, 0};
     if (between.out && between.out != x) fail("the GPU: a product that reads past a norm: this program is at fault");
-    if (between.out) input = between.input;
+    Streams task;
+    task.input = between.out ? between.input : Input{x, nullptr, {}, 0};
+    task.store = store;
     between.out = nullptr;
-    std::vector<Matrix> rest;
-    for (const Product &each : products) rest.push_back({each.linear, each.y});
-    while (!rest.empty()) {  // those of one type together
-        DType type = between.products = rest[0].linear.weight.type;
-        std::vector<Matrix> same;
-        for (size_t i = 0; i < rest.size();) {
-            if (rest[i].linear.weight.type == type)
-                same.push_back(rest[i]), rest.erase(rest.begin() + (int)i);
-            else
-                i++;
+    for (const Product *next = products.begin(); next != products.end();) {
+        const Tensor &first = next->linear.weight;
+        task.inputs = (int)first.cols;
+        between.products = first.type;
+        for (task.matrices = 0; task.matrices < 3 && next != products.end(); next++) {
+            if (next->linear.weight.type != first.type) break;
+            task.matrix[task.matrices++] = {next->linear, next->y};
         }
-        with_numbers(same[0].linear.weight, [&](auto *numbers) {
-            multiply<std::decay_t<decltype(*numbers)>>(m, x, input, count, same, store);
-        });
+        with_numbers(first,
+                     [&](auto *numbers) { multiply<std::decay_t<decltype(*numbers)>>(m, (float *)x, count, task); });
     }
 }
 

@@ -13,11 +13,21 @@
 #ifdef HAS_CUDA
 namespace fast {
 
-// The tokens of one sequence in a pass, of one layer.
+constexpr int tile_positions = 512;
+
+// The tokens of one sequence in a pass, of one layer; and what is computed with, for all KV heads: 16-bit numbers, or
+// float32, and float32.
+template <class Number>
 struct Chunk {
     Attention task;
     Span span;  // of all of them
     const float *frequencies;
+    Number *queries = nullptr;                  // (kv_head, row, D)
+    Number *keys = nullptr, *values = nullptr;  // (kv_head, tile, width)
+    Number *weights = nullptr;                  // (kv_head, row, tile)
+    float *scores = nullptr;                    // (kv_head, row, tile)
+    float *out = nullptr;                       // (kv_head, row, value_width)
+    plain::Softmax *softmax = nullptr;          // (kv_head, row); of exponents of 2
     HOST_DEVICE int rows() const { return span.count * task.heads.group(); }
     HOST_DEVICE int position(int row) const { return span.position + row / task.heads.group(); }
     // Of all query heads of the pass, the one of a row.
@@ -50,60 +60,41 @@ struct ChunkTile {
     }
 };
 
-constexpr int tile_positions = 512;
-
-// What is computed with, for all KV heads: 16-bit numbers, or float32, and float32.
 template <class Number>
 struct ChunkMemory {
-    Buffer<Number> queries;          // (kv_head, row, D)
-    Buffer<Number> keys, values;     // (kv_head, tile, width)
-    Buffer<Number> weights;          // (kv_head, row, tile)
-    Buffer<float> scores;            // (kv_head, row, tile)
-    Buffer<float> out;               // (kv_head, row, value_width)
-    Buffer<plain::Softmax> softmax;  // (kv_head, row); of exponents of 2
-    void resize(Gpu &m, const Chunk &chunk) {
-        size_t heads = chunk.task.heads.kv, rows = heads * chunk.rows(), positions = heads * tile_positions;
-        queries.resize(m, rows * chunk.task.keys.width);
-        keys.resize(m, positions * chunk.task.keys.width);
-        values.resize(m, positions * chunk.task.values.width);
-        weights.resize(m, rows * tile_positions);
-        scores.resize(m, rows * tile_positions);
-        out.resize(m, rows * chunk.task.values.width);
-        softmax.resize(m, rows);
-    }
+    Buffer<Number> queries, keys, values, weights;
+    Buffer<float> scores, out;
+    Buffer<plain::Softmax> softmax;
 };
 
 // The queries, times log2(e) / sqrt(D), and what each has of the sinks, in float32: few rows see one, none sees many,
 // and each sees their keys rotated to another place.
 template <class Number>
-void begin_rows(Gpu &m, const Chunk &chunk, const ChunkMemory<Number> &memory) {
-    Number *queries = memory.queries.data();
-    float *outs = memory.out.data();
-    plain::Softmax *softmaxes = memory.softmax.data();
+void begin_rows(Gpu &m, const Chunk<Number> &chunk) {
     int rows = chunk.rows(), width = chunk.task.keys.width, value_width = chunk.task.values.width;
     float factor = log2_e / sqrtf((float)width);
     m.for_each((int64_t)chunk.task.heads.kv * rows, [=] HOST_DEVICE(int64_t item, Warp team) {
         int kv_head = (int)(item / rows), row = (int)(item % rows);
         const float *query = chunk.task.query + chunk.query_head(kv_head, row) * width;
-        float *out = outs + item * value_width;
+        float *out = chunk.out + item * value_width;
         for (int c = team.first(); c < width; c += team.step())
-            from_float(queries[item * width + c], query[c] * factor);
+            from_float(chunk.queries[item * width + c], query[c] * factor);
         for (int c = team.first(); c < value_width; c += team.step()) out[c] = 0;
         Segments sinks;
         plain::Softmax softmax;
         add_sinks(sinks, chunk.head_rows(kv_head), chunk.token(chunk.position(row)), chunk.task.visible);
         if (sinks.count > 0) plain::attend_rows<F32, F32>(softmax, out, query, sinks.list[0], chunk.frequencies, team);
-        if (team.first() == 0) softmaxes[item] = {softmax.max_score * log2_e, softmax.sum};
+        if (team.first() == 0) chunk.softmax[item] = {softmax.max_score * log2_e, softmax.sum};
     });
 }
 
 // A tile's keys or values, as the queries that see them read them.
 template <bool keys, class Number>
-void read_tile(Gpu &m, Number *to, const Chunk &chunk, const ChunkTile &tile) {
+void read_tile(Gpu &m, const Chunk<Number> &chunk, const ChunkTile &tile) {
     int width = keys ? chunk.task.keys.width : chunk.task.values.width;
     m.for_each((int64_t)chunk.task.heads.kv * tile.count(), [=] HOST_DEVICE(int64_t item, Warp team) {
         int kv_head = (int)(item / tile.count()), t = tile.begin + (int)(item % tile.count());
-        Number *row = to + item * width;
+        Number *row = (keys ? chunk.keys : chunk.values) + item * width;
         // A query of the same block, or of the next one.
         int reader = tile.own ? t : tile.blocks ? (t / group_size + 1) * group_size : chunk.span.end - 1;
         if (tile.own && reader < chunk.span.position) reader = chunk.span.position;
@@ -124,18 +115,14 @@ void read_tile(Gpu &m, Number *to, const Chunk &chunk, const ChunkTile &tile) {
 
 // Scores become weights, what they do not see none; what rows have summed up so far is rescaled.
 template <class Number>
-void softmax_tile(Gpu &m, const Chunk &chunk, const ChunkTile &tile, const ChunkMemory<Number> &memory, int first_row) {
+void softmax_tile(Gpu &m, const Chunk<Number> &chunk, const ChunkTile &tile, int first_row) {
     int rows = chunk.rows(), width = chunk.task.values.width;
-    const float *all_scores = memory.scores.data();
-    Number *all_weights = memory.weights.data();
-    float *outs = memory.out.data();
-    plain::Softmax *softmaxes = memory.softmax.data();
     m.for_each((int64_t)chunk.task.heads.kv * (rows - first_row), [=] HOST_DEVICE(int64_t item, Warp team) {
         int64_t head = item / (rows - first_row), row = head * rows + first_row + item % (rows - first_row);
-        const float *scores = all_scores + row * tile_positions;
-        Number *weights = all_weights + row * tile_positions;
+        const float *scores = chunk.scores + row * tile_positions;
+        Number *weights = chunk.weights + row * tile_positions;
         int position = chunk.position((int)(row % rows));
-        plain::Softmax before = softmaxes[row], after = before;
+        plain::Softmax before = chunk.softmax[row], after = before;
         for (int i = team.first(); i < tile.count(); i += team.step())
             if (tile.sees(chunk.task.visible, position, tile.begin + i))
                 after.max_score = fmaxf(after.max_score, scores[i]);
@@ -148,45 +135,53 @@ void softmax_tile(Gpu &m, const Chunk &chunk, const ChunkTile &tile, const Chunk
             from_float(weights[i], weight);
         }
         after.sum = before.sum * rescale + team.sum(sum);
-        for (int c = team.first(); rescale != 1 && c < width; c += team.step()) outs[row * width + c] *= rescale;
-        if (team.first() == 0) softmaxes[row] = after;
+        for (int c = team.first(); rescale != 1 && c < width; c += team.step()) chunk.out[row * width + c] *= rescale;
+        if (team.first() == 0) chunk.softmax[row] = after;
     });
 }
 
 template <class Number>
-void add_tile(Gpu &m, const Chunk &chunk, const ChunkTile &tile, const ChunkMemory<Number> &memory) {
+void add_tile(Gpu &m, const Chunk<Number> &chunk, const ChunkTile &tile) {
     int64_t rows = chunk.rows(), width = chunk.task.keys.width, value_width = chunk.task.values.width;
     int64_t heads = chunk.task.heads.kv, positions = tile.count();
-    int first = std::max(0, tile.begin - chunk.span.position) * chunk.task.heads.group();  // row that sees some of it
-    read_tile<true>(m, memory.keys.data(), chunk, tile);
-    read_tile<false>(m, memory.values.data(), chunk, tile);
+    int64_t first = std::max(0, tile.begin - chunk.span.position) * chunk.task.heads.group();  // that sees some of it
     const float one = 1, none = 0;
     constexpr auto type = blas_type<Number>;
-    check(cublasGemmStridedBatchedEx_64(
-              m.blas, CUBLAS_OP_T, CUBLAS_OP_N, positions, rows - first, width, &one, memory.keys.data(), type, width,
-              positions * width, memory.queries.data() + first * width, type, width, rows * width, &none,
-              memory.scores.data() + (int64_t)first * tile_positions, CUDA_R_32F, tile_positions, rows * tile_positions,
-              heads, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+    read_tile<true>(m, chunk, tile);
+    read_tile<false>(m, chunk, tile);
+    check(cublasGemmStridedBatchedEx_64(m.blas, CUBLAS_OP_T, CUBLAS_OP_N, positions, rows - first, width, &one,
+                                        chunk.keys, type, width, positions * width, chunk.queries + first * width, type,
+                                        width, rows * width, &none, chunk.scores + first * tile_positions, CUDA_R_32F,
+                                        tile_positions, rows * tile_positions, heads, CUBLAS_COMPUTE_32F,
+                                        CUBLAS_GEMM_DEFAULT),
           "cublasGemmStridedBatchedEx_64");
-    softmax_tile(m, chunk, tile, memory, first);
+    softmax_tile(m, chunk, tile, (int)first);
     check(cublasGemmStridedBatchedEx_64(
-              m.blas, CUBLAS_OP_N, CUBLAS_OP_N, value_width, rows - first, positions, &one, memory.values.data(), type,
-              value_width, positions * value_width, memory.weights.data() + (int64_t)first * tile_positions, type,
-              tile_positions, rows * tile_positions, &one, memory.out.data() + first * value_width, CUDA_R_32F,
-              value_width, rows * value_width, heads, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+              m.blas, CUBLAS_OP_N, CUBLAS_OP_N, value_width, rows - first, positions, &one, chunk.values, type,
+              value_width, positions * value_width, chunk.weights + first * tile_positions, type, tile_positions,
+              rows * tile_positions, &one, chunk.out + first * value_width, CUDA_R_32F, value_width, rows * value_width,
+              heads, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
           "cublasGemmStridedBatchedEx_64");
 }
 
 template <class Number>
-void attend_chunk(Gpu &m, const Chunk &chunk) {
+void attend_chunk(Gpu &m, Chunk<Number> chunk) {
     ChunkMemory<Number> &memory = m.kept<ChunkMemory<Number>>();
-    memory.resize(m, chunk);
-    begin_rows(m, chunk, memory);
+    size_t heads = chunk.task.heads.kv, rows = chunk.rows(), width = chunk.task.values.width;
+    auto room = [&](auto &buffer, auto *&data, size_t count) { buffer.resize(m, heads * count), data = buffer.data(); };
+    room(memory.queries, chunk.queries, rows * chunk.task.keys.width);
+    room(memory.keys, chunk.keys, tile_positions * chunk.task.keys.width);
+    room(memory.values, chunk.values, tile_positions * width);
+    room(memory.weights, chunk.weights, rows * tile_positions);
+    room(memory.scores, chunk.scores, rows * tile_positions);
+    room(memory.out, chunk.out, rows * width);
+    room(memory.softmax, chunk.softmax, rows);
+    begin_rows(m, chunk);
     int first = chunk.task.visible.first(chunk.span.position), end = chunk.span.position + chunk.span.count;
     // A row goes through its positions in the same tiles whatever rows are beside it.
     auto tiles = [&](int begin, int end, bool own, bool blocks) {
         for (int at = begin / tile_positions * tile_positions; at < end; at += tile_positions)
-            add_tile(m, chunk, {std::max(at, begin), std::min(at + tile_positions, end), own, blocks}, memory);
+            add_tile(m, chunk, {std::max(at, begin), std::min(at + tile_positions, end), own, blocks});
     };
     if (chunk.has_own()) {
         tiles(first, (end - 1) / group_size * group_size, false, true);
@@ -194,12 +189,10 @@ void attend_chunk(Gpu &m, const Chunk &chunk) {
     } else {
         tiles(first, end, false, false);
     }
-    int rows = chunk.rows(), width = chunk.task.values.width;
-    const float *outs = memory.out.data();
-    const plain::Softmax *softmaxes = memory.softmax.data();
-    m.for_each((int64_t)chunk.task.heads.kv * rows, [=] HOST_DEVICE(int64_t item, Warp team) {
+    m.for_each((int64_t)(heads * rows), [=] HOST_DEVICE(int64_t item, Warp team) {
         float *out = chunk.task.out + chunk.query_head((int)(item / rows), (int)(item % rows)) * width;
-        for (int c = team.first(); c < width; c += team.step()) out[c] = outs[item * width + c] / softmaxes[item].sum;
+        for (int c = team.first(); c < (int)width; c += team.step())
+            out[c] = chunk.out[item * width + c] / chunk.softmax[item].sum;
     });
 }
 
@@ -207,19 +200,22 @@ inline void attention(Gpu &m, const Attention &task, const Pass &pass) {
     const Between &between = m.kept<Between>();
     if (between.decoding) {  // the newest block is read where later passes read it
         plain::keep_residual(m, task, pass);
-        return decode_attention(m, task, pass);
+        if (!decode_attention(m, task, pass)) plain::attention(m, task, pass);
+        return;
     }
-    bool wide = task.cache.type_k.index == index_of<BF16> || task.cache.type_v.index == index_of<BF16>;
+    auto is_bf16 = [](auto format) { return std::is_same_v<decltype(format), BF16>; };
+    bool wide = task.cache.type_k.visit(is_bf16) || task.cache.type_v.visit(is_bf16);
     for (const Span *at = pass.spans_on_host, *end = at + pass.count; at < end;) {
-        Chunk chunk = {task, *at, pass.frequencies};
-        chunk.span.count = at->end - at->first;
-        at += chunk.span.count;
+        Span span = *at;
+        span.count = at->end - at->first;
+        at += span.count;
+        auto attend = [&](auto number) { attend_chunk(m, Chunk<decltype(number)>{task, span, pass.frequencies}); };
         if (between.products == DType::f32)
-            attend_chunk<float>(m, chunk);
+            attend(float());
         else if (wide)
-            attend_chunk<bf16>(m, chunk);
+            attend(bf16());
         else
-            attend_chunk<f16>(m, chunk);
+            attend(f16());
     }
 }
 

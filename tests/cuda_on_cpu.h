@@ -1,20 +1,21 @@
 // Runs CUDA kernels where there is no GPU: included before anything else, it gives g++ and clang++ what device.h and
 // the kernels need of the CUDA toolkit.
 //
-// A block's threads are fibers (Boost.Context) that take turns where a thread waits for others: at barriers, shuffles
-// and votes. Blocks run one after another, and so do launches, each before its call returns. What CUDA leaves undefined
+// A block's threads are fibers (Boost.Context) that take turns where a thread waits for others: at barriers and
+// shuffles. Blocks run one after another, and so do launches, each before its call returns. What CUDA leaves undefined
 // is a failure here: the launch returns an error, whose text says who did what; cuda_on_cpu::failures keeps them all.
-//   barriers  some threads of the block, or lanes of the mask, never come, have ended, or come to another barrier
+//   barriers  some threads of the block, or lanes of the warp, never come, have ended, or come to another barrier
 //   shared    bytes read that nobody wrote, or whose copy has not arrived; an index beyond its piece; a race: threads
 //             at the same bytes, one of them writing, with no barrier between, in whatever order they ran
-//   access    an address not aligned to what is read or written, or not in the card's memory
+//   access    an address not aligned to what is copied, or not in the card's memory
 //   order     a thread that ends without wait_for_previous(), or with copies that it never committed; with early_start
 //             one that touches before it what a kernel has written since the host last waited (AddressSanitizer says)
 // The sanitizers see the rest: the memory of cuda_runtime_on_cpu.h ends where it ends.
 //
-// Limits. Races in the card's memory are not seen. Shared memory is ordered by __syncthreads() and by __syncwarp() of
-// all 32 lanes, but not by shuffles and votes: CUDA does not promise that either. Two calls on one line are taken for
-// one barrier. An element of Shared<T> is a number to be read or assigned, not a reference: float x = s[i], not auto.
+// Limits. It knows the words that the kernels use: warps meet with all 32 lanes, blocks have threads along x. Races in
+// the card's memory are not seen. Shared memory is ordered by __syncthreads() and __syncwarp(), but not by shuffles:
+// CUDA does not promise that either. Two calls on one line are taken for one barrier. An element of Shared<T> is a
+// number to be read or assigned, not a reference: float x = s[i], not auto.
 #pragma once
 
 #define CUDA_ON_CPU
@@ -54,19 +55,14 @@
 namespace cuda_on_cpu {
 
 template <class T>
-struct alignas(2 * sizeof(T)) Two {
-    T x, y;
-};
-template <class T>
 struct alignas(4 * sizeof(T)) Four {
     T x, y, z, w;
 };
 
 inline namespace words {  // CUDA's own, which everybody sees
 
-using uint2 = Two<unsigned>;
-using float2 = Two<float>;
 using uint4 = Four<unsigned>;
+using float4 = Four<float>;
 
 struct uint3 {
     unsigned x, y, z;
@@ -80,16 +76,6 @@ inline dim3 blockDim, gridDim;
 
 inline int min(int a, int b) { return b < a ? b : a; }
 inline int max(int a, int b) { return a < b ? b : a; }
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
-    return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31));
-}
-// Byte i of the result is byte (selector >> 4 i) & 7 of the eight bytes of x, then y.
-inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
-    uint64_t bytes = (uint64_t)y << 32 | x;
-    unsigned result = 0;
-    for (int i = 0; i < 4; i++) result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-    return result;
-}
 }  // namespace words
 
 // ---- Threads -----------------------------------------------------------------------------------------------
@@ -118,30 +104,20 @@ struct Thread {
     const void *stack = nullptr;
     size_t stack_bytes = 0;
     void *fake_stack = nullptr;  // AddressSanitizer's
-    int number = 0;              // in its block
-    uint3 index = {};
+    int number = 0;              // in its block: threadIdx.x
     State state = ended;
-    Site site = {};               // where it waits,
-    unsigned mask = 0;            // and for which lanes
-    uint64_t value = 0, got = 0;  // what it gives to a shuffle or vote, and what comes out
-    int source = 0;               // lane that a shuffle reads
-    bool waited = false;          // for the kernel before
-    int pieces = 0;               // of shared memory that it took
-    int batches = 0;              // of copies that it committed
-    std::vector<Copy> copies;     // on their way
+    Site site = {};            // where it waits
+    unsigned shuffles = 0;     // so far,
+    uint64_t given[2] = {};    // and what it gave to the last two
+    bool waited = false;       // for the kernel before
+    int pieces = 0;            // of shared memory that it took
+    int batches = 0;           // of copies that it committed
+    std::vector<Copy> copies;  // on their way
 };
 
 struct Warp {
-    unsigned arrived = 0;    // lanes that wait in it
-    uint32_t barriers = 0;   // that all its lanes have passed
-    unsigned exchanges = 0;  // of values of all lanes
-    alignas(16) char values[2][32 * 64];
-};
-
-// Shared memory that a place in the source has.
-struct Static {
-    Site site;
-    int begin, end;
+    int arrived = 0;        // lanes that wait in it
+    uint32_t barriers = 0;  // that its lanes have passed
 };
 
 struct Block {
@@ -149,8 +125,6 @@ struct Block {
     size_t shared_bytes = 0;
     uint32_t first_barrier = 0;               // barriers that had been passed when it began
     std::vector<std::pair<int, int>> pieces;  // of shared memory: begin, end
-    std::vector<Static> statics;              // STATIC_SHARED
-    size_t static_bytes = 0;                  // of all of them
     Warp warps[32];
     std::string failure;  // empty while all is well
     void *trace[24];      // return addresses of the thread that failed
@@ -175,20 +149,13 @@ inline uint32_t barriers = 0;         // of blocks, passed since the program beg
 inline int lane_number() { return running->number % 32; }
 inline Warp &warp() { return block.warps[running->number / 32]; }
 
-// use(thread) for each lane of the running thread's warp that the mask names.
-template <class Use>
-void for_lanes(unsigned mask, Use use) {
-    for (int first = running->number - lane_number(); mask; mask &= mask - 1)
-        use(*threads[first + __builtin_ctz(mask)]);
-}
-
 // The first thing that is done on a stack when it is switched to.
 inline void arrive(Thread &me, boost::context::fiber &&from) {
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_finish_switch_fiber(me.fake_stack, &before->stack, &before->stack_bytes);
 #endif
     before->context = std::move(from);
-    threadIdx = me.index;
+    threadIdx = {(unsigned)me.number, 0, 0};
     if (early_start) hide_written(&me != &host && !me.waited);
 }
 
@@ -231,7 +198,7 @@ inline std::string text_of(const Site &site) {
 }
 
 inline void note_failure(const Thread &thread, const std::string &what) {
-    block.failure = "block " + text_of(blockIdx) + ", thread " + text_of(thread.index) + ": " + what;
+    block.failure = "block " + text_of(blockIdx) + ", thread " + std::to_string(thread.number) + ": " + what;
 }
 
 [[noreturn]] __attribute__((format(printf, 1, 2), noinline)) inline void broken(const char *format, ...) {
@@ -278,7 +245,7 @@ inline void keep_failure(void *kernel) {
 
 inline std::vector<Site> places;       // where threads met, once each, while it is noted
 inline bool noting_places = false;     // whether it is
-inline const Site *planted = nullptr;  // there barriers and waits are left out, shuffles read elsewhere, votes are lost
+inline const Site *planted = nullptr;  // there barriers and waits are left out, shuffles read elsewhere
 
 inline bool same_place(const Site &a, const Site &b) {
     return a.line == b.line && a.word == b.word && (a.file == b.file || strcmp(a.file, b.file) == 0);
@@ -316,130 +283,67 @@ inline std::vector<std::string> unnoticed_faults(const std::vector<std::function
     return unnoticed;
 }
 
-// ---- Barriers, shuffles, votes -----------------------------------------------------------------------------
+// ---- Barriers, shuffles ------------------------------------------------------------------------------------
 
-inline bool meets(const Thread &a, const Thread &b) {
-    return a.state == b.state && same_place(a.site, b.site) && (a.state == Thread::at_barrier || a.mask == b.mask);
-}
+inline bool meets(const Thread &a, const Thread &b) { return a.state == b.state && same_place(a.site, b.site); }
 
 // For whom a thread waits in vain.
 inline std::string missing_at(const Thread &me) {
     bool all = me.state == Thread::at_barrier;
-    int first = all ? 0 : me.number / 32 * 32;
-    for (int i = 0; i < (all ? block.threads : 32); i++) {
-        if (!all && !(me.mask >> i & 1)) continue;
-        std::string text =
-            text_of(me.site) + " waits for " + (all ? "thread " : "lane ") + std::to_string(i) + ", which";
-        if (first + i >= block.threads) return text + " the block does not have";
-        const Thread &other = *threads[first + i];
-        if (other.state == Thread::ended) return text + " has ended";
-        if (!meets(me, other)) return text + " is at " + text_of(other.site);
+    int first = all ? 0 : me.number / 32 * 32, end = all ? block.threads : first + 32;
+    for (int i = first; i < end; i++) {
+        std::string text = text_of(me.site) + " waits for thread " + std::to_string(i) + ", which";
+        if (i >= block.threads) return text + " the block does not have";
+        if (threads[i]->state == Thread::ended) return text + " has ended";
+        if (!meets(me, *threads[i])) return text + " is at " + text_of(threads[i]->site);
     }
     return text_of(me.site) + " waits";
 }
 
 [[noreturn]] __attribute__((noinline)) inline void broken_meeting() { broken("%s", missing_at(*running).c_str()); }
 
-// Waits for all threads of the block; the last one calls combine() before they go on.
-template <class Combine>
-void meet_block(const Site &site, Combine combine) {
+// Waits for `count` threads from `first` on: the block or a warp, of which `arrived` are there. The last one counts the
+// barrier.
+inline void meet(const Site &site, Thread::State state, int &arrived, int first, int count, uint32_t *barriers) {
     Thread &me = *running;
     me.site = site;
-    me.state = Thread::at_barrier;
-    if (++block.arrived < block.threads) return wait();
-    block.arrived = 0;
-    for (int i = 0; i < block.threads; i++)
+    me.state = state;
+    if (++arrived < count) return wait();
+    arrived = 0;
+    for (int i = first; i < first + count; i++)
         if (!meets(me, *threads[i])) broken_meeting();
-    combine();
-    barriers++;
-    for (int i = 0; i < block.threads; i++) threads[i]->state = Thread::ready;
+    if (barriers) ++*barriers;
+    for (int i = first; i < first + count; i++) threads[i]->state = Thread::ready;
 }
 
-// Waits for all lanes of the mask; the last one calls combine() before they go on.
-template <class Combine>
-void meet_warp(const Site &site, unsigned mask, Combine combine) {
-    Thread &me = *running;
-    unsigned bit = 1u << lane_number();
-    if (!(mask & bit)) broken("%s: lane %d is not in its mask %08x", text_of(site).c_str(), lane_number(), mask);
-    me.site = site;
-    me.mask = mask;
-    me.state = Thread::at_warp;
-    warp().arrived |= bit;
-    if ((warp().arrived & mask) != mask) return wait();
-    warp().arrived &= ~mask;
-    for_lanes(mask, [&](Thread &lane) {
-        if (!meets(me, lane)) broken_meeting();
-    });
-    combine();
-    for_lanes(mask, [](Thread &lane) { lane.state = Thread::ready; });
-}
-
-// The value of lane `source`, which must be in the mask.
-template <class T>
-T shuffle(const Site &site, unsigned mask, T value, int source) {
-    static_assert(std::is_arithmetic_v<T>, "shuffles take a number; one from Shared<T> must be read before");
-    Thread &me = *running;
-    if (is_planted(site)) source = (source + 5) % 32;  // xor would lead a butterfly to all lanes again
-    if (!(mask >> source & 1)) broken("%s reads lane %d, not in mask %08x", text_of(site).c_str(), source, mask);
-    memcpy(&me.value, &value, sizeof value);
-    me.source = source - lane_number();
-    meet_warp(site, mask,
-              [&] { for_lanes(mask, [](Thread &lane) { lane.got = threads[lane.number + lane.source]->value; }); });
-    memcpy(&value, &me.got, sizeof value);
-    return value;
-}
-
-// First lane of a shuffle's segment.
-inline int segment(int width) {
-    if (width < 1 || width > 32 || (width & (width - 1))) broken("a shuffle of width %d", width);
-    return lane_number() / width * width;
-}
-
-// A bit for each lane of the mask.
-inline unsigned vote(const Site &site, unsigned mask, bool predicate) {
-    Thread &me = *running;
-    me.value = predicate && !is_planted(site);
-    meet_warp(site, mask, [&] {
-        unsigned bits = 0;
-        for_lanes(mask, [&](Thread &lane) { bits |= (unsigned)lane.value << lane.number % 32; });
-        for_lanes(mask, [&](Thread &lane) { lane.got = bits; });
-    });
-    return (unsigned)me.got;
+inline void meet_warp(const Site &site, uint32_t *barriers) {
+    meet(site, Thread::at_warp, warp().arrived, running->number - lane_number(), 32, barriers);
 }
 
 #define FROM_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
-
-// The values of the warp's 32 lanes, there until the thread's next exchange but one.
-template <class T>
-const T *exchange(const T &value, FROM_HERE) {
-    static_assert(sizeof(T) <= 64, "the room of a lane");
-    T *values = (T *)warp().values[warp().exchanges % 2];
-    values[lane_number()] = value;
-    meet_warp({"exchange", file, line}, 0xffffffff, [] { warp().exchanges++; });
-    return values;
-}
 
 inline namespace words {
 
 inline void __syncthreads(FROM_HERE) {
     const Site site = {"__syncthreads", file, line};
-    if (!is_planted(site)) meet_block(site, [] {});
+    if (!is_planted(site)) meet(site, Thread::at_barrier, block.arrived, 0, block.threads, &barriers);
 }
-inline void __syncwarp(unsigned mask = 0xffffffff, FROM_HERE) {
+inline void __syncwarp(FROM_HERE) {
     const Site site = {"__syncwarp", file, line};
-    if (!is_planted(site)) meet_warp(site, mask, [&] { warp().barriers += mask == 0xffffffff; });
-}
-inline int __any_sync(unsigned mask, int predicate, FROM_HERE) {
-    return vote({"__any_sync", file, line}, mask, predicate) != 0;
+    if (!is_planted(site)) meet_warp(site, &warp().barriers);
 }
 template <class T>
-T __shfl_sync(unsigned mask, T value, int source, int width = 32, FROM_HERE) {
-    return shuffle({"__shfl_sync", file, line}, mask, value, segment(width) + (source & (width - 1)));
-}
-template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, FROM_HERE) {
-    int lane = lane_number(), source = lane ^ (bits & 31);
-    return shuffle({"__shfl_xor_sync", file, line}, mask, value, source < segment(width) + width ? source : lane);
+T __shfl_xor_sync(unsigned mask, T value, int bits, FROM_HERE) {
+    static_assert(std::is_arithmetic_v<T>, "shuffles take a number; one from Shared<T> must be read before");
+    const Site site = {"__shfl_xor_sync", file, line};
+    int source = lane_number() ^ (bits & 31);
+    if (mask != 0xffffffff) broken("%s: of mask %08x, not of all lanes", text_of(site).c_str(), mask);
+    if (is_planted(site)) source = (source + 5) % 32;  // xor would lead a butterfly to all lanes again
+    unsigned turn = running->shuffles++ % 2;           // a lane is at most one shuffle ahead of the others
+    memcpy(&running->given[turn], &value, sizeof value);
+    meet_warp(site, nullptr);
+    memcpy(&value, &threads[running->number - lane_number() + source]->given[turn], sizeof value);
+    return value;
 }
 
 }  // namespace words
@@ -488,8 +392,6 @@ UNCHECKED inline Touch both(const Touch &was, Touch now) {
                                                               const char *did) {
     const char *does[] = {"reads", "writes", "starts a copy to"};
     std::string piece = "the shared memory from byte " + std::to_string(spot.piece) + " on";
-    for (const Static &known : block.statics)
-        if (known.begin == spot.piece) piece = text_of(known.site);
     std::string what =
         std::string(does[(int)use]) + " element " + std::to_string((spot.at - spot.piece) / spot.size) + " of " + piece;
     if (was.barrier < block.first_barrier) broken("%s, which nobody wrote", what.c_str());
@@ -532,17 +434,7 @@ struct Element {
         return value;
     }
     T operator=(Element &&from) && { return std::move(*this) = (T)std::move(from); }
-    T operator+=(T value) && { return std::move(*this) = (T)std::move(*this) + value; }
-    T operator-=(T value) && { return std::move(*this) = (T)std::move(*this) - value; }
-    T operator*=(T value) && { return std::move(*this) = (T)std::move(*this) * value; }
 };
-
-template <class T>
-void from_float(Element<T> &&to, float x) {
-    T number;
-    from_float(number, x);
-    std::move(to) = number;
-}
 
 inline namespace words {
 
@@ -589,28 +481,9 @@ struct SharedMemory {
     }
 };
 
-#define STATIC_SHARED(T, name, count) Shared<T> name = cuda_on_cpu::static_shared<T>(count)
-
 }  // namespace words
 
-// The same for each thread of a block that comes here. It lies behind what the launch gave, from the end down.
-template <class T>
-Shared<T> static_shared(int count, FROM_HERE) {
-    constexpr size_t most_static_bytes = 48 << 10;
-    const Site site = {"STATIC_SHARED", file, line};
-    size_t bytes = count * sizeof(T);
-    for (const Static &known : block.statics)
-        if (same_place(known.site, site) && known.end - known.begin == (int)bytes)
-            return {known.begin, known.end, known.begin};
-    block.static_bytes += (bytes + 15) / 16 * 16;
-    if (block.static_bytes > most_static_bytes || block.static_bytes + block.shared_bytes > most_shared_bytes)
-        broken("has %zu bytes of static shared memory beside the launch's %zu", block.static_bytes, block.shared_bytes);
-    int begin = (int)(most_shared_bytes - block.static_bytes);
-    block.statics.push_back({site, begin, begin + (int)bytes});
-    return {begin, begin + (int)bytes, begin};
-}
-
-// ---- Loads, copies -----------------------------------------------------------------------------------------
+// ---- Copies ------------------------------------------------------------------------------------------------
 
 inline void note_wait() {
     running->waited = true;
@@ -619,23 +492,16 @@ inline void note_wait() {
 
 inline bool reachable(const void *address);  // by the card: cuda_runtime_on_cpu.h
 
-inline void check_address(const void *from, size_t bytes, bool used) {
-    if ((uintptr_t)from % bytes) broken("%zu bytes not aligned at %p", bytes, from);
-    if (used && !reachable(from)) broken("%p is not in the card's memory", from);
-}
-
 template <class T>
-T load(const void *from) {
-    check_address(from, sizeof(T), true);
-    return *(const T *)from;
-}
-
-template <class T>
-void copy_async(Shared<T> to, int i, const void *from, bool there) {
-    check_address(from, 16, there);
+void copy_async(Shared<T> to, int i, const void *from, int bytes) {
+    if ((uintptr_t)from % 16) broken("16 bytes not aligned at %p", from);
+    if (bytes < 0 || bytes > 16) broken("a copy of %d bytes", bytes);
+    if (bytes && !reachable(from)) broken("%p is not in the card's memory", from);
     Spot spot = to.template wide<uint4>(i).spot;
     use_shared(Use::copy, spot, 16);
-    running->copies.push_back({spot, running->batches, there ? *(const uint4 *)from : uint4{}});
+    Copy copy = {spot, running->batches, {}};
+    memcpy(&copy.bytes, from, (size_t)bytes);
+    running->copies.push_back(copy);
 }
 
 inline void commit_copies() { running->batches++; }
@@ -693,14 +559,11 @@ inline void start_block(int count, size_t bytes) {
     block.shared_bytes = bytes;
     block.first_barrier = ++barriers;
     block.pieces.clear();
-    block.statics.clear();
-    block.static_bytes = 0;
     block.failure.clear();
     for (Warp &warp : block.warps) warp.arrived = 0;
     for (int i = 0; i < count; i++) {
         if (!threads[i]) threads[i] = new_thread(i);
         Thread &thread = *threads[i];
-        thread.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
         thread.state = Thread::ready;
         thread.waited = false;
         thread.pieces = thread.batches = 0;
@@ -723,7 +586,7 @@ inline bool run_blocks(size_t bytes) {
     for (blockIdx.z = 0; blockIdx.z < gridDim.z; blockIdx.z++)
         for (blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++)
             for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++)
-                if (!run_block((int)(blockDim.x * blockDim.y * blockDim.z), bytes)) return false;
+                if (!run_block((int)blockDim.x, bytes)) return false;
     return true;
 }
 

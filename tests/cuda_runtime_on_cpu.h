@@ -6,7 +6,6 @@
 // launched.
 #pragma once
 
-#include <chrono>
 #include <cstdlib>
 #include <map>
 #include <tuple>
@@ -41,8 +40,8 @@ enum cudaError_t {
 struct cudaDeviceProp {
     char name[256] = "a CPU that plays a GPU";
     size_t totalGlobalMem = 1 << 30;
-    size_t sharedMemPerBlockOptin = most_shared_bytes, sharedMemPerMultiprocessor = most_shared_bytes + 1024;
-    int multiProcessorCount = 4, major = 9, minor = 0, l2CacheSize = 1 << 20;
+    size_t sharedMemPerBlockOptin = most_shared_bytes;
+    int multiProcessorCount = 4, major = 9, minor = 0;
 };
 
 }  // namespace words
@@ -55,7 +54,6 @@ inline cudaDeviceProp properties;
 
 struct Memory {
     size_t bytes;
-    bool card;             // the card's; else the host's, which the card can reach
     bool written = false;  // by a kernel, since the host last waited; only if early_start
 };
 inline std::map<const char *, Memory> memories;  // by where they begin
@@ -68,23 +66,16 @@ inline cudaError_t result(cudaError_t error) {
 
 inline size_t free_bytes() {
     size_t used = 0;
-    for (auto &[start, memory] : memories) used += memory.card ? memory.bytes : 0;
+    for (auto &[start, memory] : memories) used += memory.bytes;
     return properties.totalGlobalMem - std::min(properties.totalGlobalMem, used);
 }
 
-// What an address lies in, or ends; nullptr: nothing that the card can reach.
-inline const Memory *memory_at(const void *address) {
+// Whether an address lies in the card's memory, or ends some.
+inline bool reachable(const void *address) {
     auto next = memories.upper_bound((const char *)address);
-    if (next == memories.begin()) return nullptr;
+    if (next == memories.begin()) return false;
     --next;
-    return (const char *)address <= next->first + next->second.bytes ? &next->second : nullptr;
-}
-
-inline bool reachable(const void *address) { return memory_at(address) != nullptr; }
-
-inline bool on_card(const void *address) {
-    const Memory *memory = memory_at(address);
-    return memory && memory->card;
+    return (const char *)address <= next->first + next->second.bytes;
 }
 
 inline bool written_hidden = false;
@@ -107,29 +98,9 @@ struct CardAtWork {
         for (auto &[start, memory] : memories) ASAN_UNPOISON_MEMORY_REGION(start, memory.bytes);
     }
     ~CardAtWork() {
-        for (auto &[start, memory] : memories)
-            if (memory.card) ASAN_POISON_MEMORY_REGION(start, memory.bytes);
+        for (auto &[start, memory] : memories) ASAN_POISON_MEMORY_REGION(start, memory.bytes);
     }
 };
-
-inline cudaError_t take_memory(void **data, size_t bytes, bool card) {
-    if (card && bytes > free_bytes()) return result(cudaErrorMemoryAllocation);
-    if (posix_memalign(data, 256, std::max<size_t>(bytes, 1))) return result(cudaErrorMemoryAllocation);
-    memset(*data, 0xff, bytes);
-    memories[(char *)*data] = {bytes, card};
-    if (card) ASAN_POISON_MEMORY_REGION(*data, bytes);
-    return cudaSuccess;
-}
-
-inline cudaError_t give_memory(void *data, bool card) {
-    auto found = memories.find((char *)data);
-    if (!data) return cudaSuccess;
-    if (found == memories.end() || found->second.card != card) return result(cudaErrorInvalidValue);
-    ASAN_UNPOISON_MEMORY_REGION(data, found->second.bytes);
-    free((void *)found->first);
-    memories.erase(found);
-    return cudaSuccess;
-}
 
 inline namespace words {
 
@@ -163,15 +134,25 @@ inline cudaError_t cudaMemGetInfo(size_t *available, size_t *all) {
     *all = properties.totalGlobalMem;
     return cudaSuccess;
 }
-template <class T>
-cudaError_t cudaMalloc(T **data, size_t bytes) {
-    return take_memory((void **)data, bytes, true);
+inline cudaError_t cudaMalloc(void **data, size_t bytes) {
+    if (bytes > free_bytes() || posix_memalign(data, 256, bytes)) return result(cudaErrorMemoryAllocation);
+    memset(*data, 0xff, bytes);
+    memories[(char *)*data] = {bytes};
+    ASAN_POISON_MEMORY_REGION(*data, bytes);
+    return cudaSuccess;
 }
-inline cudaError_t cudaFree(void *data) { return give_memory(data, true); }
+inline cudaError_t cudaFree(void *data) {
+    auto found = memories.find((char *)data);
+    if (found == memories.end()) return result(cudaErrorInvalidValue);
+    ASAN_UNPOISON_MEMORY_REGION(data, found->second.bytes);
+    free((void *)found->first);
+    memories.erase(found);
+    return cudaSuccess;
+}
 
 }  // namespace words
 
-// ---- Streams, copies, graphs, events -----------------------------------------------------------------------
+// ---- Streams, copies, graphs -------------------------------------------------------------------------------
 
 struct Stream;
 using Work = std::function<cudaError_t(Stream &)>;
@@ -179,7 +160,7 @@ using Graph = std::vector<Work>;
 
 // What was copied to the host, but cannot be seen before it waits.
 struct Arrival {
-    void *to;
+    char *to;
     std::vector<char> bytes;
 };
 
@@ -187,54 +168,29 @@ struct Stream {
     bool capturing = false, spoilt = false;
     Graph captured;
     std::vector<Arrival> arrivals;
-    size_t arrived = 0;  // of all that there ever were
 };
-
-struct Event {
-    Stream *stream = nullptr;
-    size_t arrivals = 0;  // of the stream, before the event
-    std::chrono::steady_clock::time_point time;
-};
-
-inline Stream default_stream;
 
 // Now, or, while the stream is captured, whenever the graph is launched.
-inline cudaError_t submit(Stream *at, Work work) {
-    Stream &stream = at ? *at : default_stream;
-    if (!stream.capturing) return result(work(stream));
-    stream.captured.push_back(std::move(work));
+inline cudaError_t submit(Stream *stream, Work work) {
+    if (!stream->capturing) return result(work(*stream));
+    stream->captured.push_back(std::move(work));
     return cudaSuccess;
 }
 
-inline void let_arrive(Stream &stream, size_t count) {
-    for (; stream.arrived < count; stream.arrived++) {
-        const Arrival &next = stream.arrivals.front();
-        std::copy(next.bytes.begin(), next.bytes.end(), (char *)next.to);
-        stream.arrivals.erase(stream.arrivals.begin());
-    }
+inline void let_arrive(Stream &stream) {
+    for (const Arrival &arrival : stream.arrivals) std::copy(arrival.bytes.begin(), arrival.bytes.end(), arrival.to);
+    stream.arrivals.clear();
 }
 
-inline cudaError_t wait_for(Stream &stream) {
-    stream.spoilt = stream.capturing;
-    if (stream.capturing) return result(cudaErrorStreamCaptureUnsupported);
-    let_arrive(stream, stream.arrived + stream.arrivals.size());
-    for (auto &[start, memory] : memories) memory.written = false;
-    return cudaSuccess;
-}
-
-inline cudaError_t copy_now(Stream &stream, char *to, const char *from, size_t bytes, int kind) {
-    int kind_here = 2 * on_card(from) + on_card(to);
-    if (bytes && kind != 4 && kind != kind_here) return cudaErrorInvalidValue;
-    size_t count = stream.arrivals.size();
-    for (size_t i = 0; i < count; i++)  // in the order of the stream they have arrived for the card
-        if (stream.arrivals[i].to >= from && stream.arrivals[i].to < from + bytes)
-            return let_arrive(stream, stream.arrived + count), copy_now(stream, to, from, bytes, kind);
+inline cudaError_t copy_now(Stream &stream, char *to, const char *from, size_t bytes) {
+    for (const Arrival &arrival : stream.arrivals)  // in the order of the stream they have arrived for the card
+        if (arrival.to >= from && arrival.to < from + bytes)
+            return let_arrive(stream), copy_now(stream, to, from, bytes);
     CardAtWork work;
-    std::vector<char> copy(from, from + bytes);
-    if (on_card(to))
-        std::copy(copy.begin(), copy.end(), to);
+    if (reachable(to))
+        memmove(to, from, bytes);
     else
-        stream.arrivals.push_back({to, copy});
+        stream.arrivals.push_back({to, {from, from + bytes}});
     return cudaSuccess;
 }
 
@@ -242,35 +198,29 @@ inline namespace words {
 
 using cudaStream_t = Stream *;
 using cudaGraph_t = Graph *;
-using cudaGraphExec_t = const Graph *;
-using cudaEvent_t = Event *;
-enum cudaStreamCaptureMode {
-    cudaStreamCaptureModeGlobal,
-    cudaStreamCaptureModeThreadLocal,
-    cudaStreamCaptureModeRelaxed
-};
-enum cudaMemcpyKind {
-    cudaMemcpyHostToHost,
-    cudaMemcpyHostToDevice,
-    cudaMemcpyDeviceToHost,
-    cudaMemcpyDeviceToDevice,
-    cudaMemcpyDefault
-};
+using cudaGraphExec_t = Graph *;
+enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed = 2 };
+enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 constexpr unsigned cudaStreamNonBlocking = 1;
 
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
     return *stream = new Stream, cudaSuccess;
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream) { return delete stream, cudaSuccess; }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return wait_for(stream ? *stream : default_stream); }
-
-inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
-                                   cudaStream_t stream = nullptr) {
-    return submit(stream, [=](Stream &at) { return copy_now(at, (char *)to, (const char *)from, bytes, kind); });
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    stream->spoilt = stream->capturing;
+    if (stream->capturing) return result(cudaErrorStreamCaptureUnsupported);
+    let_arrive(*stream);
+    for (auto &[start, memory] : memories) memory.written = false;
+    return cudaSuccess;
 }
-inline cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream = nullptr) {
+
+inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+    return submit(stream, [=](Stream &at) { return copy_now(at, (char *)to, (const char *)from, bytes); });
+}
+inline cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
     return submit(stream, [=](Stream &) {
-        if (!on_card(to)) return cudaErrorInvalidValue;
+        if (!reachable(to)) return cudaErrorInvalidValue;
         CardAtWork work;
         memset(to, value, bytes);
         return cudaSuccess;
@@ -278,12 +228,12 @@ inline cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream
 }
 
 inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
-    if (!stream || stream->capturing) return result(cudaErrorIllegalState);
+    if (stream->capturing) return result(cudaErrorIllegalState);
     stream->capturing = true;
     return cudaSuccess;
 }
 inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
-    if (!stream || !stream->capturing) return result(cudaErrorIllegalState);
+    if (!stream->capturing) return result(cudaErrorIllegalState);
     stream->capturing = false;
     Graph captured = std::exchange(stream->captured, {});
     bool spoilt = std::exchange(stream->spoilt, false);
@@ -300,24 +250,6 @@ inline cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
 }
 inline cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return delete graph, cudaSuccess; }
 inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { return delete exec, cudaSuccess; }
-
-inline cudaError_t cudaEventCreate(cudaEvent_t *event) { return *event = new Event, cudaSuccess; }
-inline cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete event, cudaSuccess; }
-inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
-    return submit(stream, [=](Stream &at) {
-        *event = {&at, at.arrived + at.arrivals.size(), std::chrono::steady_clock::now()};
-        return cudaSuccess;
-    });
-}
-inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-    if (event->stream) let_arrive(*event->stream, event->arrivals);
-    return cudaSuccess;
-}
-inline cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) {
-    if (!from->stream || !to->stream) return result(cudaErrorInvalidValue);
-    *milliseconds = std::chrono::duration<float, std::milli>(to->time - from->time).count();
-    return cudaSuccess;
-}
 
 // ---- Launching ---------------------------------------------------------------------------------------------
 
@@ -347,9 +279,9 @@ inline std::map<void *, size_t> asked_shared_bytes;  // by kernel, where more th
 
 inline bool fits_card(const cudaLaunchConfig_t &config, void *kernel) {
     const dim3 &grid = config.gridDim, &threads = config.blockDim;
-    auto between_1_and = [](size_t most, size_t number) { return number >= 1 && number <= most; };
+    auto between_1_and = [](unsigned most, unsigned number) { return number >= 1 && number <= most; };
     return between_1_and(0x7fffffff, grid.x) && between_1_and(65535, grid.y) && between_1_and(65535, grid.z) &&
-           between_1_and(64, threads.z) && between_1_and(1024, (size_t)threads.x * threads.y * threads.z) &&
+           between_1_and(1024, threads.x) && threads.y == 1 && threads.z == 1 &&  // as many as one kernel has here
            config.dynamicSmemBytes <= std::max<size_t>(48 << 10, asked_shared_bytes[kernel]);
 }
 
@@ -416,7 +348,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
 
 enum cublasStatus_t {
     CUBLAS_STATUS_SUCCESS = 0,
-    CUBLAS_STATUS_NOT_INITIALIZED = 1,
     CUBLAS_STATUS_INVALID_VALUE = 7,
     CUBLAS_STATUS_EXECUTION_FAILED = 13,
     CUBLAS_STATUS_NOT_SUPPORTED = 15
@@ -439,32 +370,19 @@ struct Matrix {
     cudaDataType type;
     bool turned;
     int64_t stride;
-    float at(int row, int column) const {
-        size_t i = turned ? column + (size_t)row * stride : row + (size_t)column * stride;
+    float at(int64_t row, int64_t column) const {
+        int64_t i = turned ? column + row * stride : row + column * stride;
         if (type == CUDA_R_32F) return ((const float *)data)[i];
         return type == CUDA_R_16F ? to_float(((const f16 *)data)[i]) : to_float(((const bf16 *)data)[i]);
     }
     // (rows, columns), one row after another.
-    Floats rows(int rows, int columns) const {
+    Floats rows(int64_t rows, int64_t columns) const {
         Floats numbers;
-        for (int row = 0; row < rows; row++)
-            for (int column = 0; column < columns; column++) numbers.push_back(at(row, column));
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t column = 0; column < columns; column++) numbers.push_back(at(row, column));
         return numbers;
     }
 };
-
-// c (m, n) = alpha a (m, k) b (k, n) + beta c. `b_turned` is b as (n, k). If beta is 0, c is not read.
-inline void multiply(const Matrix &a, const Matrix &b_turned, float *c, int m, int n, int k, int stride, float alpha,
-                     float beta) {
-    Floats rows = a.rows(m, k), columns = b_turned.rows(n, k);
-    for (int i = 0; i < m; i++)
-        for (int j = 0; j < n; j++) {
-            double product = 0;
-            for (int at = 0; at < k; at++) product += (double)rows[(size_t)i * k + at] * columns[(size_t)j * k + at];
-            float &to = c[i + (size_t)j * stride];
-            to = (float)(alpha * product) + (beta != 0 ? beta * to : 0);
-        }
-}
 
 inline namespace words {
 
@@ -473,7 +391,6 @@ using cublasHandle_t = Blas *;
 inline const char *cublasGetStatusString(cublasStatus_t status) {
     static const std::map<cublasStatus_t, const char *> texts = {
         {CUBLAS_STATUS_SUCCESS, "success"},
-        {CUBLAS_STATUS_NOT_INITIALIZED, "the library was not initialized"},
         {CUBLAS_STATUS_INVALID_VALUE, "an unsupported value or parameter was passed to the function"},
         {CUBLAS_STATUS_EXECUTION_FAILED, "the GPU program failed to execute"},
         {CUBLAS_STATUS_NOT_SUPPORTED, "the functionality requested is not supported"}};
@@ -485,8 +402,8 @@ inline cublasStatus_t cublasSetStream(cublasHandle_t handle, cudaStream_t stream
     return handle->stream = stream, CUBLAS_STATUS_SUCCESS;
 }
 
-// C (m, n) = alpha op(A) op(B) + beta C with op(A) (m, k) and op(B) (k, n); lda, ldb and ldc are the strides. `batch`
-// of them, whose matrices begin step_a, step_b and step_c numbers apart.
+// C (m, n) = alpha op(A) B + beta C with op(A) (m, k) and B (k, n); lda, ldb and ldc are the strides. `batch` of them,
+// whose matrices begin step_a, step_b and step_c numbers apart. If beta is 0, C is not read.
 inline cublasStatus_t cublasGemmStridedBatchedEx_64(cublasHandle_t handle, cublasOperation_t turn_a,
                                                     cublasOperation_t turn_b, int64_t m, int64_t n, int64_t k,
                                                     const void *alpha, const void *a, cudaDataType type_a, int64_t lda,
@@ -494,18 +411,24 @@ inline cublasStatus_t cublasGemmStridedBatchedEx_64(cublasHandle_t handle, cubla
                                                     int64_t step_b, const void *beta, void *c, cudaDataType type_c,
                                                     int64_t ldc, int64_t step_c, int64_t batch, cublasComputeType_t,
                                                     cublasGemmAlgo_t) {
-    if (!handle) return CUBLAS_STATUS_NOT_INITIALIZED;
-    if (type_a != type_b || type_c != CUDA_R_32F) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (type_a != type_b || type_c != CUDA_R_32F || turn_b != CUBLAS_OP_N) return CUBLAS_STATUS_NOT_SUPPORTED;
     if (m < 0 || n < 0 || k < 0 || lda < std::max<int64_t>(1, turn_a == CUBLAS_OP_N ? m : k) ||
-        ldb < std::max<int64_t>(1, turn_b == CUBLAS_OP_N ? k : n) || ldc < std::max<int64_t>(1, m))
+        ldb < std::max<int64_t>(1, k) || ldc < std::max<int64_t>(1, m))
         return CUBLAS_STATUS_INVALID_VALUE;
     size_t size = type_a == CUDA_R_32F ? 4 : 2;
     float by = *(const float *)alpha, keep = *(const float *)beta;
     auto run = [=] {
         for (int64_t i = 0; i < batch; i++) {
             Matrix left = {(const char *)a + i * step_a * size, type_a, turn_a == CUBLAS_OP_T, lda};
-            Matrix right = {(const char *)b + i * step_b * size, type_b, turn_b == CUBLAS_OP_N, ldb};
-            multiply(left, right, (float *)c + i * step_c, m, n, k, ldc, by, keep);
+            Matrix right = {(const char *)b + i * step_b * size, type_b, true, ldb};  // B^T
+            Floats rows = left.rows(m, k), columns = right.rows(n, k);
+            for (int64_t at = 0; at < m * n; at++) {
+                double product = 0;
+                const float *row = &rows[at % m * k], *column = &columns[at / m * k];
+                for (int64_t j = 0; j < k; j++) product += (double)row[j] * column[j];
+                float &to = ((float *)c)[i * step_c + at % m + at / m * ldc];
+                to = (float)(by * product) + (keep != 0 ? keep * to : 0);
+            }
         }
         return cudaSuccess;
     };
