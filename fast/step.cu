@@ -11,14 +11,9 @@
 namespace fast {
 
 struct StepGraph {
-    cudaGraphExec_t step = nullptr;  // nullptr: such a pass ran once, and took the memory that it needs
     Pass pass;
     CacheView cache;
-    StepGraph(const Pass &pass, const CacheView &cache) : pass(pass), cache(cache) {}
-    StepGraph(const StepGraph &) = delete;
-    ~StepGraph() {
-        if (step) cudaGraphExecDestroy(step);
-    }
+    std::shared_ptr<void> step = nullptr;  // nullptr: such a pass ran once, and took the memory that it needs
     bool is_for(const Pass &other, const CacheView &view) const {
         static_assert(std::has_unique_object_representations_v<CacheRows>, "equal if their bytes are");
         bool same = pass.count == other.count && pass.tokens == other.tokens && pass.spans == other.spans;
@@ -37,17 +32,13 @@ struct StepGraphs {
     int reservations = 0;               // there were when they were recorded: later ones may have moved something
 };
 
-inline bool one_token_each(const Pass &pass) {
-    const Span *spans = pass.spans_on_host;
-    return std::all_of(spans, spans + pass.count, [](const Span &span) { return span.end == span.first + 1; });
-}
-
 // The first pass with a cache runs as it is, the second one is recorded.
 template <class Body>
 void run(Gpu &m, const Pass &pass, const CacheView &cache, Body body) {
     Between &between = m.kept<Between>();
     between.out = nullptr;
-    between.decoding = cache.keys.data && one_token_each(pass);
+    auto one_token = [](const Span &span) { return span.end == span.first + 1; };
+    between.decoding = cache.keys.data && std::all_of(pass.spans_on_host, pass.spans_on_host + pass.count, one_token);
     if (!between.decoding) return body();
     StepGraphs &graphs = m.kept<StepGraphs>();
     if (graphs.reservations != m.reservations) graphs.list.clear();
@@ -56,19 +47,21 @@ void run(Gpu &m, const Pass &pass, const CacheView &cache, Body body) {
         if (!known.is_for(pass, cache)) continue;
         if (!known.step) {
             cudaGraph_t graph = nullptr;
+            cudaGraphExec_t step = nullptr;
             check(cudaStreamBeginCapture(m.stream, cudaStreamCaptureModeRelaxed), "cudaStreamBeginCapture");
             body();
             check(cudaStreamEndCapture(m.stream, &graph), "cudaStreamEndCapture");
-            check(cudaGraphInstantiate(&known.step, graph, 0), "cudaGraphInstantiate");
+            check(cudaGraphInstantiate(&step, graph, 0), "cudaGraphInstantiate");
             cudaGraphDestroy(graph);
+            known.step = {step, cudaGraphExecDestroy};
         }
-        return check(cudaGraphLaunch(known.step, m.stream), "cudaGraphLaunch");
+        return check(cudaGraphLaunch((cudaGraphExec_t)known.step.get(), m.stream), "cudaGraphLaunch");
     }
     body();
     if (graphs.reservations != m.reservations) graphs.list.clear();
     graphs.reservations = m.reservations;
     if (graphs.list.size() == graphs.most) graphs.list.pop_back();
-    graphs.list.emplace_front(pass, cache);
+    graphs.list.push_front({pass, cache});
 }
 
 }  // namespace fast
