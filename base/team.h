@@ -65,20 +65,19 @@ struct Memory {
     virtual Room room() const = 0;
 };
 
-// Numbers there. resize() keeps none of them; it says whether they are elsewhere now.
+// Numbers there. resize() keeps none of them.
 template <class T>
 struct Buffer {
     std::shared_ptr<void> memory;
     size_t capacity = 0;
     T *data() const { return (T *)memory.get(); }
-    bool resize(Memory &of, size_t count) {
-        if (count <= capacity) return false;
+    void resize(Memory &of, size_t count) {
+        if (count <= capacity) return;
         memory.reset();
         size_t more = std::max(count, capacity + capacity / 2);  // one token more a step does not move it each time
         capacity = (double)more * sizeof(T) < of.room().bytes ? more : count;
         memory =
             of.reserve(capacity * sizeof(T), "the activations of this many tokens", "shorten the prompt or lower -c");
-        return true;
     }
 };
 
@@ -115,20 +114,13 @@ public:
         adapt(now() - start);
     }
 
-    int team() const {
 #ifdef _OPENMP
-        return omp_get_num_threads();
+    int team() const { return omp_get_num_threads(); }
+    int index() const { return omp_get_thread_num(); }
 #else
-        return 1;
+    int team() const { return 1; }
+    int index() const { return 0; }
 #endif
-    }
-    int index() const {
-#ifdef _OPENMP
-        return omp_get_thread_num();
-#else
-        return 0;
-#endif
-    }
     Share share(int64_t items) const { return {items * index() / team(), items * (index() + 1) / team()}; }
 
     // body(i, team) for all items, each thread its share; the results can be read when it returns.
