@@ -456,6 +456,7 @@ inline CacheBytes bytes_of(const CacheShape &shape, const Layout &layout, const 
                            const Precision &type_v, double rows) {
     CacheBytes bytes;
     auto add = [&](const Precision &type, int width) {
+        if (width == 0) return;  // MLA: a value is a part of its key
         double heads = (double)shape.layers * shape.kv_heads, sinks = 0;
         if (auto *ring = std::get_if<Ring>(&layout)) sinks = ring->sinks;
         bytes.payload += heads * rows * row_payload(type, width);
@@ -756,12 +757,13 @@ struct HeadRows {
                 sequence};
     }
     HOST_DEVICE Side own(const PassVectors &vectors, const Span &span) const {  // position t is row t + row - position
-        return {(const char *)(vectors.start + kv_head * vectors.width),
+        int64_t first = (int64_t)(span.row - span.position) * vectors.heads + kv_head;
+        return {(const char *)(vectors.start + first * vectors.width),
                 (size_t)vectors.heads * vectors.width * sizeof(float),
                 vectors.width,
                 Choice<Precision>::of(F32{}),
-                Choice<Layout>::of(Contiguous{1}),
-                span.row - span.position};
+                Choice<Layout>::of(Contiguous{INT_MAX}),
+                0};
     }
 };
 

@@ -112,7 +112,7 @@ void find_rows(SplitRows &rows, const Segments &seen, int kv_heads, int heads, i
         if (keys && has_blocks(side.type)) first = first / group_size * group_size;
         side.layout.visit([&](auto &layout) {
             for (int t = first, next; t < last; t = next) {
-                next = t + std::min(last - t, std::max(1, layout.run(t)));
+                next = t + std::min(last - t, layout.run(t));
                 const char *row = side.start + layout.row(side.sequence, t) * (int64_t)side.stride;
                 for (int k = t; k < next; k++, row += side.stride) rows.row[k - origin] = row;
             }
