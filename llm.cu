@@ -437,7 +437,7 @@ struct Options {
     std::string device = "auto", weights = "stored", dump_logits;
     bool ignore_end = false;  // go on after an end id
 
-    // The caches: eval, bench and memory take several, the others the first of caches().
+    // The caches: all commands but generate take several.
     bool naive = false;  // --cache none is among them, which has no cache
     std::vector<Layout> layouts = {Contiguous{}};
     std::vector<Precision> types_k = {F16{}}, types_v = {F16{}};
@@ -448,6 +448,7 @@ struct Options {
     int64_t seed = 0;  // drawn where there is a temperature, but no seed
 
     double tolerance = -1;                                                        // diff; -1: by the cache's types
+    std::string against = "naive";                                                // diff: what is held to be right
     std::vector<int> depths = {0, 1024, 4096, 8000}, prompts = {128, 512, 2048};  // bench
     int repeats = 3;                                                              // bench, eval
     bool standard_set = false;                                                    // eval
@@ -475,11 +476,10 @@ struct Options {
 struct Session {
     Engine engine;
     TokenizerPointer tokenizer;
-    Cache cache;
-    std::vector<int> tokens;  // the prompt, then what was generated
-    int prompt = 0;           // tokens of the prompt
-    int limit = 0;            // tokens that may stand in the context
-    bool naive = false;
+    std::vector<Cache> caches;  // generate: one, or none on the naive path; diff: all that are compared
+    std::vector<int> tokens;    // the prompt, then what was generated
+    int prompt = 0;             // tokens of the prompt
+    int limit = 0;              // tokens that may stand in the context
 };
 
 // Why nothing follows the tokens so far, or nullptr if something may.
@@ -510,6 +510,7 @@ inline Generation generate(Session &session, const Options &options, const UseLo
                            const std::function<void(const std::string &)> &show) {
     Engine &engine = session.engine;
     std::vector<int> &tokens = session.tokens;
+    Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
     Sampler sampler{options.temperature, options.top_p, options.min_p, options.top_k, (uint64_t)options.seed};
     TextStream text(session.tokenizer.get());
     for (int token : tokens) text.next(token);
@@ -527,10 +528,10 @@ inline Generation generate(Session &session, const Options &options, const UseLo
 
     double start = now();
     int row = session.prompt - 1;
-    if (session.naive)
-        naive_pass(engine, tokens), after_chunk(session.prompt);
+    if (cache)
+        row = prefill_pass(engine, *cache, 0, tokens, after_chunk);
     else
-        row = prefill_pass(engine, session.cache, 0, tokens, after_chunk);
+        naive_pass(engine, tokens), after_chunk(session.prompt);
     int next = next_token(row);
     result.prefill_seconds = now() - start;
 
@@ -540,10 +541,10 @@ inline Generation generate(Session &session, const Options &options, const UseLo
         say(text.next(next));
         if (reason_to_stop(session, options) && !dump) continue;  // nobody asks what follows the last token
         start = now();
-        if (session.naive)
-            naive_pass(engine, tokens), row = (int)tokens.size() - 1;
+        if (cache)
+            decode_pass(engine, *cache, {0}, {next}), row = 0;
         else
-            decode_pass(engine, session.cache, {0}, {next}), row = 0;
+            naive_pass(engine, tokens), row = (int)tokens.size() - 1;
         next = next_token(row);
         result.decode_seconds += now() - start;
         result.decoded++;
@@ -556,12 +557,13 @@ inline Generation generate(Session &session, const Options &options, const UseLo
 
 // ---- llm diff ----------------------------------------------------------------------------------------------
 
+// A token of one cache beside the reference: the naive path, or with --against full an f32 cache of all positions.
 struct DiffStep {
-    int token = 0, cached_token = 0;               // what each path finds likeliest
-    double difference = 0, kl = 0;                 // max |logit - logit|; Kullback-Leibler divergence, nats
-    double spread = 0;                             // standard deviation of the naive logits
-    double margin = 0;                             // naive logit of its token less that of the cached path's
-    double naive_seconds = 0, cached_seconds = 0;  // for the logits of this step
+    int token = 0, cached_token = 0;                   // what each finds likeliest, the reference first
+    double difference = 0, kl = 0;                     // max |logit - logit|; Kullback-Leibler divergence, nats
+    double spread = 0;                                 // standard deviation of the reference's logits
+    double margin = 0;                                 // its logit of its token less that of the cache's
+    double reference_seconds = 0, cached_seconds = 0;  // for the logits of this step
 };
 
 inline double log_sum_exp(const float *logits, int count) {
@@ -570,79 +572,70 @@ inline double log_sum_exp(const float *logits, int count) {
     return most + std::log(total);
 }
 
-// How far cached logits lie from naive ones, in double precision. KL: sum p log(p / q) for p, q = softmax of each.
-inline DiffStep compare(const std::vector<float> &naive, const std::vector<float> &cached) {
+// How far cached logits lie from the true ones, in double precision. KL: sum p log(p / q) for p, q = softmax of each.
+inline DiffStep compare(const std::vector<float> &truth, const std::vector<float> &cached) {
     DiffStep step;
-    int count = (int)naive.size();
-    double p_sum = log_sum_exp(naive.data(), count), q_sum = log_sum_exp(cached.data(), count), sum = 0, squares = 0;
+    int count = (int)truth.size();
+    double p_sum = log_sum_exp(truth.data(), count), q_sum = log_sum_exp(cached.data(), count), sum = 0, squares = 0;
     for (int i = 0; i < count; i++) {
-        step.difference = std::max(step.difference, std::fabs((double)naive[i] - cached[i]));
-        step.kl += std::exp(naive[i] - p_sum) * ((naive[i] - p_sum) - (cached[i] - q_sum));
-        sum += naive[i], squares += (double)naive[i] * naive[i];
+        step.difference = std::max(step.difference, std::fabs((double)truth[i] - cached[i]));
+        step.kl += std::exp(truth[i] - p_sum) * ((truth[i] - p_sum) - (cached[i] - q_sum));
+        sum += truth[i], squares += (double)truth[i] * truth[i];
     }
     step.kl = std::max(0.0, step.kl);
     step.spread = std::sqrt(std::max(0.0, squares / count - sum / count * sum / count));
-    step.token = argmax(naive.data(), count);
+    step.token = argmax(truth.data(), count);
     step.cached_token = argmax(cached.data(), count);
-    step.margin = (double)naive[step.token] - naive[step.cached_token];
+    step.margin = (double)truth[step.token] - truth[step.cached_token];
     return step;
 }
 
-// Both paths get the tokens that the naive one finds likeliest. show(step) is called after each.
-inline std::vector<DiffStep> run_lockstep(Session &session, const Options &options,
-                                          const std::function<void(const DiffStep &)> &show) {
-    std::vector<DiffStep> steps;
-    while (!reason_to_stop(session, options)) {
+// All get the tokens that the reference finds likeliest. With --against full it is the first cache; the naive path sees
+// what a cache holds, so all caches have one layout. show(steps) is called after each token with a step of each cache.
+inline void run_lockstep(Session &session, const Options &options,
+                         const std::function<void(const std::vector<DiffStep> &)> &show) {
+    Engine &engine = session.engine;
+    std::vector<int> &tokens = session.tokens;
+    std::vector<Cache> &caches = session.caches;
+    const bool full = options.against == "full";
+    auto cached = [&](Cache &cache) {
+        return cache.lengths[0] ? decode(engine, cache, {0}, {tokens.back()}) : prefill(engine, cache, 0, tokens);
+    };
+    auto timed = [&](double &seconds, auto path) {
         double start = now();
-        std::vector<float> naive = forward_naive(session.engine, session.tokens, session.cache.layout);
-        double middle = now();
-        std::vector<float> cached = steps.empty() ? prefill(session.engine, session.cache, 0, session.tokens)
-                                                  : decode(session.engine, session.cache, {0}, {session.tokens.back()});
-        double end = now();
-        require_finite(naive, (int)session.tokens.size() - 1);
-        require_finite(cached, (int)session.tokens.size() - 1);
-        DiffStep step = compare(naive, cached);
-        step.naive_seconds = middle - start;
-        step.cached_seconds = end - middle;
-        session.tokens.push_back(step.token);
-        steps.push_back(step);
-        show(step);
+        std::vector<float> found = path();
+        seconds = now() - start;
+        require_finite(found, (int)tokens.size() - 1);
+        return found;
+    };
+    while (!reason_to_stop(session, options)) {
+        double reference_seconds, seconds;
+        std::vector<DiffStep> steps;
+        std::vector<float> truth = timed(reference_seconds, [&] {
+            return full ? cached(caches[0]) : forward_naive(engine, tokens, caches[0].layout);
+        });
+        for (size_t i = full; i < caches.size(); i++) {
+            steps.push_back(compare(truth, timed(seconds, [&] { return cached(caches[i]); })));
+            steps.back().reference_seconds = reference_seconds;
+            steps.back().cached_seconds = seconds;
+        }
+        tokens.push_back(steps[0].token);
+        show(steps);
     }
-    return steps;
 }
 
 // ---- The commands ------------------------------------------------------------------------------------------
 
-#include "commands/bench.h"
-#include "commands/diff.h"
-#include "commands/eval.h"
 #include "commands/flags.h"
-#include "commands/generate.h"
-#include "commands/info.h"
-#include "commands/memory.h"
-#include "commands/show.h"
 
 inline int run(const std::vector<std::string> &words) {
     Options options = parse_options(words);
     int status = 0;
     if (options.help || options.version)
         print_help(options);
-    else if (options.command == "generate")
-        status = run_generate(options);
-    else if (options.command == "diff")
-        status = run_diff(options);
-    else if (options.command == "eval")
-        status = run_eval(options);
-    else if (options.command == "bench")
-        status = run_bench(options);
-    else if (options.command == "memory")
-        status = run_memory(options);
-    else if (options.command == "show")
-        status = run_show(options);
-    else if (options.command == "tokenize")
-        status = run_tokenize(options);
     else
-        status = run_info(options);
+        for (const Command &command : commands)
+            if (options.command == command.name) status = command.run(options);
     flush_output();
     return status;
 }

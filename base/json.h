@@ -47,6 +47,19 @@ __attribute__((format(printf, 1, 2))) inline std::string formatted(const char *f
     return text;
 }
 
+// "1 token", "    12 tokens".
+inline std::string counted(int64_t count, const std::string &what, int width = 0) {
+    return formatted("%*lld %s%s", width, (long long)count, what.c_str(), count == 1 ? "" : "s");
+}
+
+// Three digits and a unit: "1.25 GiB".
+inline std::string in_units(double bytes) {
+    const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+    int unit = 0;
+    for (; bytes >= 1023.5 && unit < 5; unit++) bytes /= 1024;
+    return formatted(bytes < 999.5 ? "%.3g %s" : "%.0f %s", bytes, units[unit]);
+}
+
 // Throws Error with the formatted line, cut at 5,000 bytes (a path may have 4,096). Control characters become '?'.
 [[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char *format, ...) {
     va_list arguments;

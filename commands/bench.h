@@ -123,9 +123,11 @@ Roofline roofline_of(M &gpu, const Engine &engine) {
 // ---- What is measured --------------------------------------------------------------------------------------
 
 struct BenchRow {
-    std::string name, layout, type_k, type_v;
+    std::string name;
+    const Cache *cache;  // nullptr on the naive path
     int tokens, depth;
-    double bytes, operations;  // of all tokens: what must be read from memory, and computed, at least
+    double bytes, operations;            // of all tokens: what must be read from memory, and computed, at least
+    std::function<void()> run, go_back;  // what is timed, and what is not: back to where it began
     std::vector<double> seconds = {}, shares = {};
     // The roofline (Williams et al. 2009): whichever of the two takes longer.
     double least_seconds(double bandwidth, double matrix_rate) const {
@@ -154,6 +156,15 @@ inline std::vector<int> bench_tokens(int count, int vocabulary) {
     std::vector<int> tokens(count);
     for (int i = 0; i < count; i++) tokens[i] = (int)((i * 7919LL + 13) % vocabulary);
     return tokens;
+}
+
+// Greedily, but for the tokens.
+inline void decode_some(Engine &engine, Cache &cache, int steps) {
+    for (int token : bench_tokens(steps, engine.model.config.vocabulary)) {
+        std::vector<float> found = decode(engine, cache, {0}, {token});
+        argmax(found.data(), (int)found.size());
+        stop_if_interrupted();
+    }
 }
 
 // Fills a cache up to `depth` positions with random numbers in place of a prompt's keys and values: what they are does
@@ -199,28 +210,22 @@ struct Bench {
         bandwidths.push_back(roofline.bandwidth());
         matrix_rates.push_back(roofline.matrix_rate());
     }
-    void add(const char *name, const Cache *cache, int tokens, int depth, double bytes, double operations) {
-        auto of = [&](auto choice) { return std::string(cache ? name_of(cache->*choice) : "none"); };
-        rows.push_back(
-            {name, of(&Cache::layout), of(&Cache::type_k), of(&Cache::type_v), tokens, depth, bytes, operations});
-    }
-    // Times run(i) for each row from `first` on, and then all of them again; the first time warms up. after(i) is not
-    // timed.
-    void measure(size_t first, const std::function<void(size_t)> &run, const std::function<void(size_t)> &after) {
+    // Times each row from `first` on, and then all of them again; the first time warms up.
+    void measure(size_t first) {
         auto mean = [](const std::vector<double> &rates) { return (rates.end()[-2] + rates.end()[-1]) / 2; };
+        if (bandwidths.empty()) measure_machine();
         for (int round = 0; round <= options.repeats; round++) {
             for (size_t i = first; i < rows.size(); i++) {
                 BenchRow &row = rows[i];
-                if (bandwidths.empty()) measure_machine();
                 double least = row.least_seconds(bandwidths.back(), matrix_rates.back());
                 show_progress(formatted("%s at depth %d, round %d of %d: %.2f s or more", row.name.c_str(), row.depth,
                                         round, options.repeats, round > 1 ? row.seconds.back() : least));
                 double start = now();
-                run(i - first);
+                row.run();
                 double taken = now() - start;
                 stop_if_interrupted();
                 measure_machine();
-                after(i - first);
+                row.go_back();
                 if (round == 0) continue;
                 row.seconds.push_back(taken);
                 row.shares.push_back(row.least_seconds(mean(bandwidths), mean(matrix_rates)) / taken);
@@ -230,18 +235,19 @@ struct Bench {
     void time_prefill(Cache &cache, int prompt) {
         std::vector<int> tokens = bench_tokens(prompt, engine.model.config.vocabulary);
         double chunks = std::ceil((double)prompt / std::min(engine.chunk, chunk_of(cache)));
-        add("prefill", &cache, prompt, 0, weights_read(engine.model) * chunks,
-            operations_of(engine.model, cache.layout, 0, prompt, 1));
-        auto run = [&](size_t) { prefill(engine, cache, 0, tokens, [](int) { stop_if_interrupted(); }); };
-        measure(rows.size() - 1, run, [&](size_t) { shrink(cache, 0, 0); });
+        rows.push_back({"prefill", &cache, prompt, 0, weights_read(engine.model) * chunks,
+                        operations_of(engine.model, cache.layout, 0, prompt, 1),
+                        [&] { prefill(engine, cache, 0, tokens, [](int) { stop_if_interrupted(); }); },
+                        [&] { shrink(cache, 0, 0); }});
+        measure(rows.size() - 1);
     }
     // The naive path's next token: a pass over all tokens so far.
     void time_naive(int depth) {
         std::vector<int> tokens = bench_tokens(depth + 1, engine.model.config.vocabulary);
-        add("naive", nullptr, 1, depth, weights_read(engine.model),
-            operations_of(engine.model, Contiguous{}, 0, depth + 1, 1));
-        auto run = [&](size_t) { forward_naive(engine, tokens); };
-        measure(rows.size() - 1, run, [](size_t) {});
+        rows.push_back({"naive", nullptr, 1, depth, weights_read(engine.model),
+                        operations_of(engine.model, Contiguous{}, 0, depth + 1, 1),
+                        [&] { forward_naive(engine, tokens); }, [] {}});
+        measure(rows.size() - 1);
     }
     void time_decode(std::vector<Cache> &caches, int depth, int steps) {
         size_t first = rows.size();
@@ -249,20 +255,15 @@ struct Bench {
             show_progress(formatted("filling a cache up to %d positions", depth));
             fill(engine, cache, depth);
             double bytes = weights_read(engine.model) * steps;
-            for (int step = 1; step <= steps; step++) bytes += cache_read(engine.model, cache.view, depth + step);
-            add("decode", &cache, steps, depth, bytes, operations_of(engine.model, cache.layout, depth, steps, steps));
+            for (int step = 1; step <= steps; step++) bytes += cache_read(engine.model, cache, depth + step);
+            auto go_back = [=, &cache] {
+                if (limit_of(cache) < INT_MAX) shrink(cache, 0, depth);  // a ring goes on
+            };
+            rows.push_back({"decode", &cache, steps, depth, bytes,
+                            operations_of(engine.model, cache.layout, depth, steps, steps),
+                            [this, &cache, steps] { decode_some(engine, cache, steps); }, go_back});
         }
-        auto run = [&](size_t i) {
-            for (int token : bench_tokens(steps, engine.model.config.vocabulary)) {
-                std::vector<float> found = decode(engine, caches[i], {0}, {token});
-                argmax(found.data(), (int)found.size());
-                stop_if_interrupted();
-            }
-        };
-        auto go_back = [&](size_t i) {
-            if (limit_of(caches[i]) < INT_MAX) shrink(caches[i], 0, depth);  // a ring goes on
-        };
-        if (!caches.empty()) measure(first, run, go_back);
+        measure(first);
     }
 };
 
@@ -277,12 +278,16 @@ inline Report bench_row(const BenchRow &row) {
     auto add = [&](const char *key, double value, const char *format, const char *head) {
         report.add(key, value, formatted(format, value), head);
     };
+    auto add_name = [&](const char *key, auto choice, const char *format, const char *head) {
+        const char *name = row.cache ? name_of(row.cache->*choice) : "none";
+        report.add(key, name, formatted(format, name), head);
+    };
     report.add("name", row.name, formatted("%-7s", row.name.c_str()));
     add("tokens", row.tokens, " %6.0f", "tokens");
     add("depth", row.depth, " %6.0f ", "depth ");
-    report.add("layout", row.layout, formatted(" %-10s", row.layout.c_str()), "cache");
-    report.add("type_k", row.type_k, formatted(" %-4s", row.type_k.c_str()), "K");
-    report.add("type_v", row.type_v, formatted(" %-4s", row.type_v.c_str()), "V");
+    add_name("layout", &Cache::layout, " %-10s", "cache");
+    add_name("type_k", &Cache::type_k, " %-4s", "K");
+    add_name("type_v", &Cache::type_v, " %-4s", "V");
     report.add("seconds", seconds).add("bytes", row.bytes).add("operations", row.operations);
     add("tokens_per_second", row.tokens / seconds, " %10.1f", "tokens/s");
     add("gb_per_second", row.bytes / seconds / 1e9, " %8.2f", "GB/s");
@@ -293,16 +298,12 @@ inline Report bench_row(const BenchRow &row) {
     return report.add("of_roofline_most", *most, " .. " + percent(*most) + ")");
 }
 
-// Seconds of loading; 0: there is no tokenizer.
+// `model_seconds`, `tokenizer_seconds`: of loading.
 inline Report bench_report(const Bench &bench, double model_seconds, double tokenizer_seconds, double cache_bytes) {
     Report report, roofline, start, memory;
     std::vector<Report> rows;
-    const char *above = "";
-    for (const BenchRow &row : bench.rows) {
-        bool cached = row.name == "decode" && row.bytes / row.tokens < (double)sysconf(_SC_LEVEL3_CACHE_SIZE);
+    for (const BenchRow &row : bench.rows)
         if (!row.seconds.empty()) rows.push_back(bench_row(row));
-        if (cached && median(row.shares) > 1) above = "Above 100 %: the weights fit the processor's cache.\n";
-    }
     auto add_rate = [&](const char *key, const char *name, const std::vector<double> &rates, const char *unit) {
         auto [least, most] = std::minmax_element(rates.begin(), rates.end());
         double rate = median(rates) / 1e9;
@@ -316,7 +317,7 @@ inline Report bench_report(const Bench &bench, double model_seconds, double toke
     roofline.say(" in " + bench.roofline.number + ", measured " + counted((int64_t)bench.bandwidths.size(), "time"));
     start.add("model_seconds", model_seconds, formatted("start: %.1f ms for the model", model_seconds * 1e3));
     start.add("tokenizer_seconds", tokenizer_seconds,
-              tokenizer_seconds > 0 ? formatted(", %.1f ms for the tokenizer\n", tokenizer_seconds * 1e3) : "\n");
+              formatted(", %.1f ms for the tokenizer\n", tokenizer_seconds * 1e3));
     rusage usage;
     getrusage(RUSAGE_SELF, &usage);
     add_bytes("peak_bytes", "peak memory ", (double)usage.ru_maxrss * 1024);
@@ -327,13 +328,11 @@ inline Report bench_report(const Bench &bench, double model_seconds, double toke
     report.add("threads", bench.options.threads).add("roofline", roofline.say("\n")).add("start", start);
     report.add("memory", memory.say("\n\n")).table("results", rows);
     if (interrupted()) report.add("interrupted", true, "interrupted\n");
-    return report.say(
-        "\nThe roofline: bytes that must be read (weights, and the cache as it is stored) / read bandwidth, or "
-        "operations /"
-        "\nmatrix rate, whichever is longer; both rates as they were just before and after. int8 weights are "
-        "multiplied as"
-        "\nwhole numbers, which may go faster than that rate.\n" +
-        std::string(above));
+    report.say(
+        "\nThe roofline: bytes that must be read (weights, and the cache as it is stored) / read bandwidth, or\n");
+    report.say("operations / matrix rate, whichever is longer; both rates as they were just before and after. int8\n");
+    report.say("weights are multiplied as whole numbers, which may go faster than that rate. Weights that fit the\n");
+    return report.say("processor's cache may be read faster than memory: above 100 %.\n");
 }
 
 // The lengths of a list that leave room for `beside` positions more in a model's context: all of them, or fail, if a
@@ -353,14 +352,12 @@ inline std::vector<int> that_fit(const Options &options, const char *flag, const
 
 inline int run_bench(const Options &options) {
     std::string directory = checkpoint_directory(options);
-    double start = now(), tokenizer_seconds = 0, cache_bytes = 0;
+    double start = now(), cache_bytes = 0;
     Engine engine = open_engine(options, directory);
-    double model_seconds = now() - start;
-    if (file_exists(join_path(directory, "tokenizer.json"))) {
-        start = now();
-        load_tokenizer(directory);
-        tokenizer_seconds = now() - start;
-    }
+    double loaded = now();
+    const bool has_tokenizer = file_exists(join_path(directory, "tokenizer.json"));
+    if (has_tokenizer) load_tokenizer(directory);
+    double tokenizer_seconds = has_tokenizer ? now() - loaded : 0;
     int context = engine.model.config.context, steps = options.count;
     if (steps > context) fail("-n %d: expected at most the model's %d positions", steps, context);
     std::vector<int> depths =
@@ -383,6 +380,6 @@ inline int run_bench(const Options &options) {
     } catch (Interrupted) {
     }
     show_progress(interrupted() ? "\n" : "");
-    bench_report(bench, model_seconds, tokenizer_seconds, cache_bytes).print(options.json);
+    bench_report(bench, loaded - start, tokenizer_seconds, cache_bytes).print(options.json);
     return interrupted() ? 130 : 0;
 }

@@ -1,14 +1,22 @@
-// llm diff: naive and cached path in lockstep, a line a token, and a verdict.
+// llm diff: each cache beside the naive path, or beside the full f32 cache, in lockstep: a line a token, and a verdict.
 #pragma once
 
 #include "generate.h"
 
-struct DiffTotals {
-    int steps = 0, divergence = -1;              // of which first the likeliest tokens differ
+// What one cache did.
+struct DiffResult {
+    const Cache &cache;
+    std::string name;  // "int8", "ring int8"
+    std::vector<DiffStep> steps = {};
+    int divergence = -1;                         // the first step at which the likeliest tokens differ
     double difference = 0, allowed = 0, kl = 0;  // of the step nearest to, or furthest beyond, what is allowed; mean
-    double naive = 0, cached = 0;                // seconds of all steps
-    // Milliseconds a token over the first and the last quarter of the decoding steps:
-    double naive_early = 0, naive_late = 0, cached_early = 0, cached_late = 0;
+    double reference_seconds = 0, cached_seconds = 0;  // of all steps
+    bool good() const { return divergence < 0 && difference <= allowed; }
+    double times() const { return reference_seconds / cached_seconds; }
+    int stored() const {  // positions that are there at the cache's types; the others are in the residual block
+        const int length = cache.lengths[0];
+        return has_blocks(cache.type_k) || has_blocks(cache.type_v) ? length / group_size * group_size : length;
+    }
 };
 
 // With an f32 cache both paths compute the same numbers in another order: logits may lie 1e-4 apart. Otherwise a stored
@@ -26,28 +34,19 @@ inline double allowed_share(const Cache &cache, const Engine &engine) {
     return u <= F32::unit_roundoff ? 0 : std::min(1.0, 48 * u);
 }
 
-inline DiffTotals sum_up(const std::vector<DiffStep> &steps, double share, double tolerance) {
-    DiffTotals totals;
-    int count = totals.steps = (int)steps.size(), quarter = std::max(1, (count - 1) / 4);
+// `share`: of the logits' spread, that they may be off; or `tolerance`, if it is not negative.
+inline void sum_up(DiffResult &result, double share, double tolerance) {
+    const int count = (int)result.steps.size();
     for (int i = 0; i < count; i++) {
-        const DiffStep &step = steps[i];
+        const DiffStep &step = result.steps[i];
         double allowed = tolerance >= 0 ? tolerance : std::max(1e-4, share * step.spread);
-        if (i == 0 || step.difference * totals.allowed > totals.difference * allowed)
-            totals.difference = step.difference, totals.allowed = allowed;
-        if (totals.divergence < 0 && step.token != step.cached_token) totals.divergence = i;
-        totals.kl += step.kl / count;
-        totals.naive += step.naive_seconds;
-        totals.cached += step.cached_seconds;
-        if (i >= 1 && i <= quarter) {  // step 0 is the prefill
-            totals.naive_early += step.naive_seconds * 1e3 / quarter;
-            totals.cached_early += step.cached_seconds * 1e3 / quarter;
-        }
-        if (i >= count - quarter) {
-            totals.naive_late += step.naive_seconds * 1e3 / quarter;
-            totals.cached_late += step.cached_seconds * 1e3 / quarter;
-        }
+        if (i == 0 || step.difference * result.allowed > result.difference * allowed)
+            result.difference = step.difference, result.allowed = allowed;
+        if (result.divergence < 0 && step.token != step.cached_token) result.divergence = i;
+        result.kl += step.kl / count;
+        result.reference_seconds += step.reference_seconds;
+        result.cached_seconds += step.cached_seconds;
     }
-    return totals;
 }
 
 // Text of a token on one line: what would break the line or the column is shown as an escape.
@@ -60,82 +59,138 @@ inline std::string on_one_line(const std::string &text) {
     return result;
 }
 
-inline std::string verdict_of(const DiffTotals &totals, const std::vector<DiffStep> &steps) {
-    std::string logits = formatted("the logits by %.3g of %.3g allowed", totals.difference, totals.allowed);
-    if (totals.divergence >= 0)
-        return formatted("NOT the same: the tokens differ at step %d, where %.3g lies between their naive logits",
-                         totals.divergence, steps[totals.divergence].margin);
-    return (totals.difference <= totals.allowed ? "the same: the tokens are identical, " : "NOT the same: ") + logits;
+// A step of one cache; the line of the table, if there is no other.
+inline Report step_row(const DiffStep &step, const std::string &against) {
+    const char mark = step.token == step.cached_token ? ' ' : '!';
+    Report row;
+    row.add("token", step.token, formatted("%6d ", step.token), against + " ");
+    row.add("cached_token", step.cached_token, formatted("%6d%c ", step.cached_token, mark), "cached  ");
+    row.add("max_abs_logit_diff", step.difference, formatted("%10.2e ", step.difference), "max diff ");
+    row.add("kl", step.kl, formatted("%10.2e  ", step.kl), "KL  ");
+    row.add((against + "_seconds").c_str(), step.reference_seconds, formatted("%9.3f ", step.reference_seconds * 1e3),
+            against + " ms ");
+    return row.add("cached_seconds", step.cached_seconds, formatted("%9.3f  ", step.cached_seconds * 1e3),
+                   "cached ms  ");
 }
 
-inline Report diff_report(const DiffTotals &totals, const Session &session, const std::vector<Report> &rows,
-                          const std::string &verdict, const std::string &stop) {
-    Report report;
-    int positions = session.cache.lengths[0], stored = positions;
-    if (has_blocks(session.cache.type_k) || has_blocks(session.cache.type_v))
-        stored = positions / group_size * group_size;
-    report.add("prompt_tokens", std::vector<int>(session.tokens.begin(), session.tokens.begin() + session.prompt));
-    report.list("steps", rows).say("\n");
-    report.add("compared", totals.steps, "compared    " + counted(totals.steps, "step") + ", stopped: " + stop + "\n");
-    report.add("device", session.engine.name(), "device      " + session.engine.name() + "\n");
-    std::string tokens = totals.divergence < 0 ? "identical" : formatted("differ first at step %d", totals.divergence);
-    report.add("identical", totals.divergence < 0, "tokens      " + tokens + "\n");
-    if (totals.divergence < 0)
-        report.add("first_divergence", NAN);
-    else
-        report.add("first_divergence", totals.divergence);
-    report.add("max_abs_logit_diff", totals.difference, formatted("logits      difference %.3g", totals.difference));
-    report.add("tolerance", totals.allowed, formatted(", allowed %.3g", totals.allowed));
-    report.add("mean_kl", totals.kl, formatted("; mean KL %.3g nats\n", totals.kl));
-    report.add("stored_positions", stored,
-               formatted("cache       K %s, V %s: %s as stored, the others at f16\n", name_of(session.cache.type_k),
-                         name_of(session.cache.type_v),
-                         (std::to_string(stored) + " of " + counted(positions, "position")).c_str()));
-    report.add("naive_seconds", totals.naive, formatted("time        naive %.3f s", totals.naive));
-    report.add("cached_seconds", totals.cached,
-               formatted(", cached %.3f s: %.1f x\n", totals.cached, totals.naive / totals.cached));
-    if (totals.steps >= 8)
-        report.say(
-            formatted("growth      naive %.2f -> %.2f ms a token, cached %.2f -> %.2f (first and last quarter)\n",
-                      totals.naive_early, totals.naive_late, totals.cached_early, totals.cached_late));
-    Report cache = about_cache(session);
-    cache.text = "";
-    return report.add("cache", cache).add("verdict", verdict, "verdict     " + verdict + "\n");
+// The line of several: a column each.
+inline Report columns_row(const std::vector<DiffResult> &results, const std::string &against) {
+    Report row;
+    const int token = results[0].steps.back().token;
+    row.add("token", token, formatted("%6d ", token), against + " ");
+    for (const DiffResult &result : results) {
+        const DiffStep &step = result.steps.back();
+        const char mark = step.token == step.cached_token ? ' ' : '!';
+        int width = std::max(10, (int)result.name.size());
+        row.add("", step.difference, formatted("%*.2e%c ", width, step.difference, mark), result.name + "  ");
+    }
+    return row;
+}
+
+inline std::string verdict_of(const DiffResult &result, const std::string &against) {
+    if (result.divergence >= 0)
+        return formatted("NOT the same: the tokens differ at step %d, where %.3g lies between their %s logits",
+                         result.divergence, result.steps[result.divergence].margin, against.c_str());
+    return (result.good() ? "the same: the tokens are identical, " : "NOT the same: ") +
+           formatted("the logits by %.3g of %.3g allowed", result.difference, result.allowed);
+}
+
+// Green or red, on a terminal whose user did not set NO_COLOR (no-color.org).
+inline std::string coloured(const std::string &text, bool good) {
+    const char *none = getenv("NO_COLOR");
+    if (!isatty(1) || (none && *none)) return text;
+    return (good ? "\033[32m" : "\033[31m") + text + "\033[0m";
+}
+
+// What is said of one cache.
+inline void add_result(Report &report, const DiffResult &result, const std::string &against) {
+    const Cache &cache = result.cache;
+    const int count = (int)result.steps.size(), quarter = std::max(1, (count - 1) / 4);
+    const bool same = result.divergence < 0;
+    const std::string first = "differ first at step " + std::to_string(result.divergence);
+    const std::string length = counted(cache.lengths[0], "position"), verdict = verdict_of(result, against);
+    std::vector<Report> rows;
+    for (const DiffStep &step : result.steps) rows.push_back(step_row(step, against));
+    report.list("steps", rows);
+    report.add("identical", same, "tokens      " + (same ? "identical" : first) + "\n");
+    report.add("first_divergence", same ? NAN : result.divergence);
+    report.add("max_abs_logit_diff", result.difference, formatted("logits      difference %.3g", result.difference));
+    report.add("tolerance", result.allowed, formatted(", allowed %.3g", result.allowed));
+    report.add("mean_kl", result.kl, formatted("; mean KL %.3g nats\n", result.kl));
+    report.say(formatted("cache       K %s, V %s", name_of(cache.type_k), name_of(cache.type_v)));
+    report.add("stored_positions", result.stored(), formatted(": %d of ", result.stored()) + length);
+    report.say(" as stored, the others at f16\n");
+    report.add((against + "_seconds").c_str(), result.reference_seconds,
+               formatted("time        %s %.3f s", against.c_str(), result.reference_seconds));
+    report.add("cached_seconds", result.cached_seconds,
+               formatted(", cached %.3f s: %.1f x\n", result.cached_seconds, result.times()));
+    // Milliseconds a token over the first and the last quarter of the decoding steps. Step 0 is the prefill.
+    auto growth = [&](const std::string &name, double DiffStep::*seconds) {
+        double early = 0, late = 0;
+        for (int i = 0; i < quarter; i++) {
+            early += result.steps[1 + i].*seconds * 1e3 / quarter;
+            late += result.steps[count - 1 - i].*seconds * 1e3 / quarter;
+        }
+        return formatted("%s %.2f -> %.2f", name.c_str(), early, late);
+    };
+    if (count >= 8)
+        report.say("growth      " + growth(against, &DiffStep::reference_seconds) + " ms a token, " +
+                   growth("cached", &DiffStep::cached_seconds) + " (first and last quarter)\n");
+    Report about = about_cache(&cache);
+    about.text = "";
+    report.add("cache", about).add("verdict", verdict, "verdict     " + coloured(verdict, result.good()) + "\n");
 }
 
 // 0 if the likeliest tokens are the same at every step and no logit is further off than is allowed, else 1.
 inline int run_diff(const Options &options) {
     Session session = open_session(options);
-    if (reason_to_stop(session, options)) {
+    if (reason_to_stop(session, options))
         fail("the prompt has %d tokens and fills the context: shorten it, so that a step can be compared",
              session.prompt);
+    const std::string &against = options.against;
+    std::vector<DiffResult> results;
+    int width = 11, count = 0;  // columns of the longest name; steps so far
+    for (size_t i = against == "full"; i < session.caches.size(); i++) {
+        const Cache &cache = session.caches[i];
+        std::string layout = options.layouts.size() > 1 ? name_of(cache.layout) + std::string(" ") : "";
+        results.push_back({cache, layout + types_of(cache.type_k, cache.type_v)});
+        width = std::max(width, (int)results.back().name.size());
     }
+    const bool several = results.size() > 1;
     TextStream text(session.tokenizer.get());
     for (int token : session.tokens) text.next(token);
-    std::vector<Report> rows;
-    std::vector<DiffStep> steps = run_lockstep(session, options, [&](const DiffStep &step) {
-        TextStream other(session.tokenizer.get());  // what the cached path would have said
-        bool same = step.token == step.cached_token;
-        std::string instead = same ? "" : "   cached: " + on_one_line(other.next(step.cached_token) + other.flush());
-        Report row;
-        row.say(formatted("%5zu  ", rows.size()));
-        row.add("token", step.token, formatted("%6d ", step.token), "naive ");
-        row.add("cached_token", step.cached_token, formatted("%6d%c ", step.cached_token, same ? ' ' : '!'),
-                "cached  ");
-        row.add("max_abs_logit_diff", step.difference, formatted("%10.2e ", step.difference), "max diff ");
-        row.add("kl", step.kl, formatted("%10.2e  ", step.kl), "KL  ");
-        row.add("naive_seconds", step.naive_seconds, formatted("%9.3f ", step.naive_seconds * 1e3), "naive ms ");
-        row.add("cached_seconds", step.cached_seconds, formatted("%9.3f  ", step.cached_seconds * 1e3), "cached ms  ");
-        row.say(on_one_line(text.next(step.token)) + instead);
-        if (!options.json && rows.empty())
-            printf(" step%s text\n", row.heads.substr(5, row.heads.find("cached ms") + 5).c_str());
-        if (!options.json) printf("%s\n", row.text.c_str());
-        if (!options.json) flush_output();
-        rows.push_back(row);
+    run_lockstep(session, options, [&](const std::vector<DiffStep> &steps) {
+        for (size_t i = 0; i < steps.size(); i++) results[i].steps.push_back(steps[i]);
+        if (options.json) return;
+        Report line = several ? columns_row(results, against) : step_row(steps[0], against);
+        if (count == 0) printf(" step  %stext\n", line.heads.c_str());
+        line.text += on_one_line(text.next(steps[0].token));
+        TextStream other(session.tokenizer.get());  // what the cache alone would have said
+        if (!several && steps[0].token != steps[0].cached_token)
+            line.text += "   cached: " + on_one_line(other.next(steps[0].cached_token) + other.flush());
+        printf("%5d  %s\n", count++, line.text.c_str());
+        flush_output();
     });
-    double tolerance = options.has("--tolerance") ? options.tolerance : -1;
-    DiffTotals totals = sum_up(steps, allowed_share(session.cache, session.engine), tolerance);
-    bool good = totals.divergence < 0 && totals.difference <= totals.allowed;
-    diff_report(totals, session, rows, verdict_of(totals, steps), reason_to_stop(session, options)).print(options.json);
+    auto begin = session.tokens.begin(), middle = begin + session.prompt;
+    const int64_t compared = session.tokens.end() - middle;
+    const std::string stop = reason_to_stop(session, options), device = session.engine.name();
+    Report all;
+    all.add("prompt_tokens", std::vector<int>(begin, middle)).add("against", against);
+    all.add("compared", compared, "\ncompared    " + counted(compared, "step") + ", stopped: " + stop + "\n");
+    all.add("device", device, "device      " + device + "\n");
+    bool good = true;
+    std::string verdicts;
+    std::vector<Report> reports;
+    for (DiffResult &result : results) {
+        sum_up(result, allowed_share(result.cache, session.engine), options.tolerance);
+        good &= result.good();
+        reports.push_back(all);
+        add_result(reports.back(), result, against);
+        verdicts += formatted("%-*s ", width, result.name.c_str()) +
+                    coloured(verdict_of(result, against), result.good()) +
+                    formatted("; mean KL %.2e, %.1f x, %d of %d as stored\n", result.kl, result.times(),
+                              result.stored(), result.cache.lengths[0]);
+    }
+    (several ? all.say(verdicts).list("caches", reports) : reports[0]).print(options.json);
     return interrupted() ? 130 : good ? 0 : 1;
 }

@@ -2,6 +2,8 @@
 // answers that need facts from far back, bytes, tokens/s.
 #pragma once
 
+#include <sstream>
+
 #include "bench.h"
 
 // ---- Texts -------------------------------------------------------------------------------------------------
@@ -72,7 +74,7 @@ inline std::vector<EvalText> eval_texts(const Options &options, const std::strin
         content = read_file(file, 1 << 28);
     }
     if (content.empty() && !from_ids) fail("%s: is empty, expected a text", file.c_str());
-    if (from_ids || file.size() < 6 || file.compare(file.size() - 6, 6, ".jsonl") != 0) {
+    if (from_ids || file.size() < 6 || file.substr(file.size() - 6) != ".jsonl") {
         std::vector<int> tokens =
             from_ids ? prompt_tokens(options, tokenizer, config) : encode(tokenizer, content, file);
         if (tokens.size() < 2) fail("%s: one token, expected two or more", from_ids ? "--ids" : file.c_str());
@@ -82,14 +84,13 @@ inline std::vector<EvalText> eval_texts(const Options &options, const std::strin
         }
         return texts;
     }
-    for (size_t begin = 0, line = 1; begin < content.size(); line++) {
-        size_t end = std::min(content.find('\n', begin), content.size());
-        std::string where = file + " line " + std::to_string(line);
-        texts.push_back(read_story(where, content.substr(begin, end - begin), tokenizer));
+    std::istringstream lines(content);
+    for (std::string line; std::getline(lines, line);) {
+        std::string where = file + " line " + std::to_string(texts.size() + 1);
+        texts.push_back(read_story(where, line, tokenizer));
         size_t tokens = texts.back().tokens.size();
         if (tokens < 2 || tokens > context)
             fail("%s: has %zu tokens, expected 2 to the %zu of the context", where.c_str(), tokens, context);
-        begin = end + 1;
     }
     return texts;
 }
@@ -179,11 +180,7 @@ inline void eval_decode(Engine &engine, std::vector<EvalResult> &results, int re
             int room = limit_of(result.cache) - eval_steps;
             if (result.cache.lengths[0] > room) shrink(result.cache, 0, room);
             double start = now();
-            for (int token : bench_tokens(eval_steps, engine.model.config.vocabulary)) {
-                std::vector<float> found = decode(engine, result.cache, {0}, {token});
-                argmax(found.data(), (int)found.size());
-                stop_if_interrupted();
-            }
+            decode_some(engine, result.cache, eval_steps);
             if (round > 0) result.rates.push_back(eval_steps / (now() - start));
         }
     }
@@ -197,13 +194,14 @@ inline Report eval_row(const EvalResult &result, const EvalResult &f32) {
     auto add = [&](const char *key, double value, const char *format, const char *head) {
         report.add(key, value, formatted(format, value), head);
     };
-    const Ring *ring = std::get_if<Ring>(&result.cache.layout);
-    std::string layout = name_of(result.cache.layout), k = name_of(result.cache.type_k),
-                v = name_of(result.cache.type_v);
-    report.add("layout", layout, ring ? layout : formatted("%-18s", layout.c_str()), "cache");
-    if (ring) report.add("window", ring->window, formatted(" %d + ", ring->window));
-    if (ring) report.add("sinks", ring->sinks, formatted("%-*d", 18 - (int)report.text.size(), ring->sinks));
-    report.add("type_k", k, formatted(" %-4s", k.c_str()), "K").add("type_v", v, formatted(" %-4s", v.c_str()), "V");
+    const Cache &cache = result.cache;
+    const Ring *ring = std::get_if<Ring>(&cache.layout);
+    std::string layout = name_of(cache.layout);
+    if (ring) report.add("window", ring->window).add("sinks", ring->sinks);
+    if (ring) layout += formatted(" %d + %d", ring->window, ring->sinks);
+    report.add("layout", name_of(cache.layout), formatted("%-18s", layout.c_str()), "cache");
+    report.add("type_k", name_of(cache.type_k), formatted(" %-4s", name_of(cache.type_k)), "K");
+    report.add("type_v", name_of(cache.type_v), formatted(" %-4s", name_of(cache.type_v)), "V");
     add("bytes_per_token", result.bytes_per_token, " %8.1f", "B/token");
     add("times_smaller", f32.bytes_per_token / result.bytes_per_token, " %6.2f", "x");
     add("perplexity", result.perplexity(), " %9.4f", "perplex.");
@@ -253,12 +251,14 @@ inline std::vector<EvalResult> open_results(const Options &options, const Engine
         if (window) with.window = window, with.sinks = sinks;
         results.push_back({open_cache(with, engine, choice, capacity)});
     };
-    auto is_f32 = [](const Precision &type) { return std::holds_alternative<F32>(type); };
+    auto is_reference = [](const CacheChoice &choice) {
+        return std::holds_alternative<Contiguous>(choice.layout) && types_of(choice.type_k, choice.type_v) == "f32";
+    };
     add({Contiguous{}, F32{}, F32{}});
     if (options.standard_set) {
         int window = std::max(8, engine.model.config.context / 4);
         for_each_type<Precision>([&](auto type) {
-            if (!is_f32(type)) add({Contiguous{}, type, type});
+            if (!is_reference({Contiguous{}, type, type})) add({Contiguous{}, type, type});
         });
         add({Contiguous{}, Int8{}, Int4{}});
         add({Contiguous{}, Int4{}, Int2{}});
@@ -268,20 +268,15 @@ inline std::vector<EvalResult> open_results(const Options &options, const Engine
         return results;
     }
     for (const CacheChoice &choice : options.caches())
-        if (!std::holds_alternative<Contiguous>(choice.layout) || !is_f32(choice.type_k) || !is_f32(choice.type_v))
-            add(choice);
+        if (!is_reference(choice)) add(choice);
     return results;
 }
 
 inline Evaluation evaluate(const Options &options) {
-    std::string directory = checkpoint_directory(options), file = join_path(directory, "tokenizer.json");
+    std::string directory = checkpoint_directory(options);
     Engine engine = open_engine(options, directory);
     const Config &config = engine.model.config;
-    TokenizerPointer tokenizer(nullptr, tokenizer_free);
-    if (!options.has("--ids")) {
-        if (!file_exists(file)) fail("%s: No such file; fetch it, or give the text as --ids 1,2,3", file.c_str());
-        tokenizer = load_tokenizer(directory);
-    }
+    TokenizerPointer tokenizer = open_tokenizer(options, directory);
     if (options.context && (options.context > config.context || options.context < 2))
         fail("-c %d: expected 2 to %d positions, for which this model was made", options.context, config.context);
     std::vector<EvalText> texts = eval_texts(options, directory, config, tokenizer.get());

@@ -3,12 +3,16 @@
 // was expected and the cure.
 #pragma once
 
+#include "diff.h"
+#include "eval.h"
+#include "memory.h"
+#include "show.h"
+
 // ---- The flags and commands ----------------------------------------------------------------------------------
 
 template <class Value>
 struct Range {
-    using Field = Value Options::*;
-    Field field;
+    Value Options::*field;
     double least, most;
 };
 
@@ -31,7 +35,7 @@ inline const std::vector<Flag> &flags() {
     const char *text = "generate diff show tokenize", *texts = "generate diff eval show tokenize",
                *timed = "generate diff bench";
     const char *caches = "generate diff eval bench memory show", *one = "generate", *shape = "memory";
-    const std::string several = "; eval, bench and memory take several, as a,b";
+    const std::string several = "; all but generate and show take several, as a,b";
     // clang-format off
     static const std::vector<Flag> table = {
         {"-m --model", "DIR", all, &O::directory, "a Hugging Face directory (default: the built-in checkpoint)"},
@@ -59,6 +63,8 @@ inline const std::vector<Flag> &flags() {
         {"-s --seed", "SEED", one, Range<int64_t>{&O::seed, 0, 0x1p53}, "for the same text again (default: drawn)"},
         {"--ignore-eos", "", "generate diff", &O::ignore_end, "go on after an end id"},
         {"--tolerance", "X", "diff", Real{&O::tolerance, 0, 1e30}, "of a logit's difference (default: by cache types)"},
+        {"--against", "naive|full", "diff", &O::against,
+         "full: f32, contiguous, from the first position on: what a ring's window loses (default naive)"},
         {"--depth", "N,...", "bench", Ints{&O::depths, 0, 1 << 24},
          "positions in the cache before the timed steps (default: what the context holds of 0,1024,4096,8000)"},
         {"--prefill", "N,...", "bench", Ints{&O::prompts, 1, 1 << 24},
@@ -88,20 +94,24 @@ inline const std::vector<Flag> &flags() {
 }
 
 struct Command {
-    const char *name, *help, *example;
+    const char *name;
+    int (*run)(const Options &);
+    const char *help, *example;
 };
 
 constexpr Command commands[] = {
-    {"generate", "stream the text that follows a prompt; then tokens/s, cache bytes, GB/s",
+    {"generate", run_generate, "stream the text that follows a prompt; then tokens/s, cache bytes, GB/s",
      "-p \"Once upon a time\" -n 100 --temp 0.8 -s 1 --kv int8"},
-    {"diff", "naive and cached path in lockstep, a line a token, and a verdict", "-p \"Once upon a time\" --kv bf16"},
-    {"eval", "quality per cache: perplexity, recall, bytes, tokens/s", "-f my.txt --kv f16,int8,int4"},
-    {"bench", "prefill and decode beside what memory and processor give", "--depth 0,1k --kv f16,int8"},
-    {"memory", "bytes of a cache by the formula", "--layers 80 --kv-heads 8 --head-dim 128 -c 128k --budget 40GiB"},
-    {"show", "one head, one position: scores, weights, where its row lives, its bytes",
+    {"diff", run_diff, "caches beside the naive path, or beside the full cache: a line a token, a verdict",
+     "-p \"Once upon a time\" --kv f16,int8,int4"},
+    {"eval", run_eval, "quality per cache: perplexity, recall, bytes, tokens/s", "-f my.txt --kv f16,int8,int4"},
+    {"bench", run_bench, "prefill and decode beside what memory and processor give", "--depth 0,1k --kv f16,int8"},
+    {"memory", run_memory, "bytes of a cache by the formula",
+     "--layers 80 --kv-heads 8 --head-dim 128 -c 128k --budget 40GiB"},
+    {"show", run_show, "one head, one position: scores, weights, where its row lives, its bytes",
      "-p \"Once upon a time\" --layer 1 --head 2 --cache paged --kv int8"},
-    {"tokenize", "ids of a text (-p, -f), or the text of ids (--ids)", "-p \"Once upon a time\""},
-    {"info", "what is in a checkpoint, what its cache costs, and will it run", "-m ~/models/SmolLM2-135M"},
+    {"tokenize", run_tokenize, "ids of a text (-p, -f), or the text of ids (--ids)", "-p \"Once upon a time\""},
+    {"info", run_info, "what is in a checkpoint, what its cache costs, and will it run", "-m ~/models/SmolLM2-135M"},
 };
 
 // Lists of words stand in texts, with a blank, comma or bar between.
@@ -122,10 +132,6 @@ inline const Flag *find_flag(const std::string &name) {
 }
 
 // ---- Values --------------------------------------------------------------------------------------------------
-
-[[noreturn]] inline void refuse(const std::string &flag, const std::string &value, const std::string &why) {
-    fail("%s%s%.80s: %s", flag.c_str(), value.empty() ? "" : " ", value.c_str(), why.c_str());
-}
 
 // "40GiB" and "40G", "1.5 GB", "128k"; NAN: none of these.
 inline double with_unit(const std::string &text) {
@@ -155,8 +161,8 @@ struct ReadValue {
     }
     std::vector<std::string> names() const {  // one or several, in small letters
         std::vector<std::string> words = split(value, ',');
-        if (words.size() > 1 && !has("eval bench memory", options.command))
-            refuse(name, value, "llm " + options.command + " takes one; eval, bench and memory take several");
+        if (words.size() > 1 && has("generate show", options.command))
+            refuse(name, value, "llm " + options.command + " takes one; the other commands take several");
         if (has(value, "", ',')) refuse(name, value, "an entry is empty, expected names with commas between");
         for (std::string &word : words) std::transform(word.begin(), word.end(), word.begin(), tolower);
         return words;
@@ -229,6 +235,8 @@ inline void check_together(const Options &o) {
     refuse_if(o.standard_set, "--cache --kv -ctk -ctv --page --window --sinks", "--all is a set of its own: drop one");
     refuse_if(o.naive && in("diff eval memory"), "--cache", "llm " + o.command + " is about caches: " + layout_names());
     refuse_if(o.layouts.empty(), "--kv -ctk -ctv", "is the type of a cache" + found + ": drop one of the two");
+    refuse_if(in("diff") && o.against != "full" && o.layouts.size() > 1, "--cache",
+              "the naive path sees what one layout holds: keep one, or add --against full");
     refuse_if(missing(Paged{}), "--page", "belongs to --cache paged" + found);
     refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
     refuse_if(!missing(Ring{}) && in("generate diff show"), "-c",
@@ -314,12 +322,12 @@ inline std::string read_text(const std::string &name) {
 
 inline Options parse_options(const std::vector<std::string> &words) {
     Options options;
-    std::string known;
-    for (const Command &command : commands) known += std::string(known.empty() ? "" : " ") + command.name;
     const std::string command = options.command = words.empty() ? "no command" : words[0];
     options.help = has("-h --help help", command);
     options.version = command == "--version";
     if (options.help || options.version) return options.command.clear(), options;
+    std::string known;
+    for (const Command &each : commands) known += std::string(known.empty() ? "" : " ") + each.name;
     if (!has(known, command)) refuse(command, "", "expected one of: " + known + suggestion(command, known));
     for (size_t at = 1; at < words.size(); at++) read_flag(options, words, at);
     if (options.help) return options;

@@ -1,12 +1,15 @@
 // llm generate: opens what the flags ask for, streams the text, and says what it took.
 #pragma once
 
+[[noreturn]] inline void refuse(const std::string &flag, const std::string &value, const std::string &why) {
+    fail("%s%s%.80s: %s", flag.c_str(), value.empty() ? "" : " ", value.c_str(), why.c_str());
+}
+
 // Without -m: the checkpoint that lies beside the program.
 inline std::string checkpoint_directory(const Options &options) {
     if (options.has("-m")) return options.directory;
-    char path[4096];
-    ssize_t length = readlink("/proc/self/exe", path, sizeof path);
-    std::string program = length > 0 ? std::string(path, (size_t)length) : "./llm";
+    char path[4097] = {};
+    std::string program = readlink("/proc/self/exe", path, sizeof path - 1) > 0 ? path : "./llm";
     std::string directory = program.substr(0, program.rfind('/')) + "/weights_tools/builtin";
     if (!file_exists(directory)) fail("%s: the built-in checkpoint is not there: give -m DIR", directory.c_str());
     return directory;
@@ -30,10 +33,9 @@ inline CacheShape cache_shape(const Options &options, const Config &config, int 
     shape.sinks = options.sinks >= 0 ? options.sinks : config.window ? 0 : std::min(4, (config.context - 1) / 2);
     int all = config.window ? config.window : std::max(1, config.context - shape.sinks);
     shape.window = options.window ? options.window : all;
-    if (shape.sinks >= shape.window) {
+    if (shape.sinks >= shape.window)
         fail("--sinks %d: a window of %d positions, expected fewer sinks than that: lower --sinks or raise --window",
              shape.sinks, shape.window);
-    }
     return shape;
 }
 
@@ -46,12 +48,10 @@ inline std::vector<int> prompt_tokens(const Options &options, const Tokenizer *t
     std::vector<int> ids = options.prompt_ids;
     if (!options.has("--ids")) ids = encode(tokenizer, options.prompt);
     if (ids.empty() && config.bos_id >= 0) ids = {config.bos_id};  // nothing before the first word but its beginning
-    for (int id : ids) {
-        if (id >= config.vocabulary) {
+    for (int id : ids)
+        if (id >= config.vocabulary)
             fail("token id %d in the prompt: the model's vocabulary has %d entries, ids 0 .. %d", id, config.vocabulary,
                  config.vocabulary - 1);
-        }
-    }
     if (ids.empty()) fail("the prompt has no tokens, and this model has none that a text begins with: give some text");
     return ids;
 }
@@ -60,37 +60,38 @@ inline std::vector<int> prompt_tokens(const Options &options, const Tokenizer *t
 inline int limit_of(const Options &options, const Config &config, int prompt, bool endless) {
     int64_t wanted = (int64_t)prompt + options.count;
     int64_t limit = options.context ? options.context : endless ? wanted : config.context;
-    if (!endless && limit > config.context) {
+    if (!endless && limit > config.context)
         fail("-c %d: this model was made for %d positions: lower -c, or use --cache ring", options.context,
              config.context);
-    }
-    if (prompt > limit) {
-        std::string raise =
-            limit < config.context ? formatted("raise -c (this model was made for %d), or ", config.context) : "or ";
-        fail("the prompt has %d tokens, the context holds %d: shorten it, %suse --cache ring", prompt, (int)limit,
-             raise.c_str());
-    }
+    const std::string raise = formatted("raise -c (this model was made for %d), ", config.context);
+    if (prompt > limit)
+        fail("the prompt has %d tokens, the context holds %d: shorten it, %sor use --cache ring", prompt, (int)limit,
+             limit < config.context ? raise.c_str() : "");
     return (int)std::min<int64_t>(INT_MAX, options.context ? limit : std::min(limit, wanted));
 }
 
-// Checks the prompt against the context and opens a cache just large enough, unless -c says how large.
+// None where there is no tokenizer.json, and none is needed.
+inline TokenizerPointer open_tokenizer(const Options &options, const std::string &directory) {
+    std::string file = join_path(directory, "tokenizer.json");
+    if (file_exists(file)) return load_tokenizer(directory);
+    if (!options.has("--ids")) fail("%s: No such file; fetch it, or give the text as --ids 1,2,3", file.c_str());
+    return TokenizerPointer(nullptr, tokenizer_free);
+}
+
+// Checks the prompt against the context and opens caches just large enough, unless -c says how large.
 inline Session open_session(const Options &options) {
     std::string directory = checkpoint_directory(options);
-    Engine engine = open_engine(options, directory);
-    TokenizerPointer tokenizer(nullptr, tokenizer_free);
-    std::string tokenizer_file = join_path(directory, "tokenizer.json");
-    if (file_exists(tokenizer_file))
-        tokenizer = load_tokenizer(directory);
-    else if (!options.has("--ids"))
-        fail("%s: no such file; fetch it, or give the prompt as --ids 1,2,3", tokenizer_file.c_str());
-    Session session{std::move(engine), std::move(tokenizer), {}, {}};
+    Session session{open_engine(options, directory), open_tokenizer(options, directory), {}, {}};
     const Config &config = session.engine.model.config;
     session.tokens = prompt_tokens(options, session.tokenizer.get(), config);
     session.prompt = (int)session.tokens.size();
-    session.naive = options.naive;
-    CacheChoice choice = session.naive ? CacheChoice{Contiguous{}, F16{}, F16{}} : options.caches()[0];
-    session.limit = limit_of(options, config, session.prompt, std::holds_alternative<Ring>(choice.layout));
-    if (!session.naive) session.cache = open_cache(options, session.engine, choice, session.limit);
+    std::vector<CacheChoice> choices = options.caches();
+    if (options.against == "full") choices.insert(choices.begin(), {Contiguous{}, F32{}, F32{}});
+    bool endless = !choices.empty();
+    for (const CacheChoice &choice : choices) endless &= std::holds_alternative<Ring>(choice.layout);
+    session.limit = limit_of(options, config, session.prompt, endless);
+    for (const CacheChoice &choice : choices)
+        session.caches.push_back(open_cache(options, session.engine, choice, session.limit));
     return session;
 }
 
@@ -100,26 +101,26 @@ inline double weights_read(const Model &model) {
     return (double)model.weight_bytes - (model.head.data != table.data ? (double)stored_bytes(table) : 0);
 }
 
-// And of the cache, with `positions` in it: the rows that each layer sees, sinks and residual blocks included.
-inline double cache_read(const Model &model, const CacheView &cache, int positions) {
-    double bytes = 0;
-    for (const LayerWeights &layer : model.layers) {
-        Visible visible = visible_of(cache.layout, layer.window);
-        int last = positions - 1, first = visible.first(last), block = last / group_size * group_size;
-        auto add = [&](const CacheRows &rows, const CacheRows &residual, const CacheRows &sinks) {
-            int stored = residual.data ? std::max(first, block) : positions;
-            bytes += (double)(stored - first) * rows.stride() + (double)(positions - stored) * residual.stride();
-            if (visible.dropped(last)) bytes += (double)visible.sinks * sinks.stride();
-        };
-        add(cache.keys, cache.residual_keys, cache.sink_keys);
-        add(cache.values, cache.residual_values, cache.sink_values);
-    }
-    return bytes;
+// And of a layer of one sequence's cache, with `positions` in it: what it sees of the rows, of int4 and int2 the newest
+// block at f16, of a ring the sinks at f32. The layer looks back `window` positions; 0: to the first.
+inline double layer_read(const CacheShape &shape, const CacheChoice &opened, int window, int positions) {
+    const Visible visible = visible_of(opened.layout, window);
+    const int last = positions - 1, first = visible.first(last), block = last / group_size * group_size;
+    auto bytes = [&](const Precision &type, int width) {
+        int stored = has_blocks(type) ? std::max(first, block) : positions;
+        double rows = (double)(stored - first) * (double)row_bytes(type, width);
+        double others = (double)(positions - stored) * sizeof(f16);
+        if (visible.dropped(last)) others += (double)visible.sinks * sizeof(float);
+        return width ? rows + width * others : 0;  // MLA: a value is a part of its key
+    };
+    return shape.kv_heads * (bytes(opened.type_k, shape.key_width) + bytes(opened.type_v, shape.value_width));
 }
 
-// "1 token", "    12 tokens".
-inline std::string counted(int64_t count, const std::string &what, int width = 0) {
-    return formatted("%*lld %s%s", width, (long long)count, what.c_str(), count == 1 ? "" : "s");
+inline double cache_read(const Model &model, const Cache &cache, int positions) {
+    double bytes = 0;
+    for (int window : model.config.windows)
+        bytes += layer_read(cache.shape, {cache.layout, cache.type_k, cache.type_v}, window, positions);
+    return bytes;
 }
 
 // ---- Output ------------------------------------------------------------------------------------------------
@@ -145,14 +146,14 @@ public:
         if (file_) remove(part_.c_str());
     }
     void add(const std::vector<float> &rows) {
-        written_ = written_ && fwrite(rows.data(), sizeof(float), rows.size(), file_.get()) == rows.size();
-        count_ += rows.size() / (size_t)width_;
+        count_ += fwrite(rows.data(), sizeof(float), rows.size(), file_.get()) / (size_t)width_;
     }
     void finish() {
-        written_ = written_ && fseek(file_.get(), 0, SEEK_SET) == 0;
+        bool written = fseek(file_.get(), 0, SEEK_SET) == 0;
         write_header();
-        bool closed = fclose(file_.release()) == 0;
-        if (!written_ || !closed || rename(part_.c_str(), path_.c_str()) != 0) {
+        written &= !ferror(file_.get());
+        written &= fclose(file_.release()) == 0;
+        if (!written || rename(part_.c_str(), path_.c_str()) != 0) {
             int problem = errno;
             remove(part_.c_str());
             throw Error(formatted("--dump-logits %s: cannot write it: %s", path_.c_str(), strerror(problem)), 1);
@@ -161,35 +162,35 @@ public:
 
 private:
     void write_header() {  // 128 bytes: magic, version 1.0, length of the rest, a Python dictionary
-        char text[119];
-        int length = snprintf(text, sizeof text, "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %d), }",
-                              count_, width_);
-        memset(text + length, ' ', sizeof text - (size_t)length);
-        text[117] = '\n';
-        written_ = fwrite("\x93NUMPY\x01\x00\x76\x00", 1, 10, file_.get()) == 10 &&
-                   fwrite(text, 1, 118, file_.get()) == 118 && written_;
+        std::string start("\x93NUMPY\x01\x00\x76\x00", 10), shape = formatted("(%zu, %d)", count_, width_);
+        start += "{'descr': '<f4', 'fortran_order': False, 'shape': " + shape + ", }";
+        start.resize(127, ' ');
+        fwrite((start + "\n").data(), 1, 128, file_.get());
     }
     std::string path_, part_;
     int width_;
     size_t count_ = 0;
-    bool written_ = true;
     std::unique_ptr<FILE, int (*)(FILE *)> file_{nullptr, fclose};
 };
 
-inline Report about_cache(const Session &session) {
+// "int8", "int8/int4": of K and V.
+inline std::string types_of(const Precision &type_k, const Precision &type_v) {
+    std::string k = name_of(type_k), v = name_of(type_v);
+    return k == v ? k : k + "/" + v;
+}
+
+// nullptr: there is none, every token is computed from all before it.
+inline Report about_cache(const Cache *cache) {
+    CacheBytes bytes = cache ? bytes_of(*cache) : CacheBytes{};
+    auto name = [&](auto choice) { return std::string(cache ? name_of(cache->*choice) : "none"); };
+    std::string layout = name(&Cache::layout), k = name(&Cache::type_k), v = name(&Cache::type_v);
     Report about;
-    if (session.naive) {
-        about.add("layout", std::string("none")).add("type_k", std::string("none")).add("type_v", std::string("none"));
-        about.add("bytes", 0).add("payload_bytes", 0).add("metadata_bytes", 0);
-        return about.say("cache    none: every token was computed from all before it\n");
-    }
-    const Cache &cache = session.cache;
-    CacheBytes bytes = bytes_of(cache);
-    std::string layout = name_of(cache.layout), k = name_of(cache.type_k), v = name_of(cache.type_v);
     about.add("layout", layout, "cache    " + layout).add("type_k", k, ", K " + k).add("type_v", v, ", V " + v);
     about.add("bytes", bytes.total(), formatted(": %.0f bytes", bytes.total())).add("payload_bytes", bytes.payload);
     about.add("metadata_bytes", bytes.metadata, formatted(", %.0f of them metadata", bytes.metadata));
-    return about.say(", for " + counted(cache.lengths[0], "position") + "\n");
+    about.say(cache ? ", for " + counted(cache->lengths[0], "position") + "\n" : "\n");
+    if (!cache) about.text = "cache    none: every token was computed from all before it\n";
+    return about;
 }
 
 inline int run_generate(const Options &options) {
@@ -207,32 +208,32 @@ inline int run_generate(const Options &options) {
     UseLogits use_logits;
     if (dump) use_logits = [&](const std::vector<float> &rows) { dump->add(rows); };
     Generation result = generate(session, options, use_logits, show);
+    const Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
     if (dump) dump->finish();
     if (!options.json) puts("");
 
-    auto rate = [](int count, double seconds) {
-        return formatted(" %9.1f tokens/s", seconds > 0 ? count / seconds : 0);
+    auto part = [](const char *name, int count, double seconds) {
+        Report part;
+        part.add("tokens", count, formatted("%-9s", name) + counted(count, "token", 6));
+        return part.add("seconds", seconds, formatted(" %9.1f tokens/s", seconds > 0 ? count / seconds : 0));
     };
     auto first = session.tokens.begin(), middle = first + session.prompt;
-    Report report, prefill, decode;
+    Report report, prefill = part("prefill", session.prompt, result.prefill_seconds).say("\n");
+    Report decode = part("decode", result.decoded, result.decode_seconds);
     report.add("prompt_tokens", std::vector<int>(first, middle));
     report.add("tokens", std::vector<int>(middle, session.tokens.end())).add("text", result.text);
     report.add("stop", result.stop, "\nstopped: " + result.stop + "\n");
     report.add("device", session.engine.name(), "device   " + session.engine.name() + "\n");
     if (options.temperature > 0)
         report.add("seed", options.seed, formatted("seed     %lld\n", (long long)options.seed));
-    prefill.add("tokens", session.prompt, "prefill  " + counted(session.prompt, "token", 6));
-    prefill.add("seconds", result.prefill_seconds, rate(session.prompt, result.prefill_seconds) + "\n");
-    decode.add("tokens", result.decoded, "decode   " + counted(result.decoded, "token", 6));
-    decode.add("seconds", result.decode_seconds, rate(result.decoded, result.decode_seconds));
     double bytes = 0;
     for (int i = 1; i <= result.decoded; i++) {
         bytes += weights_read(session.engine.model);
-        if (!session.naive) bytes += cache_read(session.engine.model, session.cache.view, session.prompt + i);
+        if (cache) bytes += cache_read(session.engine.model, *cache, session.prompt + i);
     }
     double speed = result.decoded ? bytes / result.decode_seconds / 1e9 : 0;
     decode.add("bytes", bytes, formatted("  %6.2f GB/s read\n", speed));
-    report.add("prefill", prefill).add("decode", decode).add("cache", about_cache(session));
+    report.add("prefill", prefill).add("decode", decode).add("cache", about_cache(cache));
     report.print(options.json, stderr);
     return interrupted() ? 130 : 0;
 }

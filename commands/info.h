@@ -3,14 +3,6 @@
 
 #include "generate.h"
 
-// Three digits and a unit: "1.25 GiB".
-inline std::string in_units(double bytes) {
-    const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
-    int unit = 0;
-    for (; bytes >= 1023.5 && unit < 5; unit++) bytes /= 1024;
-    return formatted(bytes < 999.5 ? "%.3g %s" : "%.0f %s", bytes, units[unit]);
-}
-
 inline void add_config(Report &report, const Model &model, int tokenizer_ids) {
     const Config &config = model.config;
     const std::string rope = std::vector<std::string>{"none", "linear", "llama3"}[config.rope.kind];

@@ -9,7 +9,7 @@ struct MemoryQuestion {
     std::string model;  // its directory; "": the flags give the shape
     CacheShape shape;
     std::map<int, int> windows;  // positions that a layer looks back, 0: to the first -> layers that do
-    double weights = 0;          // bytes that a decoding step reads of them; 0: not known
+    double weights = 0;               // bytes that a decoding step reads of them; 0: not known
 };
 
 inline MemoryQuestion memory_question(const Options &options) {
@@ -46,9 +46,8 @@ inline MemoryQuestion memory_question(const Options &options) {
     return question;
 }
 
-// Of `rows` rows of a layer.
-inline CacheBytes bytes_in(const CacheShape &shape, CacheChoice cache, double rows) {
-    if (!shape.value_width) cache.type_v = F32{};  // of which no numbers take no bytes
+// Of `rows` rows of a layer, all sequences together.
+inline CacheBytes bytes_in(const CacheShape &shape, const CacheChoice &cache, double rows) {
     return bytes_of(shape, open_layout(shape, cache.layout), cache.type_k, cache.type_v, rows);
 }
 inline double bytes_per_token(const CacheShape &shape, const CacheChoice &cache) {
@@ -58,27 +57,6 @@ inline double bytes_per_token(const CacheShape &shape, const CacheChoice &cache)
 // The whole of a cache: of a paged one all pages. Allocates nothing.
 inline CacheBytes full_bytes(const CacheShape &shape, const CacheChoice &cache) {
     return bytes_in(shape, cache, (double)rows_of(shape, open_layout(shape, cache.layout)));
-}
-
-// Bytes that a decoding step reads of one sequence's cache with all its positions there: the rows that each layer
-// sees, of int4 and int2 the newest block at f16, of a ring the sinks at f32.
-inline double read_at_capacity(const MemoryQuestion &question, const CacheChoice &cache) {
-    const CacheShape &shape = question.shape;
-    const int end = shape.capacity, last = end - 1, block = last / group_size * group_size;
-    double bytes = 0;
-    for (auto &[window, layers] : question.windows) {
-        Visible visible = visible_of(open_layout(shape, cache.layout), window);
-        const double heads = (double)layers * shape.kv_heads;
-        int first = visible.first(last), sinks = visible.dropped(last) ? visible.sinks : 0;
-        auto add = [&](const Precision &type, int width) {
-            int stored = has_blocks(type) ? std::max(first, block) : end;
-            bytes += heads * ((double)(stored - first) * (double)row_bytes(type, width) +
-                              (double)width * ((double)(end - stored) * sizeof(f16) + (double)sinks * sizeof(float)));
-        };
-        add(cache.type_k, shape.key_width);
-        if (shape.value_width) add(cache.type_v, shape.value_width);
-    }
-    return bytes;
 }
 
 // ---- What fits in a budget ----
@@ -140,41 +118,41 @@ inline void check_size(const CacheShape &shape, const CacheChoice &cache) {
 
 // The cells of a cache's row, and its part of the JSON.
 inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cache, const Options &options) {
-    CacheShape shape = question.shape;
-    const Layout opened = open_layout(shape, cache.layout);
-    check_size(shape, {opened, cache.type_k, cache.type_v});
-    CacheBytes bytes = full_bytes(shape, cache);
-    std::string layout = name_of(cache.layout), k = name_of(cache.type_k), v = name_of(cache.type_v);
-    auto cell = [](const std::string &text) { return formatted(" %9s", text.c_str()); };
-    double per_token = bytes_per_token(shape, cache), rows = (double)rows_of(shape, opened);
-    double percent = 100 * bytes.metadata / bytes.payload;
+    const CacheShape &shape = question.shape;
+    const CacheChoice opened = {open_layout(shape, cache.layout), cache.type_k, cache.type_v};
+    check_size(shape, opened);
+    CacheShape one_layer = shape, no_layer = shape;  // page tables, which all layers share, are in both
+    one_layer.layers = 1, no_layer.layers = 0;
+    const CacheBytes bytes = full_bytes(shape, cache);
+    double percent = 100 * bytes.metadata / bytes.payload, read = question.weights;
     double smaller = full_bytes(shape, {cache.layout, F32{}, F32{}}).total() / bytes.total();
-    double read = question.weights + shape.sequences * read_at_capacity(question, cache);
+    for (auto &[window, layers] : question.windows)
+        read += (double)shape.sequences * layers * layer_read(shape, opened, window, shape.capacity);
 
     Report row;
-    row.add("layout", layout).add("type_k", k, formatted("%-9s", (k == v ? k : k + "/" + v).c_str()), "K / V");
-    row.add("type_v", v).add("payload_bytes", bytes.payload, cell(in_units(bytes.payload)), "payload");
-    row.add("metadata_bytes", bytes.metadata, cell(in_units(bytes.metadata)), "metadata");
-    row.add("bytes", bytes.total(), cell(in_units(bytes.total())), "total");
-    row.add("metadata_percent", percent, cell(in_figures(percent)), "metad. %");
-    row.add("times_smaller", smaller, cell(in_figures(smaller)), "x less");
-    row.add("bytes_per_token", per_token, cell(in_units(per_token)), "a token");
-    auto of_layers = [&](int layers) { return shape.layers = layers, full_bytes(shape, cache).total(); };
-    double per_layer = of_layers(1) - of_layers(0);  // page tables, which all layers share, are not in it
-    shape = question.shape;
-    row.add("bytes_per_layer", per_layer, cell(in_units(per_layer)), "a layer").add("rows", rows);
-    if (auto *paged = std::get_if<Paged>(&opened)) row.add("pages", paged->pages(shape));
-    row.add("bytes_read_per_token", read / shape.sequences, cell(in_units(read / shape.sequences)), "read");
-    row.add("bytes_read_per_step", read);
-    double rate = options.bandwidth * 1e9 * shape.sequences / read;
+    auto add = [&](const char *key, double value, const std::string &shown, const char *head) {
+        row.add(key, value, formatted(" %9s", shown.c_str()), head);
+    };
+    auto add_bytes = [&](const char *key, double value, const char *head) { add(key, value, in_units(value), head); };
+    row.add("layout", name_of(cache.layout)).add("type_v", name_of(cache.type_v));
+    row.add("type_k", name_of(cache.type_k), formatted("%-9s", types_of(cache.type_k, cache.type_v).c_str()), "K / V");
+    add_bytes("payload_bytes", bytes.payload, "payload");
+    add_bytes("metadata_bytes", bytes.metadata, "metadata");
+    add_bytes("bytes", bytes.total(), "total");
+    add("metadata_percent", percent, in_figures(percent), "metad. %");
+    add("times_smaller", smaller, in_figures(smaller), "x less");
+    add_bytes("bytes_per_token", bytes_per_token(shape, cache), "a token");
+    add_bytes("bytes_per_layer", full_bytes(one_layer, cache).total() - full_bytes(no_layer, cache).total(), "a layer");
+    row.add("rows", rows_of(shape, opened.layout)).add("bytes_read_per_step", read);
+    if (auto *paged = std::get_if<Paged>(&opened.layout)) row.add("pages", paged->pages(shape));
+    add_bytes("bytes_read_per_token", read / shape.sequences, "read");
+    double rate = options.bandwidth * 1e9 * shape.sequences / read, fits = 0;
     if (options.bandwidth && question.weights)
-        row.add("tokens_per_second", rate, cell(in_figures(rate)), "tokens/s");
+        add("tokens_per_second", rate, in_figures(rate), "tokens/s");
     else if (options.bandwidth)
         row.add("cache_only_tokens_per_second", rate, formatted(" %12s", in_figures(rate).c_str()), "cache only/s");
-    if (options.budget) {
-        double fits = tokens_in(options.budget, shape, cache);
-        row.add("tokens_in_budget", fits, formatted(" %11.0f", fits), "fits");
-    }
+    if (options.budget) fits = tokens_in(options.budget, shape, cache);
+    if (options.budget) row.add("tokens_in_budget", fits, formatted(" %11.0f", fits), "fits");
     return row;
 }
 
@@ -199,8 +177,8 @@ inline void add_question(Report &report, const MemoryQuestion &question, const C
                              question.weights ? "" : "; no weights are counted, the cache only"));
     std::string fits = "fits: positions in a cache of " + in_units(options.budget) + all + ", at most 2^30 each";
     if (options.budget) report.add("budget_bytes", options.budget, fits + "; paged: pages; ring: window and sinks\n");
-    report.add("layout", std::string(name_of(named.layout)));
-    report.add("type_k", std::string(name_of(named.type_k))).add("type_v", std::string(name_of(named.type_v)));
+    report.add("layout", name_of(named.layout));
+    report.add("type_k", name_of(named.type_k)).add("type_v", name_of(named.type_v));
     CacheBytes bytes = full_bytes(shape, named);
     report.add("bytes", bytes.total()).add("payload_bytes", bytes.payload).add("metadata_bytes", bytes.metadata);
     report.add("bytes_per_token", bytes_per_token(shape, named));

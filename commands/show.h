@@ -18,7 +18,7 @@ inline void stop_after(Session &session, int layer) {
     int all = std::exchange(engine.model.config.layers, layer + 1), last = (int)session.tokens.size() - 1;
     Batch batch;
     batch.add(session.tokens[last], 0, last);
-    session.naive ? naive_pass(engine, session.tokens) : forward(engine, batch, session.cache.view);
+    session.caches.empty() ? naive_pass(engine, session.tokens) : forward(engine, batch, session.caches[0].view);
     engine.model.config.layers = all;
 }
 
@@ -26,7 +26,7 @@ inline void stop_after(Session &session, int layer) {
 inline std::vector<SeenPosition> look_back(Session &session, int layer, int kv_head, const float *query) {
     Activations &a = session.engine.a;
     Heads heads = session.engine.heads;
-    CacheView cache = session.naive ? CacheView{} : session.cache.view;
+    CacheView cache = session.caches.empty() ? CacheView{} : session.caches[0].view;
     Visible visible = visible_of(cache.layout, session.engine.model.layers[layer].window);
     HeadRows rows = {
         cache, layer, kv_head, {a.key.data(), heads.kv, heads.width}, {a.value.data(), heads.kv, heads.width}};
@@ -197,8 +197,8 @@ inline void add_all_errors(Report &report, const Session &session, const Cache &
     std::vector<std::pair<double, Report>> list;
     const Model &model = session.engine.model;
     for (int layer = 0; layer < model.config.layers; layer++) {
-        add_errors<true>(list, session.cache, exact, layer, model.layers[layer].window);
-        add_errors<false>(list, session.cache, exact, layer, model.layers[layer].window);
+        add_errors<true>(list, session.caches[0], exact, layer, model.layers[layer].window);
+        add_errors<false>(list, session.caches[0], exact, layer, model.layers[layer].window);
     }
     std::stable_sort(list.begin(), list.end(), [](auto &a, auto &b) { return a.first > b.first; });
     std::vector<Report> rows;
@@ -210,7 +210,8 @@ inline void add_all_errors(Report &report, const Session &session, const Cache &
 
 // ---- llm show ------------------------------------------------------------------------------------------------
 
-inline int run_show(Options options) {
+inline int run_show(const Options &given) {
+    Options options = given;
     options.device = "cpu";  // whose memory is read here
     options.count = 0;
     Session session = open_session(options);
@@ -238,21 +239,22 @@ inline int run_show(Options options) {
     report.table("tokens", tokens);
 
     Cache exact;
-    if (!session.naive) {
+    if (!session.caches.empty()) {
         exact = open_cache(options, session.engine, {options.caches()[0].layout, F32{}, F32{}}, session.limit);
         prefill_pass(session.engine, exact, 0, session.tokens);
         if (last > 0)
-            prefill_pass(session.engine, session.cache, 0, {session.tokens.begin(), session.tokens.end() - 1});
-        decode_pass(session.engine, session.cache, {0}, {session.tokens[last]});
+            prefill_pass(session.engine, session.caches[0], 0, {session.tokens.begin(), session.tokens.end() - 1});
+        decode_pass(session.engine, session.caches[0], {0}, {session.tokens[last]});
     }
     stop_after(session, options.layer);
     add_attention(report, session, options, texts);
-    if (!session.naive) {
+    if (!session.caches.empty()) {
         const int64_t at = (int64_t)kv_head * session.engine.heads.width;
         report.say(formatted("\nThe row of position %d, KV head %d, layer %d\n", last, kv_head, options.layer));
-        report.add("place", place_of(session.cache, last));
-        report.add("key", stored_report<true>(session.cache, options, kv_head, session.engine.a.key.data() + at));
-        report.add("value", stored_report<false>(session.cache, options, kv_head, session.engine.a.value.data() + at));
+        report.add("place", place_of(session.caches[0], last));
+        report.add("key", stored_report<true>(session.caches[0], options, kv_head, session.engine.a.key.data() + at));
+        report.add("value",
+                   stored_report<false>(session.caches[0], options, kv_head, session.engine.a.value.data() + at));
         add_all_errors(report, session, exact);
     }
     report.print(options.json);

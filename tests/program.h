@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "../base/json.h"
+
 namespace program {
 
 using Words = std::vector<std::string>;
@@ -113,6 +115,48 @@ inline void check_refused(const Outcome &result, const Words &parts, int status 
     CHECK_MESSAGE((one_line && result.err.rfind("llm: ", 0) == 0), result);
     for (const std::string &part : parts)
         CHECK_MESSAGE(result.err.find(part) != std::string::npos, "lacks \"" << part << "\": " << result);
+}
+
+// ---- JSON --------------------------------------------------------------------------------------------------
+
+inline Outcome run_well(const Words &arguments, int status = 0) {
+    Outcome result = run(arguments);
+    REQUIRE_MESSAGE(result.status == status, result);
+    return result;
+}
+
+// What a command prints with --json, and nothing else.
+inline Json run_json(const Words &arguments, int status = 0) {
+    Outcome result = run_well(arguments + Words{"--json"}, status);
+    CHECK_MESSAGE(result.err.empty(), result);
+    return parse_json(result.command, result.out);
+}
+
+// "cache.bytes", "steps.0.token"
+inline const cJSON *at(const cJSON *item, const std::string &path) {
+    for (size_t begin = 0; item && begin <= path.size();) {
+        size_t end = std::min(path.find('.', begin), path.size());
+        std::string key = path.substr(begin, end - begin);
+        item = cJSON_IsArray(item) ? cJSON_GetArrayItem(item, std::stoi(key))
+                                   : cJSON_GetObjectItemCaseSensitive(item, key.c_str());
+        begin = end + 1;
+    }
+    return item;
+}
+inline const cJSON *at(const Json &root, const std::string &path) { return at(root.get(), path); }
+
+// `root`: a cJSON * or a Json.
+template <class Root>
+double number(const Root &root, const std::string &path) {
+    const cJSON *item = at(root, path);
+    REQUIRE_MESSAGE(cJSON_IsNumber(item), path);
+    return item->valuedouble;
+}
+template <class Root>
+std::string text(const Root &root, const std::string &path) {
+    const cJSON *item = at(root, path);
+    REQUIRE_MESSAGE(cJSON_IsString(item), path);
+    return item->valuestring;
 }
 
 }  // namespace program

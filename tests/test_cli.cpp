@@ -2,21 +2,12 @@
 // Run from the repository's root. The environment variable LLM says which program; without it, ./llm.
 // Its parts: what each command prints, the same tokens on every way, sampling, output that goes nowhere, bad input.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include <cjson/cJSON.h>
 #include <doctest/doctest.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <memory>
-#include <set>
-#include <string>
-#include <vector>
+#include <sstream>
 
 #include "program.h"
 
@@ -26,14 +17,6 @@ using Ids = std::vector<int>;
 
 const std::string models = "tests/fixtures/models/", builtin = "weights_tools/builtin";
 const std::string model = models + "qwen3";  // where any will do: 64 ids, 128 positions, no tokenizer.json
-
-// ---- Running the program -------------------------------------------------------------------------------------
-
-Outcome run_well(const Words &arguments, int status = 0) {
-    Outcome result = run(arguments);
-    REQUIRE_MESSAGE(result.status == status, result);
-    return result;
-}
 
 // ---- Files ---------------------------------------------------------------------------------------------------
 
@@ -50,11 +33,7 @@ struct Scratch {
     bool empty() const { return fs::is_empty(path); }
 };
 
-std::string slurp(const std::string &path) {
-    std::ifstream in(path, std::ios::binary);
-    REQUIRE_MESSAGE(in.good(), path);
-    return {std::istreambuf_iterator<char>(in), {}};
-}
+std::string slurp(const std::string &path) { return read_file(path, 1 << 28); }
 
 void spill(const std::string &path, const std::string &bytes) {
     std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
@@ -74,8 +53,7 @@ std::string copy_of(const std::string &directory, const Scratch &scratch) {
     return copy;
 }
 
-// The last 16 weights of a checkpoint in float32, which are some of its last norm's.
-// The last numbers, of a norm's gain; or those in the middle, of a matrix.
+// 16 weights of a checkpoint in float32: the last ones, of a norm's gain; or those in the middle, of a matrix.
 void fill_with_nan(const std::string &directory, bool in_a_matrix = false) {
     std::string bytes = slurp(directory + "/model.safetensors");
     size_t end = in_a_matrix ? bytes.size() - bytes.size() / 2 / 4 * 4 : bytes.size();
@@ -118,48 +96,10 @@ Matrix read_npy(const std::string &path) {
 
 // ---- JSON ----------------------------------------------------------------------------------------------------
 
-using Json = std::unique_ptr<cJSON, decltype(&cJSON_Delete)>;
-
-Json parse(const std::string &text) {
-    Json root(cJSON_ParseWithOpts(text.c_str(), nullptr, /*require_null_terminated=*/true), cJSON_Delete);
-    REQUIRE_MESSAGE((root && cJSON_IsObject(root.get())), text);
-    return root;
-}
-
-Json parse(const Outcome &result) { return parse(result.out); }
-
-Json run_json(const Words &arguments, int status = 0) {
-    Outcome result = run_well(arguments + Words{"--json"}, status);
-    CHECK_MESSAGE(result.err.empty(), result);
-    return parse(result);
-}
-
-// "cache.bytes", "steps.0.token"
-const cJSON *at(const cJSON *item, const std::string &path) {
-    for (size_t begin = 0; item && begin <= path.size();) {
-        size_t end = std::min(path.find('.', begin), path.size());
-        std::string key = path.substr(begin, end - begin);
-        item = cJSON_IsArray(item) ? cJSON_GetArrayItem(item, std::stoi(key))
-                                   : cJSON_GetObjectItemCaseSensitive(item, key.c_str());
-        begin = end + 1;
-    }
-    return item;
-}
-
-double number(const Json &root, const std::string &path) {
-    const cJSON *item = at(root.get(), path);
-    REQUIRE_MESSAGE(cJSON_IsNumber(item), path);
-    return item->valuedouble;
-}
-
-std::string text(const Json &root, const std::string &path) {
-    const cJSON *item = at(root.get(), path);
-    REQUIRE_MESSAGE(cJSON_IsString(item), path);
-    return item->valuestring;
-}
+Json parse(const std::string &text) { return parse_json("", text); }
 
 Ids ids(const Json &root, const std::string &path) {
-    const cJSON *list = at(root.get(), path), *item;
+    const cJSON *list = at(root, path), *item;
     REQUIRE_MESSAGE(cJSON_IsArray(list), path);
     Ids result;
     cJSON_ArrayForEach(item, list) {
@@ -169,24 +109,22 @@ Ids ids(const Json &root, const std::string &path) {
     return result;
 }
 
-enum Type { a_count, a_number, a_text, a_bool, a_list, an_object, a_count_or_null };
-
-void check_keys(const Json &root, const std::vector<std::pair<const char *, Type>> &keys) {
-    for (auto &key : keys) {
-        const char *path = key.first;
-        const Type type = key.second;
-        const cJSON *item = at(root.get(), path);
-        REQUIRE_MESSAGE(item, "no " << path);
-        bool count =
-            cJSON_IsNumber(item) && item->valuedouble >= 0 && item->valuedouble == std::floor(item->valuedouble);
-        bool right = type == a_count     ? count
-                     : type == a_number  ? cJSON_IsNumber(item)
-                     : type == a_text    ? cJSON_IsString(item)
-                     : type == a_bool    ? cJSON_IsBool(item)
-                     : type == a_list    ? cJSON_IsArray(item)
-                     : type == an_object ? cJSON_IsObject(item)
-                                         : count || cJSON_IsNull(item);
-        CHECK_MESSAGE(right, path);
+// Each line: what some keys must hold, and these keys.
+void check_keys(const Json &root, const Words &lines) {
+    for (const std::string &line : lines) {
+        std::istringstream words(line);
+        std::string kind, path;
+        for (words >> kind; words >> path;) {
+            const cJSON *item = at(root, path);
+            REQUIRE_MESSAGE(item, "no " << path);
+            bool right = kind == "count"    ? is_whole(item, 0, 0x1p53)
+                         : kind == "number" ? cJSON_IsNumber(item)
+                         : kind == "text"   ? cJSON_IsString(item)
+                         : kind == "bool"   ? cJSON_IsBool(item)
+                         : kind == "list"   ? cJSON_IsArray(item)
+                                            : cJSON_IsObject(item);
+            CHECK_MESSAGE(right, line << ": " << path);
+        }
     }
 }
 
@@ -216,23 +154,10 @@ Words generate(const std::string &directory, const Ids &prompt, const Words &res
 TEST_CASE("generate --json has its keys, and they agree with one another") {
     Expected expected(model);
     Json root = run_json(generate(model, expected.prompt, {"-n", "5"}));
-    check_keys(root, {{"prompt_tokens", a_list},
-                      {"tokens", a_list},
-                      {"text", a_text},
-                      {"stop", a_text},
-                      {"prefill", an_object},
-                      {"prefill.tokens", a_count},
-                      {"prefill.seconds", a_number},
-                      {"decode", an_object},
-                      {"decode.tokens", a_count},
-                      {"decode.seconds", a_number},
-                      {"cache", an_object},
-                      {"cache.layout", a_text},
-                      {"cache.type_k", a_text},
-                      {"cache.type_v", a_text},
-                      {"cache.bytes", a_count},
-                      {"cache.payload_bytes", a_count},
-                      {"cache.metadata_bytes", a_count}});
+    check_keys(root, {"list prompt_tokens tokens", "text text stop cache.layout cache.type_k cache.type_v",
+                      "object prefill decode cache",
+                      "count prefill.tokens decode.tokens cache.bytes cache.payload_bytes cache.metadata_bytes",
+                      "number prefill.seconds decode.seconds"});
     CHECK(ids(root, "prompt_tokens") == expected.prompt);
     CHECK(ids(root, "tokens") == Ids(expected.greedy.begin(), expected.greedy.begin() + 5));
     CHECK(number(root, "prefill.tokens") == expected.prompt.size());
@@ -267,17 +192,11 @@ TEST_CASE("diff: keys, a line a token, a verdict, and an exit status that repeat
     Words arguments{"diff", "-m", model, "--ids", joined(expected.prompt), "-n", "10", "-t", "1"};
     SUBCASE("an f32 cache passes") {
         Json root = run_json(arguments + Words{"--kv", "f32"});
-        check_keys(root, {{"steps", a_list},
-                          {"steps.0.token", a_count},
-                          {"steps.0.cached_token", a_count},
-                          {"steps.0.max_abs_logit_diff", a_number},
-                          {"steps.0.kl", a_number},
-                          {"steps.0.naive_seconds", a_number},
-                          {"steps.0.cached_seconds", a_number},
-                          {"max_abs_logit_diff", a_number},
-                          {"first_divergence", a_count_or_null},
-                          {"identical", a_bool}});
-        CHECK(cJSON_GetArraySize(at(root.get(), "steps")) == 10);
+        check_keys(root, {"list steps", "count steps.0.token steps.0.cached_token",
+                          "number steps.0.max_abs_logit_diff steps.0.kl steps.0.naive_seconds steps.0.cached_seconds "
+                          "max_abs_logit_diff",
+                          "bool identical"});
+        CHECK(cJSON_GetArraySize(at(root, "steps")) == 10);
         double most = 0;
         for (int i = 0; i < 10; i++) {
             std::string step = "steps." + std::to_string(i);
@@ -287,8 +206,8 @@ TEST_CASE("diff: keys, a line a token, a verdict, and an exit status that repeat
         }
         CHECK(number(root, "max_abs_logit_diff") == most);
         CHECK(most <= 1e-4);
-        CHECK(cJSON_IsNull(at(root.get(), "first_divergence")));
-        CHECK(cJSON_IsTrue(at(root.get(), "identical")));
+        CHECK(cJSON_IsNull(at(root, "first_divergence")));
+        CHECK(cJSON_IsTrue(at(root, "identical")));
     }
     SUBCASE("a bf16 cache is further off than 0, and nearer than its own tolerance") {
         Json root = run_json(arguments + Words{"--kv", "bf16", "--tolerance", "0"}, 1);
@@ -320,10 +239,84 @@ TEST_CASE("diff names the first step at which the tokens differ") {
     while (first < 39 && token("token") == token("cached_token")) first++;
     REQUIRE(token("token") != token("cached_token"));
     CHECK(number(root, "first_divergence") == first);
-    CHECK(cJSON_IsFalse(at(root.get(), "identical")));
+    CHECK(cJSON_IsFalse(at(root, "identical")));
     CHECK(number(root, "max_abs_logit_diff") <= number(root, "tolerance"));  // so it is the tokens that say no
     Outcome result = run_well(arguments, 1);
     CHECK(result.out.find("differ first at step " + std::to_string(first) + "\n") != std::string::npos);
+}
+
+TEST_CASE("diff of several caches says of each what it says of one: a column, a verdict, an entry in the JSON") {
+    const Words types{"f32", "int8", "int2"},
+        line{"diff", "-m", model, "--ids", joined(Expected(model).prompt), "-n", "6", "-t", "1", "--tolerance", "1e-4"};
+    const Words several = line + Words{"--kv", "f32,int8,int2"};
+    Json root = run_json(several, 1);  // f32 is near enough, int2 is not
+    Outcome shown = run_well(several, 1);
+    CHECK(shown.out.find(" step   naive        f32        int8        int2  text\n") == 0);
+    CHECK(cJSON_GetArraySize(at(root, "caches")) == 3);
+    for (int i = 0; i < 3; i++) {
+        CAPTURE(types[i]);
+        Json one = parse(run(line + Words{"--kv", types[i], "--json"}).out);
+        const cJSON *same = at(root, "caches." + std::to_string(i));
+        CHECK(cJSON_GetArraySize(same) == cJSON_GetArraySize(one.get()));
+        for (const char *key : {"compared", "max_abs_logit_diff", "mean_kl", "tolerance", "cache.bytes"})
+            CHECK_MESSAGE(number(same, key) == number(one, key), key);
+        for (const char *key : {"verdict", "cache.type_k", "cache.type_v", "device"})
+            CHECK_MESSAGE(text(same, key) == text(one, key), key);
+        for (int step = 0; step < 6; step++) {
+            const std::string path = "steps." + std::to_string(step) + ".";
+            for (const char *key : {"token", "cached_token", "max_abs_logit_diff", "kl"})
+                CHECK(number(same, path + key) == number(one, path + key));
+            char cell[20];
+            snprintf(cell, sizeof cell, " %10.2e", number(one, path + "max_abs_logit_diff"));
+            CHECK_MESSAGE(shown.out.find(cell) != std::string::npos, cell);
+        }
+        CHECK((text(one, "verdict").find("the same") == 0) == (i == 0));
+        std::string verdict = "\n" + types[i] + std::string(12 - types[i].size(), ' ') + text(one, "verdict") + "; ";
+        CHECK_MESSAGE(shown.out.find(verdict) != std::string::npos, shown);
+    }
+}
+
+TEST_CASE("diff --against full: what a ring's window loses, and nothing else") {
+    const Words line{"diff", "-m",  model,       "--ids", joined(Expected(model).prompt), "-n", "40", "-t", "1",
+                     "--kv", "f32", "--against", "full"};
+    for (const Words &cache : {Words{"contiguous"}, {"paged"}, {"ring"}, {"ring", "--window", "80"}}) {
+        Json root = run_json(line + Words{"--cache"} + cache);
+        CHECK(number(root, "max_abs_logit_diff") == 0);
+        check_keys(root, {"number full_seconds cached_seconds steps.0.full_seconds"});
+        CHECK(!at(root, "naive_seconds"));
+        CHECK(text(root, "against") == "full");
+    }
+    const Words ring{"--cache", "contiguous,ring", "--window", "24", "--sinks", "3"};
+    Json root = run_json(line + ring, 1);  // beside the naive path, which sees as little, the same ring is right
+    CHECK(text(root, "caches.0.verdict").find("the same") == 0);
+    CHECK(text(root, "caches.1.verdict").find("NOT the same") == 0);
+    CHECK(number(root, "caches.1.max_abs_logit_diff") > 0.1);
+    Outcome shown = run_well(line + ring, 1);
+    for (const char *part : {" step    full ", "contiguous f32  ", "\nring f32       NOT the same", "their full logits"})
+        CHECK_MESSAGE(shown.out.find(part) != std::string::npos, shown);
+}
+
+TEST_CASE("diff's verdict is green or red on a terminal, and there alone; NO_COLOR asks for none") {
+    const int terminal = posix_openpt(O_RDWR | O_NOCTTY);
+    REQUIRE((terminal >= 0 && grantpt(terminal) == 0 && unlockpt(terminal) == 0));
+    const std::string name = ptsname(terminal);
+    const int other = open(name.c_str(), O_RDWR | O_NOCTTY);  // what is written stays there
+    Setting shell;
+    shell.program = "/bin/sh";
+    auto shown = [&](const std::string &before, const std::string &flags) {
+        run({"-c", before + program_path() + " diff -m " + model + " --ids 1,2 -n 1 " + flags + " >" + name}, shell);
+        std::string text(4000, ' ');
+        text.resize((size_t)std::max<ssize_t>(0, read(terminal, text.data(), text.size())));
+        return text;
+    };
+    auto has = [](const std::string &text, const char *part) { return text.find(part) != std::string::npos; };
+    CHECK(has(shown("unset NO_COLOR; ", "--kv f32"), "verdict     \33[32mthe same: "));
+    CHECK(has(shown("unset NO_COLOR; ", "--tolerance 0"), "verdict     \33[31mNOT the same: "));
+    CHECK(has(shown("NO_COLOR= ", "--kv f32,f16"), "\nf32         \33[32mthe same: "));
+    std::string plain = shown("NO_COLOR=1 ", "--kv f32");
+    CHECK((has(plain, "verdict     the same: ") && !has(plain, "\33")));
+    CHECK(!has(run_well({"diff", "-m", model, "--ids", "1,2", "-n", "1"}).out, "\33"));
+    close(other), close(terminal);
 }
 
 TEST_CASE("tokenize: text to ids and back") {
@@ -339,7 +332,7 @@ TEST_CASE("tokenize: text to ids and back") {
         CAPTURE(prompt);
         Words forward{"tokenize", "-m", builtin, "--prompt=" + prompt};
         Json root = run_json(forward);
-        check_keys(root, {{"ids", a_list}, {"text", a_text}});
+        check_keys(root, {"list ids", "text text"});
         CHECK(text(root, "text") == prompt);
         std::string list = joined(ids(root, "ids"));
         CHECK(run_well(forward).out == list + "\n");
@@ -376,13 +369,8 @@ TEST_CASE("info says what the config says") {
         CAPTURE(name);
         Words arguments{"info", "-m", models + name};
         Json root = run_json(arguments), config = parse(slurp(models + name + "/config.json"));
-        check_keys(root, {{"parameters", a_count},
-                          {"weight_bytes", a_count},
-                          {"end_ids", a_list},
-                          {"tied", a_bool},
-                          {"fits", a_bool},
-                          {"rope_scaling", a_text},
-                          {"cache_bytes_per_token_f16", a_count}});
+        check_keys(root, {"count parameters weight_bytes cache_bytes_per_token_f16", "list end_ids", "bool tied fits",
+                          "text rope_scaling"});
         CHECK(text(root, "architecture") == text(config, "architectures.0"));
         for (const Words &same : {Words{"layers", "num_hidden_layers"},
                                   {"hidden", "hidden_size"},
@@ -404,17 +392,10 @@ TEST_CASE("info says what the config says") {
 TEST_CASE("bench: prefill and decode beside what memory and processor give") {
     Words arguments{"bench", "-m", model, "-n", "3", "--depth", "20", "--repeats", "2"};
     Json root = run_json(arguments);
-    check_keys(root, {{"results", a_list},
-                      {"roofline", an_object},
-                      {"roofline.read_gb_per_second", a_number},
-                      {"roofline.matrix_gflops", a_number},
-                      {"start.model_seconds", a_number},
-                      {"start.tokenizer_seconds", a_number},
-                      {"memory.peak_bytes", a_number},
-                      {"memory.weight_bytes", a_number},
-                      {"memory.cache_bytes", a_number},
-                      {"memory.measuring_bytes", a_number},
-                      {"threads", a_number}});
+    check_keys(root,
+               {"list results", "object roofline",
+                "number roofline.read_gb_per_second roofline.matrix_gflops start.model_seconds start.tokenizer_seconds "
+                "memory.peak_bytes memory.weight_bytes memory.cache_bytes memory.measuring_bytes threads"});
     CHECK(number(root, "roofline.read_gb_per_second") > 0);
     CHECK(number(root, "roofline.matrix_gflops") > 0);
     CHECK(number(root, "start.model_seconds") > 0);
@@ -422,7 +403,7 @@ TEST_CASE("bench: prefill and decode beside what memory and processor give") {
     Json memory = run_json({"memory", "-m", model, "-c", "128"});
     CHECK(number(root, "memory.cache_bytes") == number(memory, "bytes"));
     CHECK(number(root, "memory.peak_bytes") > number(root, "memory.measuring_bytes"));
-    REQUIRE(cJSON_GetArraySize(at(root.get(), "results")) == 2);
+    REQUIRE(cJSON_GetArraySize(at(root, "results")) == 2);
     // 2 layers 32 wide, 4 heads on 2 of 16, ffn 48, 64 ids: weights of the layers, of the head; and K and V of a
     // position.
     const double layers = 2 * (32 * 64 * 2 + 32 * 32 * 2 + 32 * 48 * 3), head = 64 * 32, a_position = 2 * 2 * 4 * 16;
@@ -486,7 +467,7 @@ TEST_CASE("bench takes the lengths that fit into the model's context, and those 
     auto lengths = [](const Words &flags, const std::string &name, const std::string &key) {
         Json root = run_json(Words{"bench", "-m", model, "-n", "2", "--repeats", "1"} + flags);
         std::vector<double> found;
-        for (int i = 0; i < cJSON_GetArraySize(at(root.get(), "results")); i++) {
+        for (int i = 0; i < cJSON_GetArraySize(at(root, "results")); i++) {
             std::string result = "results." + std::to_string(i) + ".";
             if (text(root, result + "name") == name) found.push_back(number(root, result + key));
         }
@@ -501,7 +482,7 @@ TEST_CASE("bench measures several caches at several depths") {
     Json root = run_json({"bench", "-m", model, "-n", "2", "--depth", "40,0", "--repeats", "1", "-t", "1", "--cache",
                           "contiguous,paged,ring", "--page", "5", "--window", "20", "--kv", "f16,int4"});
     std::set<std::string> seen;
-    REQUIRE(cJSON_GetArraySize(at(root.get(), "results")) == 1 + 2 * 3 * 2);
+    REQUIRE(cJSON_GetArraySize(at(root, "results")) == 1 + 2 * 3 * 2);
     CHECK(text(root, "results.0.name") == "prefill");
     for (int i = 1; i <= 12; i++) {
         std::string result = "results." + std::to_string(i) + ".";
@@ -521,7 +502,7 @@ TEST_CASE("bench measures the naive path beside caches, or alone") {
     Json alone = run_json(arguments + Words{"--cache", "none"});
     auto names = [](const Json &root) {
         Words list;
-        for (int i = 0; i < cJSON_GetArraySize(at(root.get(), "results")); i++)
+        for (int i = 0; i < cJSON_GetArraySize(at(root, "results")); i++)
             list.push_back(text(root, "results." + std::to_string(i) + ".name"));
         return list;
     };
@@ -588,7 +569,7 @@ TEST_CASE("one thread or two: the same tokens") {
     Expected expected(model);
     Words arguments{"generate", "-m", model, "--ids", joined(expected.prompt), "-n", "16", "--json"};
     for (const std::string &threads : Words{"1", "2"})
-        CHECK(ids(parse(run_well(arguments + Words{"-t", threads})), "tokens") == expected.greedy);
+        CHECK(ids(parse(run_well(arguments + Words{"-t", threads}).out), "tokens") == expected.greedy);
 }
 
 TEST_CASE("every cache type the program knows runs, for K and V apart and together") {
@@ -716,7 +697,7 @@ TEST_CASE("generation stops at -n, at an end id or when the context is full, and
         for (const std::string &layout : Words{"contiguous", "none"}) {
             Words arguments = generate(each.directory, expected.prompt, each.flags + Words{"--cache", layout});
             Outcome result = run_well(arguments + Words{"--json"});
-            Json root = parse(result);
+            Json root = parse(result.out);
             CHECK_MESSAGE(text(root, "stop") == each.stop, result);
             Ids tokens = ids(root, "tokens");
             CHECK_MESSAGE(tokens.size() == each.tokens, result);
@@ -763,9 +744,9 @@ TEST_CASE("diff holds a ring, behind the context too, and pages of any size agai
                             "--kv", "f32",          "-t",          "1",     "-n",
                             count,  "--ignore-eos", "--cache"};
             Json root = run_json(arguments + cache);
-            CHECK(cJSON_GetArraySize(at(root.get(), "steps")) == std::stoi(count));
+            CHECK(cJSON_GetArraySize(at(root, "steps")) == std::stoi(count));
             CHECK(number(root, "max_abs_logit_diff") <= 1e-4);
-            CHECK(cJSON_IsTrue(at(root.get(), "identical")));
+            CHECK(cJSON_IsTrue(at(root, "identical")));
             CHECK(text(root, "cache.layout") == cache[0]);
         }
     }
@@ -983,7 +964,7 @@ TEST_CASE("questions that make no sense are refused with their line") {
     };
     Outcome good = run_with(asked(fact, answer, place));
     REQUIRE_MESSAGE(good.status == 0, good);
-    CHECK(number(parse(good), "results.0.recall.0.questions") == 1);
+    CHECK(number(parse(good.out), "results.0.recall.0.questions") == 1);
     for (const std::string &bad : Words{"-1", "0", length, "99999999999", "1e300", "-1e300"}) {
         CAPTURE(bad);
         check_refused(run_with(asked(bad, answer, place)), {file, "line 2", "\"fact_char\"", length});
@@ -1094,7 +1075,7 @@ TEST_CASE("a prompt from standard input, a pipe; an empty one begins with the to
     auto tokens = [&](const std::string &line) {
         Outcome result = run({"-c", line}, shell);
         REQUIRE_MESSAGE(result.status == 0, result);
-        return ids(parse(result), "prompt_tokens");
+        return ids(parse(result.out), "prompt_tokens");
     };
     const std::string llm = program_path() + " generate --json -n 2 -t 1 ";
     Ids expected = ids(run_json({"tokenize", "-m", builtin, "-p", "the key"}), "ids");

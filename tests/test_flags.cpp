@@ -152,6 +152,7 @@ TEST_CASE("several caches: each layout with each pair of types, --kv with pairs 
     Options both = parse_options({"bench", "--cache", "none,contiguous"});
     CHECK((both.naive && both.layouts.size() == 1));
     CHECK(parse_options({"memory"}).layouts.size() == std::variant_size_v<Layout>);
+    CHECK(refusal({"diff", "-p", "x", "--cache", "paged,ring", "--window", "9", "--against", "full"}) == "");
 }
 
 TEST_CASE("bytes with their units") {
@@ -304,7 +305,7 @@ TEST_CASE("flags that make no sense, contradict each other or would have no effe
         Words words, parts;
     };
     const char *all = "generate diff eval bench memory", *working = "generate diff eval bench";
-    const char *one = "generate diff show", *several = "eval bench memory", *texts = "generate diff show tokenize";
+    const char *one = "generate diff show", *several = "diff eval bench memory", *texts = "generate diff show tokenize";
     for (const Case &each : std::vector<Case>{
              {"generate", {"Once upon a time"}, {"Once upon a time: expected a flag", "-p", "in quotes"}},
              {"generate", {""}, {"expected a flag", "-p"}},
@@ -322,9 +323,11 @@ TEST_CASE("flags that make no sense, contradict each other or would have no effe
              {all, {"-ctv", "f17"}, {"-ctv f17: unknown type", precision_names()}},
              {all, {"--cache", "foo"}, {"--cache foo: unknown layout", "none", layout_names()}},
              {several, {"--cache", "paged,foo"}, {"foo: unknown layout"}},
-             {one, {"--kv", "f16,int8"}, {"--kv f16,int8", "takes one", "eval, bench and memory"}},
-             {one, {"-ctk", "f16,"}, {"-ctk f16,", "takes one"}},
-             {one, {"--cache", "contiguous,paged"}, {"--cache contiguous,paged", "takes one"}},
+             {"generate", {"--kv", "f16,int8"}, {"--kv f16,int8", "takes one", "the other commands take several"}},
+             {"generate", {"-ctk", "f16,"}, {"-ctk f16,", "takes one"}},
+             {"generate", {"--cache", "contiguous,paged"}, {"--cache contiguous,paged", "takes one"}},
+             {"diff", {"--cache", "contiguous,paged"}, {"--cache contiguous,paged", "one layout", "--against full"}},
+             {"diff", {"--cache", "paged,ring", "--against", "naive"}, {"--cache paged,ring", "--against full"}},
              {several, {"--kv", "f16,,int8"}, {"--kv f16,,int8", "empty"}},
              {several, {"--kv", ","}, {"--kv ,", "empty"}},
              {several, {"-ctv", ",f16"}, {"-ctv ,f16", "empty"}},

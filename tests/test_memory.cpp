@@ -2,12 +2,12 @@
 // it must give, the bytes of caches that were really opened, and an account of every byte that is written down here.
 // Run from the repository's root. The environment variable LLM says which program; without it, ./llm.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include "../layers.cu"
-
 #include <doctest/doctest.h>
 
 #include <filesystem>
 #include <fstream>
+#include <iterator>
+#include <map>
 #include <sstream>
 
 #include "../cache.h"
@@ -19,43 +19,15 @@ const double MiB = 0x1p20, GiB = 0x1p30;
 
 // ---- Running the program -----------------------------------------------------------------------------------
 
-// A command line as the shell reads it.
-Outcome run_line(const std::string &arguments) {
-    Setting shell;
-    shell.program = "/bin/sh";
-    return run({"-c", "exec " + program_path() + " " + arguments}, shell);
+Words words_of(const std::string &line) {
+    std::istringstream words(line);
+    return {std::istream_iterator<std::string>(words), {}};
 }
+Outcome run_line(const std::string &line) { return run(words_of(line)); }
+Json run_json(const std::string &line) { return program::run_json(words_of(line)); }
+Json memory(const std::string &flags) { return run_json("memory " + flags); }
 
-// What a command prints with --json, and nothing else.
-Json run_json(const std::string &arguments) {
-    Outcome result = run_line(arguments + " --json");
-    REQUIRE_MESSAGE(result.status == 0, result);
-    CHECK_MESSAGE(result.err.empty(), result);
-    Json root(cJSON_ParseWithOpts(result.out.c_str(), nullptr, true));
-    REQUIRE_MESSAGE(root, result);
-    return root;
-}
-
-Json memory(const std::string &arguments) { return run_json("memory " + arguments); }
-
-double number(const cJSON *item, const std::string &key) {
-    const cJSON *found = cJSON_GetObjectItemCaseSensitive(item, key.c_str());
-    REQUIRE_MESSAGE(cJSON_IsNumber(found), key);
-    return found->valuedouble;
-}
-double number(const Json &root, const std::string &key) { return number(root.get(), key); }
-
-std::string text(const cJSON *item, const std::string &key) {
-    const cJSON *found = cJSON_GetObjectItemCaseSensitive(item, key.c_str());
-    REQUIRE_MESSAGE(cJSON_IsString(found), key);
-    return found->valuestring;
-}
-
-const cJSON *results(const Json &root) {
-    const cJSON *list = cJSON_GetObjectItemCaseSensitive(root.get(), "results");
-    REQUIRE(cJSON_IsArray(list));
-    return list;
-}
+const cJSON *results(const Json &root) { return at(root, "results"); }
 
 // The one entry of `results` for a cache.
 const cJSON *row(const Json &root, const std::string &layout, const std::string &type_k, const std::string &type_v) {
@@ -78,7 +50,7 @@ double cell(const Json &root, const std::string &layout, const std::string &type
 }
 
 void check_refused(const std::string &arguments, const Words &parts) {
-    for (const char *json : {"", " --json"}) check_refused(run_line("memory " + arguments + json), parts);
+    for (const char *json : {"", " --json"}) program::check_refused(run_line("memory " + arguments + json), parts);
 }
 
 // ---- The same from the functions ---------------------------------------------------------------------------
@@ -166,25 +138,28 @@ TEST_CASE("every layout and precision is there, and every byte is accounted for"
             double table = table_by_hand(shape, place), rows = rows_by_hand(shape, place);
             CHECK(number(item, "payload_bytes") == 2 * side.payload);
             CHECK(number(item, "metadata_bytes") == 2 * side.metadata + table);
-            CHECK(number(item, "bytes") == number(item, "payload_bytes") + number(item, "metadata_bytes"));
+            CHECK(number(item, "bytes") == printed.total());
+            CHECK(number(item, "metadata_percent") == 100 * printed.metadata / printed.payload);
+            CHECK(number(item, "times_smaller") == cell(root, place, "f32", "bytes") / printed.total());
             CHECK(number(item, "payload_bytes") == printed.payload);
             CHECK(number(item, "metadata_bytes") == printed.metadata);
             CHECK(number(item, "rows") == rows);
-            CHECK(cJSON_HasObjectItem(item, "pages") == (place == "paged"));
+            CHECK((at(item, "pages") != nullptr) == (place == "paged"));
             if (place == "paged") CHECK(number(item, "pages") == rows / shape.page);
             CHECK(number(item, "bytes_per_layer") * shape.layers == number(item, "bytes") - table);
             double row_bytes = (double)std::visit([&](auto form) { return form.row_bytes(shape.key_width); }, type);
             CHECK(number(item, "bytes_per_token") == 2.0 * shape.layers * shape.kv_heads * row_bytes);
         });
         CHECK(cJSON_GetArraySize(results(root)) == count);
-        CHECK(number(root, "layers") == shape.layers);
-        CHECK(number(root, "kv_heads") == shape.kv_heads);
-        CHECK(number(root, "head_dim") == shape.key_width);
-        CHECK(number(root, "batch") == shape.sequences);
-        CHECK(number(root, "positions") == shape.capacity);
-        CHECK(number(root, "page") == shape.page);
-        CHECK(number(root, "window") == shape.window);
-        CHECK(number(root, "sinks") == shape.sinks);
+        for (auto [key, value] : {std::pair{"layers", shape.layers},
+                                  {"kv_heads", shape.kv_heads},
+                                  {"head_dim", shape.key_width},
+                                  {"batch", shape.sequences},
+                                  {"positions", shape.capacity},
+                                  {"page", shape.page},
+                                  {"window", shape.window},
+                                  {"sinks", shape.sinks}})
+            CHECK_MESSAGE(number(root, key) == value, key);
     }
 }
 
@@ -220,6 +195,12 @@ TEST_CASE("the answers that are known") {
              {shape_flags(80, 8, 128, 900), "paged", "bf16", "payload_bytes", 285 * MiB},
              {shape_flags(80, 64, 128, 32768), "contiguous", "bf16", "bytes_read_per_token", 80 * GiB},
              {shape_flags(80, 64, 128, 1048576), "contiguous", "bf16", "bytes", 2560 * GiB},
+             {shape_flags(80, 64, 128, 32768), "contiguous", "int8", "metadata_percent", 1.5625},
+             {shape_flags(80, 64, 128, 32768), "contiguous", "int4", "bytes", 25 * GiB + 80 * 64 * 32 * 512},
+             {shape_flags(80, 64, 128, 32768) + "--budget 40GiB ", "contiguous", "bf16", "tokens_in_budget", 16384},
+             {shape_flags(80, 64, 128, 32768) + "--budget 40GiB ", "contiguous", "f32", "tokens_in_budget", 8192},
+             // Its table takes a page's place.
+             {shape_flags(80, 64, 128, 32768) + "--budget 40GiB ", "paged", "bf16", "tokens_in_budget", 16384 - 16},
          }) {
         std::string flags = each.shape + "--cache " + each.layout + " --kv " + each.type;  // a ring's by default
         CAPTURE(flags);
@@ -230,43 +211,6 @@ TEST_CASE("the answers that are known") {
     }
 }
 
-TEST_CASE("where things are: a row of K, a page, the KV head of a query head") {
-    Cpu cpu(1);
-    CacheShape shape = shape_of(1, 2, 4, 1, 3);
-    Cache cache = open_cache(cpu, shape, Contiguous{}, BF16{}, BF16{});
-    CHECK(full_bytes(shape, Contiguous{}, BF16{}, BF16{}).payload == 48 + 48);
-    const CacheRows &keys = cache.view.keys;
-    CHECK(keys.at(0, row_of(cache, 0, 1), 1) - keys.data == 24);
-    CHECK(keys.row_bytes == 8);
-
-    const int table[] = {91, 17, 44, 203};
-    Paged paged;
-    paged.page = 16;
-    paged.pages_per_sequence = 4;
-    paged.table = table;
-    CHECK(paged.row(0, 37) == 44 * 16 + 5);
-    CHECK(pages_for(paged, 900) == 57);
-
-    Heads heads = {64, 8, 128};
-    const int pairs[][2] = {{0, 0}, {7, 0}, {8, 1}, {31, 3}, {63, 7}};
-    for (auto [query, kv] : pairs) CHECK(heads.kv_head(query) == kv);
-}
-
-TEST_CASE("times smaller than f32, and the share of metadata") {
-    Json root = memory("--layers 80 --kv-heads 64 --head-dim 128 -c 32768");
-    double whole = cell(root, "contiguous", "f32", "bytes");
-    const std::map<std::string, double> times = {{"f32", 1},  {"f16", 2},  {"bf16", 2}, {"fp8", 4},
-                                                 {"int8", 4}, {"int4", 8}, {"int2", 16}};
-    for (auto &[type, factor] : times) {
-        const cJSON *item = row(root, "contiguous", type);
-        bool right = number(item, "payload_bytes") * factor == whole, scaled = factor > 2;
-        CHECK(right);
-        CHECK((number(item, "metadata_bytes") > 0) == scaled);
-    }
-    CHECK(100 * cell(root, "contiguous", "int8", "metadata_bytes") ==
-          1.5625 * cell(root, "contiguous", "int8", "payload_bytes"));
-}
-
 TEST_CASE("a pair of types is in every layout, and the flags choose the cache at the top") {
     const std::string shape = "--layers 4 --kv-heads 2 --head-dim 64 -c 1000";
     Json root = memory(shape + " -ctk int8 -ctv int2"), all = memory(shape);
@@ -274,17 +218,12 @@ TEST_CASE("a pair of types is in every layout, and the flags choose the cache at
     for_each_type<Layout>([&](auto layout) {
         const cJSON *pair = row(root, layout.name, "int8", "int2"), *k = row(all, layout.name, "int8");
         const cJSON *v = row(all, layout.name, "int2");
-        CHECK(2 * number(pair, "payload_bytes") == number(k, "payload_bytes") + number(v, "payload_bytes"));
-        CHECK(2 * number(pair, "metadata_bytes") == number(k, "metadata_bytes") + number(v, "metadata_bytes"));
-        CHECK(2 * number(pair, "bytes_per_token") == number(k, "bytes_per_token") + number(v, "bytes_per_token"));
-        CHECK(2 * number(pair, "bytes_read_per_token") ==
-              number(k, "bytes_read_per_token") + number(v, "bytes_read_per_token"));
+        for (const char *key : {"payload_bytes", "metadata_bytes", "bytes_per_token", "bytes_read_per_token"})
+            CHECK(2 * number(pair, key) == number(k, key) + number(v, key));
     });
     Json ring = memory(shape + " -ctk int8 -ctv int2 --cache ring,paged --page 10");
     CHECK(cJSON_GetArraySize(results(ring)) == 2);
-    CHECK(text(ring.get(), "layout") == "ring");
-    CHECK(text(ring.get(), "type_k") == "int8");
-    CHECK(text(ring.get(), "type_v") == "int2");
+    CHECK(text(ring, "layout") + text(ring, "type_k") + text(ring, "type_v") == "ringint8int2");
     for (const char *key : {"bytes", "payload_bytes", "metadata_bytes"})
         CHECK(number(ring, key) == number(row(ring, "ring", "int8", "int2"), key));
     Json some = memory(shape + " --kv f32,int4 --cache paged");
@@ -311,10 +250,9 @@ TEST_CASE("generate reports the same bytes for a cache that it filled") {
         std::string place = std::holds_alternative<Ring>(layout) ? "" : " -c 105";
         Json real = run_json("generate --ids 1,2,3 -t 1 --ignore-eos -n 102" + choice + place);
         Json formula = memory("-c 105" + choice);
-        const cJSON *cache = cJSON_GetObjectItemCaseSensitive(real.get(), "cache");
-        for (const char *key : {"bytes", "payload_bytes", "metadata_bytes"}) {
-            CHECK(number(cache, key) == number(formula, key));
-            CHECK(number(cache, key) == cell(formula, name_of(layout), name_of(type), key));
+        for (const std::string &key : Words{"bytes", "payload_bytes", "metadata_bytes"}) {
+            CHECK(number(real, "cache." + key) == number(formula, key));
+            CHECK(number(real, "cache." + key) == cell(formula, name_of(layout), name_of(type), key));
         }
     });
 }
@@ -324,8 +262,8 @@ TEST_CASE("generate reads as many bytes for its last token") {
         std::string choice = std::string(" --cache ") + name_of(layout) + " --kv " + name_of(type);
         if (std::holds_alternative<Ring>(layout)) choice += " --window 50 --sinks 3";  // most of it dropped
         auto read = [&](int count) {
-            Json root = run_json("generate --ids 1,2,3 -t 1 --ignore-eos" + choice + " -n " + std::to_string(count));
-            return number(cJSON_GetObjectItemCaseSensitive(root.get(), "decode"), "bytes");
+            std::string line = "generate --ids 1,2,3 -t 1 --ignore-eos" + choice + " -n " + std::to_string(count);
+            return number(run_json(line), "decode.bytes");
         };
         Json formula = memory("-c 103" + choice);
         const cJSON *item = row(formula, name_of(layout), name_of(type));
@@ -360,14 +298,6 @@ double bytes_of_tokens(CacheShape shape, const Layout &layout, const Precision &
         shape.window = (int)each - shape.sinks + more;
     }
     return full_bytes(shape, layout, type, type).total();
-}
-
-TEST_CASE("40 GiB hold 16,384 tokens of 80 layers x 64 KV heads x 128 in bf16") {
-    Json root = memory("--layers 80 --kv-heads 64 --head-dim 128 -c 32768 --budget 40GiB");
-    CHECK(number(root, "budget_bytes") == 40 * GiB);
-    CHECK(cell(root, "contiguous", "bf16", "tokens_in_budget") == 16384);
-    CHECK(cell(root, "contiguous", "f32", "tokens_in_budget") == 8192);
-    CHECK(cell(root, "paged", "bf16", "tokens_in_budget") == 16384 - 16);  // its table takes a page's place
 }
 
 TEST_CASE("the tokens of a budget fit, and one more does not") {
@@ -428,8 +358,7 @@ TEST_CASE("a ring reads its window, whatever came before, and the sinks in f32")
     const cJSON *item = row(root, "ring", "int8");
     CHECK(number(item, "bytes_read_per_token") == 2 * 3 * 2 * (1000 * 66 + 10 * 64 * 4));
     CHECK(cell(root, "paged", "int8", "bytes_read_per_token") == 2 * 3 * 2 * 100000.0 * 66);
-    CHECK(!cJSON_HasObjectItem(item, "tokens_per_second"));
-    CHECK(!cJSON_HasObjectItem(item, "tokens_in_budget"));
+    CHECK((!at(item, "tokens_per_second") && !at(item, "tokens_in_budget")));
 }
 
 TEST_CASE("a layer with a sliding window of its own reads no more than that") {
@@ -440,8 +369,10 @@ TEST_CASE("a layer with a sliding window of its own reads no more than that") {
     REQUIRE(window < number(about, "context"));
     CHECK(number(root, "window") == window);
     CHECK(number(root, "sinks") == 0);
-    for (const char *layout : {"contiguous", "paged", "ring"})
-        CHECK(cell(root, layout, "f16", "bytes_read_per_token") == number(root, "weight_bytes_read") + window * token);
+    for_each_type<Layout>([&](auto layout) {  // also one that is new
+        double read = cell(root, layout.name, "f16", "bytes_read_per_token");
+        CHECK(read == number(root, "weight_bytes_read") + window * token);
+    });
 }
 
 // ---- Large shapes ------------------------------------------------------------------------------------------
