@@ -288,6 +288,14 @@ public:
         text += shown;
         return *this;
     }
+    // The same, with printf's format for this one value.
+    template <class Value>
+    Report &show(const char *key, const Value &value, const char *format, const std::string &head = "") {
+        if constexpr (std::is_same_v<Value, std::string>)
+            return add(key, value, formatted(format, value.c_str()), head);
+        else
+            return add(key, value, formatted(format, value), head);
+    }
     Report &add(const char *key, const Report &object) {
         put(key, object.json(), object.json());
         return say(object.text);

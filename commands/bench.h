@@ -274,33 +274,25 @@ inline std::string percent(double share) { return formatted(share < 1 ? "%.1f" :
 inline Report bench_row(const BenchRow &row) {
     double seconds = median(row.seconds), share = median(row.shares);
     auto [least, most] = std::minmax_element(row.shares.begin(), row.shares.end());
+    auto name = [&](auto choice) { return std::string(row.cache ? name_of(row.cache->*choice) : "none"); };
     Report report;
-    auto add = [&](const char *key, double value, const char *format, const char *head) {
-        report.add(key, value, formatted(format, value), head);
-    };
-    auto add_name = [&](const char *key, auto choice, const char *format, const char *head) {
-        const char *name = row.cache ? name_of(row.cache->*choice) : "none";
-        report.add(key, name, formatted(format, name), head);
-    };
-    report.add("name", row.name, formatted("%-7s", row.name.c_str()));
-    add("tokens", row.tokens, " %6.0f", "tokens");
-    add("depth", row.depth, " %6.0f ", "depth ");
-    add_name("layout", &Cache::layout, " %-10s", "cache");
-    add_name("type_k", &Cache::type_k, " %-4s", "K");
-    add_name("type_v", &Cache::type_v, " %-4s", "V");
+    report.show("name", row.name, "%-7s");
+    report.show("tokens", row.tokens, " %6d", "tokens").show("depth", row.depth, " %6d ", "depth ");
+    report.show("layout", name(&Cache::layout), " %-10s", "cache");
+    report.show("type_k", name(&Cache::type_k), " %-4s", "K").show("type_v", name(&Cache::type_v), " %-4s", "V");
     report.add("seconds", seconds).add("bytes", row.bytes).add("operations", row.operations);
-    add("tokens_per_second", row.tokens / seconds, " %10.1f", "tokens/s");
-    add("gb_per_second", row.bytes / seconds / 1e9, " %8.2f", "GB/s");
-    add("gflops", row.operations / seconds / 1e9, " %8.1f", "GFLOPS");
+    report.show("tokens_per_second", row.tokens / seconds, " %10.1f", "tokens/s");
+    report.show("gb_per_second", row.bytes / seconds / 1e9, " %8.2f", "GB/s");
+    report.show("gflops", row.operations / seconds / 1e9, " %8.1f", "GFLOPS");
     report.add("of_roofline", share, formatted("  %5s %%", percent(share).c_str()),
                "  of the roofline (least .. most)");
     report.add("of_roofline_least", *least, " (" + percent(*least));
     return report.add("of_roofline_most", *most, " .. " + percent(*most) + ")");
 }
 
-// `model_seconds`, `tokenizer_seconds`: of loading.
-inline Report bench_report(const Bench &bench, double model_seconds, double tokenizer_seconds, double cache_bytes) {
-    Report report, roofline, start, memory;
+// `start`: seconds of loading.
+inline Report bench_report(const Bench &bench, const Report &start, double cache_bytes) {
+    Report report, roofline, memory;
     std::vector<Report> rows;
     for (const BenchRow &row : bench.rows)
         if (!row.seconds.empty()) rows.push_back(bench_row(row));
@@ -315,24 +307,20 @@ inline Report bench_report(const Bench &bench, double model_seconds, double toke
     add_rate("read_gb_per_second", "read bandwidth", bench.bandwidths, "GB/s");
     add_rate("matrix_gflops", ", matrix rate", bench.matrix_rates, "GFLOPS");
     roofline.say(" in " + bench.roofline.number + ", measured " + counted((int64_t)bench.bandwidths.size(), "time"));
-    start.add("model_seconds", model_seconds, formatted("start: %.1f ms for the model", model_seconds * 1e3));
-    start.add("tokenizer_seconds", tokenizer_seconds,
-              formatted(", %.1f ms for the tokenizer\n", tokenizer_seconds * 1e3));
     rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    add_bytes("peak_bytes", "peak memory ", (double)usage.ru_maxrss * 1024);
+    add_bytes("peak_bytes", "\npeak memory ", (double)usage.ru_maxrss * 1024);
     add_bytes("weight_bytes", ": weights ", (double)bench.engine.model.weight_bytes);
     add_bytes("cache_bytes", ", caches ", cache_bytes);
     add_bytes("measuring_bytes", ", measuring the bandwidth ", bench.roofline.buffer_bytes);
-    report.add("device", bench.engine.name(), "device: " + bench.engine.name() + "\n");
-    report.add("threads", bench.options.threads).add("roofline", roofline.say("\n")).add("start", start);
-    report.add("memory", memory.say("\n\n")).table("results", rows);
+    report.show("device", bench.engine.name(), "device: %s\n").add("threads", bench.options.threads);
+    report.add("roofline", roofline).add("start", start).add("memory", memory).say("\n\n").table("results", rows);
     if (interrupted()) report.add("interrupted", true, "interrupted\n");
-    report.say(
-        "\nThe roofline: bytes that must be read (weights, and the cache as it is stored) / read bandwidth, or\n");
-    report.say("operations / matrix rate, whichever is longer; both rates as they were just before and after. int8\n");
-    report.say("weights are multiplied as whole numbers, which may go faster than that rate. Weights that fit the\n");
-    return report.say("processor's cache may be read faster than memory: above 100 %.\n");
+    return report.say(R"(
+The roofline: bytes that must be read (weights, and the cache as it is stored) / read bandwidth, or operations /
+matrix rate, whichever is longer; both rates as they were just before and after. int8 weights are multiplied as
+whole numbers, which may go faster than that rate; weights that fit the processor's cache are read faster.
+)");
 }
 
 // The lengths of a list that leave room for `beside` positions more in a model's context: all of them, or fail, if a
@@ -352,12 +340,16 @@ inline std::vector<int> that_fit(const Options &options, const char *flag, const
 
 inline int run_bench(const Options &options) {
     std::string directory = checkpoint_directory(options);
-    double start = now(), cache_bytes = 0;
+    double begin = now(), cache_bytes = 0;
     Engine engine = open_engine(options, directory);
     double loaded = now();
     const bool has_tokenizer = file_exists(join_path(directory, "tokenizer.json"));
     if (has_tokenizer) load_tokenizer(directory);
     double tokenizer_seconds = has_tokenizer ? now() - loaded : 0;
+    Report start;
+    start.add("model_seconds", loaded - begin, formatted("\nstart: %.1f ms for the model", (loaded - begin) * 1e3));
+    start.add("tokenizer_seconds", tokenizer_seconds,
+              formatted(", %.1f ms for the tokenizer", tokenizer_seconds * 1e3));
     int context = engine.model.config.context, steps = options.count;
     if (steps > context) fail("-n %d: expected at most the model's %d positions", steps, context);
     std::vector<int> depths =
@@ -380,6 +372,6 @@ inline int run_bench(const Options &options) {
     } catch (Interrupted) {
     }
     show_progress(interrupted() ? "\n" : "");
-    bench_report(bench, loaded - start, tokenizer_seconds, cache_bytes).print(options.json);
+    bench_report(bench, start, cache_bytes).print(options.json);
     return interrupted() ? 130 : 0;
 }

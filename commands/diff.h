@@ -63,10 +63,10 @@ inline std::string on_one_line(const std::string &text) {
 inline Report step_row(const DiffStep &step, const std::string &against) {
     const char mark = step.token == step.cached_token ? ' ' : '!';
     Report row;
-    row.add("token", step.token, formatted("%6d ", step.token), against + " ");
+    row.show("token", step.token, "%6d ", against + " ");
     row.add("cached_token", step.cached_token, formatted("%6d%c ", step.cached_token, mark), "cached  ");
-    row.add("max_abs_logit_diff", step.difference, formatted("%10.2e ", step.difference), "max diff ");
-    row.add("kl", step.kl, formatted("%10.2e  ", step.kl), "KL  ");
+    row.show("max_abs_logit_diff", step.difference, "%10.2e ", "max diff ");
+    row.show("kl", step.kl, "%10.2e  ", "KL  ");
     row.add((against + "_seconds").c_str(), step.reference_seconds, formatted("%9.3f ", step.reference_seconds * 1e3),
             against + " ms ");
     return row.add("cached_seconds", step.cached_seconds, formatted("%9.3f  ", step.cached_seconds * 1e3),
@@ -77,7 +77,7 @@ inline Report step_row(const DiffStep &step, const std::string &against) {
 inline Report columns_row(const std::vector<DiffResult> &results, const std::string &against) {
     Report row;
     const int token = results[0].steps.back().token;
-    row.add("token", token, formatted("%6d ", token), against + " ");
+    row.show("token", token, "%6d ", against + " ");
     for (const DiffResult &result : results) {
         const DiffStep &step = result.steps.back();
         const char mark = step.token == step.cached_token ? ' ' : '!';
@@ -114,9 +114,9 @@ inline void add_result(Report &report, const DiffResult &result, const std::stri
     report.list("steps", rows);
     report.add("identical", same, "tokens      " + (same ? "identical" : first) + "\n");
     report.add("first_divergence", same ? NAN : result.divergence);
-    report.add("max_abs_logit_diff", result.difference, formatted("logits      difference %.3g", result.difference));
-    report.add("tolerance", result.allowed, formatted(", allowed %.3g", result.allowed));
-    report.add("mean_kl", result.kl, formatted("; mean KL %.3g nats\n", result.kl));
+    report.show("max_abs_logit_diff", result.difference, "logits      difference %.3g");
+    report.show("tolerance", result.allowed, ", allowed %.3g");
+    report.show("mean_kl", result.kl, "; mean KL %.3g nats\n");
     report.say(formatted("cache       K %s, V %s", name_of(cache.type_k), name_of(cache.type_v)));
     report.add("stored_positions", result.stored(), formatted(": %d of ", result.stored()) + length);
     report.say(" as stored, the others at f16\n");
@@ -173,11 +173,11 @@ inline int run_diff(const Options &options) {
     });
     auto begin = session.tokens.begin(), middle = begin + session.prompt;
     const int64_t compared = session.tokens.end() - middle;
-    const std::string stop = reason_to_stop(session, options), device = session.engine.name();
+    const std::string stop = reason_to_stop(session, options);
     Report all;
     all.add("prompt_tokens", std::vector<int>(begin, middle)).add("against", against);
     all.add("compared", compared, "\ncompared    " + counted(compared, "step") + ", stopped: " + stop + "\n");
-    all.add("device", device, "device      " + device + "\n");
+    all.show("device", session.engine.name(), "device      %s\n");
     bool good = true;
     std::string verdicts;
     std::vector<Report> reports;

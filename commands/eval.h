@@ -19,23 +19,17 @@ struct EvalText {
 };
 
 // Tokens of a question's answer and of the fact it asks for; `ends` (token): characters of the text up to its end.
-inline Recall read_question(const std::string &where, const cJSON *question, const std::vector<size_t> &ends) {
-    if (!cJSON_IsObject(question)) fail("%s: a question is no object", where.c_str());
+inline Recall read_question(const Section &question, const std::vector<size_t> &ends) {
     auto token_of = [&](const char *key) {
-        const cJSON *number = cJSON_GetObjectItem(question, key);
-        double place = cJSON_IsNumber(number) ? number->valuedouble : NAN;
-        if (!(place > 0 && place + 1 < (double)ends.back())) {
-            fail("%s: a question's \"%s\" is %s, expected a place in the text of %zu characters", where.c_str(), key,
-                 number ? printable(number).c_str() : "missing", ends.back());
-        }
+        int place = question.integer(key, 1, (int)ends.back() - 2);
         return (int)(std::upper_bound(ends.begin(), ends.end(), (size_t)place) - ends.begin());
     };
     int fact = token_of("fact_char"), start = token_of("answer_char");
     Recall recall{start, token_of("place_char") + 2, start - fact};  // up to the full stop behind the place
-    if (recall.distance <= 0)
-        fail("%s: a question's \"fact_char\" does not stand before its \"answer_char\"", where.c_str());
+    const char *where = question.name.c_str();
+    if (recall.distance <= 0) fail("%s: fact_char does not stand before answer_char", where);
     if (recall.end > (int)ends.size() || recall.end <= recall.start)
-        fail("%s: a question's answer ends before it begins, or behind the text", where.c_str());
+        fail("%s: its answer ends before it begins, or behind the text", where);
     return recall;
 }
 
@@ -43,13 +37,13 @@ inline Recall read_question(const std::string &where, const cJSON *question, con
 inline EvalText read_story(const std::string &where, const std::string &line, const Tokenizer *tokenizer) {
     if (line.find("\\u0000") != std::string::npos)
         fail("%s: has a NUL character, expected text without", where.c_str());
-    Json story = parse_json(where, line);
-    const cJSON *text = cJSON_GetObjectItem(story.get(), "text"), *question;
-    const cJSON *questions = cJSON_GetObjectItem(story.get(), "questions");
-    if (!cJSON_IsString(text)) fail("%s: has no \"text\", expected a string", where.c_str());
-    if (questions && !cJSON_IsArray(questions)) fail("%s: \"questions\" is no list", where.c_str());
+    Json root = parse_json(where, line);
+    Section story{where, root.get()};
+    story.need("text");
+    const cJSON *questions = story.find("questions"), *question;
+    if (questions && !cJSON_IsArray(questions)) story.refuse("questions", questions, "a list");
     EvalText result;
-    result.tokens = encode(tokenizer, text->valuestring, where);
+    result.tokens = encode(tokenizer, story.text("text", ""), where);
     std::vector<size_t> ends;
     TextStream stream(tokenizer);
     size_t characters = 0;
@@ -57,7 +51,8 @@ inline EvalText read_story(const std::string &where, const std::string &line, co
         for (char byte : stream.next(token)) characters += (byte & 0xc0) != 0x80;  // not inside a UTF-8 character
         ends.push_back(characters);
     }
-    cJSON_ArrayForEach(question, questions) result.questions.push_back(read_question(where, question, ends));
+    cJSON_ArrayForEach(question, questions)
+        result.questions.push_back(read_question({where + ": a question", question}, ends));
     return result;
 }
 
@@ -191,22 +186,18 @@ inline void eval_decode(Engine &engine, std::vector<EvalResult> &results, int re
 // A row of the table; `f32` is that of the reference.
 inline Report eval_row(const EvalResult &result, const EvalResult &f32) {
     Report report;
-    auto add = [&](const char *key, double value, const char *format, const char *head) {
-        report.add(key, value, formatted(format, value), head);
-    };
     const Cache &cache = result.cache;
     const Ring *ring = std::get_if<Ring>(&cache.layout);
     std::string layout = name_of(cache.layout);
     if (ring) report.add("window", ring->window).add("sinks", ring->sinks);
     if (ring) layout += formatted(" %d + %d", ring->window, ring->sinks);
     report.add("layout", name_of(cache.layout), formatted("%-18s", layout.c_str()), "cache");
-    report.add("type_k", name_of(cache.type_k), formatted(" %-4s", name_of(cache.type_k)), "K");
-    report.add("type_v", name_of(cache.type_v), formatted(" %-4s", name_of(cache.type_v)), "V");
-    add("bytes_per_token", result.bytes_per_token, " %8.1f", "B/token");
-    add("times_smaller", f32.bytes_per_token / result.bytes_per_token, " %6.2f", "x");
-    add("perplexity", result.perplexity(), " %9.4f", "perplex.");
-    add("standard_error", result.standard_error(), " %7.4f", "+-");
-    add("kl", result.mean_kl(), " %9.2e ", "KL to f32 ");
+    report.show("type_k", name_of(cache.type_k), " %-4s", "K").show("type_v", name_of(cache.type_v), " %-4s", "V");
+    report.show("bytes_per_token", result.bytes_per_token, " %8.1f", "B/token");
+    report.show("times_smaller", f32.bytes_per_token / result.bytes_per_token, " %6.2f", "x");
+    report.show("perplexity", result.perplexity(), " %9.4f", "perplex.");
+    report.show("standard_error", result.standard_error(), " %7.4f", "+-");
+    report.show("kl", result.kl / result.predicted, " %9.2e ", "KL to f32 ");
     std::vector<Report> recall;
     bool any = *std::max_element(f32.asked, f32.asked + recall_classes) > 0;
     for (int i = 0; any && i < recall_classes; i++) {
@@ -220,8 +211,8 @@ inline Report eval_row(const EvalResult &result, const EvalResult &f32) {
         if (asked) recall.push_back(part);
     }
     report.list("recall", recall);
-    add("tokens_per_second", median(result.rates), result.rates.empty() ? "         -" : " %9.1f", "tokens/s");
-    return report;
+    return report.show("tokens_per_second", median(result.rates), result.rates.empty() ? "         -" : " %9.1f",
+                       "tokens/s");
 }
 
 inline Report report_of(const Evaluation &eval) {

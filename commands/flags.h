@@ -239,7 +239,7 @@ inline void check_together(const Options &o) {
               "the naive path sees what one layout holds: keep one, or add --against full");
     refuse_if(missing(Paged{}), "--page", "belongs to --cache paged" + found);
     refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
-    refuse_if(!missing(Ring{}) && in("generate diff show"), "-c",
+    refuse_if(!missing(Ring{}) && in("generate diff show") && o.against != "full", "-c",
               "a ring holds --window and --sinks without end: drop -c");
     refuse_if(o.temperature == 0, "--top-k --top-p --min-p -s",
               "changes nothing at --temp 0, which takes the likeliest token: raise --temp, or drop it");

@@ -183,11 +183,11 @@ inline std::string types_of(const Precision &type_k, const Precision &type_v) {
 inline Report about_cache(const Cache *cache) {
     CacheBytes bytes = cache ? bytes_of(*cache) : CacheBytes{};
     auto name = [&](auto choice) { return std::string(cache ? name_of(cache->*choice) : "none"); };
-    std::string layout = name(&Cache::layout), k = name(&Cache::type_k), v = name(&Cache::type_v);
     Report about;
-    about.add("layout", layout, "cache    " + layout).add("type_k", k, ", K " + k).add("type_v", v, ", V " + v);
-    about.add("bytes", bytes.total(), formatted(": %.0f bytes", bytes.total())).add("payload_bytes", bytes.payload);
-    about.add("metadata_bytes", bytes.metadata, formatted(", %.0f of them metadata", bytes.metadata));
+    about.show("layout", name(&Cache::layout), "cache    %s");
+    about.show("type_k", name(&Cache::type_k), ", K %s").show("type_v", name(&Cache::type_v), ", V %s");
+    about.show("bytes", bytes.total(), ": %.0f bytes").add("payload_bytes", bytes.payload);
+    about.show("metadata_bytes", bytes.metadata, ", %.0f of them metadata");
     about.say(cache ? ", for " + counted(cache->lengths[0], "position") + "\n" : "\n");
     if (!cache) about.text = "cache    none: every token was computed from all before it\n";
     return about;
@@ -222,10 +222,8 @@ inline int run_generate(const Options &options) {
     Report decode = part("decode", result.decoded, result.decode_seconds);
     report.add("prompt_tokens", std::vector<int>(first, middle));
     report.add("tokens", std::vector<int>(middle, session.tokens.end())).add("text", result.text);
-    report.add("stop", result.stop, "\nstopped: " + result.stop + "\n");
-    report.add("device", session.engine.name(), "device   " + session.engine.name() + "\n");
-    if (options.temperature > 0)
-        report.add("seed", options.seed, formatted("seed     %lld\n", (long long)options.seed));
+    report.show("stop", result.stop, "\nstopped: %s\n").show("device", session.engine.name(), "device   %s\n");
+    if (options.temperature > 0) report.show("seed", (long long)options.seed, "seed     %lld\n");
     double bytes = 0;
     for (int i = 1; i <= result.decoded; i++) {
         bytes += weights_read(session.engine.model);

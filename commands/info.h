@@ -11,12 +11,12 @@ inline void add_config(Report &report, const Model &model, int tokenizer_ids) {
     report.add("parameters", model.parameters, formatted("  parameters     %.4g M", (double)model.parameters / 1e6));
     report.add("weight_bytes", model.weight_bytes, " in " + in_units((double)model.weight_bytes) + "\n");
     report.add("hidden", config.hidden, formatted("  layers         %d, %d wide", config.layers, config.hidden));
-    report.add("ffn", config.ffn, formatted(", ffn %d", config.ffn)).add("head_dim", config.head_dim);
-    report.add("heads", config.heads, formatted(", %d query heads\n", config.heads)).add("window", config.window);
-    report.add("rope_theta", config.rope_theta, formatted("  RoPE           theta %g", config.rope_theta));
+    report.show("ffn", config.ffn, ", ffn %d").add("head_dim", config.head_dim);
+    report.show("heads", config.heads, ", %d query heads\n").add("window", config.window);
+    report.show("rope_theta", config.rope_theta, "  RoPE           theta %g");
     report.add("rope_scaling", rope, ", scaling " + rope + "\n");
-    report.add("vocabulary", config.vocabulary, formatted("  vocabulary     %d", config.vocabulary));
-    report.add("tokenizer_size", tokenizer_ids, formatted(" (tokenizer: %d), end ids:", tokenizer_ids));
+    report.show("vocabulary", config.vocabulary, "  vocabulary     %d");
+    report.show("tokenizer_size", tokenizer_ids, " (tokenizer: %d), end ids:");
     report.add("end_ids", config.end_ids);
     for (int id : config.end_ids) report.say(" " + std::to_string(id));
 }
@@ -43,10 +43,10 @@ inline int run_info(const Options &options) {
     double a_token = 2.0 * sizes.layers * sizes.kv_heads * (sizes.key_width + sizes.value_width);  // in f16
     double whole = a_token * sizes.context, weights = (double)model.weight_bytes;
     FreeMemory free = free_memory_of_host();
-    report.add("context", sizes.context, formatted("\n  positions      %d\n", sizes.context));
+    report.show("context", sizes.context, "\n  positions      %d\n");
     report.add("layers", sizes.layers, "  KV cache       " + counted(sizes.layers, "layer"));
     report.add("kv_heads", sizes.kv_heads, ", " + counted(sizes.kv_heads, "KV head"));
-    report.add("key_width", sizes.key_width, formatted(" of %d", sizes.key_width));
+    report.show("key_width", sizes.key_width, " of %d");
     report.add("value_width", sizes.value_width, sizes.value_width ? "" : ", whose values are a part of them (MLA)");
     if (windowed) report.say(formatted("; %d of the layers look back %d", windowed, sizes.windows.back()));
     report.add("cache_bytes_per_token_f16", a_token, "\n                 " + in_units(a_token) + " a token in f16");

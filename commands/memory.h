@@ -9,7 +9,7 @@ struct MemoryQuestion {
     std::string model;  // its directory; "": the flags give the shape
     CacheShape shape;
     std::map<int, int> windows;  // positions that a layer looks back, 0: to the first -> layers that do
-    double weights = 0;               // bytes that a decoding step reads of them; 0: not known
+    double weights = 0;          // bytes that a decoding step reads of them; 0: not known
 };
 
 inline MemoryQuestion memory_question(const Options &options) {
@@ -146,13 +146,12 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cach
     row.add("rows", rows_of(shape, opened.layout)).add("bytes_read_per_step", read);
     if (auto *paged = std::get_if<Paged>(&opened.layout)) row.add("pages", paged->pages(shape));
     add_bytes("bytes_read_per_token", read / shape.sequences, "read");
-    double rate = options.bandwidth * 1e9 * shape.sequences / read, fits = 0;
+    double rate = options.bandwidth * 1e9 * shape.sequences / read;
     if (options.bandwidth && question.weights)
         add("tokens_per_second", rate, in_figures(rate), "tokens/s");
     else if (options.bandwidth)
         row.add("cache_only_tokens_per_second", rate, formatted(" %12s", in_figures(rate).c_str()), "cache only/s");
-    if (options.budget) fits = tokens_in(options.budget, shape, cache);
-    if (options.budget) row.add("tokens_in_budget", fits, formatted(" %11.0f", fits), "fits");
+    if (options.budget) row.show("tokens_in_budget", tokens_in(options.budget, shape, cache), " %11.0f", "fits");
     return row;
 }
 
