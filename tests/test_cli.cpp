@@ -21,6 +21,12 @@ using Ids = std::vector<int>;
 const std::string models = "tests/fixtures/models/", builtin = "weights_tools/builtin";
 const std::string model = models + "qwen3";  // where any will do: 64 ids, 128 positions, no tokenizer.json
 
+Outcome run_shell(const std::string &line) {
+    Setting shell;
+    shell.program = "/bin/sh";
+    return run({"-c", line}, shell);
+}
+
 // ---- Files ---------------------------------------------------------------------------------------------------
 
 // A directory that is gone at the end of the test.
@@ -192,44 +198,31 @@ TEST_CASE("without a tokenizer.json, ids are printed as ids") {
 
 TEST_CASE("diff: keys, a line a token, a verdict, and an exit status that repeats it") {
     Expected expected(model);
-    Words arguments{"diff", "-m", model, "--ids", joined(expected.prompt), "-n", "10", "-t", "1"};
-    SUBCASE("an f32 cache passes") {
-        Json root = run_json(arguments + Words{"--kv", "f32"});
-        check_keys(root, {"list steps", "count steps.0.token steps.0.cached_token",
-                          "number steps.0.max_abs_logit_diff steps.0.kl steps.0.naive_seconds steps.0.cached_seconds "
-                          "max_abs_logit_diff",
-                          "bool identical"});
-        CHECK(cJSON_GetArraySize(at(root, "steps")) == 10);
-        double most = 0;
-        for (int i = 0; i < 10; i++) {
-            std::string step = "steps." + std::to_string(i);
-            CHECK(number(root, step + ".token") == expected.greedy[i]);
-            CHECK(number(root, step + ".cached_token") == expected.greedy[i]);
-            most = std::max(most, number(root, step + ".max_abs_logit_diff"));
-        }
-        CHECK(number(root, "max_abs_logit_diff") == most);
-        CHECK(most <= 1e-4);
-        CHECK(cJSON_IsNull(at(root, "first_divergence")));
-        CHECK(cJSON_IsTrue(at(root, "identical")));
+    Words arguments{"diff", "-m", model, "--ids", joined(expected.prompt), "-n", "10", "-t", "1", "--kv"};
+    Json root = run_json(arguments + Words{"f32"});
+    check_keys(root, {"list steps", "bool identical", "text against cache.layout",
+                      "count compared stored_positions steps.0.token steps.0.cached_token cache.bytes",
+                      "number steps.0.max_abs_logit_diff steps.0.kl steps.0.naive_seconds steps.0.cached_seconds "
+                      "max_abs_logit_diff mean_kl naive_seconds cached_seconds"});
+    CHECK(cJSON_GetArraySize(at(root, "steps")) == 10);
+    Outcome good = run_well(arguments + Words{"f32"});
+    double most = 0;
+    for (int i = 0; i < 10; i++) {
+        std::string step = "steps." + std::to_string(i);
+        CHECK((number(root, step + ".token") == expected.greedy[i] &&
+               number(root, step + ".cached_token") == expected.greedy[i]));
+        most = std::max(most, number(root, step + ".max_abs_logit_diff"));
+        std::string line = formatted("\n%5d  %6d %6d", i, expected.greedy[i], expected.greedy[i]);
+        CHECK_MESSAGE(good.out.find(line) != std::string::npos, line);
     }
-    SUBCASE("a bf16 cache is further off than 0, and nearer than its own tolerance") {
-        Json root = run_json(arguments + Words{"--kv", "bf16", "--tolerance", "0"}, 1);
-        CHECK(number(root, "max_abs_logit_diff") > 0);
-        CHECK(text(root, "cache.type_k") == "bf16");
-        run_json(arguments + Words{"--kv", "bf16"});
-    }
-    SUBCASE("text") {
-        Outcome good = run_well(arguments), bad = run_well(arguments + Words{"--tolerance", "0"}, 1);
-        CHECK(good.out.find("verdict     the same: ") != std::string::npos);
-        CHECK(bad.out.find("verdict     NOT the same: the logits by ") != std::string::npos);
-        CHECK(good.err.empty());
-        for (int i = 0; i < 10; i++) {
-            char line[80];
-            snprintf(line, sizeof line, "\n%5d  %6d %6d", i, expected.greedy[i], expected.greedy[i]);
-            CHECK_MESSAGE(good.out.find(line) != std::string::npos, line);
-        }
-        CHECK(good.out.find("\n   10  ") == std::string::npos);
-    }
+    CHECK((number(root, "max_abs_logit_diff") == most && most <= 1e-4));
+    CHECK((cJSON_IsNull(at(root, "first_divergence")) && cJSON_IsTrue(at(root, "identical"))));
+    CHECK((good.err.empty() && good.out.find("\n   10  ") == std::string::npos));
+    CHECK(good.out.find("verdict     the same: ") != std::string::npos);
+    // A bf16 cache is further off than 0, and nearer than its own tolerance.
+    Outcome bad = run_well(arguments + Words{"bf16", "--tolerance", "0"}, 1);
+    CHECK(bad.out.find("verdict     NOT the same: the logits by ") != std::string::npos);
+    CHECK(text(run_json(arguments + Words{"bf16"}), "cache.type_k") == "bf16");
 }
 
 TEST_CASE("diff names the first step at which the tokens differ") {
@@ -305,10 +298,8 @@ TEST_CASE("diff's verdict is green or red on a terminal, and there alone; NO_COL
     REQUIRE((terminal >= 0 && grantpt(terminal) == 0 && unlockpt(terminal) == 0));
     const std::string name = ptsname(terminal);
     const int other = open(name.c_str(), O_RDWR | O_NOCTTY);  // what is written stays there
-    Setting shell;
-    shell.program = "/bin/sh";
     auto shown = [&](const std::string &before, const std::string &flags) {
-        run({"-c", before + program_path() + " diff -m " + model + " --ids 1,2 -n 1 " + flags + " >" + name}, shell);
+        run_shell(before + program_path() + " diff -m " + model + " --ids 1,2 -n 1 " + flags + " >" + name);
         std::string text(4000, ' ');
         text.resize((size_t)std::max<ssize_t>(0, read(terminal, text.data(), text.size())));
         return text;
@@ -347,16 +338,11 @@ TEST_CASE("tokenize: text to ids and back") {
     }
 }
 
-TEST_CASE("tokenize needs a tokenizer.json and nothing else") {
+TEST_CASE("tokenize needs a tokenizer.json and nothing else; a NUL in a text is a character like any other") {
     Scratch scratch;
     fs::copy(builtin + "/tokenizer.json", scratch / "tokenizer.json");
-    Words arguments{"-p", "the key"};
-    CHECK(run_well(Words{"tokenize", "-m", scratch.path} + arguments).out ==
-          run_well(Words{"tokenize", "-m", builtin} + arguments).out);
-}
-
-TEST_CASE("a NUL in a text is a character like any other") {
-    Scratch scratch;
+    CHECK(run_well({"tokenize", "-m", scratch.path, "-p", "the key"}).out ==
+          run_well({"tokenize", "-m", builtin, "-p", "the key"}).out);
     std::string prompt("a\0b", 3);
     spill(scratch / "prompt", prompt);
     Words forward{"tokenize", "-m", builtin, "-f", scratch / "prompt"};
@@ -518,8 +504,8 @@ TEST_CASE("every family, by both paths: Transformers' greedy tokens and logits")
             CHECK(text(root, "stop") == "-n");
             CHECK(text(root, "cache.layout") == path[1]);
             Matrix logits = read_npy(dump);
-            CHECK(logits.rows == expected.prompt.size() + expected.greedy.size());
-            REQUIRE((logits.cols == reference.cols && logits.rows >= reference.rows));
+            REQUIRE((logits.rows == expected.prompt.size() + expected.greedy.size() && logits.rows >= reference.rows));
+            REQUIRE(logits.cols == reference.cols);
             CHECK(relative_error(reference, logits) <= 1e-5);
         }
     }
@@ -627,24 +613,25 @@ TEST_CASE("generation stops at -n, at an end id or when the context is full, and
         Words flags;
         size_t tokens;
         const char *stop;
+        int capacity = 128;
     };
     for (const Case &each : std::vector<Case>{
-             {model, {"-n", "0"}, 0, "-n"},
-             {model, {"-n", "1"}, 1, "-n"},
-             {model, {"-n", "16"}, 16, "-n"},
+             {model, {"-n", "0"}, 0, "-n", 32},
+             {model, {"-n", "1"}, 1, "-n", 33},
+             {model, {"-n", "16"}, 16, "-n", 48},
              {model, {"-n", "96"}, 96, "-n"},
              {model, {"-n", "97"}, 96, "context full"},
              {model, {"-n", "1000000000"}, 96, "context full"},
              {model, {"-n", "96", "-c", "128"}, 96, "-n"},
              {model, {}, 96, "context full"},
-             {model, {"-c", "40"}, 8, "context full"},
-             {model, {"-c", "33"}, 1, "context full"},
-             {model, {"-c", "32"}, 0, "context full"},
-             {model, {"-c", "40", "-n", "7"}, 7, "-n"},
-             {ending, {"-n", "16"}, until, "end id"},
-             {ending, {"-n", std::to_string(until)}, until, "end id"},
-             {ending, {"-n", std::to_string(until - 1)}, until - 1, "-n"},
-             {ending, {"-n", "16", "--ignore-eos"}, 16, "-n"},
+             {model, {"-c", "40"}, 8, "context full", 40},
+             {model, {"-c", "33"}, 1, "context full", 33},
+             {model, {"-c", "32"}, 0, "context full", 32},
+             {model, {"-c", "40", "-n", "7"}, 7, "-n", 40},
+             {ending, {"-n", "16"}, until, "end id", 48},
+             {ending, {"-n", std::to_string(until)}, until, "end id", 32 + (int)until},
+             {ending, {"-n", std::to_string(until - 1)}, until - 1, "-n", 31 + (int)until},
+             {ending, {"-n", "16", "--ignore-eos"}, 16, "-n", 48},
          }) {
         for (const std::string &layout : Words{"contiguous", "none"}) {
             Words arguments = generate(each.directory, expected.prompt, each.flags + Words{"--cache", layout});
@@ -655,11 +642,8 @@ TEST_CASE("generation stops at -n, at an end id or when the context is full, and
             CHECK_MESSAGE(tokens.size() == each.tokens, result);
             size_t known = std::min(tokens.size(), expected.greedy.size());
             CHECK(std::equal(tokens.begin(), tokens.begin() + (ptrdiff_t)known, expected.greedy.begin()));
-            if (layout == "none") continue;
-            double capacity = number(root, "cache.payload_bytes") / (2 * 2 * 2 * 16 * 2);
-            bool counted = std::find(each.flags.begin(), each.flags.end(), "-c") != each.flags.end();
-            if (counted) CHECK_MESSAGE(capacity == std::stoi(each.flags[each.flags[0] == "-c" ? 1 : 3]), result);
-            if (!counted) CHECK_MESSAGE(capacity <= 128, result);
+            if (layout == "contiguous")  // of 256 bytes a position
+                CHECK_MESSAGE(number(root, "cache.payload_bytes") == 256 * each.capacity, result);
             std::string notes = run_well(arguments).err;
             CHECK_MESSAGE(notes.find(std::string("stopped: ") + each.stop + "\n") != std::string::npos, notes);
         }
@@ -672,9 +656,8 @@ TEST_CASE("a ring goes on behind the model's context, in the same bytes") {
         return run_json(generate(model, expected.prompt, {"-n", count, "--ignore-eos", "--cache", "ring"}));
     };
     Json within = ring("16"), beyond = ring("300");
-    CHECK(text(beyond, "stop") == "-n");
     Ids tokens = ids(beyond, "tokens");
-    REQUIRE(tokens.size() == 300);
+    REQUIRE((text(beyond, "stop") == "-n" && tokens.size() == 300));
     CHECK(ids(within, "tokens") == expected.greedy);
     CHECK(Ids(tokens.begin(), tokens.begin() + 16) == expected.greedy);
     CHECK(number(beyond, "cache.bytes") == number(within, "cache.bytes"));
@@ -798,9 +781,7 @@ TEST_CASE("a full disk behind standard output is an error") {
                                    {"diff", "-m", model, "--ids", "1", "-n", "2"}}) {
         std::string line = program_path();
         for (const std::string &word : arguments) line += " " + word;
-        Setting shell;
-        shell.program = "/bin/sh";
-        check_refused(run({"-c", line + " >/dev/full"}, shell), {"standard output"}, 1);
+        check_refused(run_shell(line + " >/dev/full"), {"standard output"}, 1);
     }
 }
 
@@ -891,7 +872,6 @@ TEST_CASE("texts that cannot be evaluated") {
     check_refused(run({"eval", "-m", model}), {"tokenizer.json", "No such file", "--ids"});
     check_refused(run({"eval", "-m", model, "--ids", "1"}), {"--ids", "one token"});
     check_refused(run({"eval", "-m", model, "--ids", "1,64"}), {"token id 64", "ids 0 .. 63"});
-    check_refused(run({"eval", "-m", model, "--ids", "1,,2"}), {"--ids", "at character 3"});
 }
 
 TEST_CASE("questions that make no sense are refused with their line") {
@@ -940,6 +920,8 @@ TEST_CASE("questions that make no sense are refused with their line") {
 
 TEST_CASE("prompts that cannot be used") {
     Scratch scratch;
+    const std::string foreign = copy_of(model, scratch);  // whose vocabulary is not the model's
+    fs::copy(builtin + "/tokenizer.json", foreign + "/tokenizer.json");
     spill(scratch / "latin1", "caf\xe9");
     fs::create_directory(scratch / "directory");
     std::string words, many = "1";
@@ -953,6 +935,7 @@ TEST_CASE("prompts that cannot be used") {
         {builtin, {}, {"no prompt", "-p TEXT"}},
         {builtin, {"-f", scratch / "missing"}, {scratch / "missing", "No such file"}},
         {builtin, {"-f", scratch / "directory"}, {scratch / "directory", "Is a directory, expected a file"}},
+        {builtin, {"-p", "\xff"}, {"the prompt: byte 0", "not UTF-8"}},  // all that is not: test_tokenizer
         {builtin, {"-f", scratch / "latin1"}, {"byte 3", "0xE9", "not UTF-8"}},
         {builtin, {"-p", words}, {"tokens, the context holds", "shorten it"}},
         {model, {"--ids", many}, {"the prompt has 129 tokens, the context holds 128", "shorten it"}},
@@ -960,11 +943,8 @@ TEST_CASE("prompts that cannot be used") {
         {model, {"--ids", "1", "-c", "129"}, {"-c 129", "128 positions"}},
         {model, {"--ids", "1,64"}, {"token id 64", "ids 0 .. 63"}},
         {model, {"-p", "hi"}, {model + "/tokenizer.json", "--ids 1,2,3"}},
+        {foreign, {"-p", "Once upon a time"}, {"token id", "has 64 entries"}},
     };
-    // a byte that never stands in UTF-8, a continuation alone, too long a form, a surrogate, beyond U+10FFFF, cut off
-    for (const char *bad :
-         {"\xff", "a\x80", "\xc0\x80", "\xed\xa0\x80", "\xf4\x90\x80\x80", "\xe2\x82", "\xf0\x9f\x98 x"})
-        cases.push_back({builtin, {"-p", bad}, {"the prompt: byte", "not UTF-8"}});
     for (const Case &each : cases) {
         for (const std::string &command : Words{"generate", "diff"}) {
             std::string file = scratch / "x.npy";
@@ -979,31 +959,24 @@ TEST_CASE("prompts that cannot be used") {
     check_refused(run({"diff", "-m", model, "--ids", many.substr(2)}), {"has 128 tokens and fills the context"});
 }
 
-TEST_CASE("checkpoints that cannot be used") {
+TEST_CASE("checkpoints that cannot be used") {  // all that can be wrong with one: test_model
     struct Case {
         std::string base;
         std::function<void(const std::string &)> damage;
         Words parts;
     };
+    auto cut_off = [](const char *file, size_t bytes) {
+        return [=](const std::string &d) { fs::resize_file(d + "/" + file, bytes); };
+    };
     const std::vector<Case> cases{
         {model, [](auto &d) { fs::remove_all(d); }, {"No such file or directory"}},
         {model, [](auto &d) { fs::remove_all(d), spill(d, "x"); }, {"is a file, expected the directory"}},
-        {model,
-         [](auto &d) { fs::remove(d + "/config.json"); },
-         {"config.json: no such file", "expected the directory"}},
-        {model, [](auto &d) { spill(d + "/config.json", "{"); }, {"config.json", "not valid JSON"}},
-        {model,
-         [](auto &d) { replace(d + "/config.json", "Qwen3For", "Qwen9For"); },
-         {"Qwen9ForCausalLM", "Qwen3ForCausalLM"}},
-        {model,
-         [](auto &d) { replace(d + "/config.json", "\"vocab_size\": 64", "\"vocab_size\": 65"); },
-         {"embed_tokens", "[64, 32]", "[65, 32]"}},
-        {model, [](auto &d) { fs::remove(d + "/model.safetensors"); }, {"model.safetensors"}},
-        {model, [](auto &d) { fs::resize_file(d + "/model.safetensors", 5); }, {"model.safetensors", "5 bytes"}},
-        {model, [](auto &d) { fs::resize_file(d + "/model.safetensors", 500); }, {"model.safetensors", "cut off"}},
-        {model, [](auto &d) { fs::resize_file(d + "/model.safetensors", 60000); }, {"model.safetensors", "cut off"}},
+        {model, [](auto &d) { fs::remove(d + "/config.json"); }, {"config.json: no such file", "the directory"}},
+        {model, [](auto &d) { replace(d + "/config.json", "Qwen3For", "Qwen9For"); }, {"Qwen9For", "Qwen3For"}},
+        {model, [](auto &d) { replace(d + "/config.json", "_size\": 64", "_size\": 65"); }, {"[64, 32]", "[65, 32]"}},
+        {model, cut_off("model.safetensors", 500), {"model.safetensors", "cut off"}},
         {model, [](auto &d) { spill(d + "/tokenizer.json", "{\"model\": 7}"); }, {"tokenizer.json", "model"}},
-        {builtin, [](auto &d) { fs::resize_file(d + "/tokenizer.json", 4000); }, {"tokenizer.json", "JSON"}},
+        {builtin, cut_off("tokenizer.json", 4000), {"tokenizer.json", "JSON"}},
     };
     for (const Case &each : cases) {
         Scratch scratch;
@@ -1020,10 +993,8 @@ TEST_CASE("checkpoints that cannot be used") {
 }
 
 TEST_CASE("a prompt from standard input, a pipe; an empty one begins with the token that opens a text") {
-    Setting shell;
-    shell.program = "/bin/sh";
     auto tokens = [&](const std::string &line) {
-        Outcome result = run({"-c", line}, shell);
+        Outcome result = run_shell(line);
         REQUIRE_MESSAGE(result.status == 0, result);
         return ids(parse(result.out), "prompt_tokens");
     };
@@ -1033,13 +1004,6 @@ TEST_CASE("a prompt from standard input, a pipe; an empty one begins with the to
     CHECK(tokens("printf 'the key' | " + llm + "-f /dev/stdin") == expected);
     CHECK(tokens(llm + "-p ''") == Ids{expected[0]});
     CHECK(tokens("true | " + llm + "-f -") == Ids{expected[0]});
-}
-
-TEST_CASE("a vocabulary that is not the model's") {
-    Scratch scratch;
-    std::string directory = copy_of(model, scratch);
-    fs::copy(builtin + "/tokenizer.json", directory + "/tokenizer.json");
-    check_refused(run({"generate", "-m", directory, "-p", "Once upon a time"}), {"token id", "has 64 entries"});
 }
 
 TEST_CASE("weights that give no number are named, not sampled from") {
@@ -1061,25 +1025,24 @@ TEST_CASE("weights that give no number are named, not sampled from") {
 // A checkpoint of one layer, all zeros, whose embedding has `rows` rows of 8,192 floats. The file is sparse: it takes
 // no room on the disk.
 void write_sparse_model(const std::string &directory, int64_t rows) {
-    const int64_t hidden = 8192, side = 64;
-    std::string tensors;
-    size_t end = 0;
-    auto add = [&](const std::string &name, std::vector<int64_t> shape) {
-        int64_t bytes = 4 * shape[0] * (shape.size() > 1 ? shape[1] : 1);
-        std::string sizes = std::to_string(shape[0]) + (shape.size() > 1 ? "," + std::to_string(shape[1]) : "");
-        tensors += (end ? ",\"" : "\"") + name + R"(":{"dtype":"F32","shape":[)" + sizes + R"(],"data_offsets":[)" +
-                   std::to_string(end) + "," + std::to_string(end + bytes) + "]}";
-        end += bytes;
+    Report tensors;
+    int64_t end = 0;
+    auto add = [&](const std::string &name, const std::vector<int64_t> &shape) {
+        std::vector<int64_t> offsets = {end, end += 4 * shape[0] * (shape.size() > 1 ? shape[1] : 1)};
+        tensors.add((name + ".weight").c_str(),
+                    Report().add("dtype", "F32").add("shape", shape).add("data_offsets", offsets));
     };
-    const std::string layer = "model.layers.0.";
-    for (const std::string &norm : {layer + "input_layernorm", layer + "post_attention_layernorm"})
-        add(norm + ".weight", {hidden});
-    for (const char *name :
-         {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"})
-        add(layer + name + ".weight", {side, hidden});
-    for (const char *name : {"self_attn.o_proj", "mlp.down_proj"}) add(layer + name + ".weight", {hidden, side});
-    add("model.norm.weight", {hidden});
-    add("model.embed_tokens.weight", {rows, hidden});
+    const std::string layer = "model.layers.0.", attention = layer + "self_attn.", mlp = layer + "mlp.";
+    for (const std::string &norm : {layer + "input_layernorm", layer + "post_attention_layernorm"}) add(norm, {8192});
+    for (const std::string &name :
+         {attention + "q_proj", attention + "k_proj", attention + "v_proj", mlp + "gate_proj", mlp + "up_proj"})
+        add(name, {64, 8192});
+    for (const std::string &name : {attention + "o_proj", mlp + "down_proj"}) add(name, {8192, 64});
+    add("model.norm", {8192});
+    add("model.embed_tokens", {rows, 8192});
+    std::string header = tensors.json(), file = directory + "/model.safetensors";
+    header.resize((header.size() + 63) / 64 * 64, ' ');  // so that the numbers are aligned
+    uint64_t size = header.size();
     fs::create_directory(directory);
     spill(directory + "/config.json",
           R"({"architectures":["LlamaForCausalLM"],"model_type":"llama","hidden_act":"silu","head_dim":64,)"
@@ -1087,11 +1050,7 @@ void write_sparse_model(const std::string &directory, int64_t rows) {
           R"("num_hidden_layers":1,"num_key_value_heads":1,"rms_norm_eps":1e-6,"rope_theta":10000,)"
           R"("tie_word_embeddings":true,"torch_dtype":"float32","vocab_size":)" +
               std::to_string(rows) + "}");
-    tensors = "{" + tensors + "}";
-    tensors.resize((tensors.size() + 63) / 64 * 64, ' ');  // so that the numbers are aligned
-    uint64_t size = tensors.size();
-    std::string file = directory + "/model.safetensors";
-    spill(file, std::string((const char *)&size, sizeof size) + tensors);
+    spill(file, std::string((const char *)&size, sizeof size) + header);
     fs::resize_file(file, sizeof size + size + end);
 }
 
