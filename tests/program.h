@@ -12,7 +12,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <iterator>
 #include <ostream>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -105,6 +107,11 @@ inline Outcome run(Words arguments, const Setting &setting = {}) {
 inline Words operator+(Words a, const Words &b) {
     a.insert(a.end(), b.begin(), b.end());
     return a;
+}
+
+inline Words words_of(const std::string &line) {
+    std::istringstream words(line);
+    return {std::istream_iterator<std::string>(words), {}};
 }
 
 // Nothing on standard output, and on standard error one line that holds all of `parts`. Status 2: the input is wrong.

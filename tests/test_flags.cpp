@@ -109,10 +109,10 @@ TEST_CASE("every spelling of a flag and its value") {
 }
 
 TEST_CASE("types by the names of others, layouts and types in any case") {
-    const std::vector<std::pair<std::string, std::string>> names = {
-        {"fp16", "f16"}, {"F16", "f16"},     {"float16", "f16"},   {"FP8", "fp8"},  {"INT8", "int8"},
-        {"fp32", "f32"}, {"Float32", "f32"}, {"bfloat16", "bf16"}, {"Int4", "int4"}};
-    for (auto &[name, type] : names) {
+    const Words names = split("fp16 F16 float16 FP8 INT8 fp32 Float32 bfloat16 Int4");
+    const Words types = split("f16 f16 f16 fp8 int8 f32 f32 bf16 int4");
+    for (size_t i = 0; i < names.size(); i++) {
+        const std::string &name = names[i], &type = types[i];
         for (const std::string &flag : Words{"--kv", "-ctk", "-ctv"}) {
             CacheChoice cache = parse_options({"generate", "-p", "x", flag, name}).caches().at(0);
             CHECK(name_of(cache.type_k) == (flag == "-ctv" ? "f16" : type));
@@ -218,15 +218,12 @@ TEST_CASE("every flag: its range, nothing beyond, and a value at all") {
             for (const Words &line : lines_with(flag, {value}))
                 CHECK_MESSAGE(refusal(line) == "", joined_words(line) << ": " << refusal(line));
         };
-        auto in_range = [&](double least, double most, const char *expected) {
+        auto in_range = [&](double least, double most, const std::string &expected) {
             if (first != "-n") takes(formatted("%.0f", least));  // of diff and bench not 0
             if (first != "--sinks") takes(formatted("%.0f", most));
-            for (const std::string &bad :
-                 {formatted("%.0f", least - 1), formatted("%.0f", most * 1.001 + 1), std::string("x"),
-                  std::string("1.5"), std::string("nan"), std::string("5x"), std::string("1e99"), std::string("0x10"),
-                  std::string("99999999999999999999"), std::string("1e3"), std::string("-")})
-                refuses(bad, {first + " " + bad + ": ",
-                              std::string(expected) + formatted(" from %.0f to %.0f", least, most)});
+            for (const std::string &bad : split("x 1.5 nan 5x 1e99 0x10 99999999999999999999 1e3 - " +
+                                                formatted("%.0f %.0f", least - 1, most * 1.001 + 1)))
+                refuses(bad, {first + " " + bad + ": ", expected + formatted(" from %.0f to %.0f", least, most)});
         };
         if (argument.empty()) {
             check_refused(start_of(split(flag.commands)[0]) + Words{first + "=yes"},
@@ -249,8 +246,8 @@ TEST_CASE("every flag: its range, nothing beyond, and a value at all") {
         }
         if (auto *range = std::get_if<Range<double>>(&flag.value)) {
             takes(formatted("%.17g", range->least)), takes(formatted("%.17g", range->most));
-            for (const std::string &bad : {formatted("%g", range->least - 1), formatted("%g", range->most * 1.01),
-                                           std::string("x"), std::string("nan"), std::string("inf"), std::string("1x")})
+            for (const std::string &bad :
+                 split("x nan inf 1x " + formatted("%g %g", range->least - 1, range->most * 1.01)))
                 refuses(bad, {first + " " + bad + ": expected a number from"});
         }
         if (argument.find('|') != std::string::npos) {
@@ -270,31 +267,27 @@ TEST_CASE("a flag of another command is refused with those that know it") {
 }
 
 TEST_CASE("what is near is suggested, what is not is not") {
-    struct Case {
-        Words words;
-        std::string expected;
-    };
-    for (const Case &each : std::vector<Case>{
-             {{"genrate"},
+    for (auto &[words, expected] : std::vector<std::pair<std::string, std::string>>{
+             {"genrate",
               "genrate: expected one of: generate diff eval bench memory show tokenize info; did you mean generate?"},
-             {{"difff", "-h"}, "; did you mean diff?"},
-             {{"generate", "--tmp", "1"}, "--tmp: unknown flag; did you mean --temp? (llm generate --help lists all)"},
-             {{"generate", "--top_k", "1"}, "did you mean --top-k?"},
-             {{"generate", "-temp", "1"}, "did you mean --temp?"},
-             {{"diff", "--tolerence=1"}, "--tolerence: unknown flag; did you mean --tolerance?"},
-             {{"info", "--mode", "x"}, "did you mean --model?"},
-             {{"memory", "--bandwith", "5"}, "did you mean --bandwidth?"},
-             {{"generate", "--chace", "ring"}, "did you mean --cache?"},
-             {{"generate", "--foo"}, "--foo: unknown flag (llm generate --help lists all)"},
-             {{"generate", "-x"}, "-x: unknown flag (llm"},
-             {{"generate", "-"}, "-: unknown flag (llm"},
-             {{"generate", "--"}, "--: unknown flag (llm"},
-             {{"tokenize", "--toleranse"}, "--toleranse: unknown flag (llm"},  // which only diff has
-             {{"run"}, "run: expected one of: generate diff eval bench memory show tokenize info"},
+             {"difff -h", "; did you mean diff?"},
+             {"generate --tmp 1", "--tmp: unknown flag; did you mean --temp? (llm generate --help lists all)"},
+             {"generate --top_k 1", "did you mean --top-k?"},
+             {"generate -temp 1", "did you mean --temp?"},
+             {"diff --tolerence=1", "--tolerence: unknown flag; did you mean --tolerance?"},
+             {"info --mode x", "did you mean --model?"},
+             {"memory --bandwith 5", "did you mean --bandwidth?"},
+             {"generate --chace ring", "did you mean --cache?"},
+             {"generate --foo", "--foo: unknown flag (llm generate --help lists all)"},
+             {"generate -x", "-x: unknown flag (llm"},
+             {"generate -", "-: unknown flag (llm"},
+             {"generate --", "--: unknown flag (llm"},
+             {"tokenize --toleranse", "--toleranse: unknown flag (llm"},  // which only diff has
+             {"run", "run: expected one of: generate diff eval bench memory show tokenize info"},
          }) {
-        std::string line = refusal(each.words);
-        CHECK_MESSAGE(line.find(each.expected) != std::string::npos, line);
-        bool suggests = each.expected.find("did you mean") != std::string::npos;
+        std::string line = refusal(split(words));
+        CHECK_MESSAGE(line.find(expected) != std::string::npos, line);
+        bool suggests = expected.find("did you mean") != std::string::npos;
         CHECK_MESSAGE((line.find("did you mean") != std::string::npos) == suggests, line);
     }
 }

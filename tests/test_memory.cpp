@@ -6,7 +6,6 @@
 
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <map>
 #include <sstream>
 
@@ -19,10 +18,6 @@ const double MiB = 0x1p20, GiB = 0x1p30;
 
 // ---- Running the program -----------------------------------------------------------------------------------
 
-Words words_of(const std::string &line) {
-    std::istringstream words(line);
-    return {std::istream_iterator<std::string>(words), {}};
-}
 Outcome run_line(const std::string &line) { return run(words_of(line)); }
 Json run_json(const std::string &line) { return program::run_json(words_of(line)); }
 Json memory(const std::string &flags) { return run_json("memory " + flags); }
