@@ -11,7 +11,8 @@ struct DiffResult {
     int divergence = -1;                         // the first step at which the likeliest tokens differ
     double difference = 0, allowed = 0, kl = 0;  // of the step nearest to, or furthest beyond, what is allowed; mean
     double reference_seconds = 0, cached_seconds = 0;  // of all steps
-    bool good() const { return divergence < 0 && difference <= allowed; }
+    bool good = false;
+    std::string verdict = "";
     double times() const { return reference_seconds / cached_seconds; }
     int stored() const {  // positions that are there at the cache's types; the others are in the residual block
         const int length = cache.lengths[0];
@@ -35,11 +36,11 @@ inline double allowed_share(const Cache &cache, const Engine &engine) {
 }
 
 // `share`: of the logits' spread, that they may be off; or `tolerance`, if it is not negative.
-inline void sum_up(DiffResult &result, double share, double tolerance) {
+inline void sum_up(DiffResult &result, double share, const Options &options) {
     const int count = (int)result.steps.size();
     for (int i = 0; i < count; i++) {
         const DiffStep &step = result.steps[i];
-        double allowed = tolerance >= 0 ? tolerance : std::max(1e-4, share * step.spread);
+        double allowed = options.tolerance >= 0 ? options.tolerance : std::max(1e-4, share * step.spread);
         if (i == 0 || step.difference * result.allowed > result.difference * allowed)
             result.difference = step.difference, result.allowed = allowed;
         if (result.divergence < 0 && step.token != step.cached_token) result.divergence = i;
@@ -47,6 +48,20 @@ inline void sum_up(DiffResult &result, double share, double tolerance) {
         result.reference_seconds += step.reference_seconds;
         result.cached_seconds += step.cached_seconds;
     }
+    result.good = result.divergence < 0 && result.difference <= result.allowed;
+    result.verdict = (result.good ? "the same: the tokens are identical, " : "NOT the same: ") +
+                     formatted("the logits by %.3g of %.3g allowed", result.difference, result.allowed);
+    if (result.divergence >= 0)
+        result.verdict =
+            formatted("NOT the same: the tokens differ at step %d, where %.3g lies between their %s logits",
+                      result.divergence, result.steps[result.divergence].margin, options.against.c_str());
+}
+
+// The verdict, green or red on a terminal whose user did not set NO_COLOR (no-color.org).
+inline std::string coloured(const DiffResult &result) {
+    const char *none = getenv("NO_COLOR");
+    if (!isatty(1) || (none && *none)) return result.verdict;
+    return (result.good ? "\033[32m" : "\033[31m") + result.verdict + "\033[0m";
 }
 
 // Text of a token on one line: what would break the line or the column is shown as an escape.
@@ -87,28 +102,13 @@ inline Report columns_row(const std::vector<DiffResult> &results, const std::str
     return row;
 }
 
-inline std::string verdict_of(const DiffResult &result, const std::string &against) {
-    if (result.divergence >= 0)
-        return formatted("NOT the same: the tokens differ at step %d, where %.3g lies between their %s logits",
-                         result.divergence, result.steps[result.divergence].margin, against.c_str());
-    return (result.good() ? "the same: the tokens are identical, " : "NOT the same: ") +
-           formatted("the logits by %.3g of %.3g allowed", result.difference, result.allowed);
-}
-
-// Green or red, on a terminal whose user did not set NO_COLOR (no-color.org).
-inline std::string coloured(const std::string &text, bool good) {
-    const char *none = getenv("NO_COLOR");
-    if (!isatty(1) || (none && *none)) return text;
-    return (good ? "\033[32m" : "\033[31m") + text + "\033[0m";
-}
-
 // What is said of one cache.
 inline void add_result(Report &report, const DiffResult &result, const std::string &against) {
     const Cache &cache = result.cache;
     const int count = (int)result.steps.size(), quarter = std::max(1, (count - 1) / 4);
     const bool same = result.divergence < 0;
     const std::string first = "differ first at step " + std::to_string(result.divergence);
-    const std::string length = counted(cache.lengths[0], "position"), verdict = verdict_of(result, against);
+    const std::string length = counted(cache.lengths[0], "position");
     std::vector<Report> rows;
     for (const DiffStep &step : result.steps) rows.push_back(step_row(step, against));
     report.list("steps", rows);
@@ -138,7 +138,7 @@ inline void add_result(Report &report, const DiffResult &result, const std::stri
                    growth("cached", &DiffStep::cached_seconds) + " (first and last quarter)\n");
     Report about = about_cache(&cache);
     about.text = "";
-    report.add("cache", about).add("verdict", verdict, "verdict     " + coloured(verdict, result.good()) + "\n");
+    report.add("cache", about).add("verdict", result.verdict, "verdict     " + coloured(result) + "\n");
 }
 
 // 0 if the likeliest tokens are the same at every step and no logit is further off than is allowed, else 1.
@@ -182,14 +182,13 @@ inline int run_diff(const Options &options) {
     std::string verdicts;
     std::vector<Report> reports;
     for (DiffResult &result : results) {
-        sum_up(result, allowed_share(result.cache, session.engine), options.tolerance);
-        good &= result.good();
+        sum_up(result, allowed_share(result.cache, session.engine), options);
+        good &= result.good;
         reports.push_back(all);
         add_result(reports.back(), result, against);
-        verdicts += formatted("%-*s ", width, result.name.c_str()) +
-                    coloured(verdict_of(result, against), result.good()) +
-                    formatted("; mean KL %.2e, %.1f x, %d of %d as stored\n", result.kl, result.times(),
-                              result.stored(), result.cache.lengths[0]);
+        verdicts +=
+            formatted("%-*s %s; mean KL %.2e, %.1f x, %d of %d as stored\n", width, result.name.c_str(),
+                      coloured(result).c_str(), result.kl, result.times(), result.stored(), result.cache.lengths[0]);
     }
     (several ? all.say(verdicts).list("caches", reports) : reports[0]).print(options.json);
     return interrupted() ? 130 : good ? 0 : 1;
