@@ -200,8 +200,7 @@ TEST_CASE("a layout changes no figure, a coarser precision does; bytes are those
         eval({"-f", file, "--cache", "contiguous,paged,ring", "--page", "7", "--kv", "f32,f16,int8,int4,int2"});
     std::map<std::string, const EvalResult *> by_name;
     for (const EvalResult &result : all.results) by_name[title_of(result)] = &result;
-    REQUIRE(by_name.size() == 15);
-    REQUIRE(all.results.size() == 15);
+    REQUIRE((by_name.size() == 15 && all.results.size() == 15));
 
     // 4 layers, 2 KV heads of 32 numbers, K and V: 16 rows for a position. A row of int8 has an f16 scale, one of int4
     // or int2 an f16 scale and an f16 zero point; those two keep 32 positions at f16, too.
@@ -214,25 +213,20 @@ TEST_CASE("a layout changes no figure, a coarser precision does; bytes are those
         const EvalResult *plain = by_name["contiguous " + type + " " + type];
         double blocks = type == "int4" || type == "int2" ? 16 * 32 * 64 : 0;
         for (auto [layout, rows] : held) {
-            CAPTURE(layout);
-            CAPTURE(type);
-            const EvalResult *result = by_name[layout + " " + type + " " + type];
+            const std::string name = layout + " " + type + " " + type;
+            CAPTURE(name);
+            const EvalResult *result = by_name[name];
             REQUIRE(result);
-            CHECK(result->loss == plain->loss);
-            CHECK(result->loss_squares == plain->loss_squares);
-            CHECK(result->kl == plain->kl);
-            CHECK(recall_of(*result) == recall_of(*plain));
+            CHECK((result->loss == plain->loss && result->loss_squares == plain->loss_squares));
+            CHECK((result->kl == plain->kl && recall_of(*result) == recall_of(*plain)));
             double total = 16.0 * bytes * rows.first + rows.second + blocks;
             CHECK(result->bytes_per_token == doctest::Approx(total / 149).epsilon(1e-12));
             CHECK(median(result->rates) > 0);
         }
     }
     auto kl = [&](const std::string &type) { return by_name["paged " + type + " " + type]->kl; };
-    CHECK(kl("f32") == 0);
-    CHECK(kl("f16") > 0);
-    CHECK(kl("f16") < kl("int8"));
-    CHECK(kl("int8") < kl("int4"));
-    CHECK(kl("int4") < kl("int2"));
+    CHECK((kl("f32") == 0 && kl("f16") > 0));
+    CHECK((kl("f16") < kl("int8") && kl("int8") < kl("int4") && kl("int4") < kl("int2")));
 }
 
 TEST_CASE("a question's tokens are those that the story's maker counted") {
@@ -299,7 +293,7 @@ TEST_CASE("the built-in model recalls at every distance; a ring forgets what it 
     CHECK(f32.size() == 6);
     int asked = 0, right = 0;
     for (auto [distance, counts] : f32) {
-        CHECK_MESSAGE(counts.second >= 0.9 * counts.first, distance);
+        CHECK(counts.second >= 0.9 * counts.first);
         CHECK(ring[distance].first == counts.first);
         if (distance >= 200) asked += ring[distance].first, right += ring[distance].second;
     }

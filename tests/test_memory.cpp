@@ -146,15 +146,10 @@ TEST_CASE("every layout and precision is there, and every byte is accounted for"
             CHECK(number(item, "bytes_per_token") == 2.0 * shape.layers * shape.kv_heads * row_bytes);
         });
         CHECK(cJSON_GetArraySize(results(root)) == count);
-        for (auto [key, value] : {std::pair{"layers", shape.layers},
-                                  {"kv_heads", shape.kv_heads},
-                                  {"head_dim", shape.key_width},
-                                  {"batch", shape.sequences},
-                                  {"positions", shape.capacity},
-                                  {"page", shape.page},
-                                  {"window", shape.window},
-                                  {"sinks", shape.sinks}})
-            CHECK_MESSAGE(number(root, key) == value, key);
+        const int told[] = {shape.layers,   shape.kv_heads, shape.key_width, shape.sequences,
+                            shape.capacity, shape.page,     shape.window,    shape.sinks};
+        const Words keys = words_of("layers kv_heads head_dim batch positions page window sinks");
+        for (size_t i = 0; i < keys.size(); i++) CHECK_MESSAGE(number(root, keys[i]) == told[i], keys[i]);
     }
 }
 
