@@ -12,7 +12,8 @@
 
 template <class Value>
 struct Range {
-    Value Options::*field;
+    using Field = Value Options::*;  // nvcc writes Value (Options::*field), of which g++ warns
+    Field field;
     double least, most;
 };
 

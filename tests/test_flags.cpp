@@ -152,7 +152,7 @@ TEST_CASE("several caches: each layout with each pair of types, --kv with pairs 
     Options both = parse_options({"bench", "--cache", "none,contiguous"});
     CHECK((both.naive && both.layouts.size() == 1));
     CHECK(parse_options({"memory"}).layouts.size() == std::variant_size_v<Layout>);
-    CHECK(refusal({"diff", "-p", "x", "--cache", "paged,ring", "--window", "9", "--against", "full"}) == "");
+    CHECK(refusal(split("diff -p x --cache paged,ring --window 9 -c 64 --against full")) == "");
 }
 
 TEST_CASE("bytes with their units") {
