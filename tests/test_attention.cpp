@@ -878,27 +878,29 @@ TEST_CASE("tiles hold tokens that follow one another in a sequence, as many as f
 
 TEST_CASE("merge() of two splits is the softmax over both") {
     Random random = seeded();
+    const int width = 5;
+    std::vector<float> values, more;
+    fast::Partial a, b;
+    auto merge = [&] { fast::merge({&a, values.data(), 1, width}, {&b, more.data(), 1, width}, 1); };
     for (double shift : {0.0, 3.0, -3.0, 200.0, -200.0}) {
-        const int width = 5;
-        std::vector<float> values = random_floats(random, 2 * width);
-        fast::Partial a = {1.5f, 2.0f}, b = {(float)(1.5 + shift), 3.0f};
-        std::vector<float> merged(values.begin(), values.begin() + width);
-        fast::merge(a, merged.data(), b, &values[width], width);
+        std::vector<float> before = values = random_floats(random, width);
+        more = random_floats(random, width);
+        a = {1.5f, 2.0f}, b = {(float)(1.5 + shift), 3.0f};
+        merge();
         double a_factor = std::exp(-std::max(0.0, shift)), b_factor = std::exp(std::min(0.0, shift));
         CHECK(a.max_score == std::max(1.5f, (float)(1.5 + shift)));
         CHECK(a.sum == doctest::Approx(2 * a_factor + 3 * b_factor).epsilon(1e-6));
-        for (int i = 0; i < width; i++) {
-            double expected = values[i] * a_factor + values[width + i] * b_factor;
-            CHECK(std::fabs(merged[i] - expected) <= reference::gamma(8) * 2);
-        }
+        for (int i = 0; i < width; i++)
+            CHECK(std::fabs(values[i] - before[i] * a_factor - more[i] * b_factor) <= reference::gamma(8) * 2);
     }
-    fast::Partial a = {1.5f, 2}, none;  // and where nothing is visible the other stays as it is
-    std::vector<float> values = {1, 2, 3}, nothing = {NAN, NAN, NAN};
-    fast::merge(a, values.data(), none, nothing.data(), 3);
-    CHECK(a.sum == 2);
-    CHECK(values == std::vector<float>{1, 2, 3});
-    fast::merge(none, nothing.data(), a, values.data(), 3);
-    CHECK(none.max_score == 1.5f);
-    CHECK(none.sum == 2);
-    CHECK(nothing == values);
+    // Where nothing is visible the other stays as it is.
+    for (bool first : {true, false}) {
+        const std::vector<float> some = {1, 2, 3, 4, 5}, nothing(width, NAN);
+        a = b = {}, values = more = nothing;
+        (first ? a : b) = {1.5f, 2}, (first ? values : more) = some;
+        merge();
+        CHECK(a.max_score == 1.5f);
+        CHECK(a.sum == 2);
+        CHECK(values == some);
+    }
 }
