@@ -35,7 +35,7 @@ struct Piece {
 
 // The keys or the values of a split, of the first of some KV heads: row[t] is that of its position t. Pieces follow one
 // another; where there are several, all but the first are of at most 32 positions, in one block: the residual block and
-// the pass's own vectors.
+// the pass's own vectors. Beyond them it is any row: what is asked for is not always read.
 struct SplitRows {
     int width = 0, count = 0, begin = 0, end = 0;
     size_t bytes = 0;  // of a position's rows
@@ -70,6 +70,9 @@ void find_rows(SplitRows &rows, const Segments &seen, int kv_heads, int heads, i
         rows.width = side.width, rows.bytes = heads * rows.pieces[0].head_step;
         rows.begin = rows.pieces[0].begin, rows.end = last - origin;
     }
+    const char *const any = rows.count ? rows.row[rows.begin] : nullptr;
+    std::fill(rows.row, rows.row + rows.begin, any);
+    std::fill(rows.row + rows.end, rows.row + split_positions, any);
 }
 
 // While the keys of a split are computed with, its values are asked for, and meanwhile the next split's keys: `then`,
@@ -77,141 +80,92 @@ void find_rows(SplitRows &rows, const Segments &seen, int kv_heads, int heads, i
 __attribute__((always_inline)) inline void prefetch_rows(const SplitRows &then, int i) {
     if (prefetch_distance == 0) return;
     for (int t = i; t < then.end; t += stream_positions)
-        for (size_t at = 0; t >= then.begin && at < then.bytes; at += cache_line)
-            __builtin_prefetch(then.row[t] + at, 0, 2);
+        for (size_t at = 0; at < then.bytes; at += cache_line) __builtin_prefetch(then.row[t] + at, 0, 2);
 }
 
 // ---- Rows of numbers ---------------------------------------------------------------------------------------
 //
-// Rows are widened to float32, some of each stream at a time, which the L1 holds; and then multiplied.
+// A few of each stream at a time, which the L1 holds. For few queries they become lanes as they are read; for many they
+// are widened to float32 first, and so are rows that do not fill Vecs.
 
-constexpr int near_positions = 16, near_rows = 4 * near_positions;
+constexpr int near_positions = 16, near_rows = 4 * near_positions, many_queries = 16;
 
 // Queries and Vecs of channels whose sums stay in registers, of which there are 32 or 16.
 constexpr bool wide_machine = HWY_ARCH_ARM || lanes == 16;
 constexpr int score_queries = wide_machine ? 6 : 3, value_queries = score_queries, value_vecs = wide_machine ? 4 : 3;
 
-// Some rows of a KV head in the order in which their values are added up, and their positions in the split.
+// Some rows of a KV head, in the order in which their values are added up.
 struct Rows {
-    int count = 0, at[near_rows];
-    const float *row[near_rows];  // (padded width)
-    void add(int t, const float *numbers) { at[count] = t, row[count++] = numbers; }
-    bool all_within(int begin, int end) const {
-        return std::all_of(at, at + count, [=](int t) { return t >= begin && t < end; });
+    int count = 0;
+    size_t offset = 0;  // to those of another KV head
+    struct Row {
+        int at;                    // position in the split
+        const char *start, *then;  // its numbers, and what is asked for while they are read
+    } row[near_rows];
+    void add(const Row &one) { row[count++] = one; }
+    void fill_up() {  // to a multiple of four, which count as one
+        for (int i = count; i % 4; i++) row[i] = row[count - 1];
     }
     Rows within(int begin, int end) const {
         Rows some;
+        some.offset = offset;
         for (int i = 0; i < count; i++)
-            if (at[i] >= begin && at[i] < end) some.add(at[i], row[i]);
+            if (row[i].at >= begin && row[i].at < end) some.add(row[i]);
         return some;
     }
 };
 
-// What a row is widened from: numbers, or codes and the scale that remains to be multiplied by: load() of a code is the
-// code over the format's divisor. A precision of another kind is read number by number.
-template <class Number>
-const Number *numbers_of(const PlainRow<Number> *, const char *row, float &) {
-    return (const Number *)row;
-}
-template <class Code, int largest, int divisor>
-const Code *numbers_of(const ScaledRow<Code, largest, divisor> *, const char *row, float &scale) {
-    scale = to_float(ScaledRow<Code, largest, divisor>::scale(row));
-    return ScaledRow<Code, largest, divisor>::codes(row);
-}
-inline std::nullptr_t numbers_of(const void *, const char *, float &) { return nullptr; }
-
-// Those of a piece at places [first, first + near_positions) of the streams.
-struct NearRows {
-    Rows rows;
-    int first;
-    alignas(cache_line) float scales[split_positions];
-    Floats wide;  // (near_rows, padded width)
-
-    template <bool keys, class Format>
-    void widen(const SplitRows &all, const Piece &piece, int begin, int head, int heads, const SplitRows &then) {
-        const int width = all.width, stride = padded(width, lanes);
-        rows.count = 0, first = begin;
-        wide.resize(near_rows * (size_t)stride);
-        std::fill(scales, scales + split_positions, 1.0f);
-        for (int i = first; i < first + near_positions; i++) {
-            if (i % heads == head) prefetch_rows(then, i);
-            for (int t = i; t < piece.end; t += stream_positions) {
-                if (t < piece.begin) continue;
-                float *to = &wide[rows.count * (size_t)stride];
-                rows.add(t, to);
-                auto row_at = [&](int k) { return all.row[k] + head * piece.head_step; };
-                const auto *numbers = numbers_of((const Format *)nullptr, row_at(t), scales[t]);
-                int c = 0;
-                if constexpr (std::is_null_pointer_v<decltype(numbers)>) {
-                    const int block = Format::blocks ? t / group_size * group_size : t;
-                    auto in_block = [&](int k) { return row_at(block + k); };
-                    for (; c < width; c++) to[c] = stored_number<keys, Format>(in_block, t - block, c, width);
-                    std::fill(to + width, to + stride, 0.0f);
-                } else {
-                    for (; c + lanes <= width; c += lanes) store(to + c, load(numbers + c));
-                    if (c < width) store(to + c, load_part(numbers + c, width - c));
-                }
-            }
-        }
-    }
-    // numbers (query, split_positions) times the scales of these rows.
-    void scale(float *numbers, int queries) const {
-        for (int i = 0; i < queries * 4; i++) {
-            int t = i % 4 * stream_positions + first;
-            float *at = numbers + i / 4 * split_positions + t;
-            multiply(at, at, scales + t, near_positions);
-        }
-    }
-};
-
-// scores[q * split_positions + at[r]] = row r . query q, for four rows from `first` on, the last of them as often as it
+// scores[q * split_positions + at] = row . query q, for four rows from `first` on, the last of them as often as it
 // takes; queries (Queries, stride).
-template <int Queries>
-inline void score_tile(float *scores, const Rows &rows, int first, const float *queries, int stride) {
+template <class Number, int Queries, class Stride>
+inline void score_tile(float *scores, const Rows &rows, int first, const float *queries, Stride stride) {
     Vec sums[Queries * 4];
-    const float *row[4];
-    int at[4];
+    const Rows::Row *row = rows.row + first;
+    const size_t offset = rows.offset;
     unrolled<Queries * 4>([&](auto i) { sums[i] = set(0); });
-    for (int r = 0; r < 4; r++) {
-        int i = std::min(first + r, rows.count - 1);
-        row[r] = rows.row[i], at[r] = rows.at[i];
-    }
     for (int c = 0; c < stride; c += lanes) {
         Vec query[Queries];
         unrolled<Queries>([&](auto q) { query[q] = load(queries + q * stride + c); });
         unrolled<4>([&](auto r) {
-            Vec key = load(row[r] + c);
+            if (prefetch_distance && c * sizeof(Number) % cache_line == 0)
+                __builtin_prefetch(row[r].then + offset + c * sizeof(Number), 0, 2);
+            Vec key = load((const Number *)(row[r].start + offset) + c);
             unrolled<Queries>([&](auto q) { sums[q * 4 + r] = fma(key, query[q], sums[q * 4 + r]); });
         });
     }
     unrolled<Queries>([&](auto q) {
         float four[4];
         sum4(four, sums[q * 4], sums[q * 4 + 1], sums[q * 4 + 2], sums[q * 4 + 3]);
-        for (int r = 0; r < 4; r++) scores[q * split_positions + at[r]] = four[r];
+        for (int r = 0; r < 4; r++) scores[q * split_positions + row[r].at] = four[r];
     });
 }
 
 // The raw scores q . k of some rows, (query, split_positions), still without the rows' scales.
-__attribute__((flatten, noinline)) void score_rows(float *scores, const float *queries, int count, int stride,
+template <class Number, class Stride>
+__attribute__((flatten, noinline)) void score_rows(float *scores, const float *queries, int count, Stride stride,
                                                    const Rows &rows) {
     for (int first = 0; first < rows.count; first += 4) {
         in_batches<score_queries, score_queries / 2>(count, [&](auto size, int q) {
-            score_tile<size>(scores + (size_t)q * split_positions, rows, first, queries + (size_t)q * stride, stride);
+            score_tile<Number, size>(scores + (size_t)q * split_positions, rows, first, queries + (size_t)q * stride,
+                                     stride);
         });
     }
 }
 
 // values (Queries, stride) += the rows times their weights (Queries, split_positions), for `Vecs` Vecs of channels.
-template <int Queries, int Vecs>
+template <class Number, int Queries, int Vecs>
 inline void accumulate_tile(float *values, size_t stride, const float *weights, const Rows &rows, int channel) {
     Vec sums[Queries * Vecs];
     unrolled<Queries * Vecs>([&](auto i) { sums[i] = load(values + i / Vecs * stride + i % Vecs * lanes); });
     for (int k = 0; k < rows.count; k++) {
-        const float *row = rows.row[k] + channel, *weight = weights + rows.at[k];
+        const Rows::Row &row = rows.row[k];
+        const Number *numbers = (const Number *)(row.start + rows.offset) + channel;
         unrolled<Vecs>([&](auto c) {
-            Vec numbers = load(row + c * lanes);
+            if (prefetch_distance && c * lanes * sizeof(Number) % cache_line == 0)
+                __builtin_prefetch(row.then + rows.offset + (channel + c * lanes) * sizeof(Number), 0, 2);
+            Vec lane = load(numbers + c * lanes);
             unrolled<Queries>([&](auto q) {
-                sums[q * Vecs + c] = fma(set(weight[q * split_positions]), numbers, sums[q * Vecs + c]);
+                sums[q * Vecs + c] = fma(set(weights[q * split_positions + row.at]), lane, sums[q * Vecs + c]);
             });
         });
     }
@@ -219,14 +173,155 @@ inline void accumulate_tile(float *values, size_t stride, const float *weights, 
 }
 
 // values (query, stride) += the weighted rows.
+template <class Number>
 __attribute__((flatten, noinline)) void accumulate_rows(float *values, size_t stride, const float *weights, int count,
                                                         const Rows &rows, int width) {
     in_batches<value_queries, value_queries / 2>(count, [&](auto size, int q) {
         in_batches<value_vecs, value_vecs / 2>(padded(width, lanes) / lanes, [&](auto vecs, int vec) {
-            accumulate_tile<size, vecs>(values + q * stride + vec * lanes, stride, weights + q * split_positions, rows,
-                                        vec * lanes);
+            accumulate_tile<Number, size, vecs>(values + q * stride + vec * lanes, stride,
+                                                weights + q * split_positions, rows, vec * lanes);
         });
     });
+}
+
+// How a format's rows become lanes: of which numbers, and whether behind a scale that remains to be multiplied by.
+// load() of a code is the code over the format's divisor. A precision of another kind is read number by number.
+template <class Type, bool is_scaled>
+struct Stored {
+    using Number = Type;
+    static constexpr bool scaled = is_scaled;
+};
+template <class Number>
+Stored<Number, false> stored_as(const PlainRow<Number> *);
+template <class Code, int largest, int divisor>
+Stored<Code, true> stored_as(const ScaledRow<Code, largest, divisor> *);
+Stored<void, false> stored_as(const void *);
+
+template <int bits>
+constexpr bool grouped(const GroupedRow<bits> *) {
+    return true;
+}
+constexpr bool grouped(const void *) { return false; }
+
+// The rows of a piece at places [first, first + near_positions) of the streams.
+struct NearRows {
+    Rows rows, wide_rows;
+    int first;
+    bool scaled;
+    alignas(cache_line) float scales[split_positions] = {};
+    Floats wide;  // (stream, near_positions, padded width)
+
+    int position(int i) const { return i / near_positions * stream_positions + first + i % near_positions; }
+    void find(const SplitRows &all, const Piece &piece, int begin, const SplitRows &then) {
+        rows.count = 0, first = begin;
+        for (int i = first; i < first + near_positions; i++)
+            for (int t = i; t < piece.end; t += stream_positions)
+                if (t >= piece.begin) rows.add({t, all.row[t], then.row[t]});
+        rows.fill_up();
+    }
+    // Calls use(rows, Number()) for those of the KV head that is `offset` bytes further on, with the type of their
+    // numbers.
+    template <bool keys, class Format, class Use>
+    void of_head(const SplitRows &all, size_t offset, bool widen, Use use) {
+        using Number = typename decltype(stored_as((const Format *)nullptr))::Number;
+        scaled = decltype(stored_as((const Format *)nullptr))::scaled;
+        rows.offset = offset + (scaled ? sizeof(f16) : 0);
+        if constexpr (decltype(stored_as((const Format *)nullptr))::scaled)
+            for (int i = 0; i < rows.count; i++)
+                scales[rows.row[i].at] = to_float(Format::scale(rows.row[i].start + offset));
+        if constexpr (!std::is_void_v<Number>)
+            if (!widen) return use(rows, Number());
+        const int width = all.width, stride = padded(width, lanes);
+        wide.resize(near_rows * (size_t)stride);
+        wide_rows.count = 0;
+        for (int i = 0, c = 0; i < rows.count; i++, c = 0) {
+            const int t = rows.row[i].at;
+            float *to = &wide[(t / stream_positions * near_positions + t % stream_positions - first) * (size_t)stride];
+            if constexpr (std::is_void_v<Number>) {
+                const int block = Format::blocks ? t / group_size * group_size : t;
+                auto row_at = [&](int k) { return all.row[block + k] + offset; };
+                for (; c < width; c++) to[c] = stored_number<keys, Format>(row_at, t - block, c, width);
+                std::fill(to + width, to + stride, 0.0f);
+            } else {
+                auto *numbers = (const Number *)(rows.row[i].start + rows.offset);
+                for (; c + lanes <= width; c += lanes) store(to + c, load(numbers + c));
+                if (c < width) store(to + c, load_part(numbers + c, width - c));
+            }
+            wide_rows.add({t, (const char *)to, rows.row[i].then + offset});
+        }
+        wide_rows.fill_up();
+        use(wide_rows, float());
+    }
+    // numbers (query, split_positions) times the scales of these rows.
+    void scale(float *numbers, int queries) const {
+        for (int i = 0; scaled && i < queries * 4; i++) {
+            int t = i % 4 * stream_positions + first;
+            float *at = numbers + i / 4 * split_positions + t;
+            multiply(at, at, scales + t, near_positions);
+        }
+    }
+};
+
+// ---- Many queries: keys of neighbouring positions side by side -----------------------------------------------
+//
+// A lane is a position then, and no sum has to be folded. The sums are the same: what would be lane i's of score_tile()
+// is summed up by itself, and then added in the order in which sum() folds lanes.
+
+constexpr int panel_rows = 2 * lanes;
+
+// sums (Queries, panel_rows) = the products of the channels i, i + n, i + 2 n, ...; panel (stride, panel_rows).
+template <int Queries, int n, int i, class Stride>
+inline void panel_products(Vec (&sums)[2 * Queries], const float *panel, const float *queries, Stride stride) {
+    if constexpr (n == lanes) {
+        unrolled<2 * Queries>([&](auto k) { sums[k] = set(0); });
+        for (int c = i; c < stride; c += lanes) {
+            Vec first = load(panel + c * panel_rows), second = load(panel + c * panel_rows + lanes);
+            unrolled<Queries>([&](auto q) {
+                Vec query = set(queries[q * stride + c]);
+                sums[2 * q] = fma(first, query, sums[2 * q]);
+                sums[2 * q + 1] = fma(second, query, sums[2 * q + 1]);
+            });
+        }
+    } else {
+        Vec more[2 * Queries];
+        panel_products<Queries, 2 * n, i>(sums, panel, queries, stride);
+        panel_products<Queries, 2 * n, i + n>(more, panel, queries, stride);
+        unrolled<2 * Queries>([&](auto k) { sums[k] = add(sums[k], more[k]); });
+    }
+}
+
+// score_rows() of a piece's widened rows.
+template <class Stride>
+__attribute__((flatten, noinline)) void score_panels(float *scores, const float *queries, int count, Stride stride,
+                                                     const NearRows &near, const Piece &piece) {
+    const hn::Full128<float> four;
+    thread_local Floats panel;
+    panel.resize((size_t)stride * panel_rows);
+    for (int first = 0; first < near_rows; first += panel_rows) {
+        for (int i = 0; i < panel_rows * stride; i += 16) {  // 4 rows x 4 channels become 4 x 4
+            const int row = i / 4 / stride * 4, c = i / 4 % stride;
+            const float *from = &near.wide[(size_t)(first + row) * stride + c];
+            auto key = [&](int r) { return hn::LoadU(four, from + r * stride); };
+            auto put = [&](int channel, auto lower, auto upper) {
+                float *to = &panel[(c + channel) * panel_rows + row];
+                hn::StoreU(hn::InterleaveLower(four, lower, upper), four, to);
+                hn::StoreU(hn::InterleaveUpper(four, lower, upper), four, to + panel_rows);
+            };
+            put(0, hn::InterleaveLower(four, key(0), key(2)), hn::InterleaveLower(four, key(1), key(3)));
+            put(2, hn::InterleaveUpper(four, key(0), key(2)), hn::InterleaveUpper(four, key(1), key(3)));
+        }
+        in_batches<2>(count, [&](auto size, int q) {
+            Vec sums[2 * size];
+            panel_products<size, 1, 0>(sums, panel.data(), queries + (size_t)q * stride, stride);
+            unrolled<2 * size>([&](auto i) {
+                float lane[lanes], *to = scores + (size_t)(q + i / 2) * split_positions;
+                store(lane, sums[i]);
+                const int t = near.position(first + i % 2 * lanes);
+                const int begin = std::max(t, piece.begin), end = std::min(t + lanes, piece.end);
+                if (begin < end) std::copy(lane + begin - t, lane + end - t, to + begin);
+            });
+        });
+    }
 }
 
 // ---- Groups of 32 codes ------------------------------------------------------------------------------------
@@ -241,31 +336,27 @@ __attribute__((flatten, noinline)) void accumulate_rows(float *values, size_t st
 
 constexpr int group_vecs = group_size / lanes;
 
-template <int bits>
-constexpr bool grouped(const GroupedRow<bits> *) {
-    return true;
-}
-constexpr bool grouped(const void *) { return false; }
-
-// Groups of a sum, from `first` on; and their factors: that of group i and query q is about units[q] times
-// whole[q * stride + i]. zeros[q] is the sum of what the zero points add.
+// Groups [first, count) of a sum, group i `offset` bytes behind start[i]; and their factors: that of group i and query
+// q is about units[q] times whole[q * stride + i]. zeros[q] is the sum of what the zero points add.
 template <class G>
 struct Groups {
+    const char *const *start;
+    size_t offset;
     int first, count, stride;
-    std::vector<const G *> group;
     Aligned<ScaleAndZero> pairs;
     Aligned<int16_t> whole;  // (query, stride)
     Floats exact;            // the same before they are rounded
     float units[value_queries], zeros[value_queries];
 
-    template <class GroupAt>
-    void find(int begin, int end, GroupAt group_at) {
-        first = begin / 2 * 2, count = end, stride = padded(count, lanes) + lanes;
-        group.resize(stride);
-        pairs.assign(stride, ScaleAndZero{});
-        whole.resize(value_queries * (size_t)stride), exact.resize(value_queries * (size_t)stride);
-        for (int i = begin; i < end; i++) group[i] = group_at(i), pairs[i] = group[i]->both;
-        group[first] = group[begin], group[end] = group[end - 1];  // two at a time; beyond them factors are 0
+    const G &at(int i) const { return *(const G *)(start[i] + offset); }
+    void find(const char *const *from, size_t bytes, int begin, int end) {
+        start = from, offset = bytes, first = begin, count = end, stride = padded(count, lanes) + lanes;
+        pairs.resize(stride), whole.resize(value_queries * (size_t)stride);
+        exact.resize(value_queries * (size_t)stride);
+        ScaleAndZero *pair = pairs.data();
+        std::fill(pair, pair + begin, ScaleAndZero{});
+        for (int i = begin; i < end; i++) pair[i] = at(i).both;
+        std::fill(pair + end, pair + stride, ScaleAndZero{});
     }
 
     // The factors of `Queries` queries, numbers (query, numbers_stride).
@@ -275,12 +366,15 @@ struct Groups {
         const float most_whole = std::min(32767.0f, 0x1p27f / (float)count);  // so that 32 bits hold the sum
         Vec totals[Queries], most[Queries];
         unrolled<Queries>([&](auto q) { totals[q] = set(0), most[q] = set(least_factor); });
-        for (int i = 0; i < count; i += lanes) {
+        const ScaleAndZero *pair = pairs.data();
+        const int end = count, by_stride = stride;  // where the compiler need not fear that a store changes them
+        float *factors = exact.data();
+        for (int i = 0; i < end; i += lanes) {
             Vec scale, zero;
-            load_pairs(&pairs[i].scale, scale, zero);
+            load_pairs(&pair[i].scale, scale, zero);
             unrolled<Queries>([&](auto q) {
                 Vec number = load(numbers + q * numbers_stride + i), factor = mul(number, scale);
-                store(&exact[q * stride + i], factor);
+                store(factors + q * by_stride + i, factor);
                 totals[q] = fma(number, zero, totals[q]);
                 most[q] = max(magnitude(factor), most[q]);
             });
@@ -288,9 +382,9 @@ struct Groups {
         unrolled<Queries>([&](auto q) {
             units[q] = largest(most[q]) / most_whole;
             Vec inverse = set(1 / units[q]);
-            for (int i = 0; i < count; i += lanes)
-                store(&whole[q * stride + i], mul(load(&exact[q * stride + i]), inverse));
-            whole[q * stride + count] = 0;
+            int16_t *to = &whole[q * stride];
+            for (int i = 0; i < end; i += lanes) store(to + i, mul(load(factors + q * by_stride + i), inverse));
+            to[end] = 0;
             zeros[q] = sum(totals[q]);
         });
     }
@@ -302,12 +396,11 @@ struct Groups {
     __attribute__((noinline)) void add_codes(Store how, float *to, size_t to_stride) const {
         Ints low[Queries], high[Queries];
         unrolled<Queries>([&](auto q) { low[q] = high[q] = to_ints(set(0)); });
-        const G *const *two = group.data();
         const int16_t *factor = whole.data();
         const int by_stride = stride, end = count;
-        for (int i = first; i < end; i += 2) {
-            Pairs low_codes = load_pairs(&two[i]->codes, &two[i + 1]->codes, p);
-            Pairs high_codes = load_pairs(&two[i]->codes, &two[i + 1]->codes, p + group_vecs / 2);
+        for (int i = first / 2 * 2; i < end; i += 2) {  // beyond them there are rows too, and factors of 0
+            const auto &a = at(i).codes, &b = at(i + 1).codes;
+            Pairs low_codes = load_pairs(&a, &b, p), high_codes = load_pairs(&a, &b, p + group_vecs / 2);
             unrolled<Queries>([&](auto q) {
                 Pairs factors = set_pair(factor + q * by_stride + i);
                 low[q] = add_products(low[q], factors, low_codes);
@@ -334,9 +427,12 @@ struct Groups {
     }
 };
 
-// Calls use_groups(format, piece) for a piece of groups, and use_rows(near, head) for the rows of any other.
+// Calls use_groups(format, piece) for a piece of groups, and use_rows(near, rows, Number(), piece, head) for the rows
+// of any other.
 template <bool keys, class UseGroups, class UseRows>
-void for_each_piece(const SplitRows &rows, int heads, const SplitRows &then, UseGroups use_groups, UseRows use_rows) {
+void for_each_piece(const SplitRows &rows, int heads, const SplitRows &then, int queries, UseGroups use_groups,
+                    UseRows use_rows) {
+    const bool widen = queries >= many_queries || rows.width % lanes;
     thread_local NearRows near;
     for (int i = 0; i < rows.count; i++) {
         const Piece &piece = rows.pieces[i];
@@ -345,10 +441,12 @@ void for_each_piece(const SplitRows &rows, int heads, const SplitRows &then, Use
             if constexpr (grouped((Format *)nullptr)) {
                 use_groups(format, piece);
             } else {
-                for (int item = 0; item < stream_positions / near_positions * heads; item++) {
-                    int head = item % heads;
-                    near.widen<keys, Format>(rows, piece, item / heads * near_positions, head, heads, then);
-                    if (near.rows.count) use_rows(near, head);
+                for (int first = 0; first < stream_positions; first += near_positions) {
+                    near.find(rows, piece, first, then);
+                    for (int head = 0; near.rows.count && head < heads; head++)
+                        near.of_head<keys, Format>(
+                            rows, head * piece.head_step, widen,
+                            [&](const Rows &rows, auto number) { use_rows(near, rows, number, piece, head); });
                 }
             }
         });
@@ -360,12 +458,16 @@ template <class Format>
 void score_groups(float *scores, const float *queries, int count, const SplitRows &rows, const Piece &piece, int heads,
                   const SplitRows &then) {
     thread_local Groups<typename Format::G> groups;
+    thread_local std::vector<const char *> channel;  // where its group is, of the first KV head
     const int width = rows.width, stride = padded(width, lanes), n = Format::groups(width);
     for (int t = piece.begin; t < piece.end; t += group_size) {
+        channel.clear();
+        for (int i = 0; i * n < width; i++)
+            for (int g = 0; g < n; g++) channel.push_back(rows.row[t + i] + g * sizeof(typename Format::G));
+        channel.push_back(channel.back());
         for (int head = 0; head < heads; head++) {
             for (int i = head; i < group_size / 4; i += heads) prefetch_rows(then, t / 4 + i);
-            const char *const *row = rows.row + t;
-            groups.find(0, width, [&](int c) { return &Format::group(row[c / n] + head * piece.head_step, c % n); });
+            groups.find(channel.data(), head * piece.head_step, 0, width);
             groups.add_to(scores + (size_t)head * count * split_positions + t, split_positions, Store::set,
                           queries + (size_t)head * count * stride, stride, count);
         }
@@ -382,8 +484,7 @@ void accumulate_groups(float *values, size_t step, size_t stride, const float *w
     for (int pass = 0; pass < passes; pass++) {
         const int head = pass / n;
         for (int i = pass; i < stream_positions; i += passes) prefetch_rows(then, i);
-        groups.find(piece.begin, piece.end,
-                    [&](int t) { return &Format::group(rows.row[t] + head * piece.head_step, pass % n); });
+        groups.find(rows.row, head * piece.head_step + pass % n * sizeof(typename Format::G), piece.begin, piece.end);
         groups.add_to(values + head * step + pass % n * group_size, stride, Store::add,
                       weights + (size_t)head * count * split_positions, split_positions, count);
     }
@@ -444,13 +545,19 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
         std::copy(from, from + width, &queries[(size_t)i * stride]);
     }
     for_each_piece<true>(
-        keys, tile.heads, values,
+        keys, tile.heads, values, count,
         [&](auto format, const Piece &piece) {
             score_groups<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads, values);
         },
-        [&](const NearRows &near, int head) {
+        [&](const NearRows &near, const Rows &rows, auto number, const Piece &piece, int head) {
             float *numbers = &scores[(size_t)head * count * split_positions];
-            score_rows(numbers, &queries[(size_t)head * count * stride], count, stride, near.rows);
+            const float *query = &queries[(size_t)head * count * stride];
+            auto score = [&](auto stride) {  // a constant where it is the usual one: then no loop over it is left
+                if constexpr (std::is_same_v<decltype(number), float>)
+                    if (count >= many_queries) return score_panels(numbers, query, count, stride, near, piece);
+                score_rows<decltype(number)>(numbers, query, count, stride, rows);
+            };
+            stride == 64 ? score(std::integral_constant<int, 64>()) : score(stride);
             near.scale(numbers, count);
         });
     auto seen_by = [&](int token) {
@@ -466,19 +573,22 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
     // What a token does not see has no weight, but may be NaN.
     const int low = seen_by(tile.span.count - 1).first, high = seen_by(0).second;
     for_each_piece<false>(
-        values, tile.heads, next,
+        values, tile.heads, next, count,
         [&](auto format, const Piece &piece) {
             accumulate_groups<decltype(format)>(to.values, to.step * to.stride, to.stride, scores.data(), count, values,
                                                 piece, tile.heads, next);
         },
-        [&](const NearRows &near, int head) {
+        [&](const NearRows &near, const Rows &rows, auto number, const Piece &, int head) {
             float *weights = &scores[(size_t)head * count * split_positions];
             near.scale(weights, count);
-            bool same = near.rows.all_within(low, high);
+            bool same = tile.span.count == 1 || rows.within(low, high).count == rows.count;
             for (int q = 0, size = same ? count : tile.group; q < count; q += size) {
+                Rows some;
                 auto [low, high] = seen_by(q / tile.group);
-                accumulate_rows(to.values + (head * to.step + q) * to.stride, to.stride, weights + q * split_positions,
-                                size, same ? near.rows : near.rows.within(low, high), values.width);
+                if (!same) some = rows.within(low, high);
+                accumulate_rows<decltype(number)>(to.values + (head * to.step + q) * to.stride, to.stride,
+                                                  weights + q * split_positions, size, same ? rows : some,
+                                                  values.width);
             }
         });
 }
