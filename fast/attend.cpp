@@ -254,10 +254,10 @@ struct NearRows {
     }
     // numbers (query, split_positions) times the scales of these rows.
     void scale(float *numbers, int queries) const {
-        for (int i = 0; scaled && i < queries * 4; i++) {
-            int t = i % 4 * stream_positions + first;
-            float *at = numbers + i / 4 * split_positions + t;
-            multiply(at, at, scales + t, near_positions);
+        for (int i = 0; scaled && i < queries * near_rows; i += lanes) {
+            int t = position(i % near_rows);
+            float *at = numbers + i / near_rows * split_positions + t;
+            store(at, mul(load(at), load(scales + t)));
         }
     }
 };
