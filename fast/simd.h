@@ -168,6 +168,15 @@ inline auto sum(AnyVec a) {
 }
 inline float largest(Vec a) { return hn::GetLane(hn::MaxOfLanes(Lanes(), a)); }
 
+template <class AnyVec>
+inline auto first_four(AnyVec a) {
+    using D = hn::DFromV<AnyVec>;
+    if constexpr (hn::MaxLanes(D()) > 4)
+        return first_four(hn::LowerHalf(hn::Half<D>(), a));
+    else
+        return a;
+}
+
 // out[0..4) = the sums of four. Together they take half the instructions of four sums: a blend and a shuffle bring what
 // both sides of an addition need of two registers.
 inline void sum4(float *out, Vec a, Vec b, Vec c, Vec d) {
@@ -190,11 +199,7 @@ inline void sum4(float *out, Vec a, Vec b, Vec c, Vec d) {
         x = hn::Add(x, hn::Shuffle2301(x));
         alignas(64) constexpr int32_t sums[16] = {0, lanes / 2, lanes / 4, lanes / 2 + lanes / 4};
         x = hn::TableLookupLanes(x, hn::SetTableIndices(f, sums));
-        hn::Half<Lanes> half;
-        if constexpr (lanes == 16)
-            hn::StoreU(hn::LowerHalf(hn::LowerHalf(half, x)), hn::Full128<float>(), out);
-        else
-            hn::StoreU(hn::LowerHalf(half, x), half, out);
+        hn::StoreU(first_four(x), hn::Full128<float>(), out);
     }
 }
 
