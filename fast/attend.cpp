@@ -121,15 +121,18 @@ template <class Number, int Queries, class Stride>
 inline void score_tile(float *scores, const Rows &rows, int first, const float *queries, Stride stride) {
     Vec sums[Queries * 4];
     const Rows::Row *row = rows.row + first;
-    const size_t offset = rows.offset;
+    const Number *start[4];
+    const char *then[4];
+    unrolled<4>(
+        [&](auto r) { start[r] = (const Number *)(row[r].start + rows.offset), then[r] = row[r].then + rows.offset; });
     unrolled<Queries * 4>([&](auto i) { sums[i] = set(0); });
     for (int c = 0; c < stride; c += lanes) {
         Vec query[Queries];
         unrolled<Queries>([&](auto q) { query[q] = load(queries + q * stride + c); });
         unrolled<4>([&](auto r) {
             if (prefetch_distance && c * sizeof(Number) % cache_line == 0)
-                __builtin_prefetch(row[r].then + offset + c * sizeof(Number), 0, 2);
-            Vec key = load((const Number *)(row[r].start + offset) + c);
+                __builtin_prefetch(then[r] + c * sizeof(Number), 0, 2);
+            Vec key = load(start[r] + c);
             unrolled<Queries>([&](auto q) { sums[q * 4 + r] = fma(key, query[q], sums[q * 4 + r]); });
         });
     }
