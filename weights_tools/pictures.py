@@ -1,0 +1,368 @@
+#!/usr/bin/env python3
+"""Draws the pictures of README and docs/ as SVG, from what the engine says: each runs ./llm and reads its --json.
+
+    python3 weights_tools/pictures.py [NAME ...] [--out docs/pictures] [--llm ./llm] [--model DIR]
+
+NAME: one of those below, default all but quality, which takes two minutes. roofline, of a model in --model, is that of
+your machine. Needs nothing but Python. One style for all: the title says the message, labels stand at what they name,
+one colour for naive and one for cached, and all is readable on white and on black.
+"""
+import argparse
+import json
+import math
+import pathlib
+import subprocess
+
+WIDTH = 800
+STYLE = """
+text { font: 15px system-ui, sans-serif; fill: #24292f } .title { font-size: 20px; font-weight: 600 }
+.small { font-size: 13px; fill: #57606a } .mono { font-family: ui-monospace, monospace; font-size: 13px }
+.naive { fill: #c2410c } .cached { fill: #0f766e } .soft { fill: #0f766e; fill-opacity: .22 } .none { fill: none }
+.empty { fill: #8c959f; fill-opacity: .16 } .mark { fill: #c2410c; fill-opacity: .25 } .on { fill: #fff }
+.line { fill: none; stroke-width: 2.5 } .s-naive { stroke: #c2410c } .s-cached { stroke: #0f766e }
+.axis { stroke: #8c959f; stroke-width: 1; fill: none } .dash { stroke-dasharray: 5 4 } .bold { font-weight: 600 }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .small { fill: #9198a1 } .naive { fill: #fb923c }
+.cached { fill: #2dd4bf } .soft { fill: #2dd4bf } .mark { fill: #fb923c } .s-naive { stroke: #fb923c }
+.s-cached { stroke: #2dd4bf } .on { fill: #0d1117 } }
+"""
+# f32 to int2, from dark to light.
+RAMP = {"f32": "#134e4a", "f16": "#115e59", "bf16": "#0f766e", "fp8": "#0d9488", "int8": "#14b8a6", "int4": "#5aa9e6",
+        "int2": "#93a8f4"}
+
+
+class Picture:
+    def __init__(self, title, height):
+        self.height, self.parts = height, []
+        self.title = title
+        self.text(20, 32, title, "title")
+
+    def text(self, x, y, text, style="", anchor="start"):
+        text = str(text).replace("&", "&amp;").replace("<", "&lt;")
+        self.parts.append(f'<text x="{x:.5g}" y="{y:.5g}" class="{style}" text-anchor="{anchor}">{text}</text>')
+
+    def box(self, x, y, width, height, style, extra=""):
+        self.parts.append(f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" rx="3" '
+                          f'class="{style}" {extra}/>')
+
+    def line(self, points, style):
+        path = " ".join(f"{x:.5g},{y:.5g}" for x, y in points)
+        self.parts.append(f'<polyline points="{path}" class="{style}"/>')
+
+    def dot(self, x, y, style, extra=""):
+        self.parts.append(f'<circle cx="{x:.5g}" cy="{y:.5g}" r="5" class="{style}" {extra}/>')
+
+    def save(self, path):
+        path.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" role="img">'
+                        f"<title>{self.title}</title><style>{STYLE}</style>\n" + "\n".join(self.parts) + "\n</svg>\n")
+        print(path)
+
+
+class Axes:
+    """Where numbers are on a picture; `log`: equal factors are equally far apart."""
+    def __init__(self, picture, box, x_range, y_range, log=False):
+        self.picture, self.box, self.ranges, self.log = picture, box, (x_range, y_range), log
+        left, top, right, bottom = box
+        picture.line([(left, top), (left, bottom), (right, bottom)], "axis")
+
+    def at(self, x, y):
+        left, top, right, bottom = self.box
+        scale = math.log if self.log else float
+        share = [(scale(value) - scale(low)) / (scale(high) - scale(low))
+                 for value, (low, high) in zip((x, y), self.ranges)]
+        return left + share[0] * (right - left), bottom - share[1] * (bottom - top)
+
+    def ticks(self, xs, ys, x_label, y_label):
+        left, top, right, bottom = self.box
+        for x in xs:
+            self.picture.text(self.at(x, self.ranges[1][0])[0], bottom + 20, f"{x:,}", "small", "middle")
+        for y in ys:
+            self.picture.text(left - 8, self.at(self.ranges[0][0], y)[1] + 5, f"{y:,}", "small", "end")
+        self.picture.text(right, bottom + 40, x_label, "small", "end")
+        self.picture.text(left - 40, top - 12, y_label, "small")
+
+
+class Engine:
+    def __init__(self, program, model):
+        self.program, self.model = program, ["-m", model] if model else []
+
+    def __call__(self, *words, program=None):
+        result = subprocess.run([program or self.program, *words, "--json"], capture_output=True, text=True)
+        if result.returncode not in (0, 1):
+            raise SystemExit(result.stderr.strip() or f"{self.program}: status {result.returncode}")
+        return json.loads(result.stdout)
+
+    def show(self, position, *words):
+        return self("show", "-p", "Once upon a time", "--layer", "2", "--head", "4", "--position", str(position), *words)
+
+
+def head(llm):
+    picture = Picture("Each token looks at itself and at what stands before it", 330)
+    rows = [llm.show(position, "--cache", "none") for position in range(4)]
+    names = [token["text"].strip('"').strip() or "(begin)" for token in rows[3]["tokens"]]
+    for i, name in enumerate(names):
+        picture.text(235 + i * 110, 88, name, "bold", "middle")
+        picture.text(165, 124 + i * 52, f"{name} asks", "", "end")
+    picture.text(20, 88, "weights, in %", "small")
+    for i, row in enumerate(rows):
+        for j in range(4):
+            x, y = 185 + j * 110, 98 + i * 52
+            weight = row["positions"][j]["weight"] if j <= i else 0
+            picture.box(x, y, 100, 42, "cached" if j <= i else "empty",
+                        f'fill-opacity="{0.12 + 0.88 * weight:.3g}"' if j <= i else "")
+            if j <= i:
+                picture.text(x + 50, y + 27, f"{100 * weight:.1f}", "on" if weight > 0.45 else "", "middle")
+            else:
+                picture.text(x + 50, y + 27, "not seen", "small", "middle")
+    picture.text(640, 124, "A row adds up to 100:", "small")
+    picture.text(640, 144, "softmax of q · k / √D.", "small")
+    picture.text(640, 228, "Grey: the causal mask.", "small")
+    picture.text(20, 318, "Head 4 of layer 2 of the built-in model (llm show).", "small")
+    return picture
+
+
+def naive_and_cached(llm):
+    steps = llm("diff", "-p", "Once upon a time", "-n", "600")["steps"][1:]
+    picture = Picture("A naive token costs more with each position, a cached one hardly", 380)
+    # Of some neighbours the median: a machine has other things to do now and then.
+    def smooth(key):
+        times = [step[key] * 1e3 for step in steps]
+        return [(5 + i, sorted(times[max(0, i - 12):i + 13])[len(times[max(0, i - 12):i + 13]) // 2])
+                for i in range(0, len(times), 6)]
+    naive, cached = smooth("naive_seconds"), smooth("cached_seconds")
+    most = max(y for _, y in naive)
+    top = 10 ** math.floor(math.log10(most))
+    top = next(top * factor for factor in (1, 2, 3, 4, 5, 6, 8, 10) if top * factor >= most)
+    axes = Axes(picture, (80, 80, 640, 320), (0, 600), (0, top))
+    axes.ticks([0, 200, 400, 600], [0, top // 2 if top % 2 == 0 else top / 2, top], "positions so far",
+               "ms for the next token")
+    for points, style in ((naive, "naive"), (cached, "cached")):
+        picture.line([axes.at(*point) for point in points], f"line s-{style}")
+        x, y = axes.at(*points[-1])
+        picture.text(x + 12, y + 5, f"{style} {points[-1][1]:.2g} ms", style + " bold")
+    picture.text(20, 370, "Built-in model, llm diff -n 600.", "small")
+    return picture
+
+
+def one_row_appended(llm):
+    picture = Picture("K and V gain one row; the query is used and thrown away", 380)
+    found = llm.show(4, "--kv", "f32")
+    for side, x in (("key", 150), ("value", 410)):
+        picture.text(x, 80, f"{side}s: {side[0].upper()}", "bold")
+        for i, row in enumerate(found["positions"]):
+            y = 90 + i * 40
+            picture.box(x, y, 230, 34, "cached" if i == 4 else "soft")
+            numbers = "  ".join(f"{number:7.4f}" for number in row[side][:2]) + "  .."
+            picture.text(x + 12, y + 22, numbers, "mono on" if i == 4 else "mono")
+    for i, token in enumerate(found["tokens"]):
+        picture.text(135, 112 + i * 40, token["text"].strip('"').strip() or "(begin)", "bold" if i == 4 else "", "end")
+    picture.text(660, 112, "read:", "small")
+    picture.text(660, 132, "computed once,", "small")
+    picture.text(660, 152, "never changed", "small")
+    picture.text(660, 272, "new: appended", "cached bold")
+    picture.box(150, 312, 230, 34, "none", 'stroke="#c2410c" stroke-dasharray="5 4"')
+    picture.text(162, 334, "  ".join(f"{number:7.4f}" for number in found["query"][:2]) + "  ..", "mono")
+    picture.text(135, 334, "query", "", "end")
+    picture.text(395, 334, "multiplied with each key, then thrown away", "naive")
+    picture.text(20, 372, "\"Once upon a time\": layer 2, query head 4, which reads KV head 1 (llm show).", "small")
+    return picture
+
+
+def size(count):
+    return f"{count / 2**30:g} GiB" if count >= 2**30 else f"{count / 2**20:g} MiB"
+
+
+def kv_heads(llm):
+    picture = Picture("Fewer KV heads make the cache smaller by the same factor", 260)
+    for i, (name, heads, note) in enumerate((("MHA", 32, "each query head has its own"),
+                                             ("GQA", 8, "4 query heads share one: Llama-3.1-8B"),
+                                             ("MQA", 1, "all query heads share one"))):
+        found = llm("memory", "--layers", "32", "--kv-heads", str(heads), "--head-dim", "128", "-c", "8192", "--kv",
+                    "bf16", "--cache", "contiguous")["bytes"]
+        y, width = 62 + i * 58, 420 * found / 2**32
+        picture.text(20, y + 26, f"{name}, {heads} KV head" + "s" * (heads > 1), "bold")
+        picture.box(190, y, max(4, width), 40, "cached")
+        picture.text(200 + width, y + 18, size(found), "bold")
+        picture.text(200 + width if width < 300 else 200, y + (36 if width < 300 else 26), note,
+                     "small" if width < 300 else "on")
+    picture.text(20, 250, "32 layers, D 128, 8,192 positions, bf16 (llm memory).", "small")
+    return picture
+
+
+def roofline(llm):
+    found = llm("bench", *llm.model, "--kv", "f16", "--depth", "0", "--prefill", "1,2,4,8,16,32,64,128,512", "-n", "32",
+                "--repeats", "3")
+    memory, processor = found["roofline"]["read_gb_per_second"], found["roofline"]["matrix_gflops"]
+    picture = Picture("Decode waits for the memory, prefill for the processor", 400)
+    axes = Axes(picture, (90, 90, 680, 330), (0.5, 1000), (5, processor * 2), log=True)
+    axes.ticks([1, 10, 100, 1000], [10, 100], "operations for each byte that is read", "10⁹ operations/s")
+    corner = processor / memory
+    picture.line([axes.at(0.5, memory / 2), axes.at(corner, processor), axes.at(1000, processor)], "axis dash")
+    x, y = axes.at(100, processor)
+    picture.text(x, y - 10, f"the processor: {processor:.0f} · 10⁹ operations/s", "small", "middle")
+    x, y = axes.at(6, memory * 6)
+    picture.text(x - 12, y, f"the memory: {memory:.0f} GB/s", "small", "end")
+    for row in found["results"]:
+        x, y = axes.at(max(0.5, row["operations"] / row["bytes"]), row["gflops"])
+        decode = row["name"] == "decode"
+        picture.dot(x, y, "cached" if decode else "none", "" if decode else 'stroke="#5aa9e6" stroke-width="2.5"')
+        if decode or row["tokens"] in (8, 64, 512):
+            text = "decode: one token" if decode else f"prefill of {row['tokens']}"
+            picture.text(x + 12, y + (20 if decode else 18), text, "cached bold" if decode else "")
+    picture.text(20, 390, f"{'SmolLM2-135M’s shape, bf16' if llm.model else 'Built-in model'}, {found['device']}, llm "
+                 "bench.", "small")
+    return picture
+
+
+def layouts(llm):
+    picture = Picture("Eleven positions, numbered in their rows, in three layouts", 350)
+    table = (2, 0, 5)
+    def rows(y, name, note, cells, count):
+        picture.text(20, y + 22, name, "bold")
+        picture.text(20, y + 42, note[0], "small")
+        picture.text(20, y + 59, note[1], "small")
+        for row in range(count):
+            style = cells.get(row, (None, "empty"))
+            picture.box(222 + row * 23, y, 21, 34, style[1])
+            if style[0] is not None:
+                picture.text(232 + row * 23, y + 22, style[0], "small" if style[1] != "cached" else "on", "middle")
+            if row % 4 == 0:
+                picture.text(232 + row * 23, y + 50, row, "small", "middle")
+    rows(70, "contiguous", ("row = position", "all rows reserved"), {t: (t, "soft") for t in range(11)}, 24)
+    paged = {table[t // 4] * 4 + t % 4: (t, "soft") for t in range(11)}
+    rows(160, "paged, P = 4", ("page table 2 0 5", "row = table[t / 4] · 4 + t % 4"), paged, 24)
+    ring = {t % 8: (t, "soft") for t in range(11)}
+    rows(250, "ring, 8 rows", ("row = t mod 8", "the last ones stay"), ring, 8)
+    picture.text(430, 262, "positions 8, 9, 10 took the rows of 0, 1, 2", "small")
+    picture.text(430, 282, "grey: free, or another sequence's", "small")
+    return picture
+
+
+def pages_of_two(llm):
+    picture = Picture("Two texts grow in one pool of pages, and no row is moved", 330)
+    steps = (("both prompts are read", {0: [0, 1], 1: [2]}, (6, 3)),
+             ("both have decoded 7 tokens", {0: [0, 1, 4, 6], 1: [2, 3, 5]}, (13, 10)),
+             ("0 ended, a new 0 began", {0: [4, 6], 1: [2, 3, 5, 0, 1]}, (5, 19)))
+    for page in range(8):
+        picture.text(325 + page * 60, 72, f"page {page}", "small", "middle")
+    for i, (name, tables, lengths) in enumerate(steps):
+        y = 84 + i * 72
+        picture.text(20, y + 18, name, "bold")
+        for sequence in (0, 1):
+            table = " ".join(map(str, tables[sequence]))
+            picture.text(20, y + 36 + sequence * 16, f"table of {sequence}: {table}", "cached mono" if sequence else "naive mono")
+        for page in range(8):
+            picture.box(298 + page * 60, y, 54, 44, "empty")
+            for sequence in (0, 1):
+                if page in tables[sequence]:
+                    filled = min(4, lengths[sequence] - 4 * tables[sequence].index(page))
+                    for k in range(filled):
+                        picture.box(300 + page * 60 + k * 13, y + 3, 11, 38, "cached" if sequence else "naive")
+    picture.text(20, 318, "Position 6 of text 1: logical page 6 / 4 = 1, entry 1 of its table is page 3, row 3 · 4 + 2 = 14.",
+                 "small")
+    return picture
+
+
+def int4_block(llm):
+    picture = Picture("int4 keys: the 32 positions of a channel share a scale", 360)
+    ids = ",".join(str(1 + i * 37 % 1200) for i in range(40))
+    exact = llm("show", "--ids", ids, "--layer", "1", "--kv", "f32")["positions"]
+    picture.text(20, 74, "channel", "small")
+    picture.text(90, 74, "positions 0 .. 31: codes from 0 to 15", "small")
+    picture.text(556, 74, "32 .. 39 wait at f16", "small")
+    for line, channel in enumerate((0, 1, 2, 3, 14, 30)):
+        y, numbers = 84 + line * 36, [row["key"][channel] for row in exact]
+        low, high = min(numbers[:32]), max(numbers[:32])
+        scale = (high - low) / 15
+        picture.text(60, y + 20, channel, "mono", "end")
+        for t, number in enumerate(numbers[:32]):
+            code = round((number - low) / scale) if scale else 0
+            picture.box(90 + t * 14, y, 12, 28, "cached", f'fill-opacity="{0.1 + 0.06 * code:.3g}"')
+        for t in range(8):
+            picture.box(556 + t * 14, y, 12, 28, "mark")
+        picture.text(796, y + 13, f"zero {low:.2f}", "small", "end")
+        picture.text(796, y + 27, f"scale {scale:.2f}", "small", "end")
+    picture.text(90, 322, "The darker, the larger the code. number ≈ zero + scale · code", "small")
+    picture.text(20, 350, "Keys of layer 1, KV head 0 of the built-in model (llm show): a channel with large numbers does "
+                 "not coarsen the others.", "small")
+    return picture
+
+
+def quality(llm, found=None):
+    found = found or llm("eval", "--kv", "f32,f16,bf16,fp8,int8,int4,int2", "-t", "1")
+    rows = [row for row in found["results"] if row.get("type_k") == row.get("type_v")]
+    picture = Picture("Down to int4 the text stays as good; int2 breaks it", 360)
+    values = [(row["bytes_per_token"], max(1e-8, row["kl"]), row["type_k"]) for row in rows if row["type_k"] != "f32"]
+    axes = Axes(picture, (110, 90, 700, 300), (150, 1400), (1e-8, 10), log=True)
+    axes.ticks([200, 400, 800], [], "bytes a token, metadata included", "KL divergence from an f32 cache, nats")
+    for power in (-8, -6, -4, -2, 0):
+        picture.text(102, axes.at(150, 10.0**power)[1] + 5, f"1e{power}", "small", "end")
+    for x, y, name in values:
+        at = axes.at(x, y)
+        picture.dot(*at, "", f'fill="{RAMP[name]}" stroke="#8c959f"')
+        below = name in ("f16", "int8")
+        picture.text(at[0] + 10, at[1] + (18 if below else -6), name, "bold")
+    picture.text(20, 350, "Built-in model, 50 held-out stories, llm eval.", "small")
+    return picture
+
+
+def ladder(llm):
+    picture = Picture("The plain program and its fast twins write the same text", 250)
+    words = ("bench", "--kv", "f16", "--depth", "0,1000", "--prefill", "128", "-n", "32", "--repeats", "3")
+    plain, fast = ({(row["name"], row["depth"]): row["tokens_per_second"] for row in llm(*words, program=program)["results"]}
+                   for program in (str(pathlib.Path(llm.program).resolve().parent / "llm-plain"), llm.program))
+    for i, (key, name) in enumerate(((("prefill", 0), "prefill of 128"), (("decode", 0), "decode, empty cache"),
+                                     (("decode", 1000), "decode behind 1,000"))):
+        y, most = 64 + i * 56, max(max(fast.values()), 1)
+        picture.text(20, y + 22, name)
+        for k, (found, style, label) in enumerate(((plain, "empty", "plain"), (fast, "cached", "fast"))):
+            width = 420 * found[key] / most
+            picture.box(190, y + k * 22, max(2, width), 19, style)
+            ratio = f", {fast[key] / plain[key]:.1f} times" if k else ""
+            picture.text(198 + width, y + k * 22 + 15, f"{label} {found[key]:,.0f}{ratio}", "small")
+    picture.text(20, 242, "tokens/s, built-in model, 2 threads (llm-plain bench, llm bench).", "small")
+    return picture
+
+
+def errors(llm):
+    picture = Picture("Each bit less doubles the error of a stored key or value, about", 380)
+    axes = Axes(picture, (110, 90, 700, 310), (2, 20), (1e-4, 1), log=True)
+    axes.ticks([2, 4, 8, 16], [], "bits a number", "error / size, root mean square")
+    for power in range(-4, 1):
+        picture.text(102, axes.at(2, 10.0**power)[1] + 5, f"{10.0**power:g}", "small", "end")
+    ids = ",".join(str(1 + i * 37 % 1200) for i in range(64))
+    for name, bits in (("f16", 16), ("bf16", 16), ("fp8", 8), ("int8", 8), ("int4", 4), ("int2", 2.06)):
+        found = llm("show", "--ids", ids, "--kv", name)["errors"]
+        first = [row["relative_error"] for row in found if row["layer"] == 0]  # later layers inherit errors
+        at = axes.at(bits, sum(first) / len(first))
+        picture.dot(*at, "", f'fill="{RAMP[name]}" stroke="#8c959f"')
+        picture.text(at[0] + 12, at[1] + 5, f"{name} {sum(first) / len(first):.2g}", "bold")
+    picture.text(20, 370, "Keys and values of layer 0 of the built-in model, 64 positions (llm show).", "small")
+    return picture
+
+
+PICTURES = [head, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, int4_block, ladder,
+            errors, quality]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=" ".join(draw.__name__ for draw in PICTURES))
+    parser.add_argument("--out", type=pathlib.Path, default="docs/pictures")
+    parser.add_argument("--llm", default="./llm")
+    parser.add_argument("--model", help="of roofline, default the built-in checkpoint")
+    parser.add_argument("--eval-json", type=pathlib.Path, help="what llm eval --json said, for quality")
+    options = parser.parse_args()
+    unknown = set(options.names) - {draw.__name__ for draw in PICTURES}
+    if unknown:
+        parser.error(f"unknown: {' '.join(sorted(unknown))}; known: {' '.join(draw.__name__ for draw in PICTURES)}")
+    llm = Engine(options.llm, options.model)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for draw in PICTURES:
+        if draw.__name__ in options.names or (not options.names and draw is not quality):
+            saved = draw is quality and options.eval_json
+            picture = draw(llm, json.loads(options.eval_json.read_text())) if saved else draw(llm)
+            picture.save(options.out / f"{draw.__name__}.svg")
+
+
+if __name__ == "__main__":
+    main()
