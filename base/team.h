@@ -137,6 +137,17 @@ public:
         wait();
     }
 
+    // Memory that the team shares, until it is asked for again.
+    template <class T>
+    T *shared(size_t count) {
+        if (shared_.size() < count * sizeof(T)) {
+            wait();
+            if (index() == 0) shared_.resize(count * sizeof(T));
+            wait();
+        }
+        return (T *)shared_.data();
+    }
+
     // Waits until the whole team is here. OpenMP's own barrier may spin for 10 ms; the waits of a layer are of
     // microseconds. This one spins for a millisecond, about, and then sleeps: on a busy machine, whoever slept gets a
     // core at once when it is woken, but whoever spun waits for its turn among the other programs.
@@ -188,6 +199,7 @@ private:
         double again = 0, patience = 0;  // when the whole team is tried again; seconds from one try to the next
     };
     std::unique_ptr<State> state_;
+    Aligned<char> shared_;
 
     // Where other programs take the cores, a thread that waits for another waits for a slice of the scheduler's, some
     // milliseconds: fewer threads are then faster. What counts is a tenth of a second, as any machine is disturbed now

@@ -16,21 +16,7 @@ constexpr int padded(int count, int unit) { return (count + unit - 1) / unit * u
 // What is known of a query head after some positions; its values are not yet divided by the sum.
 using Partial = plain::Softmax;
 
-// (a, a_values) becomes the partial result of both.
-inline void merge(Partial &a, float *a_values, const Partial &b, const float *b_values, int width) {
-    if (b.sum == 0) return;  // nothing visible there
-    if (a.sum == 0) {
-        a = b;
-        std::copy(b_values, b_values + width, a_values);
-        return;
-    }
-    float max_score = std::max(a.max_score, b.max_score);
-    float a_rescale = std::exp(a.max_score - max_score), b_rescale = std::exp(b.max_score - max_score);
-    a = {max_score, a.sum * a_rescale + b.sum * b_rescale};
-    for (int i = 0; i < width; i++) a_values[i] = a_values[i] * a_rescale + b_values[i] * b_rescale;
-}
-
-// Where their partial results go: KV head i's `step` queries behind those of KV head i - 1.
+// Some of them: KV head i's `step` queries behind those of KV head i - 1.
 struct Partials {
     Partial *partials;  // (head, query)
     float *values;      // (head, query, stride)
@@ -38,11 +24,29 @@ struct Partials {
     Partials from(size_t query) const { return {partials + query, values + query * stride, step, stride}; }
 };
 
+// The first `count` queries' partial results in `to` become those of both.
+inline void merge(const Partials &to, const Partials &from, int count) {
+    for (int q = 0; q < count; q++) {
+        Partial &a = to.partials[q], b = from.partials[q];
+        float *a_values = to.values + q * to.stride, *b_values = from.values + q * from.stride;
+        if (b.sum == 0) continue;  // nothing visible there
+        if (a.sum == 0) {
+            a = b;
+            std::copy(b_values, b_values + to.stride, a_values);
+            continue;
+        }
+        float max_score = std::max(a.max_score, b.max_score);
+        float a_rescale = std::exp(a.max_score - max_score), b_rescale = std::exp(b.max_score - max_score);
+        a = {max_score, a.sum * a_rescale + b.sum * b_rescale};
+        for (size_t i = 0; i < to.stride; i++) a_values[i] = a_values[i] * a_rescale + b_values[i] * b_rescale;
+    }
+}
+
 // How a pass shares its attention among the threads: many tiles whole, the splits of few. A tile's parts are its sinks,
 // 256 at a time, and its splits.
 struct AttentionPlan {
-    struct Part {
-        int tile, set, part;
+    struct Parts {  // [first, last) of a tile, for the KV heads from `head` on that are read together
+        int tile, head, first, last;
     };
     Heads heads;
     std::vector<Span> tiles;
@@ -50,22 +54,21 @@ struct AttentionPlan {
     int heads_together = 1;  // KV heads that a thread reads side by side, as they lie in memory
     int stride = 0;          // numbers from a query's values to the next one's
     int most_queries = 0;    // of a tile and KV head
-    int most_parts = 0;      // of a tile
+    int slots = 0;           // for the partial results of a tile: one, or one for each of its parts
     bool share_splits = false;
-    std::vector<Part> parts;        // those splits and sinks
-    std::vector<Partial> partials;  // (tile, kv_head, part, query)
-    Floats values;                  // (tile, kv_head, part, query, stride)
+    std::vector<Parts> parts;
+    std::vector<Partial> partials;  // (tile, kv_head, slot, query)
+    Floats values;                  // (tile, kv_head, slot, query, stride)
     Floats sink_cos_sin;            // (row, sink, D): by what a row's query sees the sinks rotated
 
-    int sets() const { return (heads.kv + heads_together - 1) / heads_together; }
     int sink_parts() const { return (widest.sinks + split_positions - 1) / split_positions; }
     int first_split(const Span &tile) const { return widest.first(tile.position) / split_positions; }
     int parts_of(const Span &tile) const {
         return sink_parts() + (tile.position + tile.count - 1) / split_positions + 1 - first_split(tile);
     }
-    Partials at(size_t tile, size_t kv_head, size_t part) {
-        size_t index = ((tile * heads.kv + kv_head) * most_parts + part) * most_queries;
-        return {&partials[index], &values[index * stride], (size_t)most_parts * most_queries, (size_t)stride};
+    Partials at(size_t tile, size_t kv_head, size_t slot) {
+        size_t index = ((tile * heads.kv + kv_head) * slots + slot) * most_queries;
+        return {&partials[index], &values[index * stride], (size_t)slots * most_queries, (size_t)stride};
     }
 };
 

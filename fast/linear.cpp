@@ -120,17 +120,6 @@ void linear_streams(Cpu &m, const Number *weight, const float *x, const Product 
 
 // ---- Many tokens ---------------------------------------------------------------------------------------------
 
-// Memory that a team shares; called by all, and there is one team at a time.
-template <class T>
-T *shared(Cpu &m, Aligned<T> &memory, size_t count) {
-    if (memory.size() < count) {
-        m.wait();
-        if (m.index() == 0) memory.resize(count);
-        m.wait();
-    }
-    return memory.data();
-}
-
 // A number of items in equal parts of a multiple of `unit`, at most `most` each; the last may be smaller.
 inline int part_of(int64_t items, int64_t most, int64_t unit) {
     int64_t parts = (items + most - 1) / most, each = (items + parts - 1) / parts;
@@ -150,8 +139,7 @@ struct TokenBlocks {
           channels(part_of(inputs, block_channels, lanes)),
           inputs(inputs),
           padded((inputs + lanes - 1) / lanes * lanes) {
-        static Floats memory;
-        float *to = shared(m, memory, (size_t)count * padded);
+        float *to = m.shared<float>((size_t)count * padded);
         numbers = to;
         m.for_each(pieces(count, tile_tokens), [&](int64_t item, Alone) {
             int first = (int)item * tile_tokens, size = std::min(tile_tokens, count - first);
@@ -293,9 +281,8 @@ inline void linear_int8(Cpu &m, const Int8Group *x, int count, const Product &pr
 
 // The tokens as products with int8 weights read them; threads share the groups.
 inline const Int8Group *int8_inputs(Cpu &m, const float *x, int count, int64_t inputs) {
-    static Aligned<Int8Group> memory;
     const int64_t groups = int8_groups(inputs);
-    Int8Group *numbers = shared(m, memory, count * groups);
+    Int8Group *numbers = m.shared<Int8Group>(count * groups);
     m.for_each(count * groups, [&](int64_t item, Alone) {
         int64_t first = item % groups * int8_group;
         int8_t rounded[int8_group];

@@ -65,17 +65,18 @@ inline Ints to_ints(Vec a) { return hn::NearestInt(a); }
 
 inline Vec load(const float *p) { return hn::LoadU(Lanes(), p); }
 // One by one where the machine has no instruction for it: Highway's stand-in knows neither infinity nor NaN.
-template <class D>
-inline hn::Vec<D> load_halves(D d, const f16 *p) {
+inline Vec from_halves(hn::Vec<As<uint16_t>> halves) {
 #if defined(__F16C__) || defined(__aarch64__)
-    return hn::PromoteTo(d, hn::LoadU(hn::Rebind<hwy::float16_t, D>(), (const hwy::float16_t *)p));
+    return hn::PromoteTo(Lanes(), hn::BitCast(As<hwy::float16_t>(), halves));
 #else
-    float wide[hn::MaxLanes(D())];
-    for (size_t i = 0; i < hn::MaxLanes(D()); i++) wide[i] = to_float(p[i]);
-    return hn::LoadU(d, wide);
+    f16 stored[lanes];
+    float wide[lanes];
+    hn::StoreU(halves, As<uint16_t>(), &stored[0].bits);
+    for (int i = 0; i < lanes; i++) wide[i] = to_float(stored[i]);
+    return load(wide);
 #endif
 }
-inline Vec load(const f16 *p) { return load_halves(Lanes(), p); }
+inline Vec load(const f16 *p) { return from_halves(hn::LoadU(As<uint16_t>(), &p->bits)); }
 inline Vec load(const bf16 *p) {
     return hn::PromoteTo(Lanes(), hn::LoadU(As<hwy::bfloat16_t>(), (const hwy::bfloat16_t *)p));
 }
@@ -90,19 +91,9 @@ inline Vec load(const fp8 *p) {
 
 // Of 2 * lanes numbers those at even and those at odd places.
 inline void load_pairs(const f16 *p, Vec &even, Vec &odd) {
-    As<uint32_t> d;
-    auto both = hn::LoadU(d, (const uint32_t *)p);
-    auto widen = [](auto numbers) {
-        auto halves = hn::TruncateTo(As<uint16_t>(), numbers);
-#if defined(__F16C__) || defined(__aarch64__)
-        return hn::PromoteTo(Lanes(), hn::BitCast(As<hwy::float16_t>(), halves));
-#else
-        f16 stored[lanes];
-        hn::StoreU(halves, As<uint16_t>(), &stored[0].bits);
-        return load(stored);
-#endif
-    };
-    even = widen(both), odd = widen(hn::ShiftRight<16>(both));
+    auto both = hn::LoadU(As<uint32_t>(), (const uint32_t *)p);
+    even = from_halves(hn::TruncateTo(As<uint16_t>(), both));
+    odd = from_halves(hn::TruncateTo(As<uint16_t>(), hn::ShiftRight<16>(both)));
 }
 
 inline void store(float *p, Vec a) { hn::StoreU(a, Lanes(), p); }
@@ -212,12 +203,6 @@ inline void sum4(float *out, Vec a, Vec b, Vec c, Vec d) {
     }
 }
 
-// to[i] = four[i], in one conversion.
-inline void to_floats(float *to, const f16 (&four)[4]) {
-    hn::Full128<float> d;
-    hn::StoreU(load_halves(d, four), d, to);
-}
-
 // ---- Packed codes: 16-bit whole numbers, two to each lane ---------------------------------------------------------
 
 using Pairs = hn::Vec<hn::Repartition<int16_t, Lanes>>;
@@ -310,16 +295,6 @@ inline Ints add_products(Ints sums, const int8_t (*weights)[4], const Int8x4 &x)
     auto pairs = hn::Add(hn::Mul(even(weight), even(number)), hn::Mul(odd(weight), odd(number)));
     return add_products(sums, pairs, hn::Set(wide, 1));
 #endif
-}
-
-// ---- Rows of numbers -------------------------------------------------------------------------------------------
-
-// out[i] = a[i] * b[i], i < n; `out` may be `a`
-template <class Number>
-inline void multiply(float *out, const float *a, const Number *b, int n) {
-    int i = 0;
-    for (; i + lanes <= n; i += lanes) store(out + i, mul(load(a + i), load(b + i)));
-    if (i < n) store_part(out + i, mul(load_part(a + i, n - i), load_part(b + i, n - i)), n - i);
 }
 
 // ---- Prefetch ----------------------------------------------------------------------------------------------------

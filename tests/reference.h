@@ -210,6 +210,13 @@ inline void rms_norm(Expected &out, const float *x, const std::vector<float> &ga
     }
 }
 
+// Radians a position of each pair of channels (Su et al. 2021, RoFormer, theta 10,000).
+inline std::vector<float> frequencies_of(int width) {
+    std::vector<float> frequencies(width / 2);
+    for (int i = 0; i < width / 2; i++) frequencies[i] = (float)std::pow(10000.0, -2.0 * i / width);
+    return frequencies;
+}
+
 // Pair i of (x[i], x[i + D / 2]) turns by position * frequency[i]. The angle is rounded, cos and sin are within an
 // ulp, and two products are added.
 inline void rope(Expected &out, const float *x, int position, const std::vector<float> &frequencies) {

@@ -6,18 +6,18 @@
 
 #include <doctest/doctest.h>
 #include <malloc.h>
-#include <sys/wait.h>
 
 #include <array>
+#include <atomic>
 #include <ctime>
-#include <fstream>
-#include <functional>
+#include <new>
 
 #include "../fast/attend.h"
 #include "../fast/fast.h"
 #include "reference.h"
 
 using reference::Expected;
+using reference::frequencies_of;
 using reference::Random;
 using reference::random_floats;
 using reference::same_bits;
@@ -25,12 +25,6 @@ using reference::View;
 using reference::worst;
 
 // ---- Helpers -----------------------------------------------------------------------------------------------
-
-std::vector<float> frequencies_of(int width) {
-    std::vector<float> frequencies(width / 2);
-    for (int i = 0; i < width / 2; i++) frequencies[i] = (float)std::pow(10000.0, -2.0 * i / width);
-    return frequencies;
-}
 
 // ATTENTION_SEED repeats a run.
 Random seeded() {
@@ -72,7 +66,11 @@ struct How {
     int layer_window = 0;
     Route route = Route::engines_choice;
     int threads = 1;
+    bool plain = false;
+    int first = 0;  // the token from which on there are queries
 };
+
+constexpr How plainly = {0, Route::engines_choice, 1, true};
 
 // One layer's attention, the second of two, of sequences that go through their stories. What was never stored is NaN.
 struct Scene {
@@ -82,7 +80,6 @@ struct Scene {
     std::vector<float> frequencies;
     std::vector<Story> stories;            // (sequence)
     std::vector<std::vector<float>> outs;  // (sequence): (positions, query_heads, value_width), what step() computed
-    bool plain = false;                    // by plain::attention
 
     Scene(const Heads &heads, int value_width, int sequences, int capacity, const Layout &layout = Contiguous{},
           Precision type_k = F32{}, Precision type_v = F32{}, CacheShape shape = {})
@@ -143,32 +140,26 @@ struct Scene {
         });
     }
 
-    // (tokens, query_heads, value_width)
+    // (tokens from how.first on, query_heads, value_width)
     std::vector<float> attended(Batch &batch, How how = {}) const { return attended(batch, how, cache.view); }
     std::vector<float> attended(Batch &batch, How how, const CacheView &view) const {
-        if (plain) return attended_plainly(batch, 0, how, view);
-        std::vector<float> out((size_t)batch.count() * heads.query * value_width(), NAN);
-        Attention task = task_of(batch, out.data(), view, how.layer_window);
-        Pass pass = pass_of(batch);
-        cpu->threads = how.threads;
-        int threads = how.route == Route::by_split ? 1 << 20 : how.route == Route::engines_choice ? how.threads : 0;
-        if (!cpu->plan) cpu->plan = std::make_shared<fast::AttentionPlan>();
-        auto *plan = (fast::AttentionPlan *)cpu->plan.get();
-        fast::plan_attention(*plan, pass, view, threads);
-        REQUIRE((how.route == Route::engines_choice || plan->share_splits == (how.route == Route::by_split)));
-        cpu->run([&] { fast::attention(*cpu, task, pass); });
-        cpu->threads = 1;
-        return out;
-    }
-    // The same by plain::attention, of the tokens from `first` on.
-    std::vector<float> attended_plainly(Batch &batch, int first, How how, const CacheView &view) const {
-        size_t rows = (size_t)(batch.count() - first);
+        size_t rows = (size_t)(batch.count() - how.first);
         std::vector<float> out(rows * heads.query * value_width(), NAN);
         Attention task = task_of(batch, out.data(), view, how.layer_window);
         Pass pass = pass_of(batch);
-        pass.count = (int)rows, pass.spans += first, task.query += (size_t)first * heads.query * heads.width;
         cpu->threads = how.threads;
-        cpu->run([&] { plain::attention(*cpu, task, pass); });
+        if (how.plain) {
+            pass.count = (int)rows, pass.spans += how.first;
+            task.query += (size_t)how.first * heads.query * heads.width;
+            cpu->run([&] { plain::attention(*cpu, task, pass); });
+        } else {
+            int threads = how.route == Route::by_split ? 1 << 20 : how.route == Route::by_tile ? 0 : how.threads;
+            if (!cpu->plan) cpu->plan = std::make_shared<fast::AttentionPlan>();
+            auto *plan = (fast::AttentionPlan *)cpu->plan.get();
+            fast::plan_attention(*plan, pass, view, threads);
+            REQUIRE((how.route == Route::engines_choice || plan->share_splits == (how.route == Route::by_split)));
+            cpu->run([&] { fast::attention(*cpu, task, pass); });
+        }
         cpu->threads = 1;
         return out;
     }
@@ -289,11 +280,11 @@ TEST_CASE("the naive path is the equation, all in this pass, and what an f32 cac
                 CacheView nothing;
                 nothing.layout = scene.cache.layout;
                 Expected expected = Truth(scene, 0).at(range(0, tokens));
-                std::vector<float> plain = scene.attended_plainly(all, 0, {}, nothing);
+                std::vector<float> plain = scene.attended(all, plainly, nothing);
                 std::vector<float> fast = scene.attended(all, {}, nothing);
                 REQUIRE(worst(plain, expected) <= 1);
                 REQUIRE(worst(fast, expected) <= 1);
-                REQUIRE(same_bits(plain, scene.attended_plainly(all, 0, {0, Route::engines_choice, 3}, nothing)));
+                REQUIRE(same_bits(plain, scene.attended(all, {0, Route::engines_choice, 3, true}, nothing)));
                 REQUIRE(same_bits(fast, scene.attended(all, {0, Route::by_split, 3}, nothing)));
                 scene.run(0, tokens);
                 REQUIRE(worst(scene.outs[0], expected) <= 1);
@@ -346,64 +337,23 @@ TEST_CASE("attention is the equation over every cache: layout, precision of K an
                     Expected expected = truth.at(range(first, last + 1));
                     CAPTURE(last);
                     REQUIRE(worst(rows_of(out, width, row, pass.count()), expected) <= 1);
-                    REQUIRE(worst(scene.attended_plainly(pass, row, {}, scene.cache.view), expected) <= 1);
+                    REQUIRE(worst(scene.attended(pass, {0, Route::engines_choice, 1, true, row}), expected) <= 1);
                 }
                 scene.end(pass);
             }
         }
     };
     const Heads groups[] = {{2, 2, 0}, {3, 1, 0}, {8, 1, 0}, {6, 2, 0}};
-    const int widths[] = {20, 64, 80, 128};
+    const int widths[] = {20, 64, 80, 96, 128, 256};
     for_each_pair([&](const Precision &type_k, const Precision &type_v) {
         for_each_type<Layout>([&](auto layout) {
             Heads heads = groups[turn % 4];
-            heads.width = widths[turn / 4 % 4];
+            heads.width = widths[turn / 4 % 6];
             int place = turn % 11;
             while (places[place].layout.index() != Layout(layout).index()) place = (place + 1) % 11;
-            check(places[place], heads, turn % 5 ? heads.width : 148 - heads.width, type_k, type_v);
+            check(places[place], heads, turn % 5 ? heads.width : 300 - heads.width, type_k, type_v);
         });
     });
-}
-
-TEST_CASE("attention is the equation for every width, group, length and window") {
-    Random random = seeded();
-    int turn = 0;
-    for (int width : {8, 20, 32, 64, 80, 96, 128, 256}) {
-        for (int group : {1, 3, 7, 8}) {
-            int kv_heads = group == 3 ? 2 : 1;
-            for (Precision type : {Precision(F32{}), Precision(Int4{})}) {
-                Scene scene({group * kv_heads, kv_heads, width}, width, 1, 600, Contiguous{}, type, type);
-                scene.tell(random, 0, 600);
-                Truth truth(scene, 0);
-                for (int length : {1, 31, 32, 33, 255, 256, 257, 600}) {
-                    scene.fill(0, std::max(scene.cache.lengths[0], length - 2));
-                    Batch pass = scene.begin({{0, length - scene.cache.lengths[0]}});
-                    for (int window : {0, 1, 7, 256, 300}) {
-                        CAPTURE(width);
-                        CAPTURE(group);
-                        CAPTURE(length);
-                        CAPTURE(window);
-                        Route route = turn++ % 2 ? Route::by_split : Route::by_tile;
-                        Expected expected = truth.at(range(pass.spans[0].position, length), window);
-                        REQUIRE(worst(scene.attended(pass, {window, route, 1}), expected) <= 1);
-                    }
-                    scene.end(pass);
-                }
-            }
-        }
-    }
-}
-
-TEST_CASE("a window as long as the sequence hides nothing, one shorter hides the first position") {
-    Random random = seeded();
-    Scene scene({2, 1, 32}, 32, 1, 257);
-    scene.tell(random, 0, 257);
-    scene.fill(0, 256);
-    Batch pass = scene.begin({{0, 1}});
-    std::vector<float> all = scene.attended(pass);
-    CHECK(same_bits(all, scene.attended(pass, {257, Route::engines_choice, 1})));
-    CHECK(same_bits(all, scene.attended(pass, {100000, Route::engines_choice, 1})));
-    CHECK(!same_bits(all, scene.attended(pass, {256, Route::engines_choice, 1})));
 }
 
 // A ring at a position far behind anything a model was trained to: only the sinks and the window were ever stored.
@@ -446,7 +396,7 @@ TEST_CASE("sinks stand just before the window, however far it has gone") {
                     reference::attention(expected, &pass.queries[head * 64], seen, 64, 64);
                 }
                 CHECK(worst(scene.attended(pass), expected) <= 1);
-                CHECK(worst(scene.attended_plainly(pass, 0, {}, scene.cache.view), expected) <= 1);
+                CHECK(worst(scene.attended(pass, plainly), expected) <= 1);
             }
         }
     }
@@ -454,64 +404,20 @@ TEST_CASE("sinks stand just before the window, however far it has gone") {
 
 // ---- The same bits -----------------------------------------------------------------------------------------
 
-TEST_CASE("contiguous, paged with any page and a ring that drops nothing give the same bits, for every K and V") {
+TEST_CASE("one sequence has the same bits alone and in company, in any chunks and pages, with any threads") {
     Random random = seeded();
-    const Place others[] = {{Paged{}, 1, 0, 0},    {Paged{}, 7, 0, 0},   {Paged{}, 16, 0, 0},  {Paged{}, 64, 0, 0},
-                            {Paged{}, 1000, 0, 0}, {Ring{}, 16, 300, 0}, {Ring{}, 16, 296, 4}, {Ring{}, 16, 1000, 4}};
-    const Heads heads = {3, 1, 40};
-    Story own(random, heads, 36, 300), other(random, heads, 36, 300);
-    for_each_pair([&](const Precision &type_k, const Precision &type_v) {
-        auto outs = [&](const Place &place) {
-            Scene scene = scene_at(place, heads, 36, 2, 300, type_k, type_v);
-            scene.stories = {other, own};
-            for (int length : {20, 31, 32, 33, 40, 90, 257, 290, 291, 300}) {  // both grow in turns
-                scene.fill(0, length - length % 4);
-                scene.run(1, length);
-            }
-            return scene.outs[1];
-        };
-        std::vector<float> contiguous = outs({Contiguous{}, 16, 0, 0});
-        REQUIRE(std::all_of(contiguous.begin(), contiguous.end(), [](float x) { return std::isfinite(x); }));
-        for (const Place &place : others) {
-            CAPTURE(place.layout.index());
-            CAPTURE(place.page);
-            CAPTURE(place.window);
-            REQUIRE(same_bits(contiguous, outs(place)));
-        }
-    });
-}
-
-TEST_CASE("a ring of a layer's own window is the contiguous cache with that window") {
-    Random random = seeded();
-    const Heads heads = {3, 1, 40};
-    Story story(random, heads, 36, 400);
-    for_each_pair([&](const Precision &type_k, const Precision &type_v) {
-        for (int window : {1, 31, 64, 100}) {
-            CAPTURE(window);
-            Scene ring = scene_at({Ring{}, 16, window, 0}, heads, 36, 1, 400, type_k, type_v);
-            Scene contiguous = scene_at({Contiguous{}, 16, 0, 0}, heads, 36, 1, 400, type_k, type_v);
-            ring.stories = contiguous.stories = {story};
-            ring.run(0, 399), ring.run(0, 400), contiguous.run(0, 400, {window, Route::engines_choice, 1});
-            REQUIRE(same_bits(ring.outs[0], contiguous.outs[0]));
-        }
-    });
-}
-
-TEST_CASE("one sequence has the same bits alone and in company, in any chunks, with any threads, in every cache") {
-    Random random = seeded();
-    auto check = [&](const Place &place, const Heads &heads, int value_width, int length, const Precision &type_k,
-                     const Precision &type_v, bool plain) {
+    const Heads heads = {6, 2, 40};
+    const int length = 290, lengths[] = {70, length, 33};
+    const Story story(random, heads, 36, length);
+    auto check = [&](const Place &place, How how, const Precision &type_k, const Precision &type_v) {
         CAPTURE(place.layout.index());
-        CAPTURE(plain);
-        const int lengths[] = {70, length, 33};
-        Scene alone = scene_at(place, heads, value_width, 1, length, type_k, type_v);
-        alone.plain = plain;
-        alone.tell(random, 0, length);
-        alone.run(0, length);
+        auto scene_of = [&](int sequences) { return scene_at(place, heads, 36, sequences, length, type_k, type_v); };
+        Scene alone = scene_of(1);
+        alone.stories[0] = story;
+        alone.run(0, length, how);
         // In company, with other data, in other passes; then alone in chunks of one size.
         for (int most : {4, 32, 150}) {
-            Scene scene = scene_at(place, heads, value_width, 3, length, type_k, type_v);
-            scene.plain = plain;
+            Scene scene = scene_of(3);
             scene.tell(random, 0, 70), scene.tell(random, 2, 33);
             scene.stories[1] = alone.stories[0];
             while (scene.cache.lengths[1] < length) {
@@ -521,30 +427,28 @@ TEST_CASE("one sequence has the same bits alone and in company, in any chunks, w
                     int some = 1 + (int)(random.bits() % std::min(most, scene.most_a_pass()));
                     if (rest > 0) growths.push_back({sequence, std::min(rest, some)});
                 }
-                Route route = random.bits() % 2 ? Route::by_split : Route::by_tile;
-                scene.step(growths, {0, route, random.bits() % 16 ? 1 : 3});
+                how.route = random.bits() % 2 ? Route::by_split : Route::by_tile;
+                how.threads = random.bits() % 16 ? 1 : 3;
+                scene.step(growths, how);
             }
             REQUIRE(same_bits(scene.outs[1], alone.outs[0]));
         }
         for (int chunk : {1, 7, 64}) {
-            Scene scene = scene_at(place, heads, value_width, 1, length, type_k, type_v);
-            scene.plain = plain;
+            Scene scene = scene_of(1);
             scene.stories = alone.stories;
-            scene.run(0, length, {}, chunk);
+            scene.run(0, length, how, chunk);
             REQUIRE(same_bits(scene.outs[0], alone.outs[0]));
         }
+        return alone.outs[0];
     };
     int turn = 0;
     for_each_pair([&](const Precision &type_k, const Precision &type_v) {
-        for (const Place &place : {places[0], places[1], places[2]})
-            check(place, {6, 2, 40}, 36, 290, type_k, type_v, turn++ % 4 == 0);
+        How how;
+        how.plain = turn++ % 4 == 0;
+        check(places[2], how, type_k, type_v);
+        how.layer_window = turn % 3 * 33;
+        REQUIRE(same_bits(check(places[0], how, type_k, type_v), check(places[1], how, type_k, type_v)));
     });
-    // Rows so large that a split of a few KV heads does not fit the L1, and rings that prefill in chunks of 32.
-    for (const Place &place :
-         {places[0], Place{Ring{}, 16, 600, 0}, Place{Ring{}, 16, 120, 0}, Place{Ring{}, 16, 300, 4}})
-        for (Precision type_k : {Precision(F16{}), Precision(Int4{}), Precision(Int8{})})
-            for (Precision type_v : {Precision(Int4{}), Precision(Int2{}), Precision(BF16{})})
-                check(place, {8, 2, 128}, 128, 520, type_k, type_v, false);
 }
 
 TEST_CASE("what is not a number stays in its sequence, for every K and V") {
@@ -567,69 +471,47 @@ TEST_CASE("what is not a number stays in its sequence, for every K and V") {
 
 TEST_CASE("one number of a query that is none shows in what its head gives, and in nothing else, for every K") {
     Random random = seeded();
-    const Heads heads = {6, 2, 40};
     for_each_type<Precision>([&](auto type_k) {
         CAPTURE(std::string(type_k.name));
         for (float bad : {NAN, INFINITY, -INFINITY}) {
-            Scene scene(heads, 40, 1, 100, Contiguous{}, type_k, F16{});
+            Scene scene({6, 2, 40}, 40, 1, 100, Contiguous{}, type_k, F16{});
             scene.tell(random, 0, 100);
             scene.fill(0, 99);
             Batch pass = scene.begin({{0, 1}});
             std::vector<float> good = scene.attended(pass);
             pass.queries[2 * 40 + 7] = bad;
             std::vector<float> out = scene.attended(pass);
-            for (int i = 0; i < 6 * 40; i++) {
-                if (i / 40 == 2)
-                    CHECK(std::isnan(out[i]));
-                else
-                    CHECK(out[i] == good[i]);
-            }
+            for (int i = 0; i < 6 * 40; i++) CHECK((i / 40 == 2 ? std::isnan(out[i]) : out[i] == good[i]));
         }
     });
 }
 
-TEST_CASE("neither the number of threads nor the route moves a bit, with windows too") {
+TEST_CASE("a token that is not a number is seen by none before it, also where they are computed together") {
     Random random = seeded();
-    for_each_type<Precision>([&](auto type) {
-        Scene scene({7, 1, 80}, 80, 1, 560, Contiguous{}, type, type);
-        scene.tell(random, 0, 560);
-        for (int begin : {240, 510, 559}) {
-            scene.fill(0, begin);
-            Batch pass = scene.begin({{0, std::min(30, 560 - begin)}});
-            for (int window : {0, 7, 300}) {
-                CAPTURE(std::string(type.name));
-                CAPTURE(window);
-                std::vector<float> one = scene.attended(pass, {window, Route::engines_choice, 1});
-                for (int threads : {1, 2, 5})
-                    for (Route route : {Route::by_split, Route::by_tile, Route::engines_choice})
-                        CHECK(same_bits(one, scene.attended(pass, {window, route, threads})));
+    for_each_pair([&](const Precision &type_k, const Precision &type_v) {
+        for (Heads heads : {Heads{3, 1, 64}, Heads{2, 2, 20}}) {
+            Scene scene(heads, heads.width, 1, 320, Contiguous{}, type_k, type_v);
+            scene.tell(random, 0, 320);
+            scene.fill(0, 230);
+            Batch pass;
+            scene.add(pass, 0, 230, 40);
+            const int bad = (int)(random.bits() % 40);
+            CAPTURE(bad);
+            for (bool plain : {true, false}) {
+                Batch good = pass, broken = pass;
+                std::fill_n(broken.values.begin() + (size_t)bad * heads.kv * heads.width, heads.width, NAN);
+                std::fill_n(broken.keys.begin() + (size_t)bad * heads.kv * heads.width, heads.width, INFINITY);
+                How how = {0, Route::engines_choice, 1, plain};
+                scene.cache.lengths[0] = 270;
+                scene.store(good);
+                std::vector<float> expected = scene.attended(good, how);
+                scene.store(broken);
+                std::vector<float> out = scene.attended(broken, how);
+                // With blocks of keys a stored block is broken as a whole: those who read it come later.
+                size_t before = (size_t)bad * heads.query * heads.width;
+                CHECK(std::equal(out.begin(), out.begin() + before, expected.begin()));
+                CHECK(std::isnan(out[before]));
             }
-            scene.end(pass);
-        }
-    });
-}
-
-TEST_CASE("a sequence that was cut goes on as one that never was longer, where there are no blocks") {
-    Random random = seeded();
-    const Heads heads = {6, 2, 40};
-    for_each_type<Precision>([&](auto type) {
-        for (const Place &place : {places[0], places[1], places[2]}) {
-            CAPTURE(std::string(type.name));
-            CAPTURE(place.layout.index());
-            Scene cut = scene_at(place, heads, 36, 2, 200, type, type);
-            cut.tell(random, 0, 200), cut.tell(random, 1, 200);
-            Story story(random, heads, 36, 200);
-            Scene fresh = scene_at(place, heads, 36, 1, 200, type, type);
-            // Back within the newest block, whose f16 numbers are still there; and, without blocks, anywhere.
-            int length = 131, from = has_blocks(type) ? 159 : place.window ? 150 : 200;
-            std::copy(story.keys.begin(), story.keys.begin() + (size_t)length * 80, cut.stories[0].keys.begin());
-            std::copy(story.values.begin(), story.values.begin() + (size_t)length * 72, cut.stories[0].values.begin());
-            cut.fill(0, from), cut.fill(1, 200);
-            shrink(cut.cache, 0, length);
-            fresh.stories[0] = cut.stories[0] = story;
-            fresh.fill(0, length);
-            cut.run(0, 200), fresh.run(0, 200);
-            CHECK(same_bits(cut.outs[0], fresh.outs[0]));
         }
     });
 }
@@ -667,21 +549,6 @@ TEST_CASE("positions that are not filled, not yet visible or no longer visible n
     });
 }
 
-TEST_CASE("only the asked layer is read") {
-    Random random = seeded();
-    for_each_type<Precision>([&](auto type) {
-        Scene scene({2, 2, 8}, 8, 1, 80, Contiguous{}, type, type);
-        scene.tell(random, 0, 80);
-        scene.fill(0, 70);
-        Batch pass = scene.begin({{0, 1}});
-        std::vector<float> before = scene.attended(pass);
-        for (const CacheRows *side :
-             {&scene.cache.view.keys, &scene.cache.view.values, &scene.cache.view.residual_keys})
-            if (side->data) memset(side->data, 0x35, side->bytes(1));
-        CHECK(same_bits(before, scene.attended(pass)));
-    });
-}
-
 // ---- Extremes ----------------------------------------------------------------------------------------------
 
 // Keys along one direction, so that the query (sign, 0, 0, ...) has the score scores[t].
@@ -699,23 +566,26 @@ Scene scene_of_scores(Random &random, const std::vector<float> &scores, int widt
     return scene;
 }
 
-TEST_CASE("huge scores neither overflow nor turn into NaN") {
+TEST_CASE("one dominating key gives its value, wherever it is; huge scores neither overflow nor turn into NaN") {
     Random random = seeded();
-    const int width = 16, tokens = 600;
-    for (float size : {1e4f, 1e6f, 1e10f, 1e30f}) {
-        CAPTURE(size);
-        std::vector<float> scores(tokens);
-        for (float &score : scores) score = size * (float)random.uniform(-1, 0.9);
-        scores[400] = size;
-        for (float sign : {1.0f, -1.0f}) {
-            Scene scene = scene_of_scores(random, scores, width, sign);
-            int best = (int)(std::max_element(scores.begin(), scores.end()) - scores.begin());
-            Batch pass = scene.begin({{0, 1}});
-            for (Route route : {Route::by_tile, Route::by_split}) {
-                std::vector<float> out = scene.attended(pass, {0, route, 1});
-                for (int i = 0; i < width; i++)
-                    CHECK(out[i] == doctest::Approx(scene.stories[0].values[(size_t)best * width + i]));
-            }
+    const int width = 20, tokens = 600;
+    auto check = [&](std::vector<float> scores, int best, float sign) {
+        Scene scene = scene_of_scores(random, scores, width, sign);
+        Batch pass = scene.begin({{0, 1}});
+        for (Route route : {Route::by_tile, Route::by_split})
+            CHECK(same_bits(scene.attended(pass, {0, route, 1}),
+                            rows_of(scene.stories[0].values, width, best, best + 1)));
+    };
+    for (int dominating : {0, 1, 255, 256, 257, 511, 512, 599}) {
+        CAPTURE(dominating);
+        std::vector<float> scores(tokens, -500);
+        scores[dominating] = 500;
+        check(scores, dominating, 1);
+        for (float size : {1e4f, 1e6f, 1e10f, 1e30f}) {
+            CAPTURE(size);
+            for (float &score : scores) score = size * (float)random.uniform(-1, 0.9);
+            scores[dominating] = size;
+            for (float sign : {1.0f, -1.0f}) check(scores, dominating, sign);
         }
     }
 }
@@ -730,8 +600,7 @@ TEST_CASE("equal scores, huge ones too, give the mean of the visible values") {
             CAPTURE(window);
             int first = window ? 500 - window : 0;
             for (bool plain : {false, true}) {
-                scene.plain = plain;
-                std::vector<float> out = scene.attended(pass, {window, Route::engines_choice, 1});
+                std::vector<float> out = scene.attended(pass, {window, Route::engines_choice, 1, plain});
                 for (int i = 0; i < 24; i++) {
                     double mean = 0;
                     for (int t = first; t < 500; t++) mean += scene.stories[0].values[(size_t)t * 24 + i];
@@ -758,96 +627,46 @@ TEST_CASE("rows so wide that sums of codes times 32,767 would not fit 32 bits") 
     }
 }
 
-TEST_CASE("one dominating key gives its value, wherever it is") {
-    Random random = seeded();
-    for (int dominating : {0, 1, 255, 256, 257, 511, 512, 599}) {
-        CAPTURE(dominating);
-        std::vector<float> scores(600, -500);
-        scores[dominating] = 500;
-        Scene scene = scene_of_scores(random, scores, 20);
-        Batch pass = scene.begin({{0, 1}});
-        CHECK(same_bits(scene.attended(pass), rows_of(scene.stories[0].values, 20, dominating, dominating + 1)));
-    }
-}
-
 // ---- Memory ------------------------------------------------------------------------------------------------
 
-// Under AddressSanitizer memory that was freed does not come back until so much of it waits.
-extern "C" const char *__asan_default_options() { return "quarantine_size_mb=1"; }
-
-// VmRSS: bytes that this process has in memory; VmHWM: that it had at most.
-double memory(const std::string &key) {
-    std::ifstream status("/proc/self/status");
-    for (std::string word; status >> word;) {
-        double kilobytes;
-        if (word == key + ":" && status >> kilobytes) return kilobytes * 1024;
-    }
-    return NAN;
+// Bytes that new has given out, now and at most. What a cache takes is not among them: it is mapped (base/team.h).
+static std::atomic<size_t> held{0}, most_held{0};
+__attribute__((noinline)) static void *counted(void *p) {
+    most_held = std::max<size_t>(most_held, held += malloc_usable_size(p));
+    return p ? p : throw std::bad_alloc();
 }
-
-// What use() returns in a process of its own, whose memory is its own too; NaN if it fails.
-double in_child(const std::function<double()> &use) {
-    int ends[2];
-    REQUIRE(pipe(ends) == 0);
-    malloc_trim(0);  // what earlier tests have left free; in the child its peak would still be counted
-    pid_t child = fork();
-    REQUIRE(child >= 0);
-    if (child == 0) {
-        double result = NAN;
-        // No large piece of memory may come from what is still free.
-        mallopt(M_MMAP_THRESHOLD, 1 << 16);
-        try {
-            result = use();
-        } catch (...) {
-        }
-        _exit(write(ends[1], &result, sizeof result) == sizeof result ? 0 : 1);
-    }
-    close(ends[1]);
-    double result = NAN;
-    if (read(ends[0], &result, sizeof result) != sizeof result) result = NAN;
-    close(ends[0]);
-    waitpid(child, nullptr, 0);
-    return result;
+__attribute__((noinline)) static void release(void *p) noexcept { held -= malloc_usable_size(p), free(p); }
+void *operator new(size_t bytes) { return counted(malloc(bytes)); }
+void *operator new(size_t bytes, std::align_val_t line) {
+    return counted(aligned_alloc((size_t)line, (bytes + (size_t)line - 1) / (size_t)line * (size_t)line));
 }
-
-// Fills a cache of `context` positions, of which a prompt's last chunk and some decoded tokens attend. (A chunk of
-// fewer tiles is shared among the threads by splits; it keeps a partial result of each query and each 256 positions.)
-// The result is the largest memory on the way beyond that of the cache, the program and its buffers, which a short run
-// has warmed. `copied`: f32 numbers that an engine might keep of each position.
-double memory_beside(const Layout &layout, const Precision &type, int context, int copied) {
-    if (context > 8192) memory_beside(layout, type, 8192, 0);
-    CacheShape shape;
-    shape.window = context;
-    double before = memory("VmRSS");
-    Random random = seeded();
-    Scene scene({2, 1, 64}, 64, 1, context, layout, type, type, shape);
-    Story story(random, scene.heads, 64, 512);
-    std::vector<float> copy((size_t)context * copied, 1);
-    while (scene.cache.lengths[0] < context) {
-        int rest = context - scene.cache.lengths[0];
-        int count = rest > 308 ? std::min(512, rest - 308) : rest > 8 ? 300 : 1;
-        int first = grow(scene.cache, 0, count);
-        Batch pass = {{}, story.keys, story.values, story.queries};
-        for (int i = 0; i < count; i++) pass.spans.push_back({i, 1, 0, first + i, first, first + count});
-        scene.store(pass);
-        if (rest <= 308) scene.attended(pass);
-        scene.end(pass);
-    }
-    return memory("VmHWM") - before - bytes_of(scene.cache).total();
-}
+void operator delete(void *p) noexcept { release(p); }
+void operator delete(void *p, size_t) noexcept { release(p); }
+void operator delete(void *p, std::align_val_t) noexcept { release(p); }
+void operator delete(void *p, size_t, std::align_val_t) noexcept { release(p); }
 
 TEST_CASE("attention makes no copy of the cache: beside it memory does not grow with the context") {
     // Less than the smallest copy: one head's keys of one layer at 32,768 positions are 4 MiB in f16, 8 in f32.
-    constexpr double bound = 3 << 20;
+    constexpr size_t bound = 3 << 20, context = 1 << 15;
+    Random random = seeded();
     for_each_type<Layout>([&](auto layout) {
         for (Precision type : {Precision(Int8{}), Precision(Int4{}), Precision(Int2{}), Precision(F16{})}) {
             CAPTURE(std::string(layout.name));
             CAPTURE(std::string(name_of(type)));
-            double beside = in_child([&] { return memory_beside(layout, type, 1 << 15, 0); });
-            CHECK(std::fabs(beside) < bound);  // as much below: the cache was not all there
+            CacheShape shape;
+            shape.window = context;
+            Scene scene({2, 1, 64}, 64, 1, context, layout, type, type, shape);
+            scene.tell(random, 0, context);
+            scene.fill(0, context - 308);
+            const size_t before = most_held = +held;
+            scene.run(0, context - 8);  // of a prompt the last chunk, then some decoded tokens
+            scene.run(0, context, {}, 1);
+            CHECK(most_held - before < bound);
         }
     });
-    CHECK(in_child([&] { return memory_beside(Contiguous{}, Int4{}, 1 << 15, 32); }) > bound);
+    const size_t before = most_held = +held;
+    std::vector<float> copy(context * 32);  // such a copy would be seen
+    CHECK(most_held - before > bound);
 }
 
 // ---- Pieces ------------------------------------------------------------------------------------------------
@@ -878,27 +697,29 @@ TEST_CASE("tiles hold tokens that follow one another in a sequence, as many as f
 
 TEST_CASE("merge() of two splits is the softmax over both") {
     Random random = seeded();
+    const int width = 5;
+    std::vector<float> values, more;
+    fast::Partial a, b;
+    auto merge = [&] { fast::merge({&a, values.data(), 1, width}, {&b, more.data(), 1, width}, 1); };
     for (double shift : {0.0, 3.0, -3.0, 200.0, -200.0}) {
-        const int width = 5;
-        std::vector<float> values = random_floats(random, 2 * width);
-        fast::Partial a = {1.5f, 2.0f}, b = {(float)(1.5 + shift), 3.0f};
-        std::vector<float> merged(values.begin(), values.begin() + width);
-        fast::merge(a, merged.data(), b, &values[width], width);
+        std::vector<float> before = values = random_floats(random, width);
+        more = random_floats(random, width);
+        a = {1.5f, 2.0f}, b = {(float)(1.5 + shift), 3.0f};
+        merge();
         double a_factor = std::exp(-std::max(0.0, shift)), b_factor = std::exp(std::min(0.0, shift));
         CHECK(a.max_score == std::max(1.5f, (float)(1.5 + shift)));
         CHECK(a.sum == doctest::Approx(2 * a_factor + 3 * b_factor).epsilon(1e-6));
-        for (int i = 0; i < width; i++) {
-            double expected = values[i] * a_factor + values[width + i] * b_factor;
-            CHECK(std::fabs(merged[i] - expected) <= reference::gamma(8) * 2);
-        }
+        for (int i = 0; i < width; i++)
+            CHECK(std::fabs(values[i] - before[i] * a_factor - more[i] * b_factor) <= reference::gamma(8) * 2);
     }
-    fast::Partial a = {1.5f, 2}, none;  // and where nothing is visible the other stays as it is
-    std::vector<float> values = {1, 2, 3}, nothing = {NAN, NAN, NAN};
-    fast::merge(a, values.data(), none, nothing.data(), 3);
-    CHECK(a.sum == 2);
-    CHECK(values == std::vector<float>{1, 2, 3});
-    fast::merge(none, nothing.data(), a, values.data(), 3);
-    CHECK(none.max_score == 1.5f);
-    CHECK(none.sum == 2);
-    CHECK(nothing == values);
+    // Where nothing is visible the other stays as it is.
+    for (bool first : {true, false}) {
+        const std::vector<float> some = {1, 2, 3, 4, 5}, nothing(width, NAN);
+        a = b = {}, values = more = nothing;
+        (first ? a : b) = {1.5f, 2}, (first ? values : more) = some;
+        merge();
+        CHECK(a.max_score == 1.5f);
+        CHECK(a.sum == 2);
+        CHECK(values == some);
+    }
 }

@@ -12,6 +12,7 @@
 #include "reference.h"
 
 using reference::Expected;
+using reference::frequencies_of;
 using reference::Random;
 using reference::random_floats;
 using reference::Reading;
@@ -203,8 +204,7 @@ TEST_CASE("embedding, rotation and the norm of queries and keys") {
     std::vector<int> tokens = {3, 0, 9, 3, 1, 8, 2}, positions = {0, 1, 17, 1000, 1048575, 3000000, 5};
     std::vector<Span> spans;
     for (int i = 0; i < count; i++) spans.push_back({i, 1, i, positions[i], positions[i], positions[i] + 1});
-    Vector frequencies, x = random_floats(random, (size_t)count * heads * width);
-    for (int i = 0; i < width / 2; i++) frequencies.push_back((float)std::pow(10000.0, -2.0 * i / width));
+    Vector frequencies = frequencies_of(width), x = random_floats(random, (size_t)count * heads * width);
     Stored table(DType::f16, random_floats(random, 10 * hidden)),
         gain(DType::bf16, random_floats(random, width, 0.5, 1.5));
     for (bool norm : {false, true}) {
@@ -302,8 +302,7 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
         if (side->data) m.write(side->data, nothing.data(), nothing.size());
     }
     if (shape.naive) view = CacheView{}, view.layout = cache.layout;
-    Vector frequencies;
-    for (int i = 0; i < heads.width / 2; i++) frequencies.push_back((float)std::pow(10000.0, -2.0 * i / heads.width));
+    const Vector frequencies = frequencies_of(heads.width);
     const int most = sizes.capacity + 1, kv_width = heads.kv * heads.width, value_row = heads.kv * shape.value_width;
     Buffer<float> by = upload(m, frequencies), query, keys, values, out, angles;
     Buffer<Span> places;
@@ -371,21 +370,15 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
 }
 
 static void check_attention(const Shape &shape, uint64_t seed) {
-    std::string passes, name = std::string(name_of(shape.layout)) + (shape.naive ? " naive " : " ") +
-                               name_of(shape.type_k) + " " + name_of(shape.type_v);
-    for (int tokens : shape.passes) passes += std::to_string(tokens) + " ";
-    CAPTURE(name);
-    CAPTURE(passes);
-    CAPTURE((int)shape.products);
-    CAPTURE(shape.heads.query);
-    CAPTURE(shape.heads.kv);
-    CAPTURE(shape.heads.width);
-    CAPTURE(shape.value_width);
-    CAPTURE(shape.layer_window);
-    CAPTURE(shape.query);
+    std::string text = std::string(name_of(shape.layout)) + (shape.naive ? " naive " : " ") + name_of(shape.type_k) +
+                       " " + name_of(shape.type_v) + "; products, heads, KV heads, widths, windows, page, sinks:";
+    for (int number : {(int)shape.products, shape.heads.query, shape.heads.kv, shape.heads.width, shape.value_width,
+                       shape.layer_window, shape.window, shape.page, shape.sinks})
+        text += " " + std::to_string(number);
+    text += "; passes:";
+    for (int tokens : shape.passes) text += " " + std::to_string(tokens);
     for_each_twin([&](auto &m, auto operations, const Column &column) {
-        CAPTURE(column.gpu);
-        CAPTURE(column.fast);
+        INFO(text, "; query ", shape.query, column.gpu ? ", GPU" : ", CPU", column.fast ? ", fast" : ", plain");
         CHECK(attention_error(m, operations, column, shape, seed) <= 1);
     });
 }
