@@ -6,8 +6,8 @@
 // The formula of the whole:  bytes = 2 * sequences * capacity * layers * kv_heads * head_dim * bytes_per_number.
 //
 // Another layout or precision is one struct, and one entry of `Layout` or `Precision` below: the flags, their
-// help and error messages, the choice at run time, the tables and the tests go through these lists. docs/precision.md
-// adds one step by step.
+// help and error messages, the choice at run time, the tables and the tests go through these lists.
+// docs/09_make_your_own.md adds one step by step.
 //
 // Its parts: precisions; layouts; the lists of both; the cache and its memory; growing and shrinking; what a query
 // sees, as a list of segments; storing.

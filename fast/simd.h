@@ -249,7 +249,7 @@ inline Pairs load_pairs(const Packed<bits> *a, const Packed<bits> *b, int part) 
     return hn::BitCast(hn::Repartition<int16_t, Lanes>(), codes);
 }
 
-// The same numbers of one, for a format that is made of such parts (docs/precision.md).
+// The same numbers of one, for a format that is made of such parts (docs/09_make_your_own.md).
 template <int bits>
 inline Vec load(const Packed<bits> *p, int part) {
     As<int32_t> d;

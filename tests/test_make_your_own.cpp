@@ -1,6 +1,6 @@
-// docs/precision.md and docs/layout.md: their blocks of C++, applied to a copy of the sources, must build and do what
-// the pages say; also where the sources have them already. Run from the repository's root. Builds ./llm-plain's twin
-// under build/precision_page with $CXX, or else the compiler of this test.
+// docs/09_make_your_own.md: its blocks of C++, a precision and a layout, applied to a copy of the sources, must build and
+// do what the page says; also where the sources have them already. Run from the repository's root. Builds ./llm-plain's
+// twin under build/make_your_own with $CXX, or else the compiler of this test.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <sys/wait.h>
@@ -16,7 +16,7 @@
 
 namespace fs = std::filesystem;
 
-static const fs::path scratch = "build/precision_page";
+static const fs::path scratch = "build/make_your_own";
 
 #ifdef __clang__
 #define THIS_COMPILER "clang++"
@@ -57,18 +57,18 @@ static Outcome shell(const std::string &command) {
 
 static bool contains(const std::string &text, const std::string &part) { return text.find(part) != std::string::npos; }
 
-// ---- The pages, and the copy of the sources that they change -------------------------------------------------
+// ---- The page, and the copy of the sources that it changes ----------------------------------------------------
 
-struct Page {
-    std::string text, structure, list;  // the whole; its first block of C++, the struct; its second, the list
+struct Page {                           // a half of it
+    std::string text, structure, list;  // the whole; its two blocks of C++
     std::string type, name;             // Int6, int6
     std::string of;                     // the list is "using Precision = ..."
 };
 
-static Page read_page(const std::string &path, const std::string &of) {
+static Page read_page(const std::string &of, size_t first_block) {
     Page page;
     page.of = "using " + of + " = ";
-    page.text = slurp(path);
+    page.text = slurp("docs/09_make_your_own.md");
     std::smatch found;
     std::vector<std::string> blocks;
     const std::string fence = "```cpp\n";
@@ -77,16 +77,16 @@ static Page read_page(const std::string &path, const std::string &of) {
         at = page.text.find("```\n", begin);
         blocks.push_back(page.text.substr(begin, at - begin));
     }
-    REQUIRE(blocks.size() == 2);
-    page.structure = blocks[0], page.list = blocks[1];
+    REQUIRE(blocks.size() == 4);
+    page.structure = blocks[first_block], page.list = blocks[first_block + 1];
     REQUIRE(std::regex_search(page.structure, found, std::regex("struct (\\w+)")));
     page.type = found[1];
     REQUIRE(std::regex_search(page.structure, found, std::regex("name = \"(\\w+)\"")));
     page.name = found[1];
     return page;
 }
-static Page precision_page() { return read_page("docs/precision.md", "Precision"); }
-static Page layout_page() { return read_page("docs/layout.md", "Layout"); }
+static Page precision_page() { return read_page("Precision", 0); }
+static Page layout_page() { return read_page("Layout", 2); }
 
 // The line of the list in cache.h, from "using" to its end.
 static std::string list_line(const Page &page, const std::string &header) {
@@ -155,7 +155,7 @@ static const Built &built() {
 
 // ---- Tests ---------------------------------------------------------------------------------------------------
 
-TEST_CASE("a page's list is the one of cache.h and its own type") {
+TEST_CASE("the page's lists are those of cache.h and its own types") {
     for (const Page &page : {precision_page(), layout_page()}) {
         std::regex own("(, )?\\b" + page.type + "\\b(, )?");
         auto without = [&](const std::string &line) { return std::regex_replace(line, own, "$2"); };
@@ -165,7 +165,7 @@ TEST_CASE("a page's list is the one of cache.h and its own type") {
     }
 }
 
-TEST_CASE("the pages' code builds without a warning, and keeps what the tests ask of any precision and layout") {
+TEST_CASE("the page's code builds without a warning, and keeps what the tests ask of any precision and layout") {
     CHECK_MESSAGE(built().program.status == 0, built().program.output);
     CHECK_MESSAGE(built().test.status == 0, built().test.output.substr(0, 4000));
 }
