@@ -281,7 +281,7 @@ def int4_block(llm):
             picture.box(556 + t * 14, y, 12, 28, "mark")
         picture.text(796, y + 13, f"zero {low:.2f}", "small", "end")
         picture.text(796, y + 27, f"scale {scale:.2f}", "small", "end")
-    picture.text(90, 322, "The darker, the larger the code. number ≈ zero + scale · code", "small")
+    picture.text(90, 322, "The stronger the colour, the larger the code. number ≈ zero + scale · code", "small")
     picture.text(20, 350, "Keys of layer 1, KV head 0 of the built-in model (llm show): a channel with large numbers does "
                  "not coarsen the others.", "small")
     return picture
@@ -299,7 +299,7 @@ def quality(llm, found=None):
     for x, y, name in values:
         at = axes.at(x, y)
         picture.dot(*at, "", f'fill="{RAMP[name]}" stroke="#8c959f"')
-        below = name in ("f16", "int8")
+        below = name == "int8"
         picture.text(at[0] + 10, at[1] + (18 if below else -6), name, "bold")
     picture.text(20, 350, "Built-in model, 50 held-out stories, llm eval.", "small")
     return picture
