@@ -18,12 +18,12 @@ STYLE = """
 text { font: 15px system-ui, sans-serif; fill: #24292f } .title { font-size: 20px; font-weight: 600 }
 .small { font-size: 13px; fill: #57606a } .mono { font-family: ui-monospace, monospace; font-size: 13px }
 .naive { fill: #c2410c } .cached { fill: #0f766e } .soft { fill: #0f766e; fill-opacity: .22 } .none { fill: none }
-.empty { fill: #8c959f; fill-opacity: .16 } .mark { fill: #c2410c; fill-opacity: .25 } .on { fill: #fff }
+.empty { fill: #8c959f; fill-opacity: .16 } .mark { fill: #c2410c; fill-opacity: .25 } .on { fill: #fff } .one { fill: #2563eb } .two { fill: #a16207 } .grey { fill: #8c959f; fill-opacity: .6 }
 .line { fill: none; stroke-width: 2.5 } .s-naive { stroke: #c2410c } .s-cached { stroke: #0f766e }
 .axis { stroke: #8c959f; stroke-width: 1; fill: none } .dash { stroke-dasharray: 5 4 } .bold { font-weight: 600 }
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .small { fill: #9198a1 } .naive { fill: #fb923c }
 .cached { fill: #2dd4bf } .soft { fill: #2dd4bf } .mark { fill: #fb923c } .s-naive { stroke: #fb923c }
-.s-cached { stroke: #2dd4bf } .on { fill: #0d1117 } }
+.s-cached { stroke: #2dd4bf } .on { fill: #0d1117 } .one { fill: #79b8ff } .two { fill: #e3b341 } }
 """
 # f32 to int2, from dark to light.
 RAMP = {"f32": "#134e4a", "f16": "#115e59", "bf16": "#0f766e", "fp8": "#0d9488", "int8": "#14b8a6", "int4": "#5aa9e6",
@@ -249,14 +249,14 @@ def pages_of_two(llm):
         picture.text(20, y + 18, name, "bold")
         for sequence in (0, 1):
             table = " ".join(map(str, tables[sequence]))
-            picture.text(20, y + 36 + sequence * 16, f"table of {sequence}: {table}", "cached mono" if sequence else "naive mono")
+            picture.text(20, y + 36 + sequence * 16, f"table of {sequence}: {table}", "two mono" if sequence else "one mono")
         for page in range(8):
             picture.box(298 + page * 60, y, 54, 44, "empty")
             for sequence in (0, 1):
                 if page in tables[sequence]:
                     filled = min(4, lengths[sequence] - 4 * tables[sequence].index(page))
                     for k in range(filled):
-                        picture.box(300 + page * 60 + k * 13, y + 3, 11, 38, "cached" if sequence else "naive")
+                        picture.box(300 + page * 60 + k * 13, y + 3, 11, 38, "two" if sequence else "one")
     picture.text(20, 318, "Position 6 of text 1: logical page 6 / 4 = 1, entry 1 of its table is page 3, row 3 · 4 + 2 = 14.",
                  "small")
     return picture
@@ -306,15 +306,16 @@ def quality(llm, found=None):
 
 
 def ladder(llm):
-    picture = Picture("The plain program and its fast twins write the same text", 250)
     words = ("bench", "--kv", "f16", "--depth", "0,1000", "--prefill", "128", "-n", "32", "--repeats", "3")
     plain, fast = ({(row["name"], row["depth"]): row["tokens_per_second"] for row in llm(*words, program=program)["results"]}
                    for program in (str(pathlib.Path(llm.program).resolve().parent / "llm-plain"), llm.program))
+    most = max(fast[key] / plain[key] for key in fast)
+    picture = Picture(f"The fast twins write the same text, up to {most:.0f} times as fast", 250)
     for i, (key, name) in enumerate(((("prefill", 0), "prefill of 128"), (("decode", 0), "decode, empty cache"),
                                      (("decode", 1000), "decode behind 1,000"))):
         y, most = 64 + i * 56, max(max(fast.values()), 1)
         picture.text(20, y + 22, name)
-        for k, (found, style, label) in enumerate(((plain, "empty", "plain"), (fast, "cached", "fast"))):
+        for k, (found, style, label) in enumerate(((plain, "grey", "plain"), (fast, "cached", "fast"))):
             width = 420 * found[key] / most
             picture.box(190, y + k * 22, max(2, width), 19, style)
             ratio = f", {fast[key] / plain[key]:.1f} times" if k else ""
@@ -324,7 +325,7 @@ def ladder(llm):
 
 
 def errors(llm):
-    picture = Picture("Each bit less doubles the error of a stored key or value, about", 380)
+    picture = Picture("Fewer bits, more error: a bit less about doubles it", 380)
     axes = Axes(picture, (110, 90, 700, 310), (2, 20), (1e-4, 1), log=True)
     axes.ticks([2, 4, 8, 16], [], "bits a number", "error / size, root mean square")
     for power in range(-4, 1):
