@@ -122,8 +122,7 @@ inline std::string read_file(const std::string &path, size_t limit) {
     return std::string(file.get(), size);
 }
 
-// ---- JSON, read
-// ----------------------------------------------------------------------------------------------------------
+// ---- JSON, read -----------------------------------------------------------------------------------------------------
 
 // A node takes 64 bytes where the text may take 2, so the bound on the text bounds the memory, too. The header of a
 // model with 10,000 tensors is about 1 MiB long.
