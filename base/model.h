@@ -665,10 +665,10 @@ inline CacheSizes read_cache_sizes(const std::string &name, const std::string &t
     for (const char *key : {"text_config", "llm_config", "language_config"})  // of models that also see or hear
         if (config.find(key)) config = config.section(key);
     // The first of these spellings that is there; without `otherwise` one must be.
-    auto size = [&](std::initializer_list<const char *> keys, int most, int otherwise = -1) {
+    auto size = [&](std::initializer_list<const char *> keys, int most, std::optional<int> otherwise = {}) {
         for (const char *key : keys)
             if (config.find(key)) return config.integer(key, 1, most);
-        return otherwise >= 0 ? otherwise : config.integer(*keys.begin(), 1, most);
+        return config.integer(*keys.begin(), 1, most, otherwise);
     };
     out.windows.resize((size_t)size({"num_hidden_layers", "n_layer", "n_layers", "num_layers"}, max_layers));
     out.context = size({"max_position_embeddings", "n_positions", "max_seq_len", "seq_length"}, 1 << 30, 0);

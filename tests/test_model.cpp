@@ -153,6 +153,8 @@ void check_cases(const std::string &family, const std::vector<Case> &cases) {
     }
 }
 
+void check_cases(const std::vector<Case> &cases) { check_cases("LlamaForCausalLM", cases); }
+
 // Chance, the same with the same seed, which a failure prints.
 std::mt19937 random_numbers(unsigned seed = std::random_device()()) {
     MESSAGE("seed " << seed);
@@ -578,18 +580,15 @@ TEST_CASE("config values that cannot be, and keys that must be there") {
             }
         }
     }
-    check_cases("LlamaForCausalLM",
-                {{{{"hidden_size", "\"0\""}},
+    check_cases({{{{"hidden_size", "\"0\""}},
                   "config.json: hidden_size is \"0\", expected a whole number from 1 to 16777216"}});
     for (const std::string key : {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                                   "vocab_size", "architectures"})
-        for (const char *value : {"", "null"})
-            check_cases("LlamaForCausalLM", {{{{key, value}}, "config.json: " + key + " is missing"}});
+        for (const char *value : {"", "null"}) check_cases({{{{key, value}}, "config.json: " + key + " is missing"}});
 }
 
-TEST_CASE("sizes that do not fit each other") {
+TEST_CASE("what does not fit, is not supported, or stands twice") {
     check_cases(
-        "LlamaForCausalLM",
         {{{{"num_key_value_heads", "3"}}, "num_attention_heads is 8, expected a multiple of num_key_value_heads, 3"},
          {{{"num_key_value_heads", "16"}}, "num_attention_heads is 8, expected a multiple of num_key_value_heads, 16"},
          {{{"hidden_size", "65"}}, "hidden_size is 65, expected a multiple of num_attention_heads, 8 (or a head_dim)"},
@@ -597,13 +596,8 @@ TEST_CASE("sizes that do not fit each other") {
          {{{"head_dim", "7"}}, "head_dim is 7, expected an even number: RoPE turns pairs"},
          {{{"hidden_size", "72"}}, "head_dim is 9, expected an even"},
          {{{"hidden_size", "4"}}, "hidden_size is 4, expected a mult"},
-         {{{"head_dim", "16777216"}}, "num_attention_heads * head_dim is 134217728, expected at most 16777216"}});
-}
-
-TEST_CASE("what is not supported is said, with what is") {
-    check_cases(
-        "LlamaForCausalLM",
-        {{{{"architectures", "[\"GPT2LMHeadModel\"]"}},
+         {{{"head_dim", "16777216"}}, "num_attention_heads * head_dim is 134217728, expected at most 16777216"},
+         {{{"architectures", "[\"GPT2LMHeadModel\"]"}},
           "config.json: architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM "
           "MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM"},
          {{{"architectures", "[\"LlamaModel\"]"}}, "architecture LlamaModel is not supported"},
@@ -617,7 +611,12 @@ TEST_CASE("what is not supported is said, with what is") {
          {{{"dtype", "\"float8_e4m3fn\""}}, "dtype float8_e4m3fn is not supported"},
          {{{"dtype", "\"float32 float16\""}}, "dtype float32 float16 is not supported"},
          {{{"quantization_config", R"({"quant_method": "gptq", "bits": 4})"}},
-          R"(quantization_config is {"quant_method":"gptq","bits":4}, expected weights as they were trained)"}});
+          R"(quantization_config is {"quant_method":"gptq","bits":4}, expected weights as they were trained)"},
+         {{{"rope_scaling", R"({"factor": 1, "factor": 2})"}}, "key \"factor\" stands twice"},
+         {{{"x", R"([[{"a": 1, "a": 1}]])"}}, "key \"a\" stands twice"},
+         {{{"x", R"({"a": {"a": 1}, "b": {"a": 2}})"}}, ""}});
+    check_contains(error_of([] { parse(replaced(config_text({}), "{", "{\"hidden_size\": 32, ")); }),
+                   "config.json: key \"hidden_size\" stands twice in one object");
 }
 
 TEST_CASE("keys by which another architecture's config gives itself away") {
@@ -642,7 +641,7 @@ TEST_CASE("keys by which another architecture's config gives itself away") {
         {{"dim_model_base"}, {"256"}, {"64"}}};
     for (const auto &[keys, foreign, neutral] : groups) {
         for (const std::string &key : keys) {
-            for (const std::string &value : neutral) check_cases("LlamaForCausalLM", {{{{key, value}}, ""}});
+            for (const std::string &value : neutral) check_cases({{{{key, value}}, ""}});
             for (const std::string &value : foreign) {
                 std::string line = error_of([&] { parse(config_text({{key, value}})); });
                 check_contains(line, "config.json: " + key + " is " + value.substr(0, 1));
@@ -650,8 +649,7 @@ TEST_CASE("keys by which another architecture's config gives itself away") {
             }
         }
     }
-    check_cases("LlamaForCausalLM",
-                {{{{"residual_multiplier", "0.22"}},
+    check_cases({{{{"residual_multiplier", "0.22"}},
                   "config.json: residual_multiplier is 0.22, expected 1, or no such key: LlamaForCausalLM computes "
                   "without it"}});
     check_cases("Qwen3ForCausalLM",
@@ -663,12 +661,11 @@ TEST_CASE("rope scaling that is not supported, or half of one") {
         return Case{{{"rope_scaling", scaling}}, line};
     };
     for (const std::string type : {"yarn", "dynamic", "longrope", "mrope", "su", "LLAMA3", ""}) {
-        check_cases("LlamaForCausalLM", {scaled("config.json: rope_scaling: rope_type " + type +
-                                                    " is not supported; supported are default linear llama3",
-                                                R"({"factor": 2, "type": ")" + type + "\"}")});
+        check_cases({scaled(
+            "config.json: rope_scaling: rope_type " + type + " is not supported; supported are default linear llama3",
+            R"({"factor": 2, "type": ")" + type + "\"}")});
     }
     check_cases(
-        "LlamaForCausalLM",
         {scaled("config.json: rope_scaling: factor is missing", R"({"type": "linear"})"),
          scaled("factor is 0, expected a number from 1e-06 to 1e+06", R"({"type": "linear", "factor": 0})"),
          scaled("factor is \"2\", expected a number", R"({"type": "linear", "factor": "2"})"),
@@ -710,8 +707,7 @@ TEST_CASE("windows that make no sense") {
                  {{{"layer_types", both}},
                   "layer_types has sliding_attention, but use_sliding_window and sliding_window give no window"}});
     // Where the family says which layers slide, layer_types cannot say otherwise.
-    check_cases("LlamaForCausalLM",
-                {{{{"layer_types", "[" + full + ", " + full + "]"}}, ""},
+    check_cases({{{{"layer_types", "[" + full + ", " + full + "]"}}, ""},
                  {{{"layer_types", both}}, "layer_types is \"sliding_attention\", expected full_attention"}});
     check_cases("MistralForCausalLM",
                 {{{{"layer_types", "[" + sliding + ", " + sliding + "]"}}, ""},
@@ -730,15 +726,6 @@ TEST_CASE("config.json that is not JSON") {
     for (const char *text : {"[]", "3", "null", "\"x\"", "true"}) check_contains(line(text), "expected a JSON object");
     CHECK(line(good + " \n\t") == "");
     check_contains(error_of([&] { parse(good, "{"); }), "generation_config.json: not valid JSON");
-}
-
-TEST_CASE("equal keys") {
-    check_contains(error_of([] { parse(replaced(config_text({}), "{", "{\"hidden_size\": 32, ")); }),
-                   "config.json: key \"hidden_size\" stands twice in one object");
-    check_cases("LlamaForCausalLM",
-                {{{{"rope_scaling", R"({"factor": 1, "factor": 2})"}}, "key \"factor\" stands twice"},
-                 {{{"x", R"([[{"a": 1, "a": 1}]])"}}, "key \"a\" stands twice"},
-                 {{{"x", R"({"a": {"a": 1}, "b": {"a": 2}})"}}, ""}});
 }
 
 TEST_CASE("deep nesting, and more than 16 MiB") {
@@ -891,7 +878,8 @@ TEST_CASE("tensors that are not what config.json asks for") {
         {"\"num_key_value_heads\": 2", "\"num_key_value_heads\": 4",
          "k_proj.weight has shape [16, 32], config.json asks for [32, 32]"},
         {"\"num_hidden_layers\": 2", "\"num_hidden_layers\": 9999",
-         "w: tensor model.layers.2.input_layernorm.weight is missing, config.json asks for it (LlamaForCausalLM, 9999 "
+         "w: tensor model.layers.2.input_layernorm.weight is missing, config.json asks for it (LlamaForCausalLM, "
+         "9999 "
          "layers)"},
         {"\"attention_bias\": false", "\"attention_bias\": true", "q_proj.bias is missing"},
         {"\"mlp_bias\": false", "\"mlp_bias\": true", "gate_proj.bias is missing"}};
