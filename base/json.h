@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -122,8 +123,7 @@ inline std::string read_file(const std::string &path, size_t limit) {
     return std::string(file.get(), size);
 }
 
-// ---- JSON, read
-// ----------------------------------------------------------------------------------------------------------
+// ---- JSON, read -----------------------------------------------------------------------------------------------------
 
 // A node takes 64 bytes where the text may take 2, so the bound on the text bounds the memory, too. The header of a
 // model with 10,000 tensors is about 1 MiB long.
@@ -198,22 +198,19 @@ struct Section {
         if (!item) fail("%s: %s is missing", name.c_str(), key);
         return item;
     }
-    int integer(const char *key, int low, int high) const {
+    // The value of a key that must be there, unless there is an `otherwise`.
+    int integer(const char *key, int low, int high, std::optional<int> otherwise = {}) const {
+        if (otherwise && !find(key)) return *otherwise;
         const cJSON *item = need(key);
         if (!is_whole(item, low, high)) refuse(key, item, formatted("a whole number from %d to %d", low, high));
         return (int)item->valuedouble;
     }
-    int integer(const char *key, int low, int high, int otherwise) const {
-        return find(key) ? integer(key, low, high) : otherwise;
-    }
-    double number(const char *key, double low, double high) const {
+    double number(const char *key, double low, double high, std::optional<double> otherwise = {}) const {
+        if (otherwise && !find(key)) return *otherwise;
         const cJSON *item = need(key);
         double value = cJSON_IsNumber(item) ? item->valuedouble : NAN;
         if (!(value >= low && value <= high)) refuse(key, item, formatted("a number from %g to %g", low, high));
         return value;
-    }
-    double number(const char *key, double low, double high, double otherwise) const {
-        return find(key) ? number(key, low, high) : otherwise;
     }
     bool flag(const char *key, bool otherwise) const {
         const cJSON *item = find(key);

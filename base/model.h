@@ -345,21 +345,18 @@ inline Config parse_config(const std::string &name, const std::string &text, con
 
 // The text of DIR/config.json, and what messages call it.
 inline std::pair<std::string, std::string> read_config_file(const std::string &directory) {
-    const char *expected = "expected the directory that holds config.json and model.safetensors";
-    struct stat status;
-    if (stat(directory.c_str(), &status) != 0)
-        fail("%s: cannot open it: %s; %s", directory.c_str(), strerror(errno), expected);
-    if (!S_ISDIR(status.st_mode)) fail("%s: is a file, %s", directory.c_str(), expected);
     std::string name = join_path(directory, "config.json");
-    if (!file_exists(name)) fail("%s: no such file; %s", name.c_str(), expected);
+    if (!file_exists(name)) {
+        fail("%s: cannot open it: %s; expected the directory that holds config.json and model.safetensors",
+             name.c_str(), strerror(errno));
+    }
     return {name, read_file(name, max_json_bytes)};
 }
 
 inline Config load_config(const std::string &directory) {
     auto [name, text] = read_config_file(directory);
     std::string generation = join_path(directory, "generation_config.json");
-    return parse_config(name, text, generation,
-                        file_exists(generation) ? read_file(generation, max_json_bytes) : std::string());
+    return parse_config(name, text, generation, file_exists(generation) ? read_file(generation, max_json_bytes) : "");
 }
 
 // ---- safetensors ---------------------------------------------------------------------------------------------------
@@ -379,14 +376,12 @@ struct TensorTable {
     std::map<std::string, StoredTensor> tensors;
 };
 
-// Bytes of an element of each type the format has; 0: not known here, so its size is not checked. Only F32, F16 and
-// BF16 can be used; others may lie in the file beside them.
+// Bytes of an element, from the bits in its type's name: "BF16", "I64", "F8_E4M3"; 0: not known here, or not whole, so
+// the tensor's size is not checked. Only F32, F16 and BF16 can be used; others may lie in the file beside them.
 inline size_t stored_dtype_bytes(const std::string &dtype) {
-    static const std::map<std::string, size_t> bytes = {
-        {"BOOL", 1}, {"U8", 1},  {"I8", 1},  {"F8_E5M2", 1}, {"F8_E4M3", 1}, {"U16", 2}, {"I16", 2}, {"F16", 2},
-        {"BF16", 2}, {"U32", 4}, {"I32", 4}, {"F32", 4},     {"U64", 8},     {"I64", 8}, {"F64", 8}, {"C64", 8}};
-    auto found = bytes.find(dtype);
-    return found == bytes.end() ? 0 : found->second;
+    size_t digit = dtype.find_first_of("0123456789");
+    if (digit == std::string::npos) return dtype == "BOOL";
+    return strtoul(dtype.c_str() + digit, nullptr, 10) / 8;
 }
 
 inline std::vector<int64_t> read_counts(const Section &tensor, const char *key) {
@@ -465,13 +460,11 @@ inline TensorTable parse_safetensors(const std::string &name, const char *bytes,
     if (size < sizeof header_bytes) fail("%s: is %zu bytes long, too short for a safetensors file", name.c_str(), size);
     memcpy(&header_bytes, bytes, sizeof header_bytes);
     const size_t rest = size - sizeof header_bytes;
-    if (header_bytes > max_json_bytes) {
-        fail("%s: its header is said to be %llu bytes long, expected at most %zu: not a safetensors file", name.c_str(),
-             (unsigned long long)header_bytes, max_json_bytes);
-    }
-    if (header_bytes > rest) {
-        fail("%s: its header is said to be %llu bytes long, but the file holds %zu: it is cut off, fetch it again",
-             name.c_str(), (unsigned long long)header_bytes, rest);
+    const size_t most = std::min(rest, max_json_bytes);
+    if (header_bytes > most) {
+        fail("%s: its header is said to be %llu bytes long, expected at most %zu: %s", name.c_str(),
+             (unsigned long long)header_bytes, most,
+             header_bytes > max_json_bytes ? "not a safetensors file" : "it is cut off, fetch it again");
     }
     const char *header = bytes + sizeof header_bytes, *data = header + header_bytes;
     Json root = parse_json(name + ": header", std::string(header, (size_t)header_bytes));
@@ -482,6 +475,11 @@ inline TensorTable parse_safetensors(const std::string &name, const char *bytes,
     }
     check_coverage(table, data, rest - (size_t)header_bytes);
     return table;
+}
+
+inline TensorTable open_safetensors(const std::string &path, std::vector<Mapping> &files) {
+    files.push_back(map_file(path));
+    return parse_safetensors(path, files.back().get(), files.back().get_deleter().size);
 }
 
 // The shards that the index names, each opened once; a tensor is taken from the shard the index gives.
@@ -501,8 +499,7 @@ inline TensorTable open_shards(const std::string &directory, const std::string &
             if (!file_exists(path)) {
                 fail("%s: cannot open it: %s; %s names it", path.c_str(), strerror(errno), index.c_str());
             }
-            files.push_back(map_file(path));
-            shards[shard] = parse_safetensors(path, files.back().get(), files.back().get_deleter().size);
+            shards[shard] = open_safetensors(path, files);
         }
         auto found = shards[shard].tensors.find(item->string);
         if (found == shards[shard].tensors.end()) {
@@ -521,8 +518,7 @@ inline TensorTable open_weights(const std::string &directory, std::vector<Mappin
         fail("%s: neither model.safetensors nor model.safetensors.index.json is there; no other format is read",
              directory.c_str());
     }
-    files.push_back(map_file(single));
-    return parse_safetensors(single, files.back().get(), files.back().get_deleter().size);
+    return open_safetensors(single, files);
 }
 
 // ---- Config + tensors = Model --------------------------------------------------------------------------------------
@@ -548,15 +544,14 @@ struct Binder {
                  printable(json_of(stored->shape)).c_str(), json_of(shape).c_str());
         }
         taken.insert(name);
-        Tensor tensor{stored->data, DType::f32, shape.size() == 1 ? 1 : shape[0], shape.back()};
-        if (stored->dtype == "F16") {
-            tensor.type = DType::f16;
-        } else if (stored->dtype == "BF16") {
-            tensor.type = DType::bf16;
-        } else if (stored->dtype != "F32") {
+        static const std::map<std::string, DType> types = {
+            {"F32", DType::f32}, {"F16", DType::f16}, {"BF16", DType::bf16}};
+        auto type = types.find(stored->dtype);
+        if (type == types.end()) {
             fail("%s: tensor %s has dtype %s, supported are F32 F16 BF16", stored->file.c_str(), name.c_str(),
                  printable(stored->dtype).c_str());
         }
+        Tensor tensor{stored->data, type->second, shape.size() == 1 ? 1 : shape[0], shape.back()};
         if ((uintptr_t)tensor.data % (uintptr_t)dtype_bytes(tensor.type)) {
             model.copies.emplace_back(new char[stored->bytes]);
             memcpy(model.copies.back().get(), stored->data, stored->bytes);
@@ -567,10 +562,7 @@ struct Binder {
         return tensor;
     }
     Linear linear(const std::string &name, int outputs, int inputs, bool bias) {
-        Linear result;
-        result.weight = take(name + ".weight", {outputs, inputs});
-        if (bias) result.bias = take(name + ".bias", {outputs});
-        return result;
+        return {take(name + ".weight", {outputs, inputs}), bias ? take(name + ".bias", {outputs}) : Tensor{}};
     }
 };
 
@@ -673,10 +665,10 @@ inline CacheSizes read_cache_sizes(const std::string &name, const std::string &t
     for (const char *key : {"text_config", "llm_config", "language_config"})  // of models that also see or hear
         if (config.find(key)) config = config.section(key);
     // The first of these spellings that is there; without `otherwise` one must be.
-    auto size = [&](std::initializer_list<const char *> keys, int most, int otherwise = -1) {
+    auto size = [&](std::initializer_list<const char *> keys, int most, std::optional<int> otherwise = {}) {
         for (const char *key : keys)
             if (config.find(key)) return config.integer(key, 1, most);
-        return otherwise >= 0 ? otherwise : config.integer(*keys.begin(), 1, most);
+        return config.integer(*keys.begin(), 1, most, otherwise);
     };
     out.windows.resize((size_t)size({"num_hidden_layers", "n_layer", "n_layers", "num_layers"}, max_layers));
     out.context = size({"max_position_embeddings", "n_positions", "max_seq_len", "seq_length"}, 1 << 30, 0);
@@ -698,9 +690,8 @@ inline CacheSizes read_cache_sizes(const std::string &name, const std::string &t
         return out;
     }
     int heads = size({"num_attention_heads", "n_head", "n_heads"}, max_size);
-    out.kv_heads = config.flag("multi_query", false) ? 1 : heads;
-    out.kv_heads =
-        size({"num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"}, max_size, out.kv_heads);
+    out.kv_heads = size({"num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"}, max_size,
+                        config.flag("multi_query", false) ? 1 : heads);
     out.key_width = size({"head_dim", "kv_channels"}, max_size, 0);
     if (!out.key_width) out.key_width = size({"hidden_size", "n_embd", "d_model"}, max_size) / heads;
     out.value_width = size({"v_head_dim"}, max_size, out.key_width);
