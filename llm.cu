@@ -14,7 +14,7 @@
 
 #include "attention.cu"
 #include "base/device.h"
-#include "base/limits.h"
+#include "base/usable.h"
 #include "base/tokenizer.h"
 #include "cache.h"
 #include "layers.cu"

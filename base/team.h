@@ -21,7 +21,7 @@
 
 #include "formats.h"
 #include "json.h"
-#include "limits.h"
+#include "usable.h"
 
 // A team of one. Items of a loop are shared as  for (i = first(); i < n; i += step()).
 struct Alone {
