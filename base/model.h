@@ -116,7 +116,7 @@ struct Family {
 
 // clang-format off
 constexpr Family families[] = {
-    //                               kv  dim context  window bos end  q, k, v bias      output bias       mlp    q/k norm
+    //                               kv  dim context  window bos end  q, k, v bias      output bias       mlp    qk_norm
     {"LlamaForCausalLM",   "llama",   0,   0,   2048,    0,  1,  2,  Family::if_asked, Family::if_asked, true,  false},
     {"MistralForCausalLM", "mistral", 8,   0, 131072, 4096,  1,  2,  Family::never,    Family::never,    false, false},
     {"Qwen2ForCausalLM",   "qwen2",  32,   0,  32768, 4096, -1, -1,  Family::always,   Family::never,    false, false},
