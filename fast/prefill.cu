@@ -180,7 +180,7 @@ void attend_chunk(Gpu &m, Chunk<Number> chunk) {
     int first = chunk.task.visible.first(chunk.span.position), end = chunk.span.position + chunk.span.count;
     // A row goes through its positions in the same tiles whatever rows are beside it.
     auto tiles = [&](int begin, int end, bool own, bool blocks) {
-        for (int at = begin / tile_positions * tile_positions; at < end; at += tile_positions)
+        for (int at = begin / tile_positions * tile_positions; begin < end && at < end; at += tile_positions)
             add_tile(m, chunk, {std::max(at, begin), std::min(at + tile_positions, end), own, blocks});
     };
     if (chunk.has_own()) {

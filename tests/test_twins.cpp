@@ -402,8 +402,9 @@ TEST_CASE("attention over every layout and pair of precisions: chunks, then step
     });
 }
 
-TEST_CASE("attention: widths, groups, lengths, windows, sinks, pages, all drawn anew in each run") {
-    uint64_t seed = getenv("SEED") ? strtoull(getenv("SEED"), nullptr, 0) : (uint64_t)(now() * 1e6);
+TEST_CASE("attention: widths, groups, lengths, windows, sinks, pages, all drawn") {
+    // The fifth: a layer's window that begins behind the last full block of a GPU's prefill.
+    uint64_t seed = getenv("SEED") ? strtoull(getenv("SEED"), nullptr, 0) : 20741108250;
     for (int i = 0; i < 40; i++, seed++) {
         CAPTURE(seed);  // SEED=... draws the same first
         Random random{seed};
