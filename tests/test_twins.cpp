@@ -263,13 +263,14 @@ struct Story {
     reference::Side keys, values;
 };
 
-// What the queries of `position` should get. off: how far a key's share of a score is off, and a weighted value,
-// relatively.
+// What the queries of `position` should get. off_k: how far a key's share of a score is off, relatively; off_v: a
+// weighted value.
 static void add_expected(Expected &out, const Shape &shape, const Story &story, const float *queries, int position,
-                         const Visible &visible, const Vector &frequencies, double off, double factors) {
+                         const Visible &visible, const Vector &frequencies, double off_k, double off_v,
+                         double factors) {
     reference::Side keys = story.keys, sizes = story.values;
     for (auto *readings : {&keys.stored, &keys.recent})
-        for (Reading &key : *readings) key.off += off * key.size;
+        for (Reading &key : *readings) key.off += off_k * key.size;
     for (auto *readings : {&sizes.stored, &sizes.recent})
         for (Reading &value : *readings) value.value = value.size;
     for (int head = 0; head < shape.heads.query; head++) {
@@ -282,7 +283,7 @@ static void add_expected(Expected &out, const Shape &shape, const Story &story, 
         reference::attention(size, query, seen(sizes), shape.heads.width, shape.value_width);
         reference::attention(out, query, seen(story.values), shape.heads.width, shape.value_width, factors);
         for (int i = 0; i < shape.value_width; i++)
-            out.bound[out.bound.size() - shape.value_width + i] += off * size.value[i];
+            out.bound[out.bound.size() - shape.value_width + i] += off_v * size.value[i];
     }
 }
 
@@ -349,18 +350,22 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
             Operations::attention(m, task, pass);
             if (!shape.naive) Operations::keep_residual(m, task, pass);
         });
-        // What 16 bits leave of queries, keys, weights and values.
+        // What 16 bits leave of queries and keys, of weights and values; a type that has 16 bits itself loses nothing.
         bool wide = std::holds_alternative<BF16>(shape.type_k) || std::holds_alternative<BF16>(shape.type_v);
         bool decoding = tokens == 1 && !shape.naive;
         bool rounds = column.fast && column.gpu && !decoding && shape.products != DType::f32;
-        double off = rounds ? 2.1 * unit_of(wide ? DType::bf16 : DType::f16) : 0;
+        auto roundings = [&](const Precision &type) {
+            bool exact = wide ? std::holds_alternative<BF16>(type) : std::holds_alternative<F16>(type);
+            return (exact && !shape.naive ? 1 : 2) * 1.05 * (wide ? BF16::unit_roundoff : F16::unit_roundoff);
+        };
+        double off_k = rounds ? roundings(shape.type_k) : 0, off_v = rounds ? roundings(shape.type_v) : 0;
         double factors = column.fast && !column.gpu ? 0x1.01p-16 : 0;
         Expected expected;
         for (const Span &span : spans) {
             Story &story = stories[span.sequence];
             story.keys.add(&k[(size_t)span.row * kv_width]), story.values.add(&v[(size_t)span.row * value_row]);
             add_expected(expected, shape, story, &q[(size_t)span.row * heads.query * heads.width], span.position,
-                         visible, frequencies, off, factors);
+                         visible, frequencies, off_k, off_v, factors);
         }
         // f16 has no weights below 2^-24: each of them is off by 2^-25 of the largest number stored, 1, at most.
         for (double &bound : expected.bound) bound += rounds ? spans.back().end * 0x1p-25 : 0;
@@ -402,10 +407,12 @@ TEST_CASE("attention over every layout and pair of precisions: chunks, then step
     });
 }
 
-TEST_CASE("attention: widths, groups, lengths, windows, sinks, pages, all drawn") {
-    // The fifth: a layer's window that begins behind the last full block of a GPU's prefill.
-    uint64_t seed = getenv("SEED") ? strtoull(getenv("SEED"), nullptr, 0) : 20741108250;
-    for (int i = 0; i < 40; i++, seed++) {
+TEST_CASE("attention: widths, groups, lengths, windows, sinks, pages, all drawn anew in each run") {
+    // Once found: a layer's window that begins behind the last full block of a GPU's prefill.
+    constexpr uint64_t known = 20741108254;
+    const uint64_t drawn = getenv("SEED") ? strtoull(getenv("SEED"), nullptr, 0) : (uint64_t)(now() * 1e6);
+    for (uint64_t i = 0; i < 40; i++) {
+        uint64_t seed = i == 0 && !getenv("SEED") ? known : drawn + i;
         CAPTURE(seed);  // SEED=... draws the same first
         Random random{seed};
         auto up_to = [&](int most) { return (int)(random.bits() % (uint64_t)(most + 1)); };
