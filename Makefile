@@ -95,7 +95,7 @@ run: all
 plain: need
 	$(AGAIN) found llm-plain
 
-test: need-tests need-explorer
+test: need-explorer
 	$(AGAIN) found llm llm-plain $(TESTS:%=build/%)
 	@sh tests/run.sh $(TESTS:%=build/%) tests/test_explorer.py tests/test_docs.py
 
@@ -103,7 +103,7 @@ docs-check: need-tests
 	$(AGAIN) found llm llm-plain
 	@sh tests/run.sh tests/test_docs.py
 
-test-explorer: need need-explorer
+test-explorer: need-explorer
 	$(AGAIN) found llm
 	@sh tests/run.sh tests/test_explorer.py
 
@@ -159,10 +159,11 @@ need:
 	  /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.asan-*.a:libclang-rt-14-dev))
 
 need-tests: need
-	$(call need_packages,$(INCLUDE)/doctest/doctest.h:doctest-dev $(INCLUDE)/boost/context/fiber.hpp:libboost-context-dev)
+	$(call need_packages,$(INCLUDE)/doctest/doctest.h:doctest-dev $(INCLUDE)/boost/context/fiber.hpp:libboost-context-dev \
+	  python3:python3 git:git)
 
-need-explorer:
-	$(call need_packages,chromium:chromium python3:python3)
+need-explorer: need-tests
+	$(call need_packages,chromium:chromium)
 
 need-fuzz: need
 	$(call need_packages,clang++:clang /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a:libclang-rt-14-dev)
