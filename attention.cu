@@ -131,25 +131,26 @@ void attention(M &m, const Attention &task, const Pass &pass) {
 
 // ---- Storing -----------------------------------------------------------------------------------------------
 
+// Vector `item` of some, in place.
+template <class Team>
+HOST_DEVICE void round_to_f16(float *vectors, int64_t item, int width, Team team) {
+    for (int64_t i = item * width + team.first(); i < (item + 1) * width; i += team.step()) {
+        f16 number;
+        from_float(number, vectors[i]);
+        vectors[i] = to_float(number);
+    }
+}
+
 // The pass's keys and values into the cache's rows, before its queries read. What a block of positions keeps at f16 is
 // rounded first, in place: so this pass's queries see it as later ones will.
 template <class M>
 void store_rows(M &m, const Attention &task, const Pass &pass) {
     int heads = task.heads.kv;
-    auto round = [&](const CacheRows &residual, const PassVectors &vectors) {
-        if (!residual.data) return;
-        int width = vectors.width;
-        float *start = vectors.start;
+    if (task.cache.residual_keys.data || task.cache.residual_values.data)
         m.for_each((int64_t)pass.count * heads, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
-            for (int i = team.first(); i < width; i += team.step()) {
-                f16 number;
-                from_float(number, start[item * width + i]);
-                start[item * width + i] = to_float(number);
-            }
+            if (task.cache.residual_keys.data) round_to_f16(task.keys.start, item, task.keys.width, team);
+            if (task.cache.residual_values.data) round_to_f16(task.values.start, item, task.values.width, team);
         });
-    };
-    round(task.cache.residual_keys, task.keys);
-    round(task.cache.residual_values, task.values);
     m.for_each((int64_t)pass.count * heads, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
         int row = (int)(item / heads);
         store_position(task.cache, task.layer, pass.spans[row], (int)(item % heads), task.keys, task.values,

@@ -102,21 +102,6 @@ void embed(M &m, float *x, const Tensor &embedding, const Pass &pass) {
     });
 }
 
-// out = x / sqrt(mean(x^2) + epsilon) * weight, for each of `count` vectors (Zhang and Sennrich 2019); `out` may be
-// `x`.
-template <class M>
-void rms_norm(M &m, float *out, const float *x, const Tensor &weight, int64_t count, double epsilon) {
-    int width = (int)weight.cols;
-    m.for_each(count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
-        const float *in = x + t * width;
-        float squares = 0;
-        for (int i = team.first(); i < width; i += team.step()) squares += in[i] * in[i];
-        float factor = 1 / sqrtf(team.sum(squares) / width + (float)epsilon);
-        for (int i = team.first(); i < width; i += team.step())
-            out[t * width + i] = in[i] * factor * number_of(weight, i);
-    });
-}
-
 // ---- Matrix products ---------------------------------------------------------------------------------------
 
 // Row `row` of a weight times x (n). Sums go side by side, as no addition has to wait for the one before it then.
@@ -131,6 +116,19 @@ HOST_DEVICE float dot(const Number *weight, int64_t row, const float *x, int n, 
     for (int i = whole + team.first(); i < n; i += team.step()) total += to_float(w[i]) * x[i];
     for (float sum : sums) total += sum;
     return team.sum(total);
+}
+
+// out = x / sqrt(mean(x^2) + epsilon) * weight, for each of `count` vectors (Zhang and Sennrich 2019); `out` may be
+// `x`.
+template <class M>
+void rms_norm(M &m, float *out, const float *x, const Tensor &weight, int64_t count, double epsilon) {
+    int width = (int)weight.cols;
+    m.for_each(count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
+        const float *in = x + t * width;
+        float factor = 1 / sqrtf(dot(in, 0, in, width, team) / width + (float)epsilon);
+        for (int i = team.first(); i < width; i += team.step())
+            out[t * width + i] = in[i] * factor * number_of(weight, i);
+    });
 }
 
 // --weights int8: each 32 neighbours of a row became whole numbers times a scale of their own, and so does what they
@@ -191,17 +189,22 @@ void rope_angles(M &m, const Pass &pass, int head_dim) {
     });
 }
 
-// Each head of x (count, heads, D), in place: RMSNorm where the model has one (Qwen3), then its pairs (i, i + D / 2)
-// rotated by the angles of the token's position. A thread reads nothing that another one writes.
+// Each head of query and key (count, heads, D), in place: RMSNorm where the layer has one (Qwen3), then its pairs
+// (i, i + D / 2) rotated by the angles of the token's position. A thread reads nothing that another one writes.
 template <class M>
-void norm_and_rope(M &m, float *x, const Tensor &norm, double epsilon, int heads, int head_dim, const Pass &pass) {
-    int half = head_dim / 2;
-    m.for_each((int64_t)pass.count * heads, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
-        float *head = x + item * head_dim, squares = 0, factor = 1;
-        const float *cos_sin = pass.cos_sin + item / heads * head_dim;
+void norm_and_rope(M &m, float *query, float *key, const LayerWeights &w, double epsilon, const Pass &pass) {
+    const int width = pass.heads.width, half = width / 2;
+    const int64_t queries = (int64_t)pass.count * pass.heads.query, keys = (int64_t)pass.count * pass.heads.kv;
+    const Tensor query_norm = w.query_norm, key_norm = w.key_norm;
+    m.for_each(queries + keys, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
+        const bool is_query = item < queries;
+        const int64_t index = is_query ? item : item - queries;
+        const Tensor &norm = is_query ? query_norm : key_norm;
+        float *head = (is_query ? query : key) + index * width, squares = 0, factor = 1;
+        const float *cos_sin = pass.cos_sin + index / (is_query ? pass.heads.query : pass.heads.kv) * width;
         for (int i = team.first(); norm.data && i < half; i += team.step())
             squares += head[i] * head[i] + head[i + half] * head[i + half];
-        if (norm.data) factor = 1 / sqrtf(team.sum(squares) / head_dim + (float)epsilon);
+        if (norm.data) factor = 1 / sqrtf(team.sum(squares) / width + (float)epsilon);
         for (int i = team.first(); i < half; i += team.step()) {
             float a = head[i], b = head[i + half], cosine = cos_sin[i], sine = cos_sin[i + half];
             if (norm.data) a *= factor * number_of(norm, i), b *= factor * number_of(norm, i + half);

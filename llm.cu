@@ -217,8 +217,7 @@ void forward(M &m, Engine &engine, const Batch &batch, const CacheView &cache) {
                               visible,  heads};
             best::rms_norm(m, normed, x, w.attention_norm, count, epsilon);                      // n = RMSNorm(x)
             best::linear(m, normed, count, {{w.query, query}, {w.key, key}, {w.value, value}});  // q, k, v = W n + b
-            best::norm_and_rope(m, query, w.query_norm, epsilon, heads.query, head_dim, pass);
-            best::norm_and_rope(m, key, w.key_norm, epsilon, heads.kv, head_dim, pass);
+            best::norm_and_rope(m, query, key, w, epsilon, pass);                                // both rotated
             if (cache.keys.data) best::store_rows(m, task, pass);
             best::attention(m, task, pass);  // o = softmax(q K^T / sqrt(D)) V
             if (cache.keys.data) best::keep_residual(m, task, pass);

@@ -18,6 +18,7 @@
 #include <climits>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "formats.h"
 #include "json.h"
@@ -107,7 +108,11 @@ public:
 
     template <class Body>
     void run(Body body) {
-        [[maybe_unused]] int team = choose_team();
+        int team = choose_team();
+        State &s = *state_;
+        if ((int)s.places.size() < team) s.places = std::vector<Place>(team);
+        for (Place &place : s.places) place.waits = 0, place.taken = 0;
+        s.next = 0;
         double start = now();
 #pragma omp parallel num_threads(team)
         body();
@@ -133,7 +138,9 @@ public:
     // The same for items of unequal cost: whoever is ready takes the next one.
     template <class Body>
     void for_each_in_turn(int64_t items, Body body) {
-        for (int64_t i; (i = state_->next.fetch_add(1)) < items;) body(i, Alone());
+        int64_t &taken = state_->places[index()].taken;
+        for (int64_t i; (i = state_->next.fetch_add(1) - taken) < items;) body(i, Alone());
+        taken += items + team();  // each has asked once in vain
         wait();
     }
 
@@ -148,33 +155,15 @@ public:
         return (T *)shared_.data();
     }
 
-    // Waits until the whole team is here. OpenMP's own barrier may spin for 10 ms; the waits of a layer are of
-    // microseconds. This one spins for a millisecond, about, and then sleeps: on a busy machine, whoever slept gets a
-    // core at once when it is woken, but whoever spun waits for its turn among the other programs.
+    // Waits until the whole team is here: each counts its waits where the others look. OpenMP's own barrier may spin
+    // for 10 ms; the waits of a layer are of microseconds.
     void wait() {
         State &s = *state_;
-        unsigned mine = s.round.load(), all = (unsigned)team();
-        if (s.arrived.fetch_add(1) + 1 == all) {
-            s.arrived.store(0);
-            s.next.store(0);
-            s.round.store(mine + 1);
-            if (s.sleeping.load() > 0) syscall(SYS_futex, &s.round, FUTEX_WAKE_PRIVATE, INT_MAX);
-            return;
-        }
-        constexpr int short_spins = 2000, long_spins = 60000;
-        auto spin = [&](int most) {
-            for (int i = 0; i < most && s.round.load(std::memory_order_acquire) == mine; i++) pause_briefly();
-            return s.round.load() != mine;
-        };
-        bool crowded = (int)all > s.cores;  // then somebody waits for this very core
-        if (!crowded && spin(short_spins)) return;
-        double start = now();
-        if (crowded || !spin(long_spins)) {
-            s.sleeping.fetch_add(1);
-            while (s.round.load() == mine) syscall(SYS_futex, &s.round, FUTEX_WAIT_PRIVATE, mine, nullptr);
-            s.sleeping.fetch_sub(1);
-        }
-        s.late.fetch_add((int64_t)((now() - start) * 1e9));
+        const int all = team(), me = index();
+        const unsigned mine = s.places[me].waits + 1;
+        s.places[me].waits = mine;
+        if (s.sleeping > 0) syscall(SYS_futex, &s.places[me].waits, FUTEX_WAKE_PRIVATE, INT_MAX);
+        for (int i = 1; i < all; i++) wait_for(s.places[(me + i) % all].waits, mine, all > s.cores);
     }
 
     std::shared_ptr<void> reserve(size_t bytes, const char *what, const char *cure) override {
@@ -189,9 +178,14 @@ public:
     std::string name() const { return "CPU, " + std::to_string(threads) + (threads == 1 ? " thread" : " threads"); }
 
 private:
+    struct alignas(cache_line) Place {   // of a thread, in its own line of the caches
+        std::atomic<unsigned> waits{0};  // that it has come to in this run
+        int64_t taken = 0;               // items and vain askings of for_each_in_turn() so far in this run
+    };
     struct State {
-        std::atomic<unsigned> arrived{0}, round{0}, sleeping{0};
-        std::atomic<int64_t> next{0};  // item that for_each_in_turn() gives out
+        std::vector<Place> places;
+        std::atomic<int64_t> next{0};  // so many times for_each_in_turn() was asked for an item in this run
+        std::atomic<int> sleeping{0};
         std::atomic<int64_t> late{0};  // ns that threads have waited longer than a short spin
         double watched = 0;            // in so many seconds of runs
         int cores = usable_threads();
@@ -200,6 +194,28 @@ private:
     };
     std::unique_ptr<State> state_;
     Aligned<char> shared_;
+
+    // Waits until another thread has come to as many waits. Spins for a millisecond, about, and then sleeps: on a busy
+    // machine, whoever slept gets a core at once when it is woken, but whoever spun waits for its turn among the other
+    // programs. `crowded`: somebody waits for this very core.
+    void wait_for(std::atomic<unsigned> &there, unsigned mine, bool crowded) {
+        State &s = *state_;
+        constexpr int short_spins = 2000, long_spins = 60000;
+        auto behind = [&] { return (int)(there.load(std::memory_order_acquire) - mine) < 0; };
+        auto spin = [&](int most) {
+            for (int i = 0; i < most && behind(); i++) pause_briefly();
+            return !behind();
+        };
+        if (!crowded && spin(short_spins)) return;
+        double start = now();
+        if (crowded || !spin(long_spins)) {
+            s.sleeping++;
+            for (unsigned seen; (int)((seen = there) - mine) < 0;)
+                syscall(SYS_futex, &there, FUTEX_WAIT_PRIVATE, seen, nullptr);
+            s.sleeping--;
+        }
+        s.late += (int64_t)((now() - start) * 1e9);
+    }
 
     // Where other programs take the cores, a thread that waits for another waits for a slice of the scheduler's, some
     // milliseconds: fewer threads are then faster. What counts is a tenth of a second, as any machine is disturbed now

@@ -94,37 +94,41 @@ constexpr int near_positions = 16, near_rows = 4 * near_positions, many_queries 
 constexpr bool wide_machine = HWY_ARCH_ARM || lanes == 16;
 constexpr int score_queries = wide_machine ? 6 : 3, value_queries = score_queries, value_vecs = wide_machine ? 4 : 3;
 
-// Some rows of a KV head, in the order in which their values are added up.
-struct Rows {
-    int count = 0;
-    size_t offset = 0;  // to those of another KV head
-    struct Row {
-        int at;                    // position in the split
-        const char *start, *then;  // its numbers, and what is asked for while they are read
-    } row[near_rows];
-    void add(const Row &one) { row[count++] = one; }
-    void fill_up() {  // to a multiple of four, which count as one
-        for (int i = count; i % 4; i++) row[i] = row[count - 1];
+// The order in which a split's positions are read, and their values added up: of each stream the next one, in turn.
+struct Turns {
+    int at[split_positions] = {};
+    constexpr Turns() {
+        for (int i = 0; i < split_positions; i++) at[i] = i / 4 + i % 4 * stream_positions;
     }
-    Rows within(int begin, int end) const {
-        Rows some;
-        some.offset = offset;
+};
+constexpr Turns turns;
+
+// Some rows in that order: those at the split's positions at[0 .. count).
+struct Rows {
+    const int *at;  // up to a multiple of four, which count as one
+    int count;
+    const char *const *row, *const *then;  // of a position: its numbers, and what is asked for while they are read
+    size_t offset, head_step;              // to those of the first KV head, and from one head's to the next one's
+    Rows of_head(int head) const { return {at, count, row, then, offset + head * head_step, head_step}; }
+    // Those in [begin, end), listed in `some`.
+    Rows within(int begin, int end, int *some) const {
+        int n = 0;
         for (int i = 0; i < count; i++)
-            if (row[i].at >= begin && row[i].at < end) some.add(row[i]);
-        return some;
+            if (at[i] >= begin && at[i] < end) some[n++] = at[i];
+        for (int i = n; i % 4; i++) some[i] = some[n - 1];
+        return {some, n, row, then, offset, head_step};
     }
 };
 
-// scores[q * split_positions + at] = row . query q, for four rows from `first` on, the last of them as often as it
-// takes; queries (Queries, stride).
+// scores[q * split_positions + at] = row . query q, for the four rows at[0 .. 4); queries (Queries, stride).
 template <class Number, int Queries, class Stride>
-inline void score_tile(float *scores, const Rows &rows, int first, const float *queries, Stride stride) {
+inline void score_tile(float *scores, const Rows &rows, const int *at, size_t offset, const float *queries,
+                       Stride stride) {
     Vec sums[Queries * 4];
-    const Rows::Row *row = rows.row + first;
     const Number *start[4];
     const char *then[4];
     unrolled<4>(
-        [&](auto r) { start[r] = (const Number *)(row[r].start + rows.offset), then[r] = row[r].then + rows.offset; });
+        [&](auto r) { start[r] = (const Number *)(rows.row[at[r]] + offset), then[r] = rows.then[at[r]] + offset; });
     unrolled<Queries * 4>([&](auto i) { sums[i] = set(0); });
     for (int c = 0; c < stride; c += lanes) {
         Vec query[Queries];
@@ -139,20 +143,22 @@ inline void score_tile(float *scores, const Rows &rows, int first, const float *
     unrolled<Queries>([&](auto q) {
         float four[4];
         sum4(four, sums[q * 4], sums[q * 4 + 1], sums[q * 4 + 2], sums[q * 4 + 3]);
-        for (int r = 0; r < 4; r++) scores[q * split_positions + row[r].at] = four[r];
+        for (int r = 0; r < 4; r++) scores[q * split_positions + at[r]] = four[r];
     });
 }
 
-// The raw scores q . k of some rows, (query, split_positions), still without the rows' scales.
+// The raw scores q . k of some rows, (head, query, split_positions), still without the rows' scales. Heads lie side by
+// side in memory, so a position's are read together.
 template <class Number, class Stride>
-__attribute__((flatten, noinline)) void score_rows(float *scores, const float *queries, int count, Stride stride,
-                                                   const Rows &rows) {
-    for (int first = 0; first < rows.count; first += 4) {
-        in_batches<score_queries, score_queries / 2>(count, [&](auto size, int q) {
-            score_tile<Number, size>(scores + (size_t)q * split_positions, rows, first, queries + (size_t)q * stride,
-                                     stride);
-        });
-    }
+__attribute__((flatten, noinline)) void score_rows(float *scores, const float *queries, int heads, int count,
+                                                   Stride stride, const Rows &rows) {
+    for (int first = 0; first < rows.count; first += 4)
+        for (int head = 0; head < heads; head++)
+            in_batches<score_queries, score_queries / 2>(count, [&](auto size, int q) {
+                const size_t query = (size_t)head * count + q;
+                score_tile<Number, size>(scores + query * split_positions, rows, rows.at + first,
+                                         rows.offset + head * rows.head_step, queries + query * stride, stride);
+            });
 }
 
 // values (Queries, stride) += the rows times their weights (Queries, split_positions), for `Vecs` Vecs of channels.
@@ -160,15 +166,16 @@ template <class Number, int Queries, int Vecs>
 inline void accumulate_tile(float *values, size_t stride, const float *weights, const Rows &rows, int channel) {
     Vec sums[Queries * Vecs];
     unrolled<Queries * Vecs>([&](auto i) { sums[i] = load(values + i / Vecs * stride + i % Vecs * lanes); });
-    for (int k = 0; k < rows.count; k++) {
-        const Rows::Row &row = rows.row[k];
-        const Number *numbers = (const Number *)(row.start + rows.offset) + channel;
+    for (int i = 0; i < rows.count; i++) {
+        const int t = rows.at[i];
+        const Number *numbers = (const Number *)(rows.row[t] + rows.offset) + channel;
+        const char *then = rows.then[t] + rows.offset;
         unrolled<Vecs>([&](auto c) {
             if (prefetch_distance && c * lanes * sizeof(Number) % cache_line == 0)
-                __builtin_prefetch(row.then + rows.offset + (channel + c * lanes) * sizeof(Number), 0, 2);
+                __builtin_prefetch(then + (channel + c * lanes) * sizeof(Number), 0, 2);
             Vec lane = load(numbers + c * lanes);
             unrolled<Queries>([&](auto q) {
-                sums[q * Vecs + c] = fma(set(weights[q * split_positions + row.at]), lane, sums[q * Vecs + c]);
+                sums[q * Vecs + c] = fma(set(weights[q * split_positions + t]), lane, sums[q * Vecs + c]);
             });
         });
     }
@@ -208,59 +215,69 @@ constexpr bool grouped(const void *) { return false; }
 
 // The rows of a piece at places [first, first + near_positions) of the streams.
 struct NearRows {
-    Rows rows, wide_rows;
+    Rows rows;
     int first;
-    bool scaled;
-    alignas(cache_line) float scales[split_positions] = {};
-    Floats wide;  // (stream, near_positions, padded width)
+    Floats wide;                            // (stream, near_positions, padded width)
+    const char *wide_row[split_positions];  // where they are there
+    int some[near_rows];
 
     int position(int i) const { return i / near_positions * stream_positions + first + i % near_positions; }
     void find(const SplitRows &all, const Piece &piece, int begin, const SplitRows &then) {
-        rows.count = 0, first = begin;
-        for (int i = first; i < first + near_positions; i++)
-            for (int t = i; t < piece.end; t += stream_positions)
-                if (t >= piece.begin) rows.add({t, all.row[t], then.row[t]});
-        rows.fill_up();
+        first = begin;
+        rows = {turns.at + 4 * first, near_rows, all.row, then.row, 0, piece.head_step};
+        if (piece.begin > first || piece.end <= position(near_rows - 1))
+            rows = rows.within(piece.begin, piece.end, some);
     }
-    // Calls use(rows, Number()) for those of the KV head that is `offset` bytes further on, with the type of their
-    // numbers.
+    // Calls use(rows, Number(), head, heads) for those of `heads` KV heads from `head` on, with the type of their
+    // numbers; offset: to the numbers of a row.
     template <bool keys, class Format, class Use>
-    void of_head(const SplitRows &all, size_t offset, bool widen, Use use) {
-        using Number = typename decltype(stored_as((const Format *)nullptr))::Number;
-        scaled = decltype(stored_as((const Format *)nullptr))::scaled;
-        rows.offset = offset + (scaled ? sizeof(f16) : 0);
-        if constexpr (decltype(stored_as((const Format *)nullptr))::scaled)
-            for (int i = 0; i < rows.count; i++)
-                scales[rows.row[i].at] = to_float(Format::scale(rows.row[i].start + offset));
-        if constexpr (!std::is_void_v<Number>)
-            if (!widen) return use(rows, Number());
+    void of_heads(const SplitRows &all, int heads, bool widen, Use use) {
+        using As = decltype(stored_as((const Format *)nullptr));
+        rows.offset = As::scaled ? sizeof(f16) : 0;
+        if constexpr (!std::is_void_v<typename As::Number>)
+            if (!widen) return use(rows, typename As::Number(), 0, heads);
+        for (int head = 0; head < heads; head++) {
+            widen_rows<keys, Format, typename As::Number>(all, rows.of_head(head));
+            use(Rows{rows.at, rows.count, wide_row, wide_row, 0, 0}, float(), head, 1);
+        }
+    }
+    template <bool keys, class Format, class Number>
+    void widen_rows(const SplitRows &all, const Rows &from) {
         const int width = all.width, stride = padded(width, lanes);
         wide.resize(near_rows * (size_t)stride);
-        wide_rows.count = 0;
-        for (int i = 0, c = 0; i < rows.count; i++, c = 0) {
-            const int t = rows.row[i].at;
-            float *to = &wide[(t / stream_positions * near_positions + t % stream_positions - first) * (size_t)stride];
+        for (int i = 0, c = 0; i < from.count; i++, c = 0) {
+            const int t = from.at[i], place = t / stream_positions * near_positions + t % stream_positions - first;
+            float *to = &wide[place * (size_t)stride];
+            wide_row[t] = (const char *)to;
             if constexpr (std::is_void_v<Number>) {
                 const int block = Format::blocks ? t / group_size * group_size : t;
-                auto row_at = [&](int k) { return all.row[block + k] + offset; };
+                auto row_at = [&](int k) { return all.row[block + k] + from.offset; };
                 for (; c < width; c++) to[c] = stored_number<keys, Format>(row_at, t - block, c, width);
                 std::fill(to + width, to + stride, 0.0f);
             } else {
-                auto *numbers = (const Number *)(rows.row[i].start + rows.offset);
+                auto *numbers = (const Number *)(from.row[t] + from.offset);
                 for (; c + lanes <= width; c += lanes) store(to + c, load(numbers + c));
                 if (c < width) store(to + c, load_part(numbers + c, width - c));
             }
-            wide_rows.add({t, (const char *)to, rows.row[i].then + offset});
         }
-        wide_rows.fill_up();
-        use(wide_rows, float());
     }
-    // numbers (query, split_positions) times the scales of these rows.
-    void scale(float *numbers, int queries) const {
-        for (int i = 0; scaled && i < queries * near_rows; i += lanes) {
-            int t = position(i % near_rows);
-            float *at = numbers + i / near_rows * split_positions + t;
-            store(at, mul(load(at), load(scales + t)));
+    // numbers (query, split_positions) times the scales of a KV head's rows, where they have some.
+    template <class Format>
+    void scale(float *numbers, int head, int queries) const {
+        if constexpr (decltype(stored_as((const Format *)nullptr))::scaled) {
+            f16 scales[near_rows];
+            std::fill_n(scales, near_rows, f16{0x3c00});  // 1 for rows that are not of this piece
+            for (int i = 0; i < rows.count; i++) {
+                const int t = rows.at[i], place = t / stream_positions * near_positions + t % stream_positions - first;
+                scales[place] = Format::scale(rows.row[t] + head * rows.head_step);
+            }
+            for (int i = 0; i < near_rows; i += lanes) {
+                const Vec by = load(scales + i);
+                for (int q = 0; q < queries; q++) {
+                    float *at = numbers + q * split_positions + position(i);
+                    store(at, mul(load(at), by));
+                }
+            }
         }
     }
 };
@@ -430,8 +447,8 @@ struct Groups {
     }
 };
 
-// Calls use_groups(format, piece) for a piece of groups, and use_rows(near, rows, Number(), piece, head) for the rows
-// of any other.
+// Calls use_groups(format, piece) for a piece of groups, and use_rows(format, near, rows, Number(), piece, head,
+// heads) for the rows of any other.
 template <bool keys, class UseGroups, class UseRows>
 void for_each_piece(const SplitRows &rows, int heads, const SplitRows &then, int queries, UseGroups use_groups,
                     UseRows use_rows) {
@@ -446,10 +463,11 @@ void for_each_piece(const SplitRows &rows, int heads, const SplitRows &then, int
             } else {
                 for (int first = 0; first < stream_positions; first += near_positions) {
                     near.find(rows, piece, first, then);
-                    for (int head = 0; near.rows.count && head < heads; head++)
-                        near.of_head<keys, Format>(
-                            rows, head * piece.head_step, widen,
-                            [&](const Rows &rows, auto number) { use_rows(near, rows, number, piece, head); });
+                    if (near.rows.count == 0) continue;
+                    near.of_heads<keys, Format>(rows, heads, widen,
+                                                [&](const Rows &some, auto number, int head, int heads) {
+                                                    use_rows(format, near, some, number, piece, head, heads);
+                                                });
                 }
             }
         });
@@ -463,11 +481,10 @@ void score_groups(float *scores, const float *queries, int count, const SplitRow
     thread_local Groups<typename Format::G> groups;
     thread_local std::vector<const char *> channel;  // where its group is, of the first KV head
     const int width = rows.width, stride = padded(width, lanes), n = Format::groups(width);
+    channel.resize(width + 1);
     for (int t = piece.begin; t < piece.end; t += group_size) {
-        channel.clear();
-        for (int i = 0; i * n < width; i++)
-            for (int g = 0; g < n; g++) channel.push_back(rows.row[t + i] + g * sizeof(typename Format::G));
-        channel.push_back(channel.back());
+        for (int c = 0; c < width; c++) channel[c] = rows.row[t + c / n] + c % n * sizeof(typename Format::G);
+        channel[width] = channel[width - 1];
         for (int head = 0; head < heads; head++) {
             for (int i = head; i < group_size / 4; i += heads) prefetch_rows(then, t / 4 + i);
             groups.find(channel.data(), head * piece.head_step, 0, width);
@@ -552,16 +569,17 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
         [&](auto format, const Piece &piece) {
             score_groups<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads, values);
         },
-        [&](const NearRows &near, const Rows &rows, auto number, const Piece &piece, int head) {
+        [&](auto format, const NearRows &near, const Rows &rows, auto number, const Piece &piece, int head, int heads) {
             float *numbers = &scores[(size_t)head * count * split_positions];
             const float *query = &queries[(size_t)head * count * stride];
             auto score = [&](auto stride) {  // a constant where it is the usual one: then no loop over it is left
                 if constexpr (std::is_same_v<decltype(number), float>)
                     if (count >= many_queries) return score_panels(numbers, query, count, stride, near, piece);
-                score_rows<decltype(number)>(numbers, query, count, stride, rows);
+                score_rows<decltype(number)>(numbers, query, heads, count, stride, rows);
             };
             stride == 64 ? score(std::integral_constant<int, 64>()) : score(stride);
-            near.scale(numbers, count);
+            for (int i = 0; i < heads; i++)
+                near.scale<decltype(format)>(numbers + (size_t)i * count * split_positions, head + i, count);
         });
     auto seen_by = [&](int token) {
         auto [low, high] = range(token);
@@ -581,17 +599,19 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
             accumulate_groups<decltype(format)>(to.values, to.step * to.stride, to.stride, scores.data(), count, values,
                                                 piece, tile.heads, next);
         },
-        [&](const NearRows &near, const Rows &rows, auto number, const Piece &, int head) {
-            float *weights = &scores[(size_t)head * count * split_positions];
-            near.scale(weights, count);
-            bool same = tile.span.count == 1 || rows.within(low, high).count == rows.count;
-            for (int q = 0, size = same ? count : tile.group; q < count; q += size) {
-                Rows some;
-                auto [low, high] = seen_by(q / tile.group);
-                if (!same) some = rows.within(low, high);
-                accumulate_rows<decltype(number)>(to.values + (head * to.step + q) * to.stride, to.stride,
-                                                  weights + q * split_positions, size, same ? rows : some,
-                                                  values.width);
+        [&](auto format, const NearRows &near, const Rows &rows, auto number, const Piece &, int first, int heads) {
+            int list[near_rows];
+            const bool same = tile.span.count == 1 || rows.within(low, high, list).count == rows.count;
+            for (int head = first; head < first + heads; head++) {
+                float *weights = &scores[(size_t)head * count * split_positions];
+                near.scale<decltype(format)>(weights, head, count);
+                for (int q = 0, size = same ? count : tile.group; q < count; q += size) {
+                    auto [low, high] = seen_by(q / tile.group);
+                    const Rows all = rows.of_head(head - first);
+                    accumulate_rows<decltype(number)>(to.values + (head * to.step + q) * to.stride, to.stride,
+                                                      weights + q * split_positions, size,
+                                                      same ? all : all.within(low, high, list), values.width);
+                }
             }
         });
 }
@@ -705,6 +725,16 @@ void attention(Cpu &m, const Attention &task, const Pass &) {
     AttentionPlan &plan = *(AttentionPlan *)m.plan.get();
     const Heads &heads = task.heads;
     const int width = task.values.width;
+    auto finish = [&](int tile, int kv_head) {  // a tile's values of a KV head, divided by the sum
+        const Span &span = plan.tiles[tile];
+        const Partials total = plan.at(tile, kv_head, 0);
+        const int group = heads.group();
+        for (int q = 0; q < span.count * group; q++) {
+            float *out =
+                task.out + ((span.row + q / group) * (int64_t)heads.query + kv_head * group + q % group) * width;
+            for (int c = 0; c < width; c++) out[c] = total.values[q * total.stride + c] / total.partials[q].sum;
+        }
+    };
     auto attend = [&](int64_t item, Alone) {
         thread_local std::vector<Partial> partials;  // of one part
         thread_local Floats values;
@@ -721,21 +751,18 @@ void attention(Cpu &m, const Attention &task, const Pass &) {
             attend_part(one, task, plan, tile, part);
             for (int head = 0; head < tile.heads; head++) merge(to.from(head * to.step), one.from(head * count), count);
         }
+        for (int head = 0; plan.slots == 1 && head < tile.heads; head++) finish(parts.tile, parts.head + head);
     };
     const int64_t items = (int64_t)plan.parts.size();
     plan.share_splits ? m.for_each(items, attend) : m.for_each_in_turn(items, attend);
-    m.for_each((int64_t)plan.tiles.size() * heads.kv, [&](int64_t item, Alone) {
-        int tile = (int)(item / heads.kv), kv_head = (int)(item % heads.kv), group = heads.group();
-        const Span &span = plan.tiles[tile];
-        const Partials total = plan.at(tile, kv_head, 0);
-        for (int slot = 1; slot < std::min(plan.slots, plan.parts_of(span)); slot++)
-            merge(total, plan.at(tile, kv_head, slot), span.count * group);
-        for (int q = 0; q < span.count * group; q++) {
-            float *out =
-                task.out + ((span.row + q / group) * (int64_t)heads.query + kv_head * group + q % group) * width;
-            for (int c = 0; c < width; c++) out[c] = total.values[q * total.stride + c] / total.partials[q].sum;
-        }
-    });
+    if (plan.slots > 1)
+        m.for_each((int64_t)plan.tiles.size() * heads.kv, [&](int64_t item, Alone) {
+            const int tile = (int)(item / heads.kv), kv_head = (int)(item % heads.kv);
+            const Span &span = plan.tiles[tile];
+            for (int slot = 1; slot < std::min(plan.slots, plan.parts_of(span)); slot++)
+                merge(plan.at(tile, kv_head, 0), plan.at(tile, kv_head, slot), span.count * heads.group());
+            finish(tile, kv_head);
+        });
 }
 
 }  // namespace fast

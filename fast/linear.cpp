@@ -106,16 +106,18 @@ void linear_streams(Cpu &m, const Number *weight, const float *x, const Product 
     const int64_t inputs = product.linear.weight.cols;
     const Share share = m.share(product.linear.weight.rows);
     const int apart = share.count() / streams;
+    thread_local Floats out;  // (T, rows of the share)
+    out.resize((size_t)T * share.count());
     float sums[T * streams];
     auto compute = [&](auto rows, int first) {
         tile<rows, T, cache_line / (int)sizeof(Number)>(
             sums, nullptr, true, true, Strided<Number>{weight + (share.first + first) * inputs, apart * inputs},
             Strided<float>{x, inputs}, (int)inputs);
-        for (int i = 0; i < T * rows; i++)
-            put(product, how, i / rows, share.first + first + i % rows * apart, sums + i, 1);
+        for (int i = 0; i < T * rows; i++) out[i / rows * share.count() + first + i % rows * apart] = sums[i];
     };
     for (int r = 0; r < apart; r++) compute(std::integral_constant<int, streams>(), r);
     for (int r = apart * streams; r < share.count(); r++) compute(std::integral_constant<int, 1>(), r);
+    for (int t = 0; t < T; t++) put(product, how, t, share.first, &out[t * (size_t)share.count()], share.count());
 }
 
 // ---- Many tokens ---------------------------------------------------------------------------------------------

@@ -199,47 +199,66 @@ TEST_CASE("products: every type, narrow and wide rows, few and many vectors, wit
 }
 
 TEST_CASE("embedding, rotation and the norm of queries and keys") {
-    const int count = 7, heads = 3, width = 20, hidden = 33;
+    const int count = 7, width = 20, hidden = 33;
+    const Heads heads = {6, 2, width};
     Random random{5};
     std::vector<int> tokens = {3, 0, 9, 3, 1, 8, 2}, positions = {0, 1, 17, 1000, 1048575, 3000000, 5};
     std::vector<Span> spans;
     for (int i = 0; i < count; i++) spans.push_back({i, 1, i, positions[i], positions[i], positions[i] + 1});
-    Vector frequencies = frequencies_of(width), x = random_floats(random, (size_t)count * heads * width);
-    Stored table(DType::f16, random_floats(random, 10 * hidden)),
-        gain(DType::bf16, random_floats(random, width, 0.5, 1.5));
+    Vector frequencies = frequencies_of(width);
+    Stored table(DType::f16, random_floats(random, 10 * hidden));
+    struct Side {  // queries or keys
+        int heads;
+        Vector x;
+        Stored gain;
+    };
+    auto side = [&](int heads) {
+        return Side{heads, random_floats(random, (size_t)count * heads * width),
+                    Stored(DType::bf16, random_floats(random, width, 0.5, 1.5))};
+    };
+    const Side queries = side(heads.query), keys = side(heads.kv);
     for (bool norm : {false, true}) {
         for_each_twin([&](auto &m, auto operations, const Column &) {
             using Operations = decltype(operations);
-            Buffer<char> rows = upload(m, table.bytes), gains = upload(m, gain.bytes);
+            Buffer<char> rows = upload(m, table.bytes), query_gain = upload(m, queries.gain.bytes),
+                         key_gain = upload(m, keys.gain.bytes);
             Buffer<int> ids = upload(m, tokens);
             Buffer<Span> places = upload(m, spans);
-            Buffer<float> angles = upload(m, Vector(count * width)), by = upload(m, frequencies), xs = upload(m, x);
+            Buffer<float> angles = upload(m, Vector(count * width)), by = upload(m, frequencies);
+            Buffer<float> query = upload(m, queries.x), key = upload(m, keys.x);
             Buffer<float> embedded = upload(m, Vector(count * hidden));
-            Pass pass = {count,       ids.data(), places.data(), angles.data(), by.data(), {heads, heads, width},
-                         spans.data()};
-            Tensor weight = norm ? Tensor{gains.data(), DType::bf16, 1, width} : Tensor{};
+            Pass pass = {count, ids.data(), places.data(), angles.data(), by.data(), heads, spans.data()};
+            LayerWeights w;
+            if (norm)
+                w.query_norm = {query_gain.data(), DType::bf16, 1, width},
+                w.key_norm = {key_gain.data(), DType::bf16, 1, width};
             m.run([&] {
                 Operations::embed(m, embedded.data(), Tensor{rows.data(), DType::f16, 10, hidden}, pass);
                 Operations::rope_angles(m, pass, width);
-                Operations::norm_and_rope(m, xs.data(), weight, 1e-6, heads, width, pass);
+                Operations::norm_and_rope(m, query.data(), key.data(), w, 1e-6, pass);
             });
             Vector out = download(m, embedded, count * hidden);
             for (int i = 0; i < count * hidden; i++)
                 REQUIRE(out[i] == table.numbers[tokens[i / hidden] * hidden + i % hidden]);
-            Expected expected;
-            for (int i = 0; i < count * heads; i++) {
-                Expected normed;
-                if (norm) reference::rms_norm(normed, &x[i * width], gain.numbers, 1e-6);
-                Vector head(&x[i * width], &x[(i + 1) * width]);
-                if (norm) head.assign(normed.value.begin(), normed.value.end());
-                int first = (int)expected.value.size();
-                reference::rope(expected, head.data(), positions[i / heads], frequencies);
-                for (int c = 0; norm && c < width; c++)
-                    expected.bound[first + c] +=
-                        2 * (reference::gamma(width + 10)) *
-                        (std::fabs(head[c % (width / 2)]) + std::fabs(head[c % (width / 2) + width / 2]));
-            }
-            CHECK(worst(download(m, xs, x.size()), expected) <= 1);
+            auto check = [&](const Side &side, const Buffer<float> &out) {
+                Expected expected;
+                for (int i = 0; i < count * side.heads; i++) {
+                    Expected normed;
+                    const float *x = &side.x[i * width];
+                    if (norm) reference::rms_norm(normed, x, side.gain.numbers, 1e-6);
+                    Vector head(x, x + width);
+                    if (norm) head.assign(normed.value.begin(), normed.value.end());
+                    int first = (int)expected.value.size();
+                    reference::rope(expected, head.data(), positions[i / side.heads], frequencies);
+                    for (int c = 0; norm && c < width; c++)
+                        expected.bound[first + c] +=
+                            2 * (reference::gamma(width + 10)) *
+                            (std::fabs(head[c % (width / 2)]) + std::fabs(head[c % (width / 2) + width / 2]));
+                }
+                CHECK(worst(download(m, out, side.x.size()), expected) <= 1);
+            };
+            check(queries, query);
+            check(keys, key);
         });
     }
 }
