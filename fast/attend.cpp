@@ -93,6 +93,7 @@ constexpr int near_positions = 16, near_rows = 4 * near_positions, many_queries 
 // Queries and Vecs of channels whose sums stay in registers, of which there are 32 or 16.
 constexpr bool wide_machine = HWY_ARCH_ARM || lanes == 16;
 constexpr int score_queries = wide_machine ? 6 : 3, value_queries = score_queries, value_vecs = wide_machine ? 4 : 3;
+constexpr int value_rows = 8;  // whose values are added up for one KV head before the next one's
 
 // The order in which a split's positions are read, and their values added up: of each stream the next one, in turn.
 struct Turns {
@@ -109,7 +110,10 @@ struct Rows {
     int count;
     const char *const *row, *const *then;  // of a position: its numbers, and what is asked for while they are read
     size_t offset, head_step;              // to those of the first KV head, and from one head's to the next one's
-    Rows of_head(int head) const { return {at, count, row, then, offset + head * head_step, head_step}; }
+    // `most` of them at most, of a KV head.
+    Rows part(int first, int most, int head) const {
+        return {at + first, std::min(most, count - first), row, then, offset + head * head_step, head_step};
+    }
     // Those in [begin, end), listed in `some`.
     Rows within(int begin, int end, int *some) const {
         int n = 0;
@@ -120,15 +124,16 @@ struct Rows {
     }
 };
 
-// scores[q * split_positions + at] = row . query q, for the four rows at[0 .. 4); queries (Queries, stride).
+// scores[q * split_positions + at] = row . query q, for four rows; queries (Queries, stride).
 template <class Number, int Queries, class Stride>
-inline void score_tile(float *scores, const Rows &rows, const int *at, size_t offset, const float *queries,
-                       Stride stride) {
+inline void score_tile(float *scores, const Rows &rows, const float *queries, Stride stride) {
     Vec sums[Queries * 4];
     const Number *start[4];
     const char *then[4];
-    unrolled<4>(
-        [&](auto r) { start[r] = (const Number *)(rows.row[at[r]] + offset), then[r] = rows.then[at[r]] + offset; });
+    unrolled<4>([&](auto r) {
+        start[r] = (const Number *)(rows.row[rows.at[r]] + rows.offset);
+        then[r] = rows.then[rows.at[r]] + rows.offset;
+    });
     unrolled<Queries * 4>([&](auto i) { sums[i] = set(0); });
     for (int c = 0; c < stride; c += lanes) {
         Vec query[Queries];
@@ -143,7 +148,7 @@ inline void score_tile(float *scores, const Rows &rows, const int *at, size_t of
     unrolled<Queries>([&](auto q) {
         float four[4];
         sum4(four, sums[q * 4], sums[q * 4 + 1], sums[q * 4 + 2], sums[q * 4 + 3]);
-        for (int r = 0; r < 4; r++) scores[q * split_positions + at[r]] = four[r];
+        for (int r = 0; r < 4; r++) scores[q * split_positions + rows.at[r]] = four[r];
     });
 }
 
@@ -156,8 +161,8 @@ __attribute__((flatten, noinline)) void score_rows(float *scores, const float *q
         for (int head = 0; head < heads; head++)
             in_batches<score_queries, score_queries / 2>(count, [&](auto size, int q) {
                 const size_t query = (size_t)head * count + q;
-                score_tile<Number, size>(scores + query * split_positions, rows, rows.at + first,
-                                         rows.offset + head * rows.head_step, queries + query * stride, stride);
+                score_tile<Number, size>(scores + query * split_positions, rows.part(first, 4, head),
+                                         queries + query * stride, stride);
             });
 }
 
@@ -182,16 +187,22 @@ inline void accumulate_tile(float *values, size_t stride, const float *weights, 
     unrolled<Queries * Vecs>([&](auto i) { store(values + i / Vecs * stride + i % Vecs * lanes, sums[i]); });
 }
 
-// values (query, stride) += the weighted rows.
+// values (head, query, stride), `step` numbers from head to head, += the rows times their weights (head, query,
+// split_positions), `weights_step` from head to head: those of a few positions for all heads.
 template <class Number>
-__attribute__((flatten, noinline)) void accumulate_rows(float *values, size_t stride, const float *weights, int count,
-                                                        const Rows &rows, int width) {
-    in_batches<value_queries, value_queries / 2>(count, [&](auto size, int q) {
-        in_batches<value_vecs, value_vecs / 2>(padded(width, lanes) / lanes, [&](auto vecs, int vec) {
-            accumulate_tile<Number, size, vecs>(values + q * stride + vec * lanes, stride,
-                                                weights + q * split_positions, rows, vec * lanes);
-        });
-    });
+__attribute__((flatten, noinline)) void accumulate_rows(float *values, size_t step, size_t stride, const float *weights,
+                                                        size_t weights_step, int heads, int count, const Rows &rows,
+                                                        int width) {
+    const int each = heads > 1 ? value_rows : near_rows;
+    for (int first = 0; first < rows.count; first += each)
+        for (int head = 0; head < heads; head++)
+            in_batches<value_queries, value_queries / 2>(count, [&](auto size, int q) {
+                in_batches<value_vecs, value_vecs / 2>(padded(width, lanes) / lanes, [&](auto vecs, int vec) {
+                    accumulate_tile<Number, size, vecs>(values + head * step + q * stride + vec * lanes, stride,
+                                                        weights + head * weights_step + q * split_positions,
+                                                        rows.part(first, each, head), vec * lanes);
+                });
+            });
 }
 
 // How a format's rows become lanes: of which numbers, and whether behind a scale that remains to be multiplied by.
@@ -216,17 +227,16 @@ constexpr bool grouped(const void *) { return false; }
 // The rows of a piece at places [first, first + near_positions) of the streams.
 struct NearRows {
     Rows rows;
-    int first;
+    int first, begin, end;                  // of the places, and of the piece
     Floats wide;                            // (stream, near_positions, padded width)
     const char *wide_row[split_positions];  // where they are there
     int some[near_rows];
 
     int position(int i) const { return i / near_positions * stream_positions + first + i % near_positions; }
-    void find(const SplitRows &all, const Piece &piece, int begin, const SplitRows &then) {
-        first = begin;
+    void find(const SplitRows &all, const Piece &piece, int place, const SplitRows &then) {
+        first = place, begin = piece.begin, end = piece.end;
         rows = {turns.at + 4 * first, near_rows, all.row, then.row, 0, piece.head_step};
-        if (piece.begin > first || piece.end <= position(near_rows - 1))
-            rows = rows.within(piece.begin, piece.end, some);
+        if (begin > first || end <= position(near_rows - 1)) rows = rows.within(begin, end, some);
     }
     // Calls use(rows, Number(), head, heads) for those of `heads` KV heads from `head` on, with the type of their
     // numbers; offset: to the numbers of a row.
@@ -237,7 +247,7 @@ struct NearRows {
         if constexpr (!std::is_void_v<typename As::Number>)
             if (!widen) return use(rows, typename As::Number(), 0, heads);
         for (int head = 0; head < heads; head++) {
-            widen_rows<keys, Format, typename As::Number>(all, rows.of_head(head));
+            widen_rows<keys, Format, typename As::Number>(all, rows.part(0, near_rows, head));
             use(Rows{rows.at, rows.count, wide_row, wide_row, 0, 0}, float(), head, 1);
         }
     }
@@ -266,10 +276,16 @@ struct NearRows {
     void scale(float *numbers, int head, int queries) const {
         if constexpr (decltype(stored_as((const Format *)nullptr))::scaled) {
             f16 scales[near_rows];
-            std::fill_n(scales, near_rows, f16{0x3c00});  // 1 for rows that are not of this piece
-            for (int i = 0; i < rows.count; i++) {
-                const int t = rows.at[i], place = t / stream_positions * near_positions + t % stream_positions - first;
-                scales[place] = Format::scale(rows.row[t] + head * rows.head_step);
+            auto scale_of = [&](int t) { return Format::scale(rows.row[t] + head * rows.head_step); };
+            if (rows.count == near_rows) {
+                for (int s = 0; s < 4; s++)
+                    for (int i = 0; i < near_positions; i++)
+                        scales[s * near_positions + i] = scale_of(s * stream_positions + first + i);
+            } else {
+                for (int i = 0; i < near_rows; i++) {
+                    const int t = position(i);
+                    scales[i] = t >= begin && t < end ? scale_of(t) : f16{0x3c00};  // 1 for rows of another piece
+                }
             }
             for (int i = 0; i < near_rows; i += lanes) {
                 const Vec by = load(scales + i);
@@ -602,16 +618,15 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
         [&](auto format, const NearRows &near, const Rows &rows, auto number, const Piece &, int first, int heads) {
             int list[near_rows];
             const bool same = tile.span.count == 1 || rows.within(low, high, list).count == rows.count;
-            for (int head = first; head < first + heads; head++) {
-                float *weights = &scores[(size_t)head * count * split_positions];
-                near.scale<decltype(format)>(weights, head, count);
-                for (int q = 0, size = same ? count : tile.group; q < count; q += size) {
-                    auto [low, high] = seen_by(q / tile.group);
-                    const Rows all = rows.of_head(head - first);
-                    accumulate_rows<decltype(number)>(to.values + (head * to.step + q) * to.stride, to.stride,
-                                                      weights + q * split_positions, size,
-                                                      same ? all : all.within(low, high, list), values.width);
-                }
+            float *weights = &scores[(size_t)first * count * split_positions];
+            for (int i = 0; i < heads; i++)
+                near.scale<decltype(format)>(weights + (size_t)i * count * split_positions, first + i, count);
+            for (int q = 0, size = same ? count : tile.group; q < count; q += size) {
+                auto [low, high] = seen_by(q / tile.group);
+                accumulate_rows<decltype(number)>(to.values + (first * to.step + q) * to.stride, to.step * to.stride,
+                                                  to.stride, weights + q * split_positions, count * split_positions,
+                                                  heads, size, same ? rows : rows.within(low, high, list),
+                                                  values.width);
             }
         });
 }
@@ -725,15 +740,12 @@ void attention(Cpu &m, const Attention &task, const Pass &) {
     AttentionPlan &plan = *(AttentionPlan *)m.plan.get();
     const Heads &heads = task.heads;
     const int width = task.values.width;
-    auto finish = [&](int tile, int kv_head) {  // a tile's values of a KV head, divided by the sum
-        const Span &span = plan.tiles[tile];
-        const Partials total = plan.at(tile, kv_head, 0);
+    auto finish = [&](int tile, int kv_head, int q) {  // a query's values, divided by the sum
+        const Partials total = plan.at(tile, kv_head, 0).from(q);
         const int group = heads.group();
-        for (int q = 0; q < span.count * group; q++) {
-            float *out =
-                task.out + ((span.row + q / group) * (int64_t)heads.query + kv_head * group + q % group) * width;
-            for (int c = 0; c < width; c++) out[c] = total.values[q * total.stride + c] / total.partials[q].sum;
-        }
+        float *out = task.out +
+                     width * ((plan.tiles[tile].row + q / group) * (int64_t)heads.query + kv_head * group + q % group);
+        for (int c = 0; c < width; c++) out[c] = total.values[c] / total.partials->sum;
     };
     auto attend = [&](int64_t item, Alone) {
         thread_local std::vector<Partial> partials;  // of one part
@@ -751,18 +763,20 @@ void attention(Cpu &m, const Attention &task, const Pass &) {
             attend_part(one, task, plan, tile, part);
             for (int head = 0; head < tile.heads; head++) merge(to.from(head * to.step), one.from(head * count), count);
         }
-        for (int head = 0; plan.slots == 1 && head < tile.heads; head++) finish(parts.tile, parts.head + head);
+        for (int i = 0; plan.slots == 1 && i < tile.heads * count; i++)
+            finish(parts.tile, parts.head + i / count, i % count);
     };
     const int64_t items = (int64_t)plan.parts.size();
     plan.share_splits ? m.for_each(items, attend) : m.for_each_in_turn(items, attend);
-    if (plan.slots > 1)
-        m.for_each((int64_t)plan.tiles.size() * heads.kv, [&](int64_t item, Alone) {
-            const int tile = (int)(item / heads.kv), kv_head = (int)(item % heads.kv);
-            const Span &span = plan.tiles[tile];
-            for (int slot = 1; slot < std::min(plan.slots, plan.parts_of(span)); slot++)
-                merge(plan.at(tile, kv_head, 0), plan.at(tile, kv_head, slot), span.count * heads.group());
-            finish(tile, kv_head);
-        });
+    if (plan.slots == 1) return;
+    m.for_each((int64_t)plan.tiles.size() * heads.kv * plan.most_queries, [&](int64_t item, Alone) {
+        const int q = (int)(item % plan.most_queries), head = (int)(item / plan.most_queries % heads.kv);
+        const int tile = (int)(item / plan.most_queries / heads.kv);
+        if (q >= plan.tiles[tile].count * heads.group()) return;
+        for (int slot = 1; slot < plan.parts_of(plan.tiles[tile]); slot++)
+            merge(plan.at(tile, head, 0).from(q), plan.at(tile, head, slot).from(q), 1);
+        finish(tile, head, q);
+    });
 }
 
 }  // namespace fast
