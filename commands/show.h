@@ -47,8 +47,7 @@ inline std::vector<SeenPosition> look_back(Session &session, int layer, int kv_h
                     [&](auto format) { return decltype(format)::number(segment.values.row(t), c); }));
                 one.score += (double)query[c] * one.key[c] / std::sqrt(heads.width);
             }
-            largest = std::max(largest, one.score);
-            seen.push_back(one);
+            largest = std::max(largest, seen.emplace_back(one).score);
         }
     }
     for (SeenPosition &one : seen) total += one.weight = std::exp(one.score - largest);
@@ -66,10 +65,10 @@ inline std::string first_of(const std::vector<float> &numbers, size_t most = 8) 
 inline void add_attention(Report &report, Session &session, const Options &options,
                           const std::vector<std::string> &texts) {
     const Heads heads = session.engine.heads;
-    const int width = heads.width, kv_head = heads.kv_head(options.head),
-              row = session.engine.a.spans_on_host.back().row;
+    const int width = heads.width, kv_head = heads.kv_head(options.head);
+    const int64_t row = session.engine.a.spans_on_host.back().row;
     auto vector_at = [&](const Buffer<float> &of) {
-        const float *start = of.data() + ((int64_t)row * heads.query + options.head) * width;
+        const float *start = of.data() + (row * heads.query + options.head) * width;
         return std::vector<float>(start, start + width);
     };
     std::vector<float> query = vector_at(session.engine.a.query), output = vector_at(session.engine.a.attended);
@@ -139,15 +138,18 @@ inline Report place_of(const Cache &cache, int position) {
     return report.add("row", row, "row " + sum + std::to_string(row) + "\n");
 }
 
-// The key or value of the last position, whose numbers were `before` (D) when it was stored.
+// The key or value of the last position, and what its numbers were when it was stored.
 template <bool keys>
-Report stored_report(const Cache &cache, const Options &options, int kv_head, const float *before) {
+Report stored_report(const Session &session, int layer, int kv_head) {
+    const Cache &cache = session.caches[0];
     const CacheSide<keys> side = {cache};
     const int position = cache.lengths[0] - 1;
+    const Buffer<float> &of = keys ? session.engine.a.key : session.engine.a.value;
+    const float *before = of.data() + (int64_t)kv_head * side.rows.width;
     const bool residual = side.in_residual(position);
     const CacheRows &rows = residual ? side.residual : side.rows;
-    const char *row = side.row(options.layer, kv_head, position);
-    std::vector<float> reads = side.read(options.layer, kv_head, position), was(before, before + rows.width);
+    const char *row = side.row(layer, kv_head, position);
+    std::vector<float> reads = side.read(layer, kv_head, position), was(before, before + rows.width);
     std::string hex, name = keys ? "K" : "V", type = residual ? "f16" : name_of(keys ? cache.type_k : cache.type_v);
     for (size_t i = 0; i < rows.row_bytes; i++) hex += formatted("%02x", (unsigned char)row[i]);
     Report report;
@@ -165,14 +167,17 @@ Report stored_report(const Cache &cache, const Options &options, int kv_head, co
 
 // ---- How far a cache is off ----------------------------------------------------------------------------------
 
-// Of one side, layer and KV head, over the positions that the last one sees; `exact` is the same cache at f32.
-template <bool keys>
-void add_errors(std::vector<std::pair<double, Report>> &list, const Cache &cache, const Cache &exact, int layer,
-                int window) {
-    const CacheSide<keys> stored = {cache}, true_side = {exact};
-    for (int head = 0; head < cache.shape.kv_heads; head++) {
+// Over the positions that the last one sees; `exact` is the same cache at f32.
+inline void add_errors(Report &report, const Session &session, const Cache &exact) {
+    const Cache &cache = session.caches[0];
+    std::vector<std::pair<double, Report>> list;
+    const Config &config = session.engine.model.config;
+    auto add_head = [&](auto keys, int i) {
+        const int layer = i / config.kv_heads, head = i % config.kv_heads;
+        const CacheSide<decltype(keys)::value> stored = {cache}, true_side = {exact};
+        const Visible visible = visible_of(cache.view.layout, session.engine.model.layers[layer].window);
         double squares = 0, truth = 0, worst = -1, channel = 0, at = 0;
-        for (int t = visible_of(cache.view.layout, window).first(cache.lengths[0] - 1); t < cache.lengths[0]; t++) {
+        for (int t = visible.first(cache.lengths[0] - 1); t < cache.lengths[0]; t++) {
             std::vector<float> is = stored.read(layer, head, t), was = true_side.read(layer, head, t);
             for (size_t c = 0; c < is.size(); c++) {
                 double error = std::fabs((double)is[c] - was[c]);
@@ -183,23 +188,16 @@ void add_errors(std::vector<std::pair<double, Report>> &list, const Cache &cache
         double relative = truth > 0 ? std::sqrt(squares / truth) : 0;
         Report row;
         row.add("side", std::string(keys ? "K" : "V"), keys ? "   K" : "   V", "side");
-        row.add("layer", layer, formatted("%6d", layer), " layer")
-            .add("kv_head", head, formatted("%8d", head), "KV head");
+        row.add("layer", layer, formatted("%6d", layer), " layer");
+        row.add("kv_head", head, formatted("%8d", head), "KV head");
         row.add("relative_error", relative, formatted("%14.3g", relative), "error / size");
         row.add("largest_error", worst, formatted("%12.3g", worst), "largest");
         row.add("channel", channel, formatted("%9.0f", channel), "channel");
         row.add("position", at, formatted("%10.0f", at), "position");
         list.push_back({relative, row});
-    }
-}
-
-inline void add_all_errors(Report &report, const Session &session, const Cache &exact) {
-    std::vector<std::pair<double, Report>> list;
-    const Model &model = session.engine.model;
-    for (int layer = 0; layer < model.config.layers; layer++) {
-        add_errors<true>(list, session.caches[0], exact, layer, model.layers[layer].window);
-        add_errors<false>(list, session.caches[0], exact, layer, model.layers[layer].window);
-    }
+    };
+    for (int i = 0; i < config.layers * config.kv_heads; i++)
+        add_head(std::true_type(), i), add_head(std::false_type(), i);
     std::stable_sort(list.begin(), list.end(), [](auto &a, auto &b) { return a.first > b.first; });
     std::vector<Report> rows;
     for (auto &entry : list) rows.push_back(entry.second);
@@ -212,8 +210,7 @@ inline void add_all_errors(Report &report, const Session &session, const Cache &
 
 inline int run_show(const Options &given) {
     Options options = given;
-    options.device = "cpu";  // whose memory is read here
-    options.count = 0;
+    options.count = 0, options.device = "cpu";  // whose memory is read here
     Session session = open_session(options);
     const Config &config = session.engine.model.config;
     auto check = [](const char *flag, int value, int end) {
@@ -224,7 +221,6 @@ inline int run_show(const Options &given) {
     check("--position", options.position, session.prompt);
     if (options.has("--position")) session.tokens.resize(options.position + 1);
     const int last = (int)session.tokens.size() - 1, kv_head = session.engine.heads.kv_head(options.head);
-
     TextStream stream(session.tokenizer.get());
     std::vector<std::string> texts;
     std::vector<Report> tokens;
@@ -237,25 +233,17 @@ inline int run_show(const Options &given) {
     }
     Report report;
     report.table("tokens", tokens);
-
-    Cache exact;
-    if (!session.caches.empty()) {
-        exact = open_cache(options, session.engine, {options.caches()[0].layout, F32{}, F32{}}, session.limit);
-        prefill_pass(session.engine, exact, 0, session.tokens);
-        if (last > 0)
-            prefill_pass(session.engine, session.caches[0], 0, {session.tokens.begin(), session.tokens.end() - 1});
-        decode_pass(session.engine, session.caches[0], {0}, {session.tokens[last]});
-    }
+    if (!session.caches.empty()) prefill_pass(session.engine, session.caches[0], 0, session.tokens);
     stop_after(session, options.layer);
     add_attention(report, session, options, texts);
     if (!session.caches.empty()) {
-        const int64_t at = (int64_t)kv_head * session.engine.heads.width;
         report.say(formatted("\nThe row of position %d, KV head %d, layer %d\n", last, kv_head, options.layer));
         report.add("place", place_of(session.caches[0], last));
-        report.add("key", stored_report<true>(session.caches[0], options, kv_head, session.engine.a.key.data() + at));
-        report.add("value",
-                   stored_report<false>(session.caches[0], options, kv_head, session.engine.a.value.data() + at));
-        add_all_errors(report, session, exact);
+        report.add("key", stored_report<true>(session, options.layer, kv_head));
+        report.add("value", stored_report<false>(session, options.layer, kv_head));
+        Cache exact = open_cache(options, session.engine, {options.caches()[0].layout, F32{}, F32{}}, session.limit);
+        prefill_pass(session.engine, exact, 0, session.tokens);
+        add_errors(report, session, exact);
     }
     report.print(options.json);
     return 0;
