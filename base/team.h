@@ -183,7 +183,7 @@ private:
         int64_t taken = 0;               // items and vain askings of for_each_in_turn() so far in this run
     };
     struct State {
-        std::vector<Place> places;
+        std::vector<Place> places = std::vector<Place>(1);  // one computes outside run() too
         std::atomic<int64_t> next{0};  // so many times for_each_in_turn() was asked for an item in this run
         std::atomic<int> sleeping{0};
         std::atomic<int64_t> late{0};  // ns that threads have waited longer than a short spin
