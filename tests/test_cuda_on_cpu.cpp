@@ -86,6 +86,12 @@ std::string dying_words(const std::function<void()> &use) {
 
 __device__ int thread() { return (int)threadIdx.x; }
 
+template <class T>
+__device__ void copy_and_commit(Shared<T> to, int i, const T *from, int bytes) {
+    copy_async16(to, i, from, bytes);
+    commit_copies();
+}
+
 // ---- Words -------------------------------------------------------------------------------------------------
 
 TEST_CASE("every thread of every block runs once, wherever it is in a grid of three dimensions") {
@@ -179,8 +185,7 @@ TEST_CASE("copies to shared memory: in batches that are waited for one by one, z
         Shared<float> two = memory.take<float>(2 * 128);
         auto bring = [&](int tile) {  // 128 numbers, 4 a thread
             int first = tile * 128 + 4 * thread(), there = max(0, min(4, count - first)) * (int)sizeof(float);
-            copy_async16(two, tile % 2 * 128 + 4 * thread(), in + first, there);
-            commit_copies();
+            copy_and_commit(two, tile % 2 * 128 + 4 * thread(), in + first, there);
         };
         bring(0);
         for (int tile = 0; tile < 3; tile++) {
@@ -387,8 +392,8 @@ TEST_CASE("what cuBLAS cannot do; what it can, tests of the engine's products ho
 struct Scene {
     const char *name;
     int threads, ints;
-    void (*run)(int *out, Shared<int> s, bool right);
     const char *says;  // of the broken one
+    void (*run)(int *out, Shared<int> s, bool right);
     unsigned blocks = 1;
 };
 
@@ -400,99 +405,86 @@ void scene_kernel(Scene scene, int *out, bool right) {
 
 const Scene scenes[] = {
     // ---- Barriers that are not met
-    {"all threads come to the same barrier", 64, 0,
+    {"all threads come to the same barrier", 64, 0, "which is at __syncthreads (test_cuda_on_cpu.cpp:",
      [](int *, Shared<int>, bool right) {
-         if (right || thread() < 10)
-             __syncthreads();
-         else
-             __syncthreads();
-     },
-     "which is at __syncthreads (test_cuda_on_cpu.cpp:"},
-    {"all come equally often", 64, 0,
+         if (right || thread() < 10) return __syncthreads();
+         __syncthreads();
+     }},
+    {"all come equally often", 64, 0, "waits for thread 3, which has ended",
      [](int *, Shared<int>, bool right) {
          for (int i = 0; i < (right || thread() != 3 ? 4 : 3); i++) __syncthreads();
-     },
-     "waits for thread 3, which has ended"},
+     }},
     {"all lanes of a warp come to a shuffle", 64, 0,
+     "block (0, 0, 0), thread 32: __shfl_xor_sync (test_cuda_on_cpu.cpp:",
      [](int *out, Shared<int>, bool right) {
          if (right || thread() != 40) out[thread()] = __shfl_xor_sync(all_lanes, thread(), 1);
-     },
-     "block (0, 0, 0), thread 32: __shfl_xor_sync (test_cuda_on_cpu.cpp:"},
-    {"and to the same one", 32, 0,
+     }},
+    {"and to the same one", 32, 0, "which is at __shfl_xor_sync",
      [](int *out, Shared<int>, bool right) {
          if (right || thread() % 2)
              out[thread()] = __shfl_xor_sync(all_lanes, thread(), 1);
          else
              out[thread()] = __shfl_xor_sync(all_lanes, thread(), 1);
-     },
-     "which is at __shfl_xor_sync"},
-    {"a warp's barrier is not the block's", 64, 0,
+     }},
+    {"a warp's barrier is not the block's", 64, 0, "__syncwarp",
      [](int *, Shared<int>, bool right) {
          if (!right && thread() == 5)
              __syncthreads();
          else
              __syncwarp();
          if (right || thread() != 5) __syncthreads();
-     },
-     "__syncwarp"},
-    {"a warp has 32 lanes", 48, 0,
+     }},
+    {"a warp has 32 lanes", 48, 0, "waits for thread 48, which the block does not have",
      [](int *, Shared<int>, bool right) {
          if (!right || thread() < 32) __syncwarp();
-     },
-     "waits for thread 48, which the block does not have"},
-    {"a shuffle is of all of them", 32, 0,
+     }},
+    {"a shuffle is of all of them", 32, 0, "of mask 0000ffff, not of all lanes",
      [](int *out, Shared<int>, bool right) {
          out[thread()] = __shfl_xor_sync(right ? all_lanes : 0xffff, thread(), 1);
-     },
-     "of mask 0000ffff, not of all lanes"},
+     }},
 
     // ---- Races
     {"a barrier stands between a write and another thread's read", 64, 64,
+     "thread 1: race: reads element 0 of the shared memory from byte 0 on, which thread 0 wrote",
      [](int *out, Shared<int> s, bool right) {
          s[thread()] = thread();
          if (right) __syncthreads();
          out[thread()] = s[max(thread() - 1, 0)];
-     },
-     "thread 1: race: reads element 0 of the shared memory from byte 0 on, which thread 0 wrote"},
+     }},
     {"between several reads and the write of the last reader", 64, 64,
+     "thread 62: race: writes element 62 of the shared memory from byte 0 on, which thread",
      [](int *out, Shared<int> s, bool right) {
          s[thread()] = 0;
          __syncthreads();
          out[thread()] = s[62];
-         if (right)
-             __syncthreads();
-         else
-             __syncwarp();  // for half of them
+         right ? __syncthreads() : __syncwarp();  // for half of them
          if (thread() == 62) s[62] = 5;
-     },
-     "thread 62: race: writes element 62 of the shared memory from byte 0 on, which thread"},
+     }},
     {"among the lanes of a warp, too", 32, 32,
+     "thread 30: race: writes element 30 of the shared memory from byte 0 on, which thread",
      [](int *out, Shared<int> s, bool right) {
          s[thread()] = 0;
          __syncwarp();
          out[thread()] = s[30];
          if (right) __syncwarp();
          if (thread() == 30) s[30] = 5;
-     },
-     "thread 30: race: writes element 30 of the shared memory from byte 0 on, which thread"},
-    {"of other bytes in the same word nothing is said", 64, 64,
+     }},
+    {"of other bytes in the same word nothing is said", 64, 64, "race: reads element 0",
      [](int *out, Shared<int>, bool right) {
          SharedMemory memory;
          Shared<uint8_t> bytes = memory.take<uint8_t>(64);
          bytes[thread()] = (uint8_t)thread();
          out[thread()] = bytes[right ? thread() : thread() / 2];
-     },
-     "race: reads element 0"},
-    {"a barrier stands between a read and another thread's write", 64, 64,
+     }},
+    {"a barrier stands between a read and another thread's write", 64, 64, "race",
      [](int *, Shared<int> s, bool right) {
          s[thread()] = thread();
          __syncthreads();
          int x = s[thread() ^ 1];
          if (right) __syncthreads();
          s[thread()] = x;
-     },
-     "race"},
-    {"two buffers need one barrier a round, one buffer two", 64, 128,
+     }},
+    {"two buffers need one barrier a round, one buffer two", 64, 128, "race",
      [](int *out, Shared<int> s, bool right) {
          for (int round = 0; round < 4; round++) {
              int buffer = right ? round % 2 * 64 : 0;
@@ -500,154 +492,115 @@ const Scene scenes[] = {
              __syncthreads();
              out[thread()] += s[buffer + 63 - thread()];
          }
-     },
-     "race"},
-    {"__syncwarp() orders a warp, not a block", 64, 64,
+     }},
+    {"__syncwarp() orders a warp, not a block", 64, 64, "race",
      [](int *out, Shared<int> s, bool right) {
          s[thread()] = thread();
          __syncwarp();
          out[thread()] = s[right ? thread() ^ 31 : thread() % 32];
-     },
-     "race"},
-    {"shuffles order nothing", 32, 32,
+     }},
+    {"shuffles order nothing", 32, 32, "race",
      [](int *out, Shared<int> s, bool right) {
          s[thread()] = thread();
          int sum = (int)warp_sum(1);
          if (right) __syncwarp();
          out[thread()] = sum + s[thread() / 2];
-     },
-     "race"},
-    {"what one warp wrote in two steps, and another one reads", 64, 32,
+     }},
+    {"what one warp wrote in two steps, and another one reads", 64, 32, "race: reads element",
      [](int *out, Shared<int> s, bool right) {
          if (thread() < 32) s[thread()] = 1;
          __syncwarp();
          if (thread() < 32) s[31 - thread()] = 2;
-         if (right)
-             __syncthreads();
-         else
-             __syncwarp();
+         right ? __syncthreads() : __syncwarp();
          out[thread()] = s[thread() % 32];
-     },
-     "race: reads element"},
+     }},
 
     // ---- What is read, and where
-    {"what is read was written", 64, 64,
+    {"what is read was written", 64, 64, "reads element 20 of the shared memory from byte 0 on, which nobody wrote",
      [](int *out, Shared<int> s, bool right) {
          if (right || thread() != 20) s[thread()] = 1;
          __syncthreads();
          out[thread()] = s[thread()];
-     },
-     "reads element 20 of the shared memory from byte 0 on, which nobody wrote"},
-    {"in each block anew", 64, 64,
+     }},
+    {"in each block anew", 64, 64, "block (1, 0, 0), thread 0: reads element 0",
      [](int *out, Shared<int> s, bool right) {
          if (right || blockIdx.x == 0) s[thread()] = 1;
          out[thread()] = s[thread()];
      },
-     "block (1, 0, 0), thread 0: reads element 0", 2},
-    {"an index stays in its piece", 32, 64,
+     2},
+    {"an index stays in its piece", 32, 64, "thread 31: 4 bytes at element 32 of a piece of 32",
      [](int *, Shared<int>, bool right) {
          SharedMemory memory;
          Shared<int> first = memory.take<int>(32), second = memory.take<int>(32);
          second[thread()] = 0;
          first[right ? thread() : thread() + 1] = 0;
-     },
-     "thread 31: 4 bytes at element 32 of a piece of 32"},
-    {"before its beginning, too", 32, 32,
-     [](int *, Shared<int> s, bool right) { s.from(1)[right ? thread() - 1 : thread() - 2] = 0; },
-     "at element -1 of a piece of 32"},
-    {"and all bytes of a wide access do", 32, 30,
+     }},
+    {"before its beginning, too", 32, 32, "at element -1 of a piece of 32",
+     [](int *, Shared<int> s, bool right) { s.from(1)[right ? thread() - 1 : thread() - 2] = 0; }},
+    {"and all bytes of a wide access do", 32, 30, "16 bytes at element 28 of a piece of 30",
      [](int *, Shared<int> s, bool right) {
          if (thread() == 0) s.write(right ? 24 : 28, uint4{});
-     },
-     "16 bytes at element 28 of a piece of 30"},
-    {"pieces lie in what the launch gave", 32, 28,
-     [](int *, Shared<int>, bool right) { SharedMemory().take<int>(right ? 28 : 29); },
-     "takes 128 bytes of shared memory, the launch gave 112"},
-    {"all threads take the same", 32, 36,
-     [](int *, Shared<int>, bool right) { SharedMemory().take<int>(right || thread() != 7 ? 32 : 33); },
-     "thread 7: takes bytes [0, 132) of shared memory, another thread [0, 128)"},
-    {"reads are aligned", 32, 128,
+     }},
+    {"pieces lie in what the launch gave", 32, 28, "takes 128 bytes of shared memory, the launch gave 112",
+     [](int *, Shared<int>, bool right) { SharedMemory().take<int>(right ? 28 : 29); }},
+    {"all threads take the same", 32, 36, "thread 7: takes bytes [0, 132) of shared memory, another thread [0, 128)",
+     [](int *, Shared<int>, bool right) { SharedMemory().take<int>(right || thread() != 7 ? 32 : 33); }},
+    {"reads are aligned", 32, 128, "16 bytes not aligned at element 6",
      [](int *out, Shared<int> s, bool right) {
          s.write(4 * thread(), uint4{1, 2, 3, 4});
          __syncwarp();
          out[thread()] = (int)s.read<uint4>(right ? 4 : 6).x;
-     },
-     "16 bytes not aligned at element 6"},
-    {"writes are", 32, 128,
-     [](int *, Shared<int> s, bool right) { s.from(right ? 0 : 1).write(2 * thread(), (uint64_t)1); },
-     "8 bytes not aligned at element 0"},
+     }},
+    {"writes are", 32, 128, "8 bytes not aligned at element 0",
+     [](int *, Shared<int> s, bool right) { s.from(right ? 0 : 1).write(2 * thread(), (uint64_t)1); }},
 
     // ---- Copies
-    {"what is copied is aligned", 32, 128,
-     [](int *out, Shared<int> s, bool right) {
-         copy_async16(s, 4 * thread(), out + (right ? 0 : 1), 16);
-         commit_copies();
-     },
-     "16 bytes not aligned at 0x"},
-    {"so is where it goes", 32, 128,
-     [](int *out, Shared<int> s, bool right) {
-         copy_async16(s, right ? 4 * thread() : 2, out, 16);
-         commit_copies();
-     },
-     "16 bytes not aligned at element 2"},
-    {"a copy has up to 16 bytes", 32, 128,
-     [](int *out, Shared<int> s, bool right) {
-         copy_async16(s, 4 * thread(), out, right ? 0 : -1);
-         commit_copies();
-     },
-     "a copy of -1 bytes"},
+    {"what is copied is aligned", 32, 128, "16 bytes not aligned at 0x",
+     [](int *out, Shared<int> s, bool right) { copy_and_commit(s, 4 * thread(), out + (right ? 0 : 1), 16); }},
+    {"so is where it goes", 32, 128, "16 bytes not aligned at element 2",
+     [](int *out, Shared<int> s, bool right) { copy_and_commit(s, right ? 4 * thread() : 2, out, 16); }},
+    {"a copy has up to 16 bytes", 32, 128, "a copy of -1 bytes",
+     [](int *out, Shared<int> s, bool right) { copy_and_commit(s, 4 * thread(), out, right ? 0 : -1); }},
     {"it is nobody's until it has arrived", 32, 128,
+     "reads element 0 of the shared memory from byte 0 on before the copy that thread 0 started has arrived",
      [](int *out, Shared<int> s, bool right) {
-         copy_async16(s, 4 * thread(), out + 4 * thread(), 16);
-         commit_copies();
+         copy_and_commit(s, 4 * thread(), out + 4 * thread(), 16);
          if (right) wait_copies<0>();
          out[512 + thread()] = s[4 * thread()];
-     },
-     "reads element 0 of the shared memory from byte 0 on before the copy that thread 0 started has arrived"},
-    {"and its thread's until a barrier", 32, 128,
+     }},
+    {"and its thread's until a barrier", 32, 128, "thread 1: race: reads element 1",
      [](int *out, Shared<int> s, bool right) {
-         copy_async16(s, 4 * thread(), out + 4 * thread(), 16);
-         commit_copies();
+         copy_and_commit(s, 4 * thread(), out + 4 * thread(), 16);
          wait_copies<0>();
          if (right) __syncwarp();
          out[512 + thread()] = s[thread()];
-     },
-     "thread 1: race: reads element 1"},
-    {"another thread's barrier does not wait for it", 32, 128,
+     }},
+    {"another thread's barrier does not wait for it", 32, 128, "before the copy that thread 0 started",
      [](int *out, Shared<int> s, bool right) {
-         if (thread() == 0) copy_async16(s, 0, out, 16);
-         commit_copies();
+         if (thread() == 0) copy_and_commit(s, 0, out, 16);
          if (right) wait_copies<0>();
          __syncthreads();
          out[512 + thread()] = s[thread() % 4];
-     },
-     "before the copy that thread 0 started"},
-    {"the newer of two batches may still be on its way", 32, 256,
+     }},
+    {"the newer of two batches may still be on its way", 32, 256, "element 128",
      [](int *out, Shared<int> s, bool right) {
-         for (int batch = 0; batch < 2; batch++) {
-             copy_async16(s, batch * 128 + 4 * thread(), out, 16);
-             commit_copies();
-         }
+         for (int batch = 0; batch < 2; batch++) copy_and_commit(s, batch * 128 + 4 * thread(), out, 16);
          wait_copies<1>();
          out[512 + thread()] = s[(right ? 0 : 128) + 4 * thread()];
-     },
-     "element 128"},
-    {"what others still read is not copied over", 64, 64,
+     }},
+    {"what others still read is not copied over", 64, 64, "race",
      [](int *out, Shared<int> s, bool right) {
          s[thread()] = 1;
          __syncthreads();
          out[512 + thread()] = s[63 - thread()];
          if (right) __syncthreads();
-         if (thread() < 16) copy_async16(s, 4 * thread(), out, 16);
-         commit_copies();
-     },
-     "race"},
-    {"copies are committed", 32, 128,
+         if (thread() < 16) copy_and_commit(s, 4 * thread(), out, 16);
+     }},
+    {"copies are committed", 32, 128, "ends with copies it never committed",
      [](int *out, Shared<int> s, bool right) {
          copy_async16(s, 4 * thread(), out, 16);
          if (right) commit_copies();
-     },
-     "ends with copies it never committed"},
+     }},
 };
 
 TEST_CASE("each check fires on the broken kernel and not on the right one") {
@@ -690,8 +643,7 @@ TEST_CASE("what a kernel is given, and what it copies from, is the card's memory
     auto given = +[](int, const float *) { wait_for_previous(); };
     auto copies = +[](const float *const *list) {
         wait_for_previous();
-        copy_async16(SharedMemory().take<float>(4), 0, *list, 16);
-        commit_copies();
+        copy_and_commit(SharedMemory().take<float>(4), 0, *list, 16);
     };
     std::vector<float> host(100);
     Numbers<float> there(host);
