@@ -206,7 +206,7 @@ build/test_%: TEST_CXX := $(CXX)
 
 # Tests that run the kernels on the CPU (tests/cuda_on_cpu.h) are always checked for accesses out of bounds, and for those
 # not aligned, which a GPU refuses.
-build/test_cuda% build/test_twins: CXXFLAGS += -g1 -fsanitize=address,alignment -fno-sanitize-recover=all \
+build/test_cuda% build/test_twins: private CXXFLAGS += -g1 -fsanitize=address,alignment -fno-sanitize-recover=all \
   -fno-omit-frame-pointer $(if $(findstring clang,$(KERNEL_CXX)),,-Wno-maybe-uninitialized)
 build/test_cuda% build/test_twins: LIBS += -lboost_context
 build/test_cuda% build/test_twins: TEST_CXX := $(KERNEL_CXX)

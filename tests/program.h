@@ -1,7 +1,6 @@
 // Runs llm as a user does, and keeps what it says. The environment variable LLM says which program; without it, ./llm.
 #pragma once
 
-#include <doctest/doctest.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -18,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "../base/json.h"
+#include "files.h"
 
 namespace program {
 
@@ -120,8 +119,7 @@ inline void check_refused(const Outcome &result, const Words &parts, int status 
     CHECK_MESSAGE(result.out.empty(), result);
     bool one_line = std::count(result.err.begin(), result.err.end(), '\n') == 1 && result.err.back() == '\n';
     CHECK_MESSAGE((one_line && result.err.rfind("llm: ", 0) == 0), result);
-    for (const std::string &part : parts)
-        CHECK_MESSAGE(result.err.find(part) != std::string::npos, "lacks \"" << part << "\": " << result);
+    for (const std::string &part : parts) check_contains(result.err, part);
 }
 
 // ---- JSON --------------------------------------------------------------------------------------------------

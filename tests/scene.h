@@ -3,6 +3,7 @@
 
 #define LLM_WITHOUT_MAIN
 #include "../llm.cu"
+#include "files.h"
 #include "reference.h"
 
 namespace scene {
@@ -27,19 +28,6 @@ void for_each_pair(Use use) {
     for (const Precision &type_k : all_of<Precision>())
         for (const Precision &type_v : all_of<Precision>()) use(type_k, type_v);
 }
-
-// The line that `action` fails with; "" if it does not fail.
-template <class Action>
-std::string error_of(Action action) {
-    try {
-        action();
-    } catch (const Error &error) {
-        return error.what();
-    }
-    return "";
-}
-
-inline bool contains(const std::string &text, const std::string &part) { return text.find(part) != std::string::npos; }
 
 // A seed of this run's own: tests that draw what they do say it when they fail, and SEED=... does the same again.
 inline uint64_t seed_of_run() {

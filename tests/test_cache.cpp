@@ -6,8 +6,6 @@
 #ifndef PLAIN  // fast/ has no part in this
 #define PLAIN
 #endif
-#include <doctest/doctest.h>
-
 #include <set>
 
 #include "scene.h"

@@ -2,17 +2,12 @@
 // Run from the repository's root. The environment variable LLM says which program; without it, ./llm.
 // Its parts: what each command prints, the same tokens on every way, sampling, output that goes nowhere, bad input.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include <doctest/doctest.h>
-
-#include <filesystem>
-#include <fstream>
-#include <functional>
 #include <map>
 
 #include "../cache.h"
+#include "files.h"
 #include "program.h"
 
-namespace fs = std::filesystem;
 using namespace program;
 using Ids = std::vector<int>;
 
@@ -27,30 +22,8 @@ Outcome run_shell(const std::string &line) {
 
 // ---- Files ---------------------------------------------------------------------------------------------------
 
-// A directory that is gone at the end of the test.
-struct Scratch {
-    fs::path path;
-    Scratch() {
-        std::string name = (fs::temp_directory_path() / ("test_cli." + std::string(6, 'X'))).string();
-        REQUIRE(mkdtemp(name.data()));
-        path = name;
-    }
-    ~Scratch() { fs::remove_all(path); }
-    std::string operator/(const std::string &name) const { return (path / name).string(); }
-    bool empty() const { return fs::is_empty(path); }
-};
-
-std::string slurp(const std::string &path) { return read_file(path, 1 << 28); }
-
-void spill(const std::string &path, const std::string &bytes) {
-    std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
-}
-
 void replace(const std::string &path, const std::string &from, const std::string &to) {
-    std::string text = slurp(path);
-    size_t at = text.find(from);
-    REQUIRE_MESSAGE(at != std::string::npos, from);
-    spill(path, text.replace(at, from.size(), to));
+    spill(path, replaced(slurp(path), from, to));
 }
 
 // A copy of a checkpoint that a test may damage.
@@ -184,8 +157,7 @@ TEST_CASE("generate streams the prompt and what follows to standard output, and 
     std::string following = text(run_json(arguments), "text");
     Outcome result = run_well(arguments);
     CHECK(result.out == "Once upon a time" + following + "\n");
-    for (const char *part : {"stopped: ", "prefill", "decode", "tokens/s", "GB/s", "bytes"})
-        CHECK_MESSAGE(result.err.find(part) != std::string::npos, part);
+    check_contains(result.err, "stopped: ", "prefill", "decode", "tokens/s", "GB/s", "bytes");
 }
 
 TEST_CASE("without a tokenizer.json, ids are printed as ids") {
@@ -211,15 +183,15 @@ TEST_CASE("diff: keys, a line a token, a verdict, and an exit status that repeat
                number(root, step + ".cached_token") == expected.greedy[i]));
         most = std::max(most, number(root, step + ".max_abs_logit_diff"));
         std::string line = formatted("\n%5d  %6d %6d", i, expected.greedy[i], expected.greedy[i]);
-        CHECK_MESSAGE(good.out.find(line) != std::string::npos, line);
+        check_contains(good.out, line);
     }
     CHECK((number(root, "max_abs_logit_diff") == most && most <= 1e-4));
     CHECK((cJSON_IsNull(at(root, "first_divergence")) && cJSON_IsTrue(at(root, "identical"))));
-    CHECK((good.err.empty() && good.out.find("\n   10  ") == std::string::npos));
-    CHECK(good.out.find("verdict     the same: ") != std::string::npos);
+    CHECK((good.err.empty() && !contains(good.out, "\n   10  ")));
+    check_contains(good.out, "verdict     the same: ");
     // A bf16 cache is further off than 0, and nearer than its own tolerance.
     Outcome bad = run_well(arguments + Words{"bf16", "--tolerance", "0"}, 1);
-    CHECK(bad.out.find("verdict     NOT the same: the logits by ") != std::string::npos);
+    check_contains(bad.out, "verdict     NOT the same: the logits by ");
     CHECK(text(run_json(arguments + Words{"bf16"}), "cache.type_k") == "bf16");
 }
 
@@ -236,7 +208,7 @@ TEST_CASE("diff names the first step at which the tokens differ") {
     CHECK(cJSON_IsFalse(at(root, "identical")));
     CHECK(number(root, "max_abs_logit_diff") <= number(root, "tolerance"));  // so it is the tokens that say no
     Outcome result = run_well(arguments, 1);
-    CHECK(result.out.find("differ first at step " + std::to_string(first) + "\n") != std::string::npos);
+    check_contains(result.out, "differ first at step " + std::to_string(first) + "\n");
 }
 
 TEST_CASE("diff of several caches says of each what it says of one: a column, a verdict, an entry in the JSON") {
@@ -262,12 +234,12 @@ TEST_CASE("diff of several caches says of each what it says of one: a column, a 
                 CHECK(number(same, path + key) == number(one, path + key));
             char cell[20];
             snprintf(cell, sizeof cell, " %10.2e", number(one, path + "max_abs_logit_diff"));
-            CHECK_MESSAGE(shown.out.find(cell) != std::string::npos, cell);
+            check_contains(shown.out, cell);
         }
         CHECK((text(one, "verdict").find("the same") == 0) == (i == 0));
         CHECK(number(one, "stored_positions") == (i == 2 ? 32 : 37));  // int2: whole blocks of 32
         std::string verdict = "\n" + types[i] + std::string(12 - types[i].size(), ' ') + text(one, "verdict") + "; ";
-        CHECK_MESSAGE(shown.out.find(verdict) != std::string::npos, shown);
+        check_contains(shown.out, verdict);
     }
 }
 
@@ -287,9 +259,8 @@ TEST_CASE("diff --against full: what a ring's window loses, and nothing else") {
     CHECK(number(root, "caches.0.max_abs_logit_diff") > 0.1);
     CHECK(number(root, "caches.1.max_abs_logit_diff") == 0);
     Outcome shown = run_well(line + ring, 1);
-    for (const char *part :
-         {" step    full   ring f32  contiguous f32  text\n", "\nring f32       NOT the same", "their full logits"})
-        CHECK_MESSAGE(shown.out.find(part) != std::string::npos, shown);
+    check_contains(shown.out, " step    full   ring f32  contiguous f32  text\n", "\nring f32       NOT the same",
+                   "their full logits");
 }
 
 TEST_CASE("diff's verdict is green or red on a terminal, and there alone; NO_COLOR asks for none") {
@@ -303,13 +274,12 @@ TEST_CASE("diff's verdict is green or red on a terminal, and there alone; NO_COL
         text.resize((size_t)std::max<ssize_t>(0, read(terminal, text.data(), text.size())));
         return text;
     };
-    auto has = [](const std::string &text, const char *part) { return text.find(part) != std::string::npos; };
-    CHECK(has(shown("unset NO_COLOR; ", "--kv f32"), "verdict     \33[32mthe same: "));
-    CHECK(has(shown("unset NO_COLOR; ", "--tolerance 0"), "verdict     \33[31mNOT the same: "));
-    CHECK(has(shown("NO_COLOR= ", "--kv f32,f16"), "\nf32         \33[32mthe same: "));
+    check_contains(shown("unset NO_COLOR; ", "--kv f32"), "verdict     \33[32mthe same: ");
+    check_contains(shown("unset NO_COLOR; ", "--tolerance 0"), "verdict     \33[31mNOT the same: ");
+    check_contains(shown("NO_COLOR= ", "--kv f32,f16"), "\nf32         \33[32mthe same: ");
     std::string plain = shown("NO_COLOR=1 ", "--kv f32");
-    CHECK((has(plain, "verdict     the same: ") && !has(plain, "\33")));
-    CHECK(!has(run_well({"diff", "-m", model, "--ids", "1,2", "-n", "1"}).out, "\33"));
+    CHECK((contains(plain, "verdict     the same: ") && !contains(plain, "\33")));
+    CHECK(!contains(run_well({"diff", "-m", model, "--ids", "1,2", "-n", "1"}).out, "\33"));
     close(other), close(terminal);
 }
 
@@ -348,7 +318,7 @@ TEST_CASE("tokenize needs a tokenizer.json and nothing else; a NUL in a text is 
     std::string list = run_well(forward).out;
     list.pop_back();
     CHECK(run_well({"tokenize", "-m", builtin, "--ids", list}).out == prompt + "\n");
-    CHECK(run_well(forward + Words{"--json"}).out.find("\"a\\u0000b\"") != std::string::npos);
+    check_contains(run_well(forward + Words{"--json"}).out, "\"a\\u0000b\"");
     Outcome result = run_well({"generate", "-m", builtin, "-f", scratch / "prompt", "-n", "0"});
     CHECK(result.out == prompt + "\n");
 }
@@ -370,8 +340,7 @@ TEST_CASE("info says what the config says") {
         double row = number(root, "kv_heads") * number(root, "head_dim");
         CHECK(number(root, "cache_bytes_per_token_f16") == 2 * 2 * number(root, "layers") * row);
         std::string out = run_well(arguments).out;
-        CHECK_MESSAGE(out.find("\n  architecture   " + text(root, "architecture")) != std::string::npos, out);
-        CHECK_MESSAGE(out.find("\n  will it run    yes: ") != std::string::npos, out);
+        check_contains(out, "\n  architecture   " + text(root, "architecture"), "\n  will it run    yes: ");
     }
 }
 
@@ -403,9 +372,8 @@ TEST_CASE("bench: prefill and decode beside what memory and processor give") {
         CHECK(number(result, "of_roofline") <= number(result, "of_roofline_most"));
     }
     Outcome result = run_well(arguments);
-    for (const char *part :
-         {"read bandwidth", "matrix rate", "start:", "peak memory", "prefill", "decode", "tokens/s", "GB/s", "GFLOPS"})
-        CHECK_MESSAGE(result.out.find(part) != std::string::npos, part);
+    check_contains(result.out, "read bandwidth", "matrix rate", "start:", "peak memory", "prefill", "decode",
+                   "tokens/s", "GB/s", "GFLOPS");
 }
 
 TEST_CASE("bench measures the lengths and caches that are asked for, and lengths that fit into the model's context") {
@@ -505,7 +473,7 @@ TEST_CASE("every family, by both paths: Transformers' greedy tokens and logits")
         }
     }
     fs::remove(scratch / "logits.npy");
-    CHECK(scratch.empty());
+    CHECK(fs::is_empty(scratch.path));
 }
 
 TEST_CASE("one thread or two: the same tokens; the naive path has no cache to report") {
@@ -640,7 +608,7 @@ TEST_CASE("generation stops at -n, at an end id or when the context is full, and
             if (layout == "contiguous")  // of 256 bytes a position
                 CHECK_MESSAGE(number(root, "cache.payload_bytes") == 256 * each.capacity, result);
             std::string notes = run_well(arguments).err;
-            CHECK_MESSAGE(notes.find(std::string("stopped: ") + each.stop + "\n") != std::string::npos, notes);
+            check_contains(notes, std::string("stopped: ") + each.stop + "\n");
         }
     }
 }
@@ -688,7 +656,7 @@ TEST_CASE("of a paged cache the pages in use are counted, of the others all that
     }
     CHECK(number(run_json(generate(model, {1}, reserved + Words{"4"})), "cache.payload_bytes") == 128 * 256);
     std::string notes = run_well(generate(model, {1}, reserved + Words{"4"})).err;
-    CHECK_MESSAGE(notes.find(": 32768 bytes, 0 of them metadata, for 4 positions\n") != std::string::npos, notes);
+    check_contains(notes, ": 32768 bytes, 0 of them metadata, for 4 positions\n");
 }
 
 // ---- Output that goes nowhere --------------------------------------------------------------------------------
@@ -803,8 +771,7 @@ TEST_CASE("flags that do not suit the model are refused by every command") {  //
     };
     for (const Case &each : cases)
         for (const std::string &command : Words{"generate", "diff", "eval", "bench", "memory"})
-            if (std::string(each.commands).find(command) != std::string::npos)
-                check_refused(run(start_of(command, file) + each.flags), each.parts);
+            if (contains(each.commands, command)) check_refused(run(start_of(command, file) + each.flags), each.parts);
 }
 
 TEST_CASE("texts that cannot be evaluated") {
@@ -880,7 +847,7 @@ TEST_CASE("questions that make no sense are refused with their line") {
         CAPTURE(bad);
         Outcome result = run_with(asked(bad, answer, place));
         check_refused(result, {file, "line 2", "a question: fact_char"});
-        CHECK_MESSAGE(result.err.find("-1") == std::string::npos, result);  // which nobody wrote
+        CHECK_MESSAGE(!contains(result.err, "-1"), result);  // which nobody wrote
     }
     check_refused(run_with("[{\"fact_char\": " + fact + ", \"answer_char\": " + answer + "}]"),
                   {file, "line 2", "a question: place_char"});
@@ -947,7 +914,7 @@ TEST_CASE("checkpoints that cannot be used") {  // all that can be wrong with on
     const std::vector<Case> cases{
         {model, [](auto &d) { fs::remove_all(d); }, {"No such file or directory"}},
         {model, [](auto &d) { fs::remove_all(d), spill(d, "x"); }, {"Not a directory; expected the directory"}},
-        {model, [](auto &d) { fs::remove(d + "/config.json"); }, {"config.json: cannot open it: No such file", "the directory"}},
+        {model, [](auto &d) { fs::remove(d + "/config.json"); }, {"config.json: cannot open it: No such file"}},
         {model, [](auto &d) { replace(d + "/config.json", "Qwen3For", "Qwen9For"); }, {"Qwen9For", "Qwen3For"}},
         {model, [](auto &d) { replace(d + "/config.json", "_size\": 64", "_size\": 65"); }, {"[64, 32]", "[65, 32]"}},
         {model, cut_off("model.safetensors", 500), {"model.safetensors", "cut off"}},
@@ -963,7 +930,7 @@ TEST_CASE("checkpoints that cannot be used") {  // all that can be wrong with on
         Outcome info = run({"info", "-m", directory});  // of what has a config.json it says why it does not run
         if (info.status == 2) check_refused(info, each.parts + Words{directory});
         for (const std::string &part : info.status == 1 ? each.parts + Words{"no: " + directory} : Words{})
-            CHECK_MESSAGE(info.out.find(part) != std::string::npos, info);
+            check_contains(info.out, part);
         CHECK_MESSAGE(info.status > 0, info);
     }
 }

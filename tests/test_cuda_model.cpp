@@ -7,8 +7,6 @@
 #endif
 #include "scene.h"
 
-#include <doctest/doctest.h>
-
 using namespace scene;
 
 // ---- Helpers -----------------------------------------------------------------------------------------------

@@ -1,12 +1,6 @@
 // llm eval: its figures beside those computed here from logits in double precision, its counts beside known answers.
 // Run from the repository's root.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include <doctest/doctest.h>
-
-#include <fstream>
-#include <iterator>
-#include <sstream>
-
 #include "scene.h"
 
 using scene::Tokens;
@@ -336,7 +330,7 @@ TEST_CASE("an interrupt ends it; what was read until then is said") {
     CHECK(items_of(root, "results").empty());
     CHECK(number_of(root.get(), "predicted_tokens") == 0);
     CHECK(Section{"", root.get()}.flag("interrupted", false));
-    CHECK(report.text.find("0 tokens predicted") != std::string::npos);
+    check_contains(report.text, "0 tokens predicted");
     CHECK(report.text.find("nan") == std::string::npos);
 }
 
@@ -361,10 +355,9 @@ TEST_CASE("--all lists each precision; the table and --json have its figures") {
     const std::string listed = joined(names, ",") + ",";
     for_each_type<Precision>([&](auto type) {
         std::string both = std::string("contiguous ") + type.name + " " + type.name + ",";
-        CHECK_MESSAGE(listed.find(both) != std::string::npos, both);
+        check_contains(listed, both);
     });
-    for (const char *other : {",contiguous int4 int2,", ",paged int4 int4,", ",ring f16 f16,"})
-        CHECK_MESSAGE(listed.find(other) != std::string::npos, other);
+    check_contains(listed, ",contiguous int4 int2,", ",paged int4 int4,", ",ring f16 f16,");
     for (size_t i = 0; i < names.size(); i++) {
         const EvalResult &result = all.results[i];
         const Ring *ring = std::get_if<Ring>(&result.cache.layout);
@@ -395,6 +388,5 @@ TEST_CASE("--all lists each precision; the table and --json have its figures") {
         CHECK(printable(recall) == printable(parse_json("", "{\"r\": [" + expected.json() + "]}")->child));
         CHECK(std::fabs(std::stod(words[5]) - 100.0 * result.right[0] / result.asked[0]) <= 0.5);
     }
-    for (const char *part : {"145 tokens predicted", "recall: 3 questions"})
-        CHECK_MESSAGE(report.text.find(part) != std::string::npos, part);
+    check_contains(report.text, "145 tokens predicted", "recall: 3 questions");
 }

@@ -5,13 +5,9 @@
 #define PLAIN
 #include "../llm.cu"
 
-#include <doctest/doctest.h>
-#include <sys/stat.h>
-
-#include <filesystem>
-#include <fstream>
-#include <sstream>
 #include <thread>
+
+#include "files.h"
 
 using Words = std::vector<std::string>;
 
@@ -25,7 +21,7 @@ std::string refusal(const Words &words) {
         parse_options(words);
     } catch (const Error &error) {
         CHECK(error.status == 2);
-        CHECK(std::string(error.what()).find('\n') == std::string::npos);
+        CHECK(!contains(error.what(), "\n"));
         return error.what();
     }
     return "";
@@ -33,10 +29,9 @@ std::string refusal(const Words &words) {
 
 void check_refused(const Words &words, const Words &parts) {
     std::string line = refusal(words);
-    CHECK_MESSAGE(!line.empty(), joined_words(words) << " is taken");
-    for (const std::string &part : parts)
-        CHECK_MESSAGE(line.find(part) != std::string::npos, joined_words(words)
-                                                                << ": lacks \"" << part << "\": " << line);
+    CAPTURE(joined_words(words));
+    CHECK(!line.empty());
+    for (const std::string &part : parts) check_contains(line, part);
 }
 
 // The least that a command line of a command must say.
@@ -187,23 +182,22 @@ TEST_CASE("a seed that is not given is drawn where there is a temperature") {
 }
 
 TEST_CASE("a text from a file, a pipe, standard input") {
-    std::string name = "/tmp/test_flags.XXXXXX", text("a\0b\n", 4);
-    REQUIRE(mkdtemp(name.data()));
-    std::ofstream(name + "/text") << text;
-    std::ofstream(name + "/empty");
+    Scratch scratch;
+    const std::string name = scratch.str(), text("a\0b\n", 4);
+    spill(name + "/text", text);
+    spill(name + "/empty", "");
     REQUIRE(mkfifo((name + "/pipe").c_str(), 0600) == 0);
     CHECK(parse_options({"generate", "-f", name + "/text"}).prompt == text);
     CHECK(parse_options({"generate", "-f", name + "/empty"}).prompt.empty());
     CHECK(parse_options({"eval", "--file=" + name + "/text"}).prompt_file == name + "/text");
     std::string large(300000, 'x');
-    std::thread writer([&] { std::ofstream(name + "/pipe") << large; });
+    std::thread writer([&] { spill(name + "/pipe", large); });
     CHECK(parse_options({"tokenize", "-f", name + "/pipe"}).prompt == large);
     writer.join();
     check_refused({"generate", "-f", name}, {"-f " + name, "Is a directory", "expected a file"});
     check_refused({"eval", "-f", name + "/missing"}, {"-f " + name + "/missing", "No such file"});
     REQUIRE(freopen((name + "/text").c_str(), "r", stdin));
     CHECK(parse_options({"diff", "-f", "-"}).prompt == text);
-    std::filesystem::remove_all(name);
 }
 
 // ---- What is refused -----------------------------------------------------------------------------------------
@@ -286,7 +280,7 @@ TEST_CASE("what is near is suggested, what is not is not") {
              {"run", "run: expected one of: generate diff eval bench memory show tokenize info"},
          }) {
         std::string line = refusal(split(words));
-        CHECK_MESSAGE(line.find(expected) != std::string::npos, line);
+        check_contains(line, expected);
         bool suggests = expected.find("did you mean") != std::string::npos;
         CHECK_MESSAGE((line.find("did you mean") != std::string::npos) == suggests, line);
     }
@@ -381,11 +375,9 @@ TEST_CASE("help names every command, and of each all its flags and an example th
     std::string general = printed([&] { print_help(parse_options({"--help"})); });
     for (const Words &words : {Words{"-h"}, {"help"}})
         CHECK(printed([&] { print_help(parse_options(words)); }) == general);
-    for (const std::string &part : Words{"Exit status: 0 done; 1", "llm COMMAND --help", "llm --version"})
-        CHECK(general.find(part) != std::string::npos);
+    check_contains(general, "Exit status: 0 done; 1", "llm COMMAND --help", "llm --version");
     for (const Command &command : commands) {
-        CHECK(general.find(std::string("llm ") + command.name + " ") != std::string::npos);
-        CHECK(general.find(command.help) != std::string::npos);
+        check_contains(general, std::string("llm ") + command.name + " ", command.help);
         std::string help = printed([&] { print_help(parse_options({command.name, "--help"})); });
         CHECK(printed([&] { print_help(parse_options({command.name, "-h", "-m", "x"})); }) == help);
         for (const Flag &flag : flags()) {
@@ -394,7 +386,7 @@ TEST_CASE("help names every command, and of each all its flags and an example th
         }
         std::istringstream lines(general + help);
         for (std::string line; std::getline(lines, line);) CHECK_MESSAGE(line.size() <= 100, line);
-        CHECK(help.find(std::string("For example: llm ") + command.name + " " + command.example) != std::string::npos);
+        check_contains(help, std::string("For example: llm ") + command.name + " " + command.example);
         Words example = {command.name};
         bool quoted = false;
         for (const std::string &word : split(command.example)) {  // "Once upon a time" is one
@@ -406,14 +398,13 @@ TEST_CASE("help names every command, and of each all its flags and an example th
         CHECK_MESSAGE((line.empty() || line == "-f my.txt: No such file or directory"), line);
     }
     std::string caches = printed([&] { print_help(parse_options({"eval", "--help"})); });
-    for_each_type<Layout>([&](auto layout) { CHECK(caches.find(layout.name) != std::string::npos); });
-    for_each_type<Precision>([&](auto type) { CHECK(caches.find(type.name) != std::string::npos); });
-    CHECK(caches.find("128k is 131072") != std::string::npos);
+    for_each_type<Layout>([&](auto layout) { check_contains(caches, layout.name); });
+    for_each_type<Precision>([&](auto type) { check_contains(caches, type.name); });
+    check_contains(caches, "128k is 131072");
 }
 
 TEST_CASE("--version says what this is and how it was built") {
     std::string version = printed([&] { print_help(parse_options({"--version"})); });
-    for (const std::string &part : Words{"llm 1.", "built with", "CUDA"})
-        CHECK_MESSAGE(version.find(part) != std::string::npos, version);
+    check_contains(version, "llm 1.", "built with", "CUDA");
     CHECK(std::count(version.begin(), version.end(), '\n') == 1);
 }

@@ -1,20 +1,14 @@
-// docs/09_make_your_own.md: its blocks of C++, a precision and a layout, applied to a copy of the sources, must build and
-// do what the page says; also where the sources have them already. Run from the repository's root. Builds ./llm-plain's
-// twin under build/make_your_own with $CXX, or else the compiler of this test.
+// docs/09_make_your_own.md: its blocks of C++, a precision and a layout, applied to a copy of the sources, must build
+// and do what the page says; also where the sources have them already. Run from the repository's root. Builds
+// ./llm-plain's twin under build/make_your_own with $CXX, or else the compiler of this test.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include <doctest/doctest.h>
 #include <sys/wait.h>
 
-#include <cstdio>
-#include <filesystem>
-#include <fstream>
 #include <regex>
 #include <sstream>
-#include <string>
 #include <thread>
-#include <vector>
 
-namespace fs = std::filesystem;
+#include "files.h"
 
 static const fs::path scratch = "build/make_your_own";
 
@@ -32,14 +26,6 @@ static const fs::path scratch = "build/make_your_own";
 static const std::string compile = std::string(getenv("CXX") ? getenv("CXX") : THIS_COMPILER) +
                                    " -O1 -march=native -ffp-contract=off " OPENMP_FLAG "-Wall -Wextra -Werror ";
 
-static std::string slurp(const fs::path &path) {
-    std::ifstream file(path);
-    REQUIRE_MESSAGE(file, path);
-    std::stringstream text;
-    text << file.rdbuf();
-    return text.str();
-}
-
 struct Outcome {
     int status;  // exit status, or 128 + signal as the shell has it
     std::string output;
@@ -54,8 +40,6 @@ static Outcome shell(const std::string &command) {
     outcome.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     return outcome;
 }
-
-static bool contains(const std::string &text, const std::string &part) { return text.find(part) != std::string::npos; }
 
 // ---- The page, and the copy of the sources that it changes ----------------------------------------------------
 
@@ -134,9 +118,10 @@ static const Built &built() {
             for (std::string extension : {".h", ".c", ".cu"})
                 if (entry.path().extension() == extension) fs::copy(entry.path(), scratch / entry.path().filename());
         for (std::string folder : {"base", "commands"}) fs::copy(folder, scratch / folder);
-        for (std::string file : {"scene.h", "test_cache.cpp"}) fs::copy("tests/" + file, scratch / "tests" / file);
-        std::ofstream(scratch / "tests/reference.h") << patched(built.precision, slurp("tests/reference.h"));
-        std::ofstream(scratch / "cache.h") << applied(built.layout, applied(built.precision, slurp("cache.h")));
+        for (std::string file : {"scene.h", "files.h", "test_cache.cpp"})
+            fs::copy("tests/" + file, scratch / "tests" / file);
+        spill(scratch / "tests/reference.h", patched(built.precision, slurp("tests/reference.h")));
+        spill(scratch / "cache.h", applied(built.layout, applied(built.precision, slurp("cache.h"))));
         std::string enter = "cd " + scratch.string() + " && ", libraries = " -lcjson -lonig -lutf8proc";
         std::string c = compile + "-x c -std=c11 ";
         built.program =

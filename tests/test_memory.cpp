@@ -2,12 +2,7 @@
 // it must give, the bytes of caches that were really opened, and an account of every byte that is written down here.
 // Run from the repository's root. The environment variable LLM says which program; without it, ./llm.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include <doctest/doctest.h>
-
-#include <filesystem>
-#include <fstream>
 #include <map>
-#include <sstream>
 
 #include "../cache.h"
 #include "program.h"
@@ -366,7 +361,7 @@ TEST_CASE("bytes are exact to the last digit below 2^53") {
     REQUIRE_MESSAGE(result.status == 0, result);
     for (int64_t row : {8 * 1048573, 4 * 1048573, 2 * 1048575}) {  // f32, f16 and int8, K and V
         std::string exact = "\"bytes\": " + std::to_string(row * 1073741789) + ",";
-        CHECK_MESSAGE(result.out.find(exact) != std::string::npos, exact);
+        check_contains(result.out, exact);
     }
 }
 
@@ -399,21 +394,19 @@ TEST_CASE("the table has a line a cache, under 120 columns, and says the shape")
     for_each_type<Precision>([&](auto type) { CHECK(starts[type.name] == std::variant_size_v<Layout>); });
     for (const char *part : {"2 (K, V) x 80 layers x 64 KV heads x 128 numbers x 3 sequences x 900 positions",
                              "171 pages", "cache only/s", "no weights are counted", "fits", "a window of 896, 4 sinks"})
-        CHECK_MESSAGE(result.out.find(part) != std::string::npos, part);
+        check_contains(result.out, part);
     for (const char *part : {"nan", "inf"}) CHECK_MESSAGE(result.out.find(part) == std::string::npos, part);
 }
 
 TEST_CASE("the table reads well: three digits and a unit") {
     std::string out = run_line("memory --layers 80 --kv-heads 64 --head-dim 128 -c 32768").out;
-    for (const char *row :
-         {"bf16         80 GiB       0 B    80 GiB         0         2   2.5 MiB     1 GiB    80 GiB\n",
-          "int8         40 GiB   640 MiB  40.6 GiB      1.56      3.94"})
-        CHECK_MESSAGE(out.find(row) != std::string::npos, out);
+    check_contains(out, "bf16         80 GiB       0 B    80 GiB         0         2   2.5 MiB     1 GiB    80 GiB\n",
+                   "int8         40 GiB   640 MiB  40.6 GiB      1.56      3.94");
     CHECK(out.find("/s") == std::string::npos);
-    CHECK(run_line("memory --bandwidth 10").out.find("tokens/s\n") != std::string::npos);
-    CHECK(run_line("memory --cache ring -ctk int8").out.find("\nint8/f16 ") != std::string::npos);
+    check_contains(run_line("memory --bandwidth 10").out, "tokens/s\n");
+    check_contains(run_line("memory --cache ring -ctk int8").out, "\nint8/f16 ");
     out = run_line("memory --layers 1 --kv-heads 1 --head-dim 8 -c 1 --cache contiguous").out;
-    CHECK(out.find("x 1 layer x 1 KV head x 8 numbers x 1 sequence x 1 position x") != std::string::npos);
+    check_contains(out, "x 1 layer x 1 KV head x 8 numbers x 1 sequence x 1 position x");
 }
 
 // ---- Any checkpoint ------------------------------------------------------------------------------------------
@@ -424,8 +417,8 @@ TEST_CASE("of any config.json, also where the model does not run") {
         double bytes_per_token;  // bf16
         int layers, key_width, context;
     };
-    std::string directory = "/tmp/test_memory.XXXXXX";
-    REQUIRE(mkdtemp(directory.data()));
+    Scratch scratch;
+    const std::string directory = scratch.str(), config = scratch / "config.json";
     for (const Case &each : std::vector<Case>{
              {R"("architectures":["DeepseekV3ForCausalLM"],"num_hidden_layers":61,"num_attention_heads":128,
                  "kv_lora_rank":512,"qk_rope_head_dim":64,"max_position_embeddings":163840,"hidden_size":7168)",
@@ -437,7 +430,7 @@ TEST_CASE("of any config.json, also where the model does not run") {
              {R"("architectures":["GPT2LMHeadModel"],"n_layer":12,"n_head":12,"n_embd":768,"n_positions":1024)", 36864,
               12, 64, 1024},
          }) {
-        std::ofstream(directory + "/config.json") << "{" << each.config << "}";
+        spill(config, std::string("{") + each.config + "}");
         Json root = memory("-m " + directory + " --kv bf16,int8");
         double rows = each.bytes_per_token / 2 / each.key_width;  // of a token; each has a scale in int8
         for_each_type<Layout>([&](auto layout) {
@@ -451,18 +444,16 @@ TEST_CASE("of any config.json, also where the model does not run") {
         CHECK(number(memory("-m " + directory + " --weight-bytes 8G"), "weight_bytes_read") == 8 * GiB);
         Outcome info = run_line("info -m " + directory);
         CHECK_MESSAGE(info.status == 1, info);
-        for (const char *part : {"will it run    no: ", "is not supported", "a token in f16"})
-            CHECK_MESSAGE(info.out.find(part) != std::string::npos, info);
+        check_contains(info.out, "will it run    no: ", "is not supported", "a token in f16");
         Json json = program::run_json({"info", "-m", directory}, 1);
         CHECK(number(json, "cache_bytes_per_token_f16") == each.bytes_per_token);
         CHECK(cJSON_IsFalse(at(json, "runs")));
     }
-    std::ofstream(directory + "/config.json") << R"({"architectures":["X"],"n_layer":2,"n_head":2,"n_embd":8})";
+    spill(config, R"({"architectures":["X"],"n_layer":2,"n_head":2,"n_embd":8})");
     check_refused("-m " + directory, {directory, "for how many positions", "-c N"});
     CHECK(number(memory("-m " + directory + " -c 10 --kv bf16"), "bytes") == 2 * 2 * 8 * 2 * 10);
-    std::ofstream(directory + "/config.json") << R"({"architectures":["X"]})";
+    spill(config, R"({"architectures":["X"]})");
     check_refused("-m " + directory, {directory, "num_hidden_layers"});
-    std::filesystem::remove_all(directory);
     check_refused("--weight-bytes 5", {"--weight-bytes", "drop the flag"});
 }
 

@@ -7,64 +7,13 @@
 
 #include "../base/usable.h"
 
-#include <doctest/doctest.h>
-
-#include <filesystem>
-#include <fstream>
-#include <functional>
 #include <random>
 
-namespace fs = std::filesystem;
+#include "files.h"
 
 const std::string fixtures = "tests/fixtures/models/";
 
 // ---- Helpers -------------------------------------------------------------------------------------------------------
-
-// A directory that is gone at the end of the test.
-struct Scratch {
-    fs::path path;
-    Scratch() {
-        std::string name = (fs::temp_directory_path() / ("test_model." + std::string(6, 'X'))).string();
-        if (!mkdtemp(name.data())) throw std::runtime_error("no temporary directory");
-        path = name;
-    }
-    ~Scratch() { fs::remove_all(path); }
-    std::string str() const { return path.string(); }
-    std::string operator/(const std::string &name) const { return (path / name).string(); }
-};
-
-std::string slurp(const std::string &path) {
-    std::ifstream in(path, std::ios::binary);
-    REQUIRE(in.good());
-    return {std::istreambuf_iterator<char>(in), {}};
-}
-
-void spill(const std::string &path, const std::string &bytes) {
-    std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
-}
-
-std::string replaced(std::string text, const std::string &from, const std::string &to) {
-    size_t at = text.find(from);
-    REQUIRE_MESSAGE(at != std::string::npos, from);
-    return text.replace(at, from.size(), to);
-}
-
-// The one line that `action` fails with; "" when it does not fail.
-std::string error_of(const std::function<void()> &action) {
-    try {
-        action();
-    } catch (const Error &error) {
-        std::string line = error.what();
-        CHECK(!line.empty());
-        CHECK(line.find('\n') == std::string::npos);
-        return line;
-    }
-    return "";
-}
-
-void check_contains(const std::string &line, const std::string &part) {
-    CHECK_MESSAGE(line.find(part) != std::string::npos, "\"" << line << "\" lacks \"" << part << "\"");
-}
 
 // A checkpoint to break: a copy of a fixture, and the line it is then refused with; "": it loads.
 struct Checkpoint : Scratch {
@@ -148,7 +97,7 @@ void check_cases(const std::string &family, const std::vector<Case> &cases) {
     for (const Case &each : cases) {
         std::string config = config_text(each.keys, family), line = error_of([&] { parse(config); });
         bool whole = each.line.empty() || each.line.rfind("config.json: ", 0) == 0;
-        bool good = whole ? line == each.line : line.find(each.line) != std::string::npos;
+        bool good = whole ? line == each.line : contains(line, each.line);
         CHECK_MESSAGE(good, config.substr(0, 300) << " says \"" << line << "\", not \"" << each.line << "\"");
     }
 }
@@ -287,7 +236,7 @@ TEST_CASE("every tensor holds the values Transformers finds under its name") {
         }
         // What the reference does not have, the model has not either.
         for (const auto &entry : tensors) {
-            if (entry.first.find(".layers.0.") != std::string::npos && model.layers.size() > 1) continue;
+            if (contains(entry.first, ".layers.0.") && model.layers.size() > 1) continue;
             CHECK_MESSAGE((entry.second.data != nullptr) == (seen.count(entry.first) == 1),
                           want.name << ": " << entry.first);
         }
@@ -495,7 +444,7 @@ TEST_CASE("a model can be moved; its tensors stay where they are") {
 
 TEST_CASE("nothing stays open or mapped, whether it loads or not") {
     auto open_files = [] { return std::distance(fs::directory_iterator("/proc/self/fd"), fs::directory_iterator()); };
-    auto mapped = [] { return slurp("/proc/self/maps").find(".safetensors") != std::string::npos; };
+    auto mapped = [] { return contains(slurp("/proc/self/maps"), ".safetensors"); };
     const auto before = open_files();
     {
         Model model = load_model(fixtures + "llama_sharded");
@@ -575,8 +524,7 @@ TEST_CASE("config values that cannot be, and keys that must be there") {
         for (const std::string &key : keys) {
             for (const std::string &value : values) {
                 std::string line = error_of([&] { parse(config_text({{key, value}})); });
-                check_contains(line, "config.json: " + key + " is ");
-                check_contains(line, ", expected " + expected);
+                check_contains(line, "config.json: " + key + " is ", ", expected " + expected);
             }
         }
     }
@@ -644,8 +592,8 @@ TEST_CASE("keys by which another architecture's config gives itself away") {
             for (const std::string &value : neutral) check_cases({{{{key, value}}, ""}});
             for (const std::string &value : foreign) {
                 std::string line = error_of([&] { parse(config_text({{key, value}})); });
-                check_contains(line, "config.json: " + key + " is " + value.substr(0, 1));
-                check_contains(line, ", or no such key: LlamaForCausalLM computes without it");
+                check_contains(line, "config.json: " + key + " is " + value.substr(0, 1),
+                               ", or no such key: LlamaForCausalLM computes without it");
             }
         }
     }
@@ -772,9 +720,8 @@ TEST_CASE("a checkpoint cut off or damaged anywhere ends in one line, or is anot
     }
     Checkpoint scratch("llama_rope_linear");
     for (size_t length : {(size_t)100, file.size() / 2, file.size() - 1}) {
-        std::string line = scratch.error_with("model.safetensors", file.substr(0, length));
-        check_contains(line, scratch / "model.safetensors: ");
-        check_contains(line, "cut off, fetch it again");
+        check_contains(scratch.error_with("model.safetensors", file.substr(0, length)),
+                       scratch / "model.safetensors: ", "cut off, fetch it again");
     }
 }
 
@@ -897,9 +844,8 @@ TEST_CASE("shards and their index") {
     };
     CHECK(load() == "");
     SUBCASE("a shard is cut off, and missing") {
-        std::string line = scratch.error_with(second, slurp(scratch / second).substr(0, 5000));
-        check_contains(line, (scratch / second) + ": ");
-        check_contains(line, "cut off, fetch it again");
+        check_contains(scratch.error_with(second, slurp(scratch / second).substr(0, 5000)), (scratch / second) + ": ",
+                       "cut off, fetch it again");
         fs::remove(scratch / second);
         CHECK(load() == (scratch / second) + ": cannot open it: No such file or directory; " + path + " names it");
     }

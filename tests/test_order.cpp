@@ -1,8 +1,6 @@
 // One order of sums: the logits of a token have the same bits however it came about. Prefilled in any chunks, decoded
 // one by one, alone or in a batch, with any number of threads, in any layout. Everything here is ==.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include <doctest/doctest.h>
-
 #include "scene.h"
 
 using namespace scene;

@@ -1,16 +1,9 @@
 // The two paths: the naive one against Transformers, the cached one against the naive one.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include <doctest/doctest.h>
-
-#include <filesystem>
-#include <fstream>
-
 #include "scene.h"
 
 using namespace scene;
 using reference::same_bits;
-
-namespace fs = std::filesystem;
 
 #ifdef PLAIN
 constexpr bool slow = true;

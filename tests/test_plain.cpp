@@ -5,13 +5,10 @@
 // tokens that are as near as that may change places. The prompt is one where none are: with sums of 4, 8 and 16 lanes
 // its ids are the same.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include <doctest/doctest.h>
-
 #include <atomic>
 #include <numeric>
 #include <thread>
 
-#include "../base/json.h"
 #include "../cache.h"
 #include "program.h"
 

@@ -4,8 +4,6 @@
 #ifndef PLAIN  // compiles in a tenth of the time
 #define PLAIN
 #endif
-#include <doctest/doctest.h>
-
 #include "scene.h"
 
 // ---- Helpers -----------------------------------------------------------------------------------------------

@@ -1,12 +1,9 @@
 // llm show: its numbers are checked as a reader would by hand: the equation, the formula of a place, the bytes of a
 // row. Run from the repository's root. The environment variable LLM says which program; without it, ./llm.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include <doctest/doctest.h>
-
 #include <cmath>
 
 #include "../base/formats.h"
-#include "../base/json.h"
 #include "program.h"
 
 using namespace program;

@@ -1,41 +1,25 @@
 // The tokenizer against the tokenizers library: ids, text, streaming; against broken files; against the clock.
 // Run from the repository's root. Fixtures: weights_tools/make_tokenizer_fixtures.py.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include <cjson/cJSON.h>
-#include <doctest/doctest.h>
 #include <utf8proc.h>
 
 #include <chrono>
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
-#include <functional>
 #include <memory>
 #include <random>
-#include <sstream>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "../base/tokenizer.h"
+#include "files.h"
 
 static const std::string FIXTURES = "tests/fixtures/tokenizers/";
 
 using Ids = std::vector<int>;
 using Loaded = std::unique_ptr<Tokenizer, decltype(&tokenizer_free)>;
 using Stream = std::unique_ptr<TokenizerStream, decltype(&tokenizer_stream_free)>;
-using Json = std::unique_ptr<cJSON, decltype(&cJSON_Delete)>;
 
-static std::string read_file(const std::string &path) {
-    std::ifstream file(path, std::ios::binary);
-    std::stringstream text;
-    text << file.rdbuf();
-    return text.str();
-}
+static Json parse(const std::string &text) { return Json(cJSON_Parse(text.c_str())); }
 
-static Json parse(const std::string &text) { return Json(cJSON_Parse(text.c_str()), cJSON_Delete); }
-
-static std::string replaced(std::string text, const std::string &what, const std::string &by) {
+static std::string all_replaced(std::string text, const std::string &what, const std::string &by) {
     for (size_t at = 0; (at = text.find(what, at)) != std::string::npos; at += by.size())
         text.replace(at, what.size(), by);
     return text;
@@ -43,7 +27,7 @@ static std::string replaced(std::string text, const std::string &what, const std
 
 // A string of a fixture: U+E000 stands for NUL.
 static std::string fixture_text(const cJSON *item) {
-    return replaced(item->valuestring, "\xEE\x80\x80", std::string(1, '\0'));
+    return all_replaced(item->valuestring, "\xEE\x80\x80", std::string(1, '\0'));
 }
 
 static Loaded load_text(const std::string &json, std::string *error = nullptr) {
@@ -56,7 +40,7 @@ static Loaded load_text(const std::string &json, std::string *error = nullptr) {
     return t;
 }
 
-static Loaded load_shape(const std::string &name) { return load_text(read_file(FIXTURES + name + ".json")); }
+static Loaded load_shape(const std::string &name) { return load_text(slurp(FIXTURES + name + ".json")); }
 
 static Ids encode(const Tokenizer *t, const std::string &text, bool add_special = true) {
     int *ids = nullptr;
@@ -125,7 +109,7 @@ using Check = std::function<void(const Tokenizer *, const cJSON *)>;
 
 // Calls `check` with every shape's tokenizer and expected results.
 static void each_shape(const Check &check) {
-    Json expected = parse(read_file(FIXTURES + "expected.json"));
+    Json expected = parse(slurp(FIXTURES + "expected.json"));
     REQUIRE(expected);
     REQUIRE(cJSON_GetArraySize(expected.get()) >= 19);
     const cJSON *shape;
@@ -138,7 +122,7 @@ static void each_shape(const Check &check) {
 }
 
 TEST_CASE("ids are those of the library, for every shape and string; without special tokens less those around") {
-    Json strings = parse(read_file(FIXTURES + "strings.json"));
+    Json strings = parse(slurp(FIXTURES + "strings.json"));
     size_t around = 0;
     each_shape([&](const Tokenizer *t, const cJSON *shape) {
         Ids before = id_list(cJSON_GetObjectItem(shape, "before")),
@@ -161,7 +145,7 @@ TEST_CASE("ids are those of the library, for every shape and string; without spe
 }
 
 TEST_CASE("text is that of the library, special tokens shown and skipped") {
-    Json strings = parse(read_file(FIXTURES + "strings.json"));
+    Json strings = parse(slurp(FIXTURES + "strings.json"));
     each_shape([&](const Tokenizer *t, const cJSON *shape) {
         const cJSON *ids = cJSON_GetObjectItem(shape, "ids")->child, *text;
         const cJSON *decoded = cJSON_GetObjectItem(shape, "decoded")->child;
@@ -213,8 +197,9 @@ TEST_CASE("a run of byte tokens with one bad byte is U+FFFD for each") {
         b4 = tokenizer_find(t.get(), "<0xB4>");
     REQUIRE(e6 >= 0);
     CHECK(decode(t.get(), {e6, b0, b4}, false) == "\xE6\xB0\xB4");
-    CHECK(decode(t.get(), {e6, b0, b4, e6}, false) == replaced("xxxx", "x", "\xEF\xBF\xBD"));
-    CHECK(stream(t.get(), {e6, b0}, false) == std::vector<std::string>{"", "", replaced("xx", "x", "\xEF\xBF\xBD")});
+    CHECK(decode(t.get(), {e6, b0, b4, e6}, false) == all_replaced("xxxx", "x", "\xEF\xBF\xBD"));
+    CHECK(stream(t.get(), {e6, b0}, false) ==
+          std::vector<std::string>{"", "", all_replaced("xx", "x", "\xEF\xBF\xBD")});
 }
 
 TEST_CASE("a stream begins anew after a flush") {
@@ -275,12 +260,11 @@ TEST_CASE("threads encode with one tokenizer at the same time") {
 }
 
 TEST_CASE("add_bos_token puts BOS before a text where tokenizer.json has no template") {
-    std::string folder = (std::filesystem::temp_directory_path() / "test_tokenizer.XXXXXX").string();
-    REQUIRE(mkdtemp(folder.data()));
-    const std::string config = folder + "/tokenizer_config.json";
+    Scratch scratch;
+    const std::string config = scratch / "tokenizer_config.json";
     std::string error;
     auto load = [&](const std::string &shape, const char *text) {
-        std::ofstream(config) << text;
+        spill(config, text);
         char why[300] = "";
         Loaded t(tokenizer_load((FIXTURES + shape + ".json").c_str(), config.c_str(), why, sizeof why), tokenizer_free);
         error = why;
@@ -307,9 +291,9 @@ TEST_CASE("add_bos_token puts BOS before a text where tokenizer.json has no temp
     for (const auto &one : refused) {
         CHECK_FALSE(load("gpt2", one[0]));
         CHECK_MESSAGE(error.find(config + ": ") == 0, error);
-        CHECK_MESSAGE(error.find(one[1]) != std::string::npos, error);
+        check_contains(error, one[1]);
     }
-    std::filesystem::remove_all(folder);
+    fs::remove(config);
     char why[300] = "";
     CHECK(Loaded(tokenizer_load((FIXTURES + "gpt2.json").c_str(), config.c_str(), why, sizeof why), tokenizer_free));
 }
@@ -412,8 +396,8 @@ static void check_broken(const std::string &from, const std::string &to, const s
     REQUIRE(at != std::string::npos);
     CHECK_FALSE(load_text(json.replace(at, from.size(), to), &error));
     CHECK(error.find("tokenizer.json: ") == 0);
-    CHECK_MESSAGE(error.find(says) != std::string::npos, error);
-    CHECK(error.find('\n') == std::string::npos);
+    check_contains(error, says);
+    CHECK(!contains(error, "\n"));
     CHECK(whole_characters(error));
     char tiny[8] = "1234567";  // an error that does not fit is cut
     CHECK(tokenizer_parse(json.data(), json.size(), "x", tiny, 4) == nullptr);
@@ -424,7 +408,7 @@ TEST_CASE("a broken tokenizer.json is refused in one line that says what is wron
     REQUIRE(load_text(GOOD));
     std::istringstream lines(BROKEN + 1);
     for (std::string line; std::getline(lines, line);) {
-        for (const auto &one : SHORT) line = replaced(line, one[0], one[1]);
+        for (const auto &one : SHORT) line = all_replaced(line, one[0], one[1]);
         size_t first = line.find(" ~ "), second = line.find(" ~ ", first + 3), at = first + 3;
         REQUIRE(second != std::string::npos);
         for (size_t end; at <= second; at = end + 3) {
@@ -446,10 +430,10 @@ TEST_CASE("a broken tokenizer.json is refused in one line that says what is wron
 
 TEST_CASE("a file cut short anywhere, or with any byte changed, is refused or loaded, never worse") {
     for (const char *shape : {"llama3", "llama2"}) {
-        std::string json = read_file(FIXTURES + shape + ".json"), error;
+        std::string json = slurp(FIXTURES + shape + ".json"), error;
         for (size_t n = 0; n + 1 < json.size(); n += 61) {
             CHECK_FALSE(load_text(json.substr(0, n), &error));
-            CHECK(error.find('\n') == std::string::npos);
+            CHECK(!contains(error, "\n"));
         }
         unsigned seed = std::random_device()();
         INFO("seed " << seed);
@@ -489,7 +473,7 @@ TEST_CASE("hostile patterns give ids or an error, not a wait or a crash") {
     for (const auto &one : cases) {
         INFO(std::string(one.pattern));
         Loaded t =
-            load_text(replaced(read_file(FIXTURES + "gpt2.json"), R"("pre_tokenizer":{"type":"ByteLevel")",
+            load_text(replaced(slurp(FIXTURES + "gpt2.json"), R"("pre_tokenizer":{"type":"ByteLevel")",
                                R"("pre_tokenizer":{"x":"y","type":"Split","behavior":"Isolated","pattern":{"Regex":")" +
                                    std::string(one.pattern) + "\"}"));
         REQUIRE(t);
@@ -507,9 +491,9 @@ TEST_CASE("hostile patterns give ids or an error, not a wait or a crash") {
 
 TEST_CASE("the tokenizer of stories260K decodes what another engine generated") {
     std::string folder = "../shared/checkpoints/stories260K/";
-    Json expected = parse(read_file(folder + "expected.json"));
+    Json expected = parse(slurp(folder + "expected.json"));
     if (!expected) return;  // the project does not depend on it
-    Loaded t = load_text(read_file(folder + "tokenizer.json"));
+    Loaded t = load_text(slurp(folder + "tokenizer.json"));
     REQUIRE(t);
     const cJSON *greedy = cJSON_GetObjectItem(expected.get(), "greedy");
     Ids ids = id_list(cJSON_GetObjectItem(greedy, "ids"));

@@ -1,0 +1,64 @@
+// Files and folders that a test makes, breaks and reads again, and the errors it expects.
+#pragma once
+
+#include <doctest/doctest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <string>
+
+#include "../base/json.h"
+
+namespace fs = std::filesystem;
+
+// A directory that is gone at the end of the test.
+struct Scratch {
+    fs::path path;
+    Scratch() {
+        std::string name = (fs::temp_directory_path() / ("test_llm." + std::string(6, 'X'))).string();
+        REQUIRE(mkdtemp(name.data()));
+        path = name;
+    }
+    ~Scratch() { fs::remove_all(path); }
+    std::string str() const { return path.string(); }
+    std::string operator/(const std::string &name) const { return (path / name).string(); }
+};
+
+inline std::string slurp(const std::string &path) {
+    std::ifstream file(path, std::ios::binary);
+    REQUIRE_MESSAGE(file, path);
+    return {std::istreambuf_iterator<char>(file), {}};
+}
+
+inline void spill(const std::string &path, const std::string &bytes) {
+    std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
+}
+
+// The first `from` becomes `to`.
+inline std::string replaced(std::string text, const std::string &from, const std::string &to) {
+    size_t at = text.find(from);
+    REQUIRE_MESSAGE(at != std::string::npos, from);
+    return text.replace(at, from.size(), to);
+}
+
+inline bool contains(const std::string &text, const std::string &part) { return text.find(part) != std::string::npos; }
+
+template <class... Parts>
+void check_contains(const std::string &text, const Parts &...parts) {
+    for (const std::string &part : {std::string(parts)...})
+        CHECK_MESSAGE(contains(text, part), "\"" << text << "\" lacks \"" << part << "\"");
+}
+
+// The one line that `action` fails with; "" if it does not fail.
+inline std::string error_of(const std::function<void()> &action) {
+    try {
+        action();
+    } catch (const Error &error) {
+        std::string line = error.what();
+        CHECK((!line.empty() && !contains(line, "\n")));
+        return line;
+    }
+    return "";
+}
