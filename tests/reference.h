@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -260,6 +261,7 @@ inline void read_back(Reading *out, const float *x, size_t count, size_t step, c
         }
     } else {
         std::vector<float> read = read_shared(format, part);
+        if (read.empty()) throw std::runtime_error("read_shared() in tests/reference.h does not know " + format);
         double reach = keys && format == "int8" ? 127 * symmetric_int8(part).scale : 0;
         for (size_t i = 0; i < count; i++) out[i * step] = {read.at(i), std::fabs(read.at(i)), 0, reach};
     }

@@ -85,9 +85,10 @@ static std::string applied(const Page &page, std::string header) {
     return header.replace(header.find(line), line.size(), page.structure + "\n" + page.list);
 }
 
-// tests/reference.h with the lines that the page takes out and puts in.
-static std::string patched(const Page &page, std::string reference) {
+// A file with the lines that the first or second diff of the page takes out and puts in.
+static std::string patched(const Page &page, int which, std::string reference) {
     size_t begin = page.text.find("```diff\n") + 8;
+    if (which > 0) begin = page.text.find("```diff\n", begin) + 8;
     std::istringstream diff(page.text.substr(begin, page.text.find("```\n", begin) - begin));
     size_t at = 0;  // where the last line of the page is, or would be
     for (std::string line; std::getline(diff, line);) {
@@ -105,7 +106,7 @@ static std::string patched(const Page &page, std::string reference) {
 
 struct Built {
     Page precision = precision_page(), layout = layout_page();
-    Outcome program = {}, test = {};  // ./llm-plain of the copy; its tests/test_cache.cpp
+    Outcome program = {}, test = {}, memory = {};  // ./llm-plain of the copy; its test_cache and test_memory
     std::string llm = (scratch / "llm").string() + " ";
 };
 
@@ -118,9 +119,11 @@ static const Built &built() {
             for (std::string extension : {".h", ".c", ".cu"})
                 if (entry.path().extension() == extension) fs::copy(entry.path(), scratch / entry.path().filename());
         for (std::string folder : {"base", "commands"}) fs::copy(folder, scratch / folder);
-        for (std::string file : {"scene.h", "files.h", "test_cache.cpp"})
+        fs::create_directory_symlink(fs::absolute("weights_tools"), scratch / "weights_tools");
+        for (std::string file : {"scene.h", "files.h", "program.h", "test_cache.cpp"})
             fs::copy("tests/" + file, scratch / "tests" / file);
-        spill(scratch / "tests/reference.h", patched(built.precision, slurp("tests/reference.h")));
+        spill(scratch / "tests/reference.h", patched(built.precision, 1, slurp("tests/reference.h")));
+        spill(scratch / "tests/test_memory.cpp", patched(built.precision, 0, slurp("tests/test_memory.cpp")));
         spill(scratch / "cache.h", applied(built.layout, applied(built.precision, slurp("cache.h"))));
         std::string enter = "cd " + scratch.string() + " && ", libraries = " -lcjson -lonig -lutf8proc";
         std::string c = compile + "-x c -std=c11 ";
@@ -133,6 +136,8 @@ static const Built &built() {
         });
         built.program = shell(enter + compile + "-std=c++17 -DPLAIN -x c++ llm.cu" + objects + " -o llm");
         test.join();
+        built.memory = shell(enter + compile + "-std=c++17 tests/test_memory.cpp" + objects + " -o test_memory && cd " +
+                             fs::current_path().string() + " && LLM=" + built.llm + (scratch / "test_memory").string());
         return built;
     }();
     return result;
@@ -153,6 +158,7 @@ TEST_CASE("the page's lists are those of cache.h and its own types") {
 TEST_CASE("the page's code builds without a warning, and keeps what the tests ask of any precision and layout") {
     CHECK_MESSAGE(built().program.status == 0, built().program.output);
     CHECK_MESSAGE(built().test.status == 0, built().test.output.substr(0, 4000));
+    CHECK_MESSAGE(built().memory.status == 0, built().memory.output.substr(0, 4000));
 }
 
 TEST_CASE("flags, help, messages and commands know them") {

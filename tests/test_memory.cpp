@@ -90,15 +90,19 @@ double rows_by_hand(const CacheShape &shape, const std::string &layout) {
 
 // Bytes of K, or of V. A group of 32 numbers of int4 takes 16 bytes, of int2 8, and 2 + 2 for its scale and zero point.
 CacheBytes side_by_hand(const CacheShape &shape, const std::string &layout, const std::string &type) {
-    const std::map<std::string, double> bits = {{"f32", 32}, {"f16", 16}, {"bf16", 16}, {"fp8", 8},
-                                                {"int8", 8}, {"int4", 4}, {"int2", 2}};
-    double width = shape.key_width, heads = (double)shape.layers * shape.kv_heads;
-    double payload = std::ceil(width * bits.at(type) / 8), row = payload, newest = 0;
-    if (bits.at(type) == 8) row = 2 + width;
-    if (bits.at(type) < 8) {
-        row = std::ceil(width / 32) * (32 * bits.at(type) / 8 + 4);
-        newest = heads * shape.sequences * 32 * width * 2;  // 32 positions in f16
-    }
+    struct Row {
+        double bits, bytes;  // of a number's code; of a row
+    };
+    const double width = shape.key_width, groups = std::ceil(width / 32), heads = (double)shape.layers * shape.kv_heads;
+    const std::map<std::string, Row> known = {
+        {"f32", {32, 4 * width}},        {"f16", {16, 2 * width}}, {"bf16", {16, 2 * width}},
+        {"fp8", {8, 2 + width}},         {"int8", {8, 2 + width}}, {"int4", {4, groups * (16 + 4)}},
+        {"int2", {2, groups * (8 + 4)}},
+    };
+    REQUIRE_MESSAGE(known.count(type), "side_by_hand() in tests/test_memory.cpp does not know the bytes of " << type);
+    const auto [bits, row] = known.at(type);
+    double payload = std::ceil(width * bits / 8);
+    double newest = bits <= 4 ? heads * shape.sequences * 32 * width * 2 : 0;  // 32 positions in f16
     double sinks = layout == "ring" ? heads * shape.sequences * shape.sinks * width * 4 : 0;
     double rows = heads * rows_by_hand(shape, layout);
     return {rows * payload, rows * (row - payload) + newest + sinks};

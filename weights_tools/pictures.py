@@ -122,7 +122,7 @@ def head(llm):
 
 def naive_and_cached(llm):
     steps = llm("diff", "-p", "Once upon a time", "-n", "600")["steps"][1:]
-    picture = Picture("A naive token costs more with each position, a cached one hardly", 380)
+    picture = Picture("A naive token costs more with each position, a cached one hardly does", 380)
     # Of some neighbours the median: a machine has other things to do now and then.
     def smooth(key):
         times = [step[key] * 1e3 for step in steps]
