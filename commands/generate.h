@@ -188,7 +188,7 @@ inline Report about_cache(const Cache *cache) {
     about.show("type_k", name(&Cache::type_k), ", K %s").show("type_v", name(&Cache::type_v), ", V %s");
     about.show("bytes", bytes.total(), ": %.0f bytes").add("payload_bytes", bytes.payload);
     about.show("metadata_bytes", bytes.metadata, ", %.0f of them metadata");
-    about.say(cache ? ", for " + counted(cache->lengths[0], "position") + "\n" : "\n");
+    about.say(cache ? ", with " + counted(cache->lengths[0], "position") + " stored\n" : "\n");
     if (!cache) about.text = "cache    none: every token was computed from all before it\n";
     return about;
 }

@@ -656,7 +656,7 @@ TEST_CASE("of a paged cache the pages in use are counted, of the others all that
     }
     CHECK(number(run_json(generate(model, {1}, reserved + Words{"4"})), "cache.payload_bytes") == 128 * 256);
     std::string notes = run_well(generate(model, {1}, reserved + Words{"4"})).err;
-    check_contains(notes, ": 32768 bytes, 0 of them metadata, for 4 positions\n");
+    check_contains(notes, ": 32768 bytes, 0 of them metadata, with 4 positions stored\n");
 }
 
 // ---- Output that goes nowhere --------------------------------------------------------------------------------

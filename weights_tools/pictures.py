@@ -263,26 +263,28 @@ def pages_of_two(llm):
 
 
 def int4_block(llm):
-    picture = Picture("int4 keys: the 32 positions of a channel share a scale", 360)
+    picture = Picture("int4 keys: the 32 positions of a channel share a scale", 392)
     ids = ",".join(map(str, range(3, 43)))
     exact = llm("show", "-m", "tests/fixtures/huge_keys", "--ids", ids, "--kv", "f32")["positions"]
     picture.text(20, 74, "channel", "small")
     picture.text(90, 74, "positions 0 .. 31: codes from 0 to 15", "small")
     picture.text(556, 74, "32 .. 39 wait at f16", "small")
     for line, channel in enumerate((0, 1, 2, 27, 30, 31)):
-        y, numbers = 84 + line * 36, [row["key"][channel] for row in exact]
+        y, numbers = 84 + line * 36 + 16 * (line > 2) + 16 * (line > 3), [row["key"][channel] for row in exact]
         low, high = min(numbers[:32]), max(numbers[:32])
         scale = (high - low) / 15
         picture.text(60, y + 20, channel, "mono", "end")
+        if line in (2, 3):  # channels that are not shown
+            picture.text(56, y + 44, "...", "small", "end")
         for t, number in enumerate(numbers[:32]):
             code = round((number - low) / scale) if scale else 0
             picture.box(90 + t * 14, y, 12, 28, "cached", f'fill-opacity="{0.1 + 0.06 * code:.3g}"')
         for t in range(8):
             picture.box(556 + t * 14, y, 12, 28, "mark")
-        picture.text(796, y + 13, f"zero {low:.2f}", "small", "end")
+        picture.text(796, y + 13, f"zero point {low:.2f}", "small", "end")
         picture.text(796, y + 27, f"scale {scale:.2f}", "small", "end")
-    picture.text(90, 322, "The stronger the colour, the larger the code. number ≈ zero + scale · code", "small")
-    picture.text(20, 350, "Keys of tests/fixtures/huge_keys (llm show): channel 31 lies near 300, and its steps are small.",
+    picture.text(90, 354, "The stronger the colour, the larger the code. number ≈ zero point + scale · code", "small")
+    picture.text(20, 382, "Keys of tests/fixtures/huge_keys (llm show): channel 31 lies near 300, and its steps are small.",
                  "small")
     return picture
 
