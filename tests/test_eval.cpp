@@ -1,6 +1,8 @@
 // llm eval: its figures beside those computed here from logits in double precision, its counts beside known answers.
 // Run from the repository's root.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <iterator>
+
 #include "scene.h"
 
 using scene::Tokens;
