@@ -181,9 +181,11 @@ inline void widen(float *wide, const Number *weight, int rows, int64_t stride, i
 template <class Number>
 void linear_blocks(Cpu &m, const Number *weight, const TokenBlocks &x, const Product &product, Store how) {
     const int64_t outputs = product.linear.weight.rows;
-    thread_local Floats wide, partials;  // (channels, tile_rows); (block_rows, tokens, lanes)
+    // (channels, tile_rows); (block_rows, tokens, lanes); (tokens, block_rows): results leave a token's rows at a time.
+    thread_local Floats wide, partials, out;
     wide.resize((size_t)tile_rows * x.channels);
     partials.resize((size_t)x.tokens * block_rows * lanes);
+    out.resize((size_t)x.tokens * block_rows);
     // Tiles of tokens, from `begin` on, times the rows from `row` on, in some channels.
     auto multiply_block = [&](int64_t row, int in_block, int begin, int count, int c) {
         const int rows = (int)std::min<int64_t>(tile_rows, outputs - row),
@@ -195,7 +197,8 @@ void linear_blocks(Cpu &m, const Number *weight, const TokenBlocks &x, const Pro
             float *partial = &partials[((size_t)in_block * x.tokens + t * tile_rows) * lanes];
             tile<tile_rows, size, 0>(sums, partial, first, last, SideBySide<tile_rows>{wide.data()},
                                      SideBySide<size>{x.at(begin + t, c)}, channels);
-            for (int i = 0; last && i < size; i++) put(product, how, begin + t + i, row, sums + i * tile_rows, rows);
+            for (int i = 0; last && i < size; i++)
+                memcpy(&out[(size_t)(t + i) * block_rows + in_block], sums + i * tile_rows, sizeof sums / size);
         });
     };
     const Share share = m.share(pieces(outputs, tile_rows));
@@ -207,10 +210,14 @@ void linear_blocks(Cpu &m, const Number *weight, const TokenBlocks &x, const Pro
         const int stop = (int)std::min<int64_t>(start + near, x.count);
         for (int64_t block = first_row; block < end_row; block += block_rows) {
             const int64_t end = std::min<int64_t>(block + block_rows, end_row);
-            for (int begin = (int)start; begin < stop; begin += x.tokens)
+            for (int begin = (int)start; begin < stop; begin += x.tokens) {
+                const int count = std::min(x.tokens, stop - begin);
                 for (int c = 0; c < x.inputs; c += x.channels)
                     for (int64_t row = block; row < end; row += tile_rows)
-                        multiply_block(row, (int)(row - block), begin, std::min(x.tokens, stop - begin), c);
+                        multiply_block(row, (int)(row - block), begin, count, c);
+                for (int t = 0; t < count; t++)
+                    put(product, how, begin + t, block, &out[(size_t)t * block_rows], (int)(end - block));
+            }
         }
     }
 }
