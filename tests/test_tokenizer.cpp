@@ -491,8 +491,8 @@ TEST_CASE("hostile patterns give ids or an error, not a wait or a crash") {
 
 TEST_CASE("the tokenizer of stories260K decodes what another engine generated") {
     std::string folder = "../shared/checkpoints/stories260K/";
+    if (!fs::exists(folder)) return;  // the project does not depend on it
     Json expected = parse(slurp(folder + "expected.json"));
-    if (!expected) return;  // the project does not depend on it
     Loaded t = load_text(slurp(folder + "tokenizer.json"));
     REQUIRE(t);
     const cJSON *greedy = cJSON_GetObjectItem(expected.get(), "greedy");
