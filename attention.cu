@@ -72,31 +72,26 @@ HOST_DEVICE float key_number(const Segment &segment, int t, int channel, const f
 
 // One query goes on over one more segment, a position after the other: whenever a larger score comes, what was summed
 // up so far is rescaled (Milakov and Gimelshein 2018, online softmax). `out` is not yet divided by the sum.
-template <class KeyFormat, class ValueFormat, class Team>
-HOST_DEVICE void attend_rows(Softmax &softmax, float *out, const float *query, const Segment &segment,
-                             const float *frequencies, Team team) {
-    for (int t = segment.begin; t < segment.end; t++) {
-        float score = 0;
-        for (int c = team.first(); c < segment.keys.width; c += team.step())
-            score += query[c] * key_number<KeyFormat>(segment, t, c, frequencies);
-        score = team.sum(score) / sqrtf((float)segment.keys.width);
-        float max_score = fmaxf(softmax.max_score, score);
-        float rescale = expf(softmax.max_score - max_score), weight = expf(score - max_score);
-        softmax = {max_score, softmax.sum * rescale + weight};
-        const char *row = segment.values.row(t);
-        for (int c = team.first(); c < segment.values.width; c += team.step())
-            out[c] = out[c] * rescale + weight * ValueFormat::number(row, c);
-    }
-}
-
 template <class Team>
 HOST_DEVICE void attend_segment(Softmax &softmax, float *out, const float *query, const Segment &segment,
                                 const float *frequencies, Team team) {
-    segment.keys.type.visit([&](auto key_format) {
-        segment.values.type.visit([&](auto value_format) {
-            attend_rows<decltype(key_format), decltype(value_format)>(softmax, out, query, segment, frequencies, team);
+    const int width = segment.keys.width, value_width = segment.values.width;
+    for (int t = segment.begin; t < segment.end; t++) {
+        float score = segment.keys.type.visit([&](auto format) {
+            float sum = 0;
+            for (int c = team.first(); c < width; c += team.step())
+                sum += query[c] * key_number<decltype(format)>(segment, t, c, frequencies);
+            return team.sum(sum) / sqrtf((float)width);
         });
-    });
+        float max_score = fmaxf(softmax.max_score, score);
+        float rescale = expf(softmax.max_score - max_score), weight = expf(score - max_score);
+        softmax = {max_score, softmax.sum * rescale + weight};
+        segment.values.type.visit([&](auto format) {
+            const char *row = segment.values.row(t);
+            for (int c = team.first(); c < value_width; c += team.step())
+                out[c] = out[c] * rescale + weight * decltype(format)::number(row, c);
+        });
+    }
 }
 
 // One query head of one token.

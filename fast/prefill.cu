@@ -83,7 +83,7 @@ void begin_rows(Gpu &m, const Chunk<Number> &chunk) {
         Segments sinks;
         plain::Softmax softmax;
         add_sinks(sinks, chunk.head_rows(kv_head), chunk.token(chunk.position(row)), chunk.task.visible);
-        if (sinks.count > 0) plain::attend_rows<F32, F32>(softmax, out, query, sinks.list[0], chunk.frequencies, team);
+        if (sinks.count > 0) plain::attend_segment(softmax, out, query, sinks.list[0], chunk.frequencies, team);
         if (team.first() == 0) chunk.softmax[item] = {softmax.max_score * log2_e, softmax.sum};
     });
 }
