@@ -2,12 +2,10 @@
 #pragma once
 
 #include <doctest/doctest.h>
-#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <string>
 
 #include "../base/json.h"
 

@@ -1,21 +1,14 @@
 // Runs llm as a user does, and keeps what it says. The environment variable LLM says which program; without it, ./llm.
 #pragma once
 
-#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <iterator>
-#include <ostream>
 #include <sstream>
-#include <string>
-#include <vector>
 
 #include "files.h"
 

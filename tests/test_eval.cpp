@@ -355,10 +355,8 @@ TEST_CASE("--all lists each precision; the table and --json have its figures") {
     Words names = names_of(all.results), lines = split(report.text, '\n');
     REQUIRE((rows.size() == names.size() && lines.size() > names.size() + 1));
     const std::string listed = joined(names, ",") + ",";
-    for_each_type<Precision>([&](auto type) {
-        std::string both = std::string("contiguous ") + type.name + " " + type.name + ",";
-        check_contains(listed, both);
-    });
+    for_each_type<Precision>(
+        [&](auto type) { check_contains(listed, std::string("contiguous ") + type.name + " " + type.name + ","); });
     check_contains(listed, ",contiguous int4 int2,", ",paged int4 int4,", ",ring f16 f16,");
     for (size_t i = 0; i < names.size(); i++) {
         const EvalResult &result = all.results[i];
