@@ -181,12 +181,11 @@ found:
 
 # ---- Building ------------------------------------------------------------------------------------------------
 
-llm: $(SOURCES) $(OBJECTS) build/flags
-ifneq ($(NVCC),)
-	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) llm.cu $(OBJECTS) $(LIBS) $(CUDA_LIBS) -o $@
-else
-	$(CXX) $(CXXFLAGS) -x c++ llm.cu -x none $(OBJECTS) $(LIBS) -o $@
-endif
+llm: build/llm.o $(OBJECTS)
+	$(if $(NVCC),$(NVCC) -ccbin $(CXX) -Xcompiler "$(OPENMP)",$(CXX) $(OPENMP)) $^ $(LIBS) $(if $(NVCC),$(CUDA_LIBS)) -o $@
+
+build/llm.o: $(SOURCES) build/flags
+	$(if $(NVCC),$(NVCC) -ccbin $(CXX) $(NVCCFLAGS),$(CXX) $(CXXFLAGS) -x c++) -c llm.cu -o $@
 
 build/%.o build/asan/%.o: fast/%.cpp fast/fast.h fast/simd.h $(STORY) build/flags
 	$(CXX) $(CXXFLAGS) $(if $(findstring asan,$@),$(SANITIZE)) -c $< -o $@

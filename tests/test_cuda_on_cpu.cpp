@@ -577,7 +577,8 @@ const Scene scenes[] = {
      }},
     {"another thread's barrier does not wait for it", 32, 128, "before the copy that thread 0 started",
      [](int *out, Shared<int> s, bool right) {
-         if (thread() == 0) copy_and_commit(s, 0, out, 16);
+         if (thread() == 0) copy_async16(s, 0, out, 16);
+         commit_copies();
          if (right) wait_copies<0>();
          __syncthreads();
          out[512 + thread()] = s[thread() % 4];
@@ -594,7 +595,8 @@ const Scene scenes[] = {
          __syncthreads();
          out[512 + thread()] = s[63 - thread()];
          if (right) __syncthreads();
-         if (thread() < 16) copy_and_commit(s, 4 * thread(), out, 16);
+         if (thread() < 16) copy_async16(s, 4 * thread(), out, 16);
+         commit_copies();
      }},
     {"copies are committed", 32, 128, "ends with copies it never committed",
      [](int *out, Shared<int> s, bool right) {
