@@ -42,38 +42,46 @@ struct PlainRow {
     HOST_DEVICE static float number(const char *row, int channel) { return to_float(((const Number *)row)[channel]); }
 };
 
-// Codes with one f16 scale before them. With the scale rounded up no code is cut off, and a number is off by at most
-// half the distance of two codes: for int8 scale / 2, where scale <= max|x| / 127 * (1 + 2^-10) + 2^-24.
-// A number is scale * code / divisor; the stored scale is `divisor` times as large, so that small rows have one.
+// An f16 scale stands at the beginning of a row, and the largest number of the row becomes the code `largest`: a number
+// is code * scale / divisor; the stored scale is `divisor` times as large, so that small rows have one.
+HOST_DEVICE inline f16 scale_of_row(const char *row) {
+    f16 scale;
+    memcpy(&scale, row, sizeof scale);  // rows of an odd width are not aligned
+    return scale;
+}
+
+// Writes the scale, and returns the distance of two codes, which a number is divided by; 0: all codes are 0.
+template <class Values, class Team>
+HOST_DEVICE inline float encode_scale(char *row, const Values &values, int width, int largest, int divisor, Team team) {
+    float max = 0;
+    for (int i = team.first(); i < width; i += team.step()) {
+        float magnitude = fabsf(values[i]);
+        if (!(magnitude <= FLT_MAX)) magnitude = INFINITY;
+        max = magnitude > max ? magnitude : max;
+    }
+    f16 scale = f16_above(team.largest(max) / (float)largest * (float)divisor);
+    float step = to_float(scale) / (float)divisor;
+    if (!(step <= FLT_MAX)) from_float(scale, NAN), step = 0;
+    if (team.first() == 0) memcpy(row, &scale, sizeof scale);
+    return step;
+}
+
+// Codes of a byte or more, with one scale before them. With the scale rounded up no code is cut off, and a number is
+// off by at most half the distance of two codes: for int8 scale / 2, where scale <= max|x| / 127 * (1 + 2^-10) + 2^-24.
 template <class Code, int largest, int divisor = 1>
 struct ScaledRow {
     static constexpr bool blocks = false;
     static constexpr float code_unit = 1.0f / divisor;
     HOST_DEVICE static size_t row_bytes(int width) { return sizeof(f16) + (size_t)width * sizeof(Code); }
     HOST_DEVICE static const Code *codes(const char *row) { return (const Code *)(row + sizeof(f16)); }
-    HOST_DEVICE static f16 scale(const char *row) {
-        f16 scale;
-        memcpy(&scale, row, sizeof scale);  // rows of an odd width are not aligned
-        return scale;
-    }
     template <class Values, class Team = Alone>
     HOST_DEVICE static void encode(char *row, const Values &values, int width, Team team = {}) {
-        float max = 0;
-        for (int i = team.first(); i < width; i += team.step()) {
-            float magnitude = fabsf(values[i]);
-            if (!(magnitude <= FLT_MAX)) magnitude = INFINITY;
-            max = magnitude > max ? magnitude : max;
-        }
-        f16 scale = f16_above(team.largest(max) / largest * divisor);
-        float step = to_float(scale) / divisor;
-        if (!(step <= FLT_MAX)) from_float(scale, NAN);
-        bool usable = step > 0 && step <= FLT_MAX;
-        if (team.first() == 0) memcpy(row, &scale, sizeof scale);
+        float step = encode_scale(row, values, width, largest, divisor, team);
         Code *code = (Code *)(row + sizeof(f16));
-        for (int i = team.first(); i < width; i += team.step()) from_float(code[i], usable ? values[i] / step : 0);
+        for (int i = team.first(); i < width; i += team.step()) from_float(code[i], step > 0 ? values[i] / step : 0);
     }
     HOST_DEVICE static float number(const char *row, int channel) {
-        return to_float(scale(row)) / divisor * to_float(codes(row)[channel]);
+        return to_float(scale_of_row(row)) / divisor * to_float(codes(row)[channel]);
     }
 };
 

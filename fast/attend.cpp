@@ -276,7 +276,7 @@ struct NearRows {
     void scale(float *numbers, int head, int queries) const {
         if constexpr (decltype(stored_as((const Format *)nullptr))::scaled) {
             f16 scales[near_rows];
-            auto scale_of = [&](int t) { return Format::scale(rows.row[t] + head * rows.head_step); };
+            auto scale_of = [&](int t) { return scale_of_row(rows.row[t] + head * rows.head_step); };
             if (rows.count == near_rows) {
                 for (int s = 0; s < 4; s++)
                     for (int i = 0; i < near_positions; i++)

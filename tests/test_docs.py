@@ -9,6 +9,7 @@ What stands in a page:
   ```cpp FILE          these lines stand in FILE; a line "..." leaves lines out.
   other blocks         lines that begin with ./llm, make or python3 are commands that are not refused.
   `name()`, `FILE.h`   the sources have such a function, and such a file.
+A chapter is a screen and a half.
 """
 import os
 import pathlib
@@ -26,6 +27,7 @@ FILES = [path for path in subprocess.run(["git", "ls-files", "-co", "--exclude-s
 SOURCES = "\n".join((ROOT / path).read_text(errors="replace") for path in FILES
                     if path.endswith((".cu", ".h", ".c", ".cpp", ".py")) and (ROOT / path).is_file())
 LIMIT = 180  # seconds for a command whose output is shown
+CHAPTER = 105  # lines, a screen and a half
 
 
 def near(shown, found):
@@ -169,6 +171,12 @@ class Page:
                 if re.fullmatch(r"[\w/.-]*\w\.(cu|h|c|cpp|py|md|html|sh|svg)", word):
                     self.expect(any(("/" + path).endswith("/" + word) for path in FILES), number, f"{word}: no such file")
 
+    def check_length(self):
+        """Of a chapter, what is seen at first: neither folded answers nor the code that chapter 9 is there to copy."""
+        seen = re.sub(r"(?ms)^ *<details>.*?</details>\n|^```cpp\n.*?^```\n", "", self.path.read_text())
+        chapter = re.match(r"\d\d_", self.path.name)
+        self.expect(not chapter or seen.count("\n") <= CHAPTER, 1, f"{seen.count(chr(10))} lines, expected {CHAPTER}")
+
     def check(self):
         for words, start, lines in self.blocks:
             if words[:1] == ["console"]:
@@ -178,6 +186,7 @@ class Page:
             elif not words:
                 self.check_commands(start, lines)
         self.check_prose()
+        self.check_length()
         return self.problems
 
 
@@ -193,6 +202,7 @@ def main():
         if (ROOT / "llm").is_file():
             shutil.copy(ROOT / "llm", scratch / "llm")  # it looks for the built-in checkpoint beside itself
         (scratch / "my.txt").write_text("Tom went to the sea. He saw a boat there.\n" * 20)
+        (scratch / "build").mkdir()
         (scratch / "home/models").mkdir(parents=True)
         (scratch / "home/models/SmolLM2-135M").symlink_to(ROOT / "weights_tools/builtin")
         for page in pages:
