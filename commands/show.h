@@ -83,7 +83,7 @@ inline void add_attention(Report &report, Session &session, const Options &optio
         line.say("  " + texts[one.position] + std::string(12 - std::min<size_t>(12, texts[one.position].size()), ' '));
         line.add("key", one.key, first_of({one.key.begin(), one.key.begin() + 2}), "   key (first 2)");
         line.add("value", one.value, first_of({one.value.begin(), one.value.begin() + 2}), "   value (first 2)");
-        line.add("score", one.score, formatted("%10.4f", one.score), "q.k/sqrt(D)");
+        line.add("score", one.score, formatted("%10.4f", one.score), "  q.k/sqrt(D)");
         line.add("weight", one.weight, formatted("%9.4f  ", one.weight), "softmax  ");
         line.say(std::string((size_t)std::lround(24 * one.weight), '#'));
         rows.push_back(line);

@@ -75,7 +75,7 @@ TEST_CASE("every layout and precision on the card is close to the same on the CP
     for (const Layout &layout : all_of<Layout>()) {
         for_each_type<Precision>([&](auto type) {
             CAPTURE(name_of(layout));
-            CAPTURE(type.name);
+            CAPTURE(std::string(type.name));
             Cache there = open_for(card, layout, type, type, 70), here = open_for(cpu, layout, type, type, 70);
             Vector rows = cached_rows(card, there, 0, tokens, 30, 60);
             CHECK(relative_error(rows, cached_rows(cpu, here, 0, tokens, 30, 60)) <= 1e-5 + 0.2 * type.unit_roundoff);

@@ -43,7 +43,7 @@ def near(shown, found):
 
 def same_line(shown, found, roughly):
     shape = [re.sub(r"\s+", " ", NUMBER.sub("#", line)).strip() for line in (shown, found)]
-    if shape[0].replace(" ", "") != shape[1].replace(" ", ""):
+    if shape[0] != shape[1]:
         return False
     return roughly or all(map(near, NUMBER.findall(shown), NUMBER.findall(found)))
 

@@ -68,8 +68,8 @@ template <class Use>
 void for_each_cache(Use use) {
     for_each_type<Layout>([&](auto layout) {
         for_each_type<Precision>([&](auto type) {
-            CAPTURE(layout.name);
-            CAPTURE(type.name);
+            CAPTURE(std::string(layout.name));
+            CAPTURE(std::string(type.name));
             use(Layout(layout), Precision(type));
         });
     });

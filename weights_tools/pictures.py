@@ -308,12 +308,12 @@ def quality(llm, found=None):
 
 
 def ladder(llm):
-    words = ("bench", "--kv", "f16", "--depth", "0,1000", "--prefill", "128", "-n", "32", "--repeats", "3")
+    words = ("bench", "--kv", "f16", "--depth", "0,1000", "--prefill", "512", "-n", "32", "--repeats", "3")
     plain, fast = ({(row["name"], row["depth"]): row["tokens_per_second"] for row in llm(*words, program=program)["results"]}
                    for program in (str(pathlib.Path(llm.program).resolve().parent / "llm-plain"), llm.program))
     most = max(fast[key] / plain[key] for key in fast)
     picture = Picture(f"The fast twins write the same text, up to {most:.0f} times as fast", 250)
-    for i, (key, name) in enumerate(((("prefill", 0), "prefill of 128"), (("decode", 0), "decode, empty cache"),
+    for i, (key, name) in enumerate(((("prefill", 0), "prefill of 512"), (("decode", 0), "decode, empty cache"),
                                      (("decode", 1000), "decode behind 1,000"))):
         y, most = 64 + i * 56, max(max(fast.values()), 1)
         picture.text(20, y + 22, name)
