@@ -141,7 +141,8 @@ inline Shared asymmetric(const std::vector<float> &x, double largest) {
 // How many numbers of a vector share a scale; 32 means that 32 positions of a key's channel share one, too.
 inline size_t sharing(const std::string &format, size_t width) {
     if (format == "int4" || format == "int2") return 32;
-    return format == "fp8" || format == "int8" ? width : 1;
+    if (format == "fp8" || format == "int8") return width;
+    return 1;
 }
 
 // Numbers that share a scale, as they read. Empty where the format has no definition here.

@@ -205,8 +205,11 @@ def main():
         (scratch / "build").mkdir()
         (scratch / "home/models").mkdir(parents=True)
         (scratch / "home/models/SmolLM2-135M").symlink_to(ROOT / "weights_tools/builtin")
+        texts = [page.read_text() for page in PAGES]
+        orphans = [path for path in FILES if path.endswith(".svg") and not any(path[5:] in text for text in texts)]
         for page in pages:
             problems = Page(page, scratch).check()
+            problems += [f"{path}: no page shows it" for path in orphans if page == PAGES[0]]
             failed += bool(problems)
             print("\n".join(problems), end="\n" if problems else "")
     print(f"[doctest] test cases: {len(pages)} | {len(pages) - failed} passed | {failed} failed | 0 skipped")

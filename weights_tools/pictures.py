@@ -122,7 +122,7 @@ def head(llm):
 
 def naive_and_cached(llm):
     steps = llm("diff", "-p", "Once upon a time", "-n", "600")["steps"][1:]
-    picture = Picture("A naive token costs more with each position, a cached one hardly does", 380)
+    picture = Picture("Naive tokens cost more and more, cached ones hardly do", 380)
     # Of some neighbours the median: a machine has other things to do now and then.
     def smooth(key):
         times = [step[key] * 1e3 for step in steps]
@@ -329,17 +329,17 @@ def ladder(llm):
 def errors(llm):
     picture = Picture("int4 is 16 times as far off as int8; int6 should lie between", 380)
     axes = Axes(picture, (110, 90, 700, 310), (2, 20), (1e-4, 1), log=True)
-    axes.ticks([2, 4, 8, 16], [], "bits a number", "error / size, root mean square")
+    axes.ticks([2, 4, 8, 16], [], "bits a number, with its share of the scales", "error / size, root mean square")
     for power in range(-4, 1):
         picture.text(102, axes.at(2, 10.0**power)[1] + 5, f"{10.0**power:g}", "small", "end")
     ids = ",".join(str(1 + i * 37 % 1200) for i in range(64))
-    for name, bits in (("f16", 16), ("bf16", 16), ("fp8", 8), ("int8", 8), ("int4", 4), ("int2", 2.06)):
+    for name, bits in (("f16", 16), ("bf16", 16), ("fp8", 8.125), ("int8", 8.125), ("int4", 5), ("int2", 3)):
         found = llm("show", "--ids", ids, "--kv", name)["errors"]
         first = [row["relative_error"] for row in found if row["layer"] == 0]  # later layers inherit errors
         at = axes.at(bits, sum(first) / len(first))
         picture.dot(*at, "", f'fill="{RAMP[name]}" stroke="#8c959f"')
         picture.text(at[0] + 12, at[1] + 5, f"{name} {sum(first) / len(first):.2g}", "bold")
-    x, y = axes.at(6, 0.0184)
+    x, y = axes.at(6.125, 0.0184)
     picture.dot(x, y, "none", 'stroke="#8c959f" stroke-width="2" stroke-dasharray="3 3"')
     picture.text(x - 12, y + 5, "int6?", "small", "end")
     picture.text(20, 370, "Keys and values of layer 0 of the built-in model, 64 positions (llm show).", "small")
