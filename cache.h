@@ -42,8 +42,8 @@ struct PlainRow {
     HOST_DEVICE static float number(const char *row, int channel) { return to_float(((const Number *)row)[channel]); }
 };
 
-// An f16 scale stands at the beginning of a row, and the largest number of the row becomes the code `largest`: a number
-// is code * scale / divisor; the stored scale is `divisor` times as large, so that small rows have one.
+// An f16 scale stands at the beginning of a row, and its largest magnitude becomes the code `largest`. A number is
+// code * scale / divisor: the stored scale is `divisor` times as large, so that small rows have one.
 HOST_DEVICE inline f16 scale_of_row(const char *row) {
     f16 scale;
     memcpy(&scale, row, sizeof scale);  // rows of an odd width are not aligned
