@@ -56,7 +56,7 @@ HOST_DEVICE inline float encode_scale(char *row, const Values &values, int width
     float max = 0;
     for (int i = team.first(); i < width; i += team.step()) {
         float magnitude = fabsf(values[i]);
-        if (!(magnitude <= FLT_MAX)) magnitude = INFINITY;
+        if (!(magnitude <= FLT_MAX)) magnitude = INFINITY;  // NaN, too
         max = magnitude > max ? magnitude : max;
     }
     f16 scale = f16_above(team.largest(max) / (float)largest * (float)divisor);
