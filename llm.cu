@@ -434,7 +434,7 @@ struct Options {
     int threads = std::min(256, usable_threads());
     int chunk = 0;  // tokens of a prefill pass at most; 0: as many as the machine likes
     std::string device = "auto", weights = "stored", dump_logits;
-    bool ignore_end = false;  // go on after an end id
+    bool ignore_end = false, hide_prompt = false;  // go on after an end id; print the new text alone
 
     // The caches: all commands but generate take several.
     bool naive = false;  // --cache none is among them, which has no cache

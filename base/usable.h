@@ -64,8 +64,9 @@ inline FreeMemory free_memory_of_host(const std::string &root = "") {
     return least;
 }
 
-// As many as may run at once: the processors of this process, a cgroup's share of time, OMP_NUM_THREADS; at least 1.
-inline int usable_threads(const std::string &root = "") {
+// As many as may run at once: the processors of this process, a cgroup's share of time, and as many as are `wanted`,
+// if that is not nullptr; at least 1.
+inline int usable_threads(const std::string &root = "", const char *wanted = getenv("OMP_NUM_THREADS")) {
     cpu_set_t set;
     double threads = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : sysconf(_SC_NPROCESSORS_ONLN);
     auto share = [&](double quota, double period) {  // microseconds in each period; no quota: -1 or "max"
@@ -78,7 +79,6 @@ inline int usable_threads(const std::string &root = "") {
     }
     for (auto &folder : cgroup_folders(root, "cpu"))
         share(kernel_number(folder + "cpu.cfs_quota_us", "", -1), kernel_number(folder + "cpu.cfs_period_us", "", -1));
-    const char *wanted = getenv("OMP_NUM_THREADS");  // "4", or "4,2" for nested teams
-    double asked = wanted ? strtod(wanted, nullptr) : 0;
+    double asked = wanted ? strtod(wanted, nullptr) : 0;  // "4", or "4,2" for nested teams
     return (int)std::max(1.0, asked >= 1 ? std::min(threads, asked) : threads);
 }

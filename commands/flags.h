@@ -41,14 +41,17 @@ inline const std::vector<Flag> &flags() {
     static const std::vector<Flag> table = {
         {"-m --model", "DIR", all, &O::directory, "a Hugging Face directory (default: the built-in checkpoint)"},
         {"-p --prompt", "TEXT", text, &O::prompt, "the prompt; empty: it starts from the token that opens a text"},
-        {"-f --file", "FILE", texts, &O::prompt_file, "the prompt, or eval's text, from a file; -: standard input"},
+        {"-f --file", "FILE", texts, &O::prompt_file,
+         "the prompt, or eval's text, from a file without its last newline; -: standard input"},
         {"--ids", "1,2,3", texts, Ints{&O::prompt_ids, 0, INT_MAX}, "the same as ids; nothing is put before them"},
-        {"-n --predict", "N", timed, Int{&O::count, 0, 1e9}, "tokens to generate at most (default 256; bench: 64)"},
+        {"-n --predict", "N", timed, Int{&O::count, -1, 1e9},
+         "tokens to generate at most (default 256; bench: 64); -1: until an end id or until the context is full"},
+        {"--no-display-prompt", "", one, &O::hide_prompt, "print the new text alone"},
         {"-c --ctx-size", "N", "generate diff eval memory show", Int{&O::context, 1, 1 << 30},
          "positions the cache holds (default: prompt + N, at most the model's context; memory: that context)"},
         {"-ub --ubatch-size", "N", run, Int{&O::chunk, 1, 1 << 20}, "tokens of a prefill pass (default 512)"},
         {"-t --threads", "N", "generate diff eval bench show", Int{&O::threads, 1, 256},
-         "threads (default: as many as this process may use)"},
+         "threads (default, and at most: as many as this process may use)"},
         {"--cache", "LAYOUT", caches, &O::layouts, "none (the naive path) or " + layout_names() + several},
         {"--kv", "TYPE", caches, &O::types_k, "type of K and V (default f16): " + precision_names() + several},
         {"-ctk --cache-type-k", "TYPE", caches, &O::types_k, "cache type of K alone"},
@@ -62,7 +65,7 @@ inline const std::vector<Flag> &flags() {
         {"--top-k", "N", one, Int{&O::top_k, 0, 1 << 30}, "sample from the N likeliest tokens; 0 (default): from all"},
         {"--top-p", "P", one, Real{&O::top_p, 0, 1}, "sample from the likeliest that reach probability P (default 1)"},
         {"--min-p", "P", one, Real{&O::min_p, 0, 1}, "drop tokens below P times the likeliest's share (default 0)"},
-        {"-s --seed", "SEED", one, Range<int64_t>{&O::seed, 0, 0x1p53}, "for the same text again (default: drawn)"},
+        {"-s --seed", "SEED", one, Range<int64_t>{&O::seed, -1, 0x1p53}, "for the same text again (default -1: drawn)"},
         {"--ignore-eos", "", "generate diff", &O::ignore_end, "go on after an end id"},
         {"--tolerance", "X", "diff", Real{&O::tolerance, 0, 1e30}, "of a logit's difference (default: by cache types)"},
         {"--against", "naive|full", "diff", &O::against,
@@ -116,6 +119,34 @@ constexpr Command commands[] = {
     {"info", run_info, "what is in a checkpoint, what its cache costs, and will it run", "-m ~/models/SmolLM2-135M"},
 };
 
+// Flags of llama.cpp, Transformers, vLLM and ollama, without dashes and with "-" for "_" -> the flag that does the same
+// here, or what to do.
+constexpr const char *elsewhere[][2] = {
+    {"temperature", "--temp"},
+    {"n-predict num-predict max-tokens max-new-tokens", "-n"},
+    {"ctx n-ctx num-ctx max-model-len", "-c"},
+    {"b batch-size", "-ub is for tokens of a prefill pass, --batch for sequences (llm memory)"},
+    {"tb threads-batch num-threads num-thread", "-t"},
+    {"kv-cache-dtype", "--kv"},
+    {"block-size", "--page"},
+    {"keep", "--sinks"},
+    {"no-cache no-kv-cache use-cache", "--cache none computes everything anew"},
+    {"do-sample", "--temp above 0 draws the tokens"},
+    {"repeat-penalty repetition-penalty repeat-last-n presence-penalty frequency-penalty mirostat typical num-beams",
+     "there is none: --temp --top-k --top-p --min-p say how a token is drawn"},
+    {"stop r reverse-prompt", "there are no stop words: a text ends at an end id or after -n tokens"},
+    {"cnv conversation no-cnv no-conversation i interactive if st single-turn sys system-prompt chat-template jinja",
+     "there is no chat: give -p or -f the text that the model's chat template makes"},
+    {"e escape", "a prompt is taken as it stands: in bash $'two\\nlines', or -f FILE"},
+    {"ngl n-gpu-layers gpu-layers num-gpu split-mode tensor-split tensor-parallel-size",
+     "the whole model is on one device: --device cuda or cpu"},
+    {"fa flash-attn", "there is no need: scores are never stored"},
+    {"mmap no-mmap mlock", "weights are read where the files have them; --weights copied loads them first"},
+    {"quantization dtype load-in-8bit load-in-4bit", "--weights is for the weights, --kv for the cache"},
+    {"hf hf-repo mu model-url", "nothing is downloaded: hf download ORG/NAME --local-dir DIR, then -m DIR"},
+    {"v verbose quiet log-disable", "notes and figures go to standard error, which 2>/dev/null drops"},
+};
+
 // Lists of words stand in texts, with a blank, comma or bar between.
 inline std::vector<std::string> split(const std::string &list, char between = ' ') {
     std::vector<std::string> words(1);
@@ -158,7 +189,8 @@ struct ReadValue {
         size_t digits = std::min(text.find_first_not_of("0123456789"), text.size());
         bool unit = flag.argument[0] == 'N' && digits + 1 == text.size() && strchr("kKM", text[digits]);
         double number = unit || digits == text.size() ? with_unit(text) : NAN;
-        if (number >= least && number <= most) return (int64_t)number;
+        if (least < 0 && text == "-1") return -1;
+        if (number >= std::max(0.0, least) && number <= most) return (int64_t)number;
         refuse(name, value, formatted("%s from %.0f to %.0f", expected.c_str(), least, most));
     }
     std::vector<std::string> names() const {  // one or several, in small letters
@@ -243,11 +275,12 @@ inline void check_together(const Options &o) {
     refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
     refuse_if(!missing(Ring{}) && in("generate diff show") && o.against != "full", "-c",
               "a ring holds --window and --sinks without end: drop -c");
-    refuse_if(o.temperature == 0, "--top-k --top-p --min-p -s",
+    refuse_if(o.temperature == 0, "--top-k --top-p --min-p",
               "changes nothing at --temp 0, which takes the likeliest token: raise --temp, or drop it");
     refuse_if(o.device == "cuda" && o.weights != "stored", "--weights",
               "is for the CPU, found --device cuda: drop one of the two, or use --device auto");
-    refuse_if(o.count == 0 && in("diff bench"), "-n", "expected 1 or more, or there is nothing to compare or time");
+    refuse_if((o.count == 0 && in("diff bench")) || (o.count < 0 && in("bench")), "-n",
+              "expected 1 or more, or there is nothing to compare or time");
     refuse_if(shape > 0, "-m", "a model has a shape of its own: drop -m, or --layers --kv-heads --head-dim");
     refuse_if(shape < 3 || !o.has("-c"), "--layers --kv-heads --head-dim",
               "a shape is --layers N --kv-heads N --head-dim N -c N: give all four, or a model");
@@ -279,17 +312,25 @@ inline const Flag &known_flag(const std::string &name, const std::string &comman
     if (found && has(found->commands, command)) return *found;
     if (found) refuse(name, "", "llm " + command + " has no such flag; it belongs to: " + found->commands);
     if (name[0] != '-') refuse(name, "", "expected a flag; a prompt goes behind -p, in quotes if it has spaces");
-    std::string known;
+    std::string plain = name.substr(std::min(name.size(), name.find_first_not_of('-'))), known, why;
+    std::replace(plain.begin(), plain.end(), '_', '-');
+    for (auto &[words, hint] : elsewhere) {
+        if (!has(words, plain)) continue;
+        const Flag *same = find_flag(hint);
+        why = (same ? "; here it is " : "; ") + std::string(hint);
+        if (same && !has(same->commands, command)) why += std::string(", which belongs to: ") + same->commands;
+    }
     for (const Flag &flag : flags())
         if (has(flag.commands, command)) known += " " + flag.names;
-    refuse(name, "", "unknown flag" + suggestion(name, known) + " (llm " + command + " --help lists all)");
+    if (why.empty()) why = suggestion(name, known);
+    refuse(name, "", "unknown flag" + why + " (llm " + command + " --help lists all)");
 }
 
 // Reads words[at], and words[++at] if its value is there: "--name value", "--name=value", "-n5".
 inline void read_flag(Options &options, const std::vector<std::string> &words, size_t &at) {
     const std::string &word = words[at];
     size_t equals = word[0] == '-' ? word.find('=') : std::string::npos, end = equals;
-    if (word.size() > 2 && isdigit(word[2]) && find_flag(word.substr(0, 2))) end = 2;
+    if (word.size() > 2 && isdigit(word[word[2] == '-' ? 3 : 2]) && find_flag(word.substr(0, 2))) end = 2;
     const std::string name = word.substr(0, end);
     const Flag &flag = known_flag(name, options.command);
     std::string value, argument = flag.argument, first = split(flag.names)[0];
@@ -308,7 +349,8 @@ inline void read_flag(Options &options, const std::vector<std::string> &words, s
     std::visit(ReadValue{options, flag, name, value}, flag.value);
 }
 
-// Standard input is called -. A pipe is read to its end.
+// Standard input is called -. A pipe is read to its end. The newline that ends the last line, and the byte order mark
+// that some editors begin with, are not the text's: a model would take them for tokens.
 inline std::string read_text(const std::string &name) {
     constexpr size_t limit = 1 << 30;
     std::unique_ptr<FILE, int (*)(FILE *)> file(name == "-" ? stdin : fopen(name.c_str(), "rb"), fclose);
@@ -319,18 +361,27 @@ inline std::string read_text(const std::string &name) {
         text.append(part, count);
     if (ferror(file.get())) refuse("-f", name, std::string(strerror(errno)) + ", expected a file or a pipe");
     if (text.size() > limit) refuse("-f", name, "is longer than 1 GiB, which no context holds");
-    return text;
+    if (has("\xff\xfe \xfe\xff", text.substr(0, 2)))
+        refuse("-f", name, "is UTF-16, expected UTF-8, which iconv -f UTF-16 -t UTF-8 makes of it");
+    const bool marked = text.compare(0, 3, "\xef\xbb\xbf") == 0;
+    if (marked) note("-f: begins with a byte order mark, which is left out");
+    size_t end = text.size() - (!text.empty() && text.back() == '\n');
+    if (end < text.size() && end > 0 && text[end - 1] == '\r') end--;
+    return text.substr(marked ? 3 : 0, end - (marked ? 3 : 0));
 }
 
 inline Options parse_options(const std::vector<std::string> &words) {
+    const std::string helps = "-h --help help";
+    if (words.size() > 1 && has(helps, words[0]) && !has(helps, words[1])) return parse_options({words[1], "--help"});
     Options options;
     const std::string command = options.command = words.empty() ? "no command" : words[0];
-    options.help = has("-h --help help", command);
+    options.help = has(helps, command);
     options.version = command == "--version";
     if (options.help || options.version) return options.command.clear(), options;
     std::string known;
     for (const Command &each : commands) known += std::string(known.empty() ? "" : " ") + each.name;
-    if (!has(known, command)) refuse(command, "", "expected one of: " + known + suggestion(command, known));
+    if (!has(known, command))
+        refuse(command, "", "expected one of: " + known + suggestion(command, known) + " (llm --help says more)");
     for (size_t at = 1; at < words.size(); at++) read_flag(options, words, at);
     if (options.help) return options;
     if (command == "bench" && !options.has("-n")) options.count = 64;
@@ -339,7 +390,13 @@ inline Options parse_options(const std::vector<std::string> &words) {
         for_each_type<Layout>([&](auto layout) { options.layouts.push_back(layout); });
     }
     check_together(options);
-    if (options.temperature > 0 && !options.has("-s")) options.seed = std::random_device()() & INT_MAX;
+    if (options.count < 0) options.count = INT_MAX;
+    const int processors = usable_threads("", nullptr), drawn = (int)(std::random_device()() & INT_MAX);
+    if (options.threads > processors)
+        note(formatted("-t %d: this process may use %s, more threads would wait for one another: %d", options.threads,
+                       counted(processors, "processor").c_str(), processors));
+    options.threads = std::min(options.threads, processors);
+    if (options.temperature > 0 && (!options.has("-s") || options.seed < 0)) options.seed = drawn;
     if (options.has("-f")) options.prompt = read_text(options.prompt_file);
     return options;
 }

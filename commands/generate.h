@@ -5,6 +5,9 @@
     fail("%s%s%.80s: %s", flag.c_str(), value.empty() ? "" : " ", value.c_str(), why.c_str());
 }
 
+// What is done otherwise than it was asked for, or might surprise.
+inline void note(const std::string &line) { fprintf(stderr, "llm: %s\n", line.c_str()); }
+
 // Without -m: the checkpoint that lies beside the program.
 inline std::string checkpoint_directory(const Options &options) {
     if (options.has("-m")) return options.directory;
@@ -204,7 +207,8 @@ inline int run_generate(const Options &options) {
         flush_output();
     };
     TextStream prompt(session.tokenizer.get());
-    for (int token : session.tokens) show(prompt.next(token));
+    for (int token : session.tokens)
+        if (!options.hide_prompt) show(prompt.next(token));
     UseLogits use_logits;
     if (dump) use_logits = [&](const std::vector<float> &rows) { dump->add(rows); };
     Generation result = generate(session, options, use_logits, show);

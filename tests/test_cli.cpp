@@ -4,6 +4,7 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <map>
 
+#include "../base/usable.h"
 #include "../cache.h"
 #include "files.h"
 #include "program.h"
@@ -158,6 +159,13 @@ TEST_CASE("generate streams the prompt and what follows to standard output, and 
     Outcome result = run_well(arguments);
     CHECK(result.out == "Once upon a time" + following + "\n");
     check_contains(result.err, "stopped: ", "prefill", "decode", "tokens/s", "GB/s", "bytes");
+}
+
+TEST_CASE("--no-display-prompt leaves the prompt out, and nothing else") {
+    const Words arguments{"generate", "-m", builtin, "-p", "Once upon a time", "-n", "10"};
+    Outcome result = run_well(arguments + Words{"--no-display-prompt"});
+    CHECK("Once upon a time" + result.out == run_well(arguments).out);
+    CHECK(text(run_json(arguments + Words{"--no-display-prompt"}), "text") + "\n" == result.out);
 }
 
 TEST_CASE("without a tokenizer.json, ids are printed as ids") {
@@ -476,9 +484,19 @@ TEST_CASE("every family, by both paths: Transformers' greedy tokens and logits")
     CHECK(fs::is_empty(scratch.path));
 }
 
+TEST_CASE("more threads than processors are not started, and it is said") {
+    const int processors = usable_threads("", nullptr);
+    Outcome result = run({"generate", "-m", model, "--ids", "1", "-n", "2", "-t", "256", "--json"});
+    REQUIRE_MESSAGE((result.status == 0 && processors < 256), result);
+    int threads = 0;
+    CHECK(sscanf(text(parse(result.out), "device").c_str(), "CPU, %d thread", &threads) == 1);
+    CHECK(threads == processors);
+    check_contains(result.err, "llm: -t 256: ", "processor", "more threads would wait for one another");
+}
+
 TEST_CASE("one thread or two: the same tokens; the naive path has no cache to report") {
     Expected expected(model);
-    for (const std::string &threads : Words{"1", "2"}) {
+    for (const std::string &threads : Words{"1", usable_threads("", nullptr) > 1 ? "2" : "1"}) {
         Json root = run_json(
             {"generate", "-m", model, "--ids", joined(expected.prompt), "-n", "16", "-t", threads, "--cache", "none"});
         CHECK(ids(root, "tokens") == expected.greedy);
@@ -585,6 +603,9 @@ TEST_CASE("generation stops at -n, at an end id or when the context is full, and
              {model, {"-n", "96"}, 96, "-n"},
              {model, {"-n", "97"}, 96, "context full"},
              {model, {"-n", "1000000000"}, 96, "context full"},
+             {model, {"-n", "-1"}, 96, "context full"},
+             {model, {"-n", "-1", "-c", "40"}, 8, "context full", 40},
+             {ending, {"-n", "-1"}, until, "end id"},
              {model, {"-n", "96", "-c", "128"}, 96, "-n"},
              {model, {}, 96, "context full"},
              {model, {"-c", "40"}, 8, "context full", 40},
@@ -949,6 +970,10 @@ TEST_CASE("a prompt from standard input, a pipe; an empty one begins with the to
     CHECK(tokens("printf 'the key' | " + llm + "-f /dev/stdin") == expected);
     CHECK(tokens(llm + "-p ''") == Ids{expected[0]});
     CHECK(tokens("true | " + llm + "-f -") == Ids{expected[0]});
+    CHECK(tokens("echo 'the key' | " + llm + "-f -") == expected);  // the newline that ends a line is not the prompt's
+    Outcome marked = run_shell("printf '\\357\\273\\277the key' | " + llm + "-f -");
+    CHECK_MESSAGE((marked.status == 0 && ids(parse(marked.out), "prompt_tokens") == expected), marked);
+    CHECK_MESSAGE(marked.err == "llm: -f: begins with a byte order mark, which is left out\n", marked);
 }
 
 TEST_CASE("weights that give no number are named, not sampled from") {
@@ -1057,10 +1082,11 @@ TEST_CASE("beside programs that take every core, two threads do not wait for eac
         busy.push_back(fork());
         for (volatile int i = 0; busy.back() == 0;) i = i + 1;
     }
+    const std::string two = usable_threads("", nullptr) > 1 ? "2" : "1";
     double best[2] = {};  // tokens/s of one thread and of two; of some tries the best, as these depend on the others
     for (int i = 0; i < 6; i++) {
         Json result = run_json(
-            {"generate", "-p", "Once", "-n", "300", "--ignore-eos", "--device", "cpu", "-t", i % 2 ? "2" : "1"});
+            {"generate", "-p", "Once", "-n", "300", "--ignore-eos", "--device", "cpu", "-t", i % 2 ? two : "1"});
         best[i % 2] = std::max(best[i % 2], 1 / number(result, "decode.seconds"));
     }
     for (pid_t child : busy) kill(child, SIGKILL), waitpid(child, nullptr, 0);

@@ -61,6 +61,17 @@ std::vector<Words> lines_with(const Flag &flag, const Words &value) {
     return lines;
 }
 
+// A variable of the environment, which is as it was at the end.
+struct Environment {
+    std::string name, before;
+    bool was_set;
+    Environment(const char *variable, const char *value) : name(variable), was_set(getenv(variable)) {
+        if (was_set) before = getenv(variable);
+        setenv(variable, value, 1);
+    }
+    ~Environment() { was_set ? setenv(name.c_str(), before.c_str(), 1) : unsetenv(name.c_str()); }
+};
+
 // Standard output while `work` runs.
 template <class Work>
 std::string printed(Work work) {
@@ -98,9 +109,18 @@ TEST_CASE("every spelling of a flag and its value") {
     CHECK(parse_options({"generate", "-p", "x", "--temp", "1e-6", "-s", "9007199254740992"}).seed == 1LL << 53);
     CHECK(parse_options({"diff", "-p", "x", "--tolerance", "1e-4"}).tolerance == 1e-4);
     CHECK(parse_options({"generate", "-p", "x"}).count == 256);
+    for (const Words &words : {Words{"-n", "-1"}, {"-n-1"}, {"--predict=-1"}})  // until the end
+        CHECK(parse_options(Words{"diff", "-p", "x"} + words).count == INT_MAX);
+    CHECK(parse_options({"generate", "-p", "x", "-s", "5"}).temperature == 0);  // scripts give a seed to everything
     CHECK(parse_options({"bench"}).count == 64);
     CHECK(parse_options({"bench", "-n", "256"}).count == 256);
     CHECK(parse_options({"generate", "-p", "x"}).threads == usable_threads());
+    CHECK(parse_options({"generate", "-p", "x", "-t", "1"}).threads == 1);
+    for (const char *more : {"64", "256"})  // than there are processors, which then wait for one another
+        CHECK(parse_options({"generate", "-p", "x", "-t", more}).threads == usable_threads("", nullptr));
+    const int before = usable_threads("", nullptr);
+    Environment one("OMP_NUM_THREADS", "1");  // is for those who say nothing
+    CHECK(parse_options({"generate", "-p", "x", "-t", std::to_string(before)}).threads == before);
 }
 
 TEST_CASE("types by the names of others, layouts and types in any case") {
@@ -179,11 +199,14 @@ TEST_CASE("a seed that is not given is drawn where there is a temperature") {
     CHECK(*seeds.begin() >= 0);
     CHECK(parse_options({"generate", "-p", "x", "--temp", "1", "-s", "7"}).seed == 7);
     CHECK(parse_options({"generate", "-p", "x"}).seed == 0);
+    seeds.clear();
+    for (int i = 0; i < 4; i++) seeds.insert(parse_options({"generate", "-p", "x", "--temp", "1", "-s", "-1"}).seed);
+    CHECK((seeds.size() > 1 && *seeds.begin() >= 0));  // as llama.cpp's -s -1
 }
 
 TEST_CASE("a text from a file, a pipe, standard input") {
     Scratch scratch;
-    const std::string name = scratch.str(), text("a\0b\n", 4);
+    const std::string name = scratch.str(), text("a\0b", 3);
     spill(name + "/text", text);
     spill(name + "/empty", "");
     REQUIRE(mkfifo((name + "/pipe").c_str(), 0600) == 0);
@@ -194,6 +217,17 @@ TEST_CASE("a text from a file, a pipe, standard input") {
     std::thread writer([&] { spill(name + "/pipe", large); });
     CHECK(parse_options({"tokenize", "-f", name + "/pipe"}).prompt == large);
     writer.join();
+    const Words files = {"x\n", "x\n\n", "x\r\n", "x\r", "\n", "\xef\xbb\xbfx\n", "\xef\xbb\xbf", "x\xef\xbb\xbf"},
+                texts = {"x", "x\n", "x", "x\r", "", "x", "", "x\xef\xbb\xbf"};
+    for (size_t i = 0; i < files.size(); i++) {
+        spill(name + "/text", files[i]);
+        CHECK(parse_options({"generate", "-f", name + "/text"}).prompt == texts[i]);
+    }
+    for (const char *mark : {"\xff\xfe", "\xfe\xff"}) {
+        spill(name + "/text", std::string(mark) + "x");
+        check_refused({"generate", "-f", name + "/text"}, {"-f " + name + "/text: is UTF-16, expected UTF-8", "iconv"});
+    }
+    spill(name + "/text", text);
     check_refused({"generate", "-f", name}, {"-f " + name, "Is a directory", "expected a file"});
     check_refused({"eval", "-f", name + "/missing"}, {"-f " + name + "/missing", "No such file"});
     REQUIRE(freopen((name + "/text").c_str(), "r", stdin));
@@ -277,12 +311,45 @@ TEST_CASE("what is near is suggested, what is not is not") {
              {"generate -", "-: unknown flag (llm"},
              {"generate --", "--: unknown flag (llm"},
              {"tokenize --toleranse", "--toleranse: unknown flag (llm"},  // which only diff has
-             {"run", "run: expected one of: generate diff eval bench memory show tokenize info"},
+             {"run", "run: expected one of: generate diff eval bench memory show tokenize info (llm --help"},
          }) {
         std::string line = refusal(split(words));
         check_contains(line, expected);
         bool suggests = expected.find("did you mean") != std::string::npos;
         CHECK_MESSAGE((line.find("did you mean") != std::string::npos) == suggests, line);
+    }
+}
+
+TEST_CASE("flags that other programs have: what does the same here, or that nothing does") {
+    for (auto &[words, expected] : std::vector<std::pair<std::string, std::string>>{
+             {"generate --temperature 1", "--temperature: unknown flag; here it is --temp (llm generate --help lists"},
+             {"generate --temperature=1", "--temperature: unknown flag; here it is --temp ("},
+             {"diff --temperature 1", "; here it is --temp, which belongs to: generate ("},
+             {"generate --max_new_tokens 5", "; here it is -n ("},
+             {"generate --n-predict 5", "; here it is -n ("},
+             {"bench -b 5", "-ub"},
+             {"generate -ngl 99", "-ngl: unknown flag; the whole model is on one device: --device"},
+             {"generate -cnv", "there is no chat"},
+             {"generate -i", "there is no chat"},
+             {"generate --stop x", "there are no stop words"},
+             {"generate --repeat-penalty 1.1", "--min-p"},
+             {"generate --repetition_penalty 1.1", "--min-p"},
+             {"generate -hf x/y", "nothing is downloaded"},
+         })
+        check_contains(refusal(split(words)), expected);
+    std::set<std::string> names;
+    for (auto &[words, hint] : elsewhere) {
+        for (const std::string &name : split(words)) {
+            CHECK_MESSAGE(names.insert(name).second, name);
+            for (const char *dashes : {"-", "--"})
+                CHECK_MESSAGE(!find_flag(dashes + name), name << " is a flag of this program");
+        }
+        std::string text = hint;  // all flags that it names are there
+        for (size_t at = 0; (at = text.find('-', at)) != std::string::npos; at++)
+            if (at == 0 || text[at - 1] == ' ') {
+                std::string flag = text.substr(at, text.find_first_not_of("abcdefghijklmnopqrstuvwxyz-", at) - at);
+                CHECK_MESSAGE((find_flag(flag) || flag == "--local-dir"), text);
+            }
     }
 }
 
@@ -333,10 +400,10 @@ TEST_CASE("flags that make no sense, contradict each other or would have no effe
              {"generate", {"--top-k", "5"}, {"--top-k 5", "--temp 0", "raise --temp"}},
              {"generate", {"--top-p", "0.5", "--temp", "0"}, {"--top-p 0.5", "--temp 0", "raise --temp"}},
              {"generate", {"--min-p", "0.5"}, {"--min-p 0.5", "--temp 0"}},
-             {"generate", {"-s", "5"}, {"-s 5", "--temp 0"}},
              {working, {"--weights", "int8", "--device", "cuda"}, {"--weights int8", "--device cuda", "auto"}},
              {working, {"--weights", "copied", "--device", "cuda"}, {"--weights copied", "--device cuda"}},
              {"diff bench", {"-n", "0"}, {"-n 0: expected 1 or more"}},
+             {"bench", {"-n", "-1"}, {"-n -1: expected 1 or more"}},
              {"eval", {"--all", "--kv", "f16"}, {"--kv f16: --all", "drop one"}},
              {"eval", {"--all", "-ctk", "f16"}, {"-ctk f16: --all"}},
              {"eval", {"--all", "--cache", "paged", "--page", "3"}, {"--cache paged: --all"}},
@@ -352,7 +419,8 @@ TEST_CASE("flags that make no sense, contradict each other or would have no effe
             check_refused(start_of(command) + each.words, each.parts);
     for (const std::string &command : split(texts))
         check_refused({command}, {"no prompt", "-p TEXT", "-f FILE", "--ids 1,2,3"});
-    check_refused({}, {"no command", "generate diff"});
+    check_refused({}, {"no command", "generate diff", "llm --help"});
+    check_refused({"help", "genrate"}, {"genrate: expected one of: generate", "did you mean generate?"});
     check_refused({""}, {"expected one of: generate diff"});
     check_refused({"-p", "hi"}, {"-p: expected one of: generate diff"});
     check_refused({"--json"}, {"--json: expected one of"});
@@ -373,13 +441,14 @@ TEST_CASE("a long value does not push the reason out of the line") {
 TEST_CASE("help names every command, and of each all its flags and an example that runs") {
     Words arguments = {"--help"};
     std::string general = printed([&] { print_help(parse_options({"--help"})); });
-    for (const Words &words : {Words{"-h"}, {"help"}})
+    for (const Words &words : {Words{"-h"}, {"help"}, {"help", "help"}})
         CHECK(printed([&] { print_help(parse_options(words)); }) == general);
     check_contains(general, "Exit status: 0 done; 1", "llm COMMAND --help", "llm --version");
     for (const Command &command : commands) {
         check_contains(general, std::string("llm ") + command.name + " ", command.help);
         std::string help = printed([&] { print_help(parse_options({command.name, "--help"})); });
-        CHECK(printed([&] { print_help(parse_options({command.name, "-h", "-m", "x"})); }) == help);
+        for (const Words &words : {Words{command.name, "-h", "-m", "x"}, {"help", command.name}, {"-h", command.name}})
+            CHECK(printed([&] { print_help(parse_options(words)); }) == help);
         for (const Flag &flag : flags()) {
             std::string names = "\n  " + joined(split(flag.names), ", ") + " " + flag.argument;
             CHECK((help.find(names) != std::string::npos) == has(flag.commands, command.name));
