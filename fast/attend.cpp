@@ -56,7 +56,7 @@ void find_rows(SplitRows &rows, const Segments &seen, int kv_heads, int heads, i
         if (keys && has_blocks(side.type)) first = first / group_size * group_size;
         side.layout.visit([&](auto &layout) {
             for (int t = first, next; t < last; t = next) {
-                next = t + std::min(last - t, layout.run(t));
+                next = t + std::max(1, std::min(last - t, layout.run(t)));  // it ends, whatever run() says
                 const char *row = side.start + layout.row(side.sequence, t) * (int64_t)side.stride;
                 for (int k = t; k < next; k++, row += side.stride) rows.row[k - origin] = row;
             }
@@ -670,15 +670,21 @@ void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cach
         for (int head = 0; head < heads.kv; head += plan.heads_together)
             for (int part = 0; part < all; part += each) plan.parts.push_back({tile, head, part, part + each});
     }
-    const int half = heads.width / 2, sinks = plan.widest.sinks;
-    plan.sink_cos_sin.resize((size_t)pass.count * sinks * heads.width);
-    for (int64_t item = 0; item < (int64_t)pass.count * sinks; item++) {
-        int position = pass.spans[item / sinks].position, shift = plan.widest.shift(position);
+    const int half = heads.width / 2, places = cached ? plan.widest.sinks : 1;  // naive: keys that are rotated already
+    plan.first_place.resize(pass.count);
+    plan.sink_cos_sin.clear();
+    for (int row = 0; plan.widest.sinks && row < pass.count; row++) {
+        const int position = pass.spans[row].position, shift = plan.widest.shift(position);
         if (!plan.widest.dropped(position)) continue;
-        float *cos_sin = &plan.sink_cos_sin[item * heads.width];
-        for (int c = 0; c < half; c++) {
-            float angle = rope_angle(shift + (cached ? (int)(item % sinks) : 0), pass.frequencies[c]);
-            cos_sin[c] = std::cos(angle), cos_sin[c + half] = std::sin(angle);
+        const bool follows = position > pass.spans[row].first && plan.widest.dropped(position - 1);
+        size_t at = plan.sink_cos_sin.size();
+        plan.first_place[row] = follows ? plan.first_place[row - 1] + 1 : (int)(at / heads.width);
+        for (int i = follows ? places - 1 : 0; i < places; i++, at += heads.width) {
+            plan.sink_cos_sin.resize(at + heads.width);
+            for (int c = 0; c < half; c++) {
+                float angle = rope_angle(shift + i, pass.frequencies[c]);
+                plan.sink_cos_sin[at + c] = std::cos(angle), plan.sink_cos_sin[at + half + c] = std::sin(angle);
+            }
         }
     }
 }
@@ -687,21 +693,25 @@ void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cach
 // their keys rotated to another place.
 inline void attend_sinks(const Partials &to, const Attention &task, const AttentionPlan &plan, const Tile &tile,
                          int origin) {
-    thread_local Floats rotated;  // (sink, kv_head, D)
+    thread_local Floats rotated;  // (split_positions, kv_head, D)
     const int width = task.heads.width, half = width / 2, heads = task.heads.kv;
     const int end = std::min(task.visible.sinks, origin + split_positions);
-    rotated.resize((size_t)task.visible.sinks * heads * width);
+    rotated.resize((size_t)split_positions * heads * width);
+    Ring of_split;
+    of_split.slots = split_positions;
     for (int token = 0; token < tile.span.count; token++) {
         Tile one = tile;
         one.span.row += token, one.span.position += token, one.span.count = 1;
         Segments seen;
         add_sinks(seen, {task.cache, task.layer, tile.first_head, task.keys, task.values}, one.span, task.visible);
         Side &keys = seen.list[0].keys;
+        const int first = plan.first_place[one.span.row];
+        const bool cached = seen.list[0].unrotated;
         for (int i = origin * tile.heads; seen.count && i < end * tile.heads; i++) {
             const int sink = i / tile.heads, head = i % tile.heads;
             const float *key = (const float *)(keys.row(sink) + head * keys.stride / heads);
-            const float *cos_sin = &plan.sink_cos_sin[((size_t)one.span.row * plan.widest.sinks + sink) * width];
-            float *moved = &rotated[((size_t)sink * heads + head) * width];
+            const float *cos_sin = &plan.sink_cos_sin[(size_t)(first + (cached ? sink : 0)) * width];
+            float *moved = &rotated[((size_t)(sink - origin) * heads + head) * width];
             for (int c = 0; c < half; c++) {
                 float a = key[c], b = key[c + half], cosine = cos_sin[c], sine = cos_sin[c + half];
                 moved[c] = a * cosine - b * sine;
@@ -709,7 +719,7 @@ inline void attend_sinks(const Partials &to, const Attention &task, const Attent
             }
         }
         keys.start = (const char *)rotated.data(), keys.stride = heads * width * sizeof(float);
-        keys.layout = Choice<Layout>::of(Contiguous{end}), keys.sequence = 0;
+        keys.layout = Choice<Layout>::of(of_split), keys.sequence = 0;
         attend_split(to.from((size_t)token * tile.group), task, one, seen, origin, origin, seen.count ? end : origin,
                      [&](int) { return std::pair<int, int>(origin, end); });
     }

@@ -59,7 +59,10 @@ struct AttentionPlan {
     std::vector<Parts> parts;
     std::vector<Partial> partials;  // (tile, kv_head, slot, query)
     Floats values;                  // (tile, kv_head, slot, query, stride)
-    Floats sink_cos_sin;            // (row, sink, D): by what a row's query sees the sinks rotated
+    // By what the sinks are rotated, (place, D): for the query of row r by place first_place[r] and those behind it. The
+    // next token sees the sinks one position further on: the two share all their places but one.
+    Floats sink_cos_sin;
+    std::vector<int> first_place;
 
     int sink_parts() const { return (widest.sinks + split_positions - 1) / split_positions; }
     int first_split(const Span &tile) const { return widest.first(tile.position) / split_positions; }

@@ -6,6 +6,7 @@
 
 #include <doctest/doctest.h>
 #include <malloc.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -266,7 +267,8 @@ TEST_CASE("the naive path is the equation, all in this pass, and what an f32 cac
     Random random = seeded();
     for (Heads heads : {Heads{1, 1, 8}, Heads{3, 3, 20}, Heads{6, 2, 32}, Heads{7, 1, 80}, Heads{9, 3, 64}}) {
         for (int tokens : {1, 33, 100, heads.width == 64 ? 600 : 2}) {
-            for (View view : {View{0, 0}, View{1, 0}, View{7, 0}, View{99, 0}, View{300, 4}, View{1, 1}, View{30, 4}}) {
+            for (View view : {View{0, 0}, View{1, 0}, View{7, 0}, View{99, 0}, View{300, 4}, View{1, 1}, View{30, 4},
+                              View{300, 280}}) {
                 CAPTURE(heads.width);
                 CAPTURE(tokens);
                 CAPTURE(view.window);
@@ -401,6 +403,29 @@ TEST_CASE("sinks stand just before the window, however far it has gone") {
             }
         }
     }
+}
+
+TEST_CASE("as many sinks as there may be: of several splits, in any chunks, dropped or not yet") {
+    Random random = seeded();
+    alarm(300);  // a search for rows that never ends shall end here
+    for (int sinks : {255, 256, 257, 512, 600}) {
+        CAPTURE(sinks);
+        Scene scene = scene_at({Ring{}, 16, sinks + 3, sinks}, {4, 2, 24}, 24, 1, 1, F16{}, F16{});
+        Truth truth(scene, 0);
+        const int full = 2 * sinks + 3;  // from here on, something is dropped
+        scene.tell(random, 0, full + 40);
+        scene.run(0, full - 2, {}, 32);
+        for (int count : {1, 30, 1, 5}) {
+            Batch pass = scene.begin({{0, count}});
+            const int first = pass.spans[0].position;
+            Expected expected = truth.at(range(first, first + count));
+            CHECK(worst(scene.attended(pass, plainly), expected) <= 1);
+            for (Route route : {Route::by_split, Route::by_tile})
+                CHECK(worst(scene.attended(pass, {0, route}), expected) <= 1);
+            scene.end(pass);
+        }
+    }
+    alarm(0);
 }
 
 // ---- The same bits -----------------------------------------------------------------------------------------
@@ -665,6 +690,18 @@ TEST_CASE("attention makes no copy of the cache: beside it memory does not grow 
             CHECK(most_held - before < bound);
         }
     });
+    // Nor with the product of a pass's tokens and its sinks, before some are rotated and after.
+    CacheShape shape;
+    shape.window = 2000, shape.sinks = 1500;
+    Scene scene({2, 1, 64}, 64, 1, context, Ring{}, F16{}, F16{}, shape);
+    scene.tell(random, 0, 4000);
+    scene.fill(0, 3000);
+    for (int length : {3250, 4000}) {
+        scene.fill(0, length - 250);
+        const size_t before = most_held = +held;
+        scene.run(0, length);
+        CHECK(most_held - before < bound);
+    }
     const size_t before = most_held = +held;
     std::vector<float> copy(context * 32);  // such a copy would be seen
     CHECK(most_held - before > bound);
