@@ -160,7 +160,7 @@ need:
 
 need-tests: need
 	$(call need_packages,$(INCLUDE)/doctest/doctest.h:doctest-dev $(INCLUDE)/boost/context/fiber.hpp:libboost-context-dev \
-	  python3:python3 git:git)
+	  python3:python3 /usr/lib/python3/dist-packages/numpy:python3-numpy git:git)
 
 need-explorer: need-tests
 	$(call need_packages,chromium:chromium)

@@ -6,10 +6,10 @@ What stands in a page:
   ```console           "$ command", then what it prints. A line "..." leaves lines out. The text is the same; a number
                        with a decimal point may differ by 2 in its last digit, as other processors sum in another order.
   ```console roughly   numbers are free: times, tokens/s.        ```console unrun   downloads: only looked at.
-  ```cpp FILE          these lines stand in FILE; a line "..." leaves lines out.
+  ```cpp FILE          these lines stand in FILE; a line "..." leaves lines out.      ```python FILE   too.
   other blocks         lines that begin with ./llm, make or python3 are commands that are not refused.
   `name()`, `FILE.h`   the sources have such a function, and such a file.
-A chapter is a screen and a half.
+A chapter is a screen and a half. And docs/attention.py prints the numbers of llm show, from the same checkpoint.
 """
 import os
 import pathlib
@@ -26,6 +26,9 @@ FILES = [path for path in subprocess.run(["git", "ls-files", "-co", "--exclude-s
                                          text=True).stdout.split("\n") if path]
 SOURCES = "\n".join((ROOT / path).read_text(errors="replace") for path in FILES
                     if path.endswith((".cu", ".h", ".c", ".cpp", ".py")) and (ROOT / path).is_file())
+# Debian's numpy is that of /usr/bin/python3, which need not be the first one.
+HAS_NUMPY = subprocess.run(["python3", "-c", "import numpy"], stderr=subprocess.DEVNULL).returncode == 0
+PATH = os.environ["PATH"] if HAS_NUMPY else "/usr/bin:" + os.environ["PATH"]
 LIMIT = 180  # seconds for a command whose output is shown
 CHAPTER = 105  # lines, a screen and a half
 
@@ -90,7 +93,7 @@ class Page:
             self.problems.append(f"{self.path.relative_to(ROOT)}:{number}: {problem}")
 
     def run(self, command, limit):
-        environment = dict(os.environ, HOME=str(self.scratch / "home"), NO_COLOR="1", PYTHONDONTWRITEBYTECODE="1")
+        environment = dict(os.environ, PATH=PATH, HOME=str(self.scratch / "home"), NO_COLOR="1", PYTHONDONTWRITEBYTECODE="1")
         try:
             result = subprocess.run(["bash", "-c", command], cwd=self.scratch, env=environment, timeout=limit,
                                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
@@ -181,13 +184,31 @@ class Page:
         for words, start, lines in self.blocks:
             if words[:1] == ["console"]:
                 self.check_console(words[1:], start, lines)
-            elif words[:1] == ["cpp"] and len(words) > 1:
+            elif words[:1] in (["cpp"], ["python"]) and len(words) > 1:
                 self.check_code(words[1], start, lines)
             elif not words:
                 self.check_commands(start, lines)
         self.check_prose()
         self.check_length()
         return self.problems
+
+
+def check_numpy(scratch):
+    """The tables of docs/attention.py beside those that ./llm prints of the same texts: query, positions, output."""
+    def tables(command):
+        result = subprocess.run(["bash", "-c", command], cwd=scratch, env=dict(os.environ, PATH=PATH), text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return re.findall(r"(?m)^(?:query|output| +\d+  \").*$", result.stdout) or [result.stdout]
+    texts = (("Once upon a", "--cache none"), ("Once upon a time", "--cache none"), ("Once upon a time", "--kv f32"))
+    shown = [line for text, flags in texts for line in tables(f'./llm show -p "{text}" --layer 2 --head 4 {flags}')
+             if not re.match(r" +\d+  \"", line) or len(NUMBER.findall(line)) > 5]
+    found = tables("python3 docs/attention.py")
+    lines = 6 + 7 + 7
+    pairs = [(a.split("   the sum")[0], b) for a, b in zip(shown, found)]
+    wrong = [f"docs/attention.py: llm show says\n  {a}\nand it says\n  {b}" for a, b in pairs
+             if not same_line(a, b, roughly=False)]
+    return wrong[:2] if len(shown) == len(found) == lines else [
+        f"docs/attention.py: {len(found)} lines, llm show {len(shown)}, expected {lines}:\n" + "\n".join(found[:9])]
 
 
 def main():
@@ -207,12 +228,13 @@ def main():
         (scratch / "home/models/SmolLM2-135M").symlink_to(ROOT / "weights_tools/builtin")
         texts = [page.read_text() for page in PAGES]
         orphans = [path for path in FILES if path.endswith(".svg") and not any(path[5:] in text for text in texts)]
-        for page in pages:
-            problems = Page(page, scratch).check()
+        for page in [*pages, *([check_numpy] if pages == PAGES else [])]:
+            problems = check_numpy(scratch) if page == check_numpy else Page(page, scratch).check()
             problems += [f"{path}: no page shows it" for path in orphans if page == PAGES[0]]
             failed += bool(problems)
             print("\n".join(problems), end="\n" if problems else "")
-    print(f"[doctest] test cases: {len(pages)} | {len(pages) - failed} passed | {failed} failed | 0 skipped")
+    cases = len(pages) + (pages == PAGES)
+    print(f"[doctest] test cases: {cases} | {cases - failed} passed | {failed} failed | 0 skipped")
     return failed > 0
 
 

@@ -11,7 +11,9 @@ import argparse
 import json
 import math
 import pathlib
+import struct
 import subprocess
+import tempfile
 
 WIDTH = 800
 STYLE = """
@@ -20,10 +22,10 @@ text { font: 15px system-ui, sans-serif; fill: #24292f } .title { font-size: 20p
 .naive { fill: #c2410c } .cached { fill: #0f766e } .soft { fill: #0f766e; fill-opacity: .22 } .none { fill: none }
 .empty { fill: #8c959f; fill-opacity: .16 } .mark { fill: #c2410c; fill-opacity: .25 } .on { fill: #fff } .one { fill: #2563eb } .two { fill: #a16207 } .grey { fill: #8c959f; fill-opacity: .6 }
 .line { fill: none; stroke-width: 2.5 } .s-naive { stroke: #c2410c } .s-cached { stroke: #0f766e }
-.axis { stroke: #8c959f; stroke-width: 1; fill: none } .dash { stroke-dasharray: 5 4 } .bold { font-weight: 600 }
+.axis { stroke: #8c959f; stroke-width: 1; fill: none } .layer { stroke: #8c959f; fill: #fff } .plus { stroke: #8c959f; fill: #fff } .dash { stroke-dasharray: 5 4 } .bold { font-weight: 600 }
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .small { fill: #9198a1 } .naive { fill: #fb923c }
 .cached { fill: #2dd4bf } .soft { fill: #2dd4bf } .mark { fill: #fb923c } .s-naive { stroke: #fb923c }
-.s-cached { stroke: #2dd4bf } .on { fill: #0d1117 } .one { fill: #79b8ff } .two { fill: #e3b341 } }
+.s-cached { stroke: #2dd4bf } .layer, .plus { fill: #0d1117 } .on { fill: #0d1117 } .one { fill: #79b8ff } .two { fill: #e3b341 } }
 """
 # f32 to int2, from dark to light.
 RAMP = {"f32": "#134e4a", "f16": "#115e59", "bf16": "#0f766e", "fp8": "#0d9488", "int8": "#14b8a6", "int4": "#5aa9e6",
@@ -117,6 +119,92 @@ def head(llm):
     picture.text(640, 144, "softmax of q · k / √D.", "small")
     picture.text(640, 228, "Grey: the causal mask.", "small")
     picture.text(20, 318, "Head 4 of layer 2 of the built-in model (llm show).", "small")
+    return picture
+
+
+def whole_model(llm):
+    about, text = llm("info"), "Once upon a"
+    ids = llm("tokenize", "-p", text)["ids"]
+    with tempfile.TemporaryDirectory() as folder:
+        llm("generate", "-p", text, "-n", "1", "--dump-logits", f"{folder}/logits.npy")
+        row = 4 * about["vocabulary"]  # bytes of a position's logits: those of the new token come last
+        logits = struct.unpack(f"<{row // 4}f", pathlib.Path(f"{folder}/logits.npy").read_bytes()[-2 * row:-row])
+    best = sorted(range(len(logits)), key=lambda i: -logits[i])[:3]
+    heads, kv_heads, D, ffn, hidden = (about[key] for key in ("heads", "kv_heads", "key_width", "ffn", "hidden"))
+    picture = Picture("From tokens to logits: the cache keeps keys and values alone", 560)
+    spine = 90
+
+    def arrow(*points):
+        picture.line(points, "axis")
+        (x0, y0), (x, y) = points[-2:]
+        dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
+        picture.line([(x - 6 * dx - 4 * dy, y - 6 * dy - 4 * dx), (x, y), (x - 6 * dx + 4 * dy, y - 6 * dy + 4 * dx)], "axis")
+
+    def step(x, y, width, first, second="", style="empty", height=44):
+        picture.box(x, y, width, height, style)
+        picture.text(x + width / 2, y + (19 if second else height / 2 + 5), first, "on" if style == "cached" else "", "middle")
+        picture.text(x + width / 2, y + 36, second, "small", "middle")
+
+    def plus(y):
+        picture.parts.append(f'<circle cx="{spine}" cy="{y}" r="10" class="plus"/>')
+        picture.text(spine, y + 5, "+", "bold", "middle")
+
+    names = [llm("tokenize", "--ids", str(i))["text"].strip() or "(begin)" for i in ids]
+    for i, (name, number) in enumerate(zip(["(begin)", *names[1:]], ids)):
+        step(20 + i * 86, 56, 78, name, str(number))
+    picture.text(380, 74, "tokens, and their ids. Each looks up its embedding:", "small")
+    picture.text(380, 92, f"a vector x of {hidden} numbers. Follow the one of “{names[-1]}”.", "small")
+    for shift in (8, 4, 0):  # a pile of layers
+        picture.box(20 + shift, 118 + shift, 752, 290, "layer")
+    picture.text(spine + 20, 140, f"{about['layers']} layers, one after the other, each with its own matrices:", "bold")
+    last = 20 + (len(ids) - 1) * 86 + 39
+    arrow((last, 100), (last, 109), (spine, 109), (spine, 296))
+    # attention
+    arrow((spine, 190), (124, 190))
+    step(124, 168, 92, "RMSNorm")
+    for y, name, count, style in ((156, "q", heads, "empty"), (204, "k", kv_heads, "cached"), (252, "v", kv_heads, "cached")):
+        arrow((216, 190), (230, 190), (230, y + 20), (246, y + 20))
+        step(246, y, 104, f"{name}: {count} × {D}", style=style, height=40)
+    arrow((350, 176), (520, 176))
+    for i in range(len(ids)):
+        for y in (204, 252):
+            picture.box(366 + i * 18, y, 15, 40, "cached" if i == len(ids) - 1 else "soft")
+    for y in (224, 272):
+        arrow((444, y), (484, y), (484, 194), (520, 194))
+    step(520, 160, 130, "attention", f"{heads} heads", height=50)
+    picture.text(585, 236, "K, V: a row a token,", "cached bold", "middle")
+    picture.text(585, 254, "kept for all that follow", "cached bold", "middle")
+    arrow((650, 185), (670, 185))
+    step(670, 163, 84, "matrix", f"{heads * D} → {hidden}")
+    arrow((712, 207), (712, 306), (spine + 10, 306))
+    plus(306)
+    # MLP
+    arrow((spine, 316), (spine, 378))
+    arrow((spine, 346), (124, 346))
+    step(124, 324, 92, "RMSNorm")
+    arrow((216, 346), (246, 346))
+    step(246, 324, 120, "gate, up", f"2 × {ffn}")
+    arrow((366, 346), (396, 346))
+    step(396, 324, 160, "silu(gate) · up", f"{ffn}: SwiGLU")
+    arrow((556, 346), (586, 346))
+    step(586, 324, 168, "matrix", f"{ffn} → {hidden}")
+    arrow((670, 368), (670, 388), (spine + 10, 388))
+    plus(388)
+    # logits
+    arrow((spine, 398), (spine, 470), (124, 470))
+    step(124, 448, 92, "RMSNorm")
+    arrow((216, 470), (246, 470))
+    step(246, 448, 120, "matrix", f"{hidden} → {about['vocabulary']:,}")
+    arrow((366, 470), (396, 470))
+    picture.text(396, 436, "logits, the largest of them:", "small")
+    for i, token in enumerate(best):
+        name = llm("tokenize", "--ids", str(token))["text"].strip()
+        width = 200 * logits[token] / logits[best[0]]
+        picture.box(480, 446 + i * 24, max(2, width), 18, "naive" if i == 0 else "grey")
+        picture.text(472, 460 + i * 24, name, "bold" if i == 0 else "", "end")
+        picture.text(488 + max(2, width), 460 + i * 24, f"{logits[token]:.1f}", "small")
+    picture.text(20, 550, "The built-in model after “Once upon a” (llm info, llm tokenize, llm generate --dump-logits). "
+                 "Grey boxes are not kept.", "small")
     return picture
 
 
@@ -346,7 +434,7 @@ def errors(llm):
     return picture
 
 
-PICTURES = [head, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, int4_block, ladder,
+PICTURES = [head, whole_model, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, int4_block, ladder,
             errors, quality]
 
 
