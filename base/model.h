@@ -256,6 +256,12 @@ inline void read_rope(const Section &config, Config &out) {
     out.rope.original_context = config.integer("original_max_position_embeddings", 1, 1 << 30, original);
 }
 
+// How far the layers look back that look furthest; 0: some to the first position.
+inline int widest_window(const std::vector<int> &windows) {
+    if (windows.empty() || *std::min_element(windows.begin(), windows.end()) == 0) return 0;
+    return *std::max_element(windows.begin(), windows.end());
+}
+
 // Mistral: every layer slides. Qwen: only with use_sliding_window, and then the layers from max_window_layers on, or
 // those that layer_types names. Llama: none. Of these two, layer_types may say nothing else.
 inline void read_windows(const Section &config, const Family &family, Config &out) {
@@ -330,6 +336,7 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     refuse_foreign_keys(config, family, out);
     read_rope(config, out);
     read_windows(config, family, out);
+    out.window = *std::max_element(out.windows.begin(), out.windows.end());
     read_special_ids(config, generation, family, out);
     out.tied = config.flag("tie_word_embeddings", false);
     bool attention_bias = config.flag("attention_bias", false);

@@ -278,7 +278,7 @@ inline Report bench_row(const BenchRow &row) {
     Report report;
     report.show("name", row.name, "%-7s");
     report.show("tokens", row.tokens, " %6d", "tokens").show("depth", row.depth, " %6d ", "depth ");
-    report.show("layout", name(&Cache::layout), " %-10s", "cache");
+    row.cache ? add_layout(report, *row.cache, " %-13s", "cache") : report.add("layout", "none", " none         ");
     report.show("type_k", name(&Cache::type_k), " %-4s", "K").show("type_v", name(&Cache::type_v), " %-4s", "V");
     report.add("seconds", seconds).add("bytes", row.bytes).add("operations", row.operations);
     report.show("tokens_per_second", row.tokens / seconds, " %10.1f", "tokens/s");

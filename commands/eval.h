@@ -187,11 +187,7 @@ inline void eval_decode(Engine &engine, std::vector<EvalResult> &results, int re
 inline Report eval_row(const EvalResult &result, const EvalResult &f32) {
     Report report;
     const Cache &cache = result.cache;
-    const Ring *ring = std::get_if<Ring>(&cache.layout);
-    std::string layout = name_of(cache.layout);
-    if (ring) report.add("window", ring->window).add("sinks", ring->sinks);
-    if (ring) layout += formatted(" %d + %d", ring->window, ring->sinks);
-    report.add("layout", name_of(cache.layout), formatted("%-18s", layout.c_str()), "cache");
+    add_layout(report, cache, "%-18s", "cache");
     report.show("type_k", name_of(cache.type_k), " %-4s", "K").show("type_v", name_of(cache.type_v), " %-4s", "V");
     report.show("bytes_per_token", result.bytes_per_token, " %8.1f", "B/token");
     report.show("times_smaller", f32.bytes_per_token / result.bytes_per_token, " %6.2f", "x");

@@ -25,7 +25,8 @@ inline Engine open_engine(const Options &options, const std::string &directory) 
     return engine;
 }
 
-// What a cache for this model is made for. A ring sees as far as the model was trained to, unless --window says less.
+// What a cache for this model is made for. Unless --window says less, a ring sees what the layers see that look back
+// furthest: their sliding window, or as far as the model was trained to.
 inline CacheShape cache_shape(const Options &options, const Config &config, int capacity) {
     CacheShape shape;
     shape.layers = config.layers;
@@ -33,8 +34,9 @@ inline CacheShape cache_shape(const Options &options, const Config &config, int 
     shape.key_width = shape.value_width = config.head_dim;
     shape.capacity = capacity;
     shape.page = options.page;
-    shape.sinks = options.sinks >= 0 ? options.sinks : config.window ? 0 : std::min(4, (config.context - 1) / 2);
-    int all = config.window ? config.window : std::max(1, config.context - shape.sinks);
+    const int widest = widest_window(config.windows);
+    shape.sinks = options.sinks >= 0 ? options.sinks : widest ? 0 : std::min(4, (config.context - 1) / 2);
+    int all = widest ? widest : std::max(1, config.context - shape.sinks);
     shape.window = options.window ? options.window : all;
     if (shape.sinks >= shape.window)
         fail("--sinks %d: a window of %d positions, expected fewer sinks than that: lower --sinks or raise --window",
@@ -182,12 +184,20 @@ inline std::string types_of(const Precision &type_k, const Precision &type_v) {
     return k == v ? k : k + "/" + v;
 }
 
+// A cache's layout by its name; a ring's with its window and sinks: "ring 124 + 4".
+inline Report &add_layout(Report &report, const Cache &cache, const char *format, const std::string &head = "") {
+    const Ring *ring = std::get_if<Ring>(&cache.layout);
+    if (ring) report.add("window", ring->window).add("sinks", ring->sinks);
+    std::string shown = name_of(cache.layout) + (ring ? formatted(" %d + %d", ring->window, ring->sinks) : "");
+    return report.add("layout", name_of(cache.layout), formatted(format, shown.c_str()), head);
+}
+
 // nullptr: there is none, every token is computed from all before it.
 inline Report about_cache(const Cache *cache) {
     CacheBytes bytes = cache ? bytes_of(*cache) : CacheBytes{};
     auto name = [&](auto choice) { return std::string(cache ? name_of(cache->*choice) : "none"); };
     Report about;
-    about.show("layout", name(&Cache::layout), "cache    %s");
+    cache ? add_layout(about, *cache, "cache    %s") : about.add("layout", "none");
     about.show("type_k", name(&Cache::type_k), ", K %s").show("type_v", name(&Cache::type_v), ", V %s");
     about.show("bytes", bytes.total(), ": %.0f bytes").add("payload_bytes", bytes.payload);
     about.show("metadata_bytes", bytes.metadata, ", %.0f of them metadata");

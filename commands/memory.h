@@ -39,7 +39,7 @@ inline MemoryQuestion memory_question(const Options &options) {
     config.kv_heads = sizes.kv_heads;
     config.head_dim = sizes.key_width;
     config.context = options.context && options.has("--layers") ? options.context : sizes.context;
-    config.window = *std::max_element(sizes.windows.begin(), sizes.windows.end());
+    config.windows = sizes.windows;
     question.shape = cache_shape(options, config, options.context ? options.context : config.context);
     question.shape.value_width = sizes.value_width;
     question.shape.sequences = options.batch;

@@ -647,6 +647,41 @@ TEST_CASE("a ring goes on behind the model's context, in the same bytes") {
     CHECK(number(beyond, "cache.bytes") == number(within, "cache.bytes"));
 }
 
+TEST_CASE("a ring sees what the layers see that look back furthest, and every command says and uses the same") {
+    struct Case {
+        std::string name, first;  // first: max_window_layers
+        int window, sinks, told;  // of the ring; what info says of the layers that slide
+    };
+    for (const auto &[name, first, window, sinks, told] :
+         std::vector<Case>{{"qwen2_window", "1", 124, 4, 6},  // its first layer sees all of its 128 positions
+                           {"qwen2_window", "3", 124, 4, 0},  // a window that no layer has
+                           {"qwen2_window", "0", 6, 0, 6},
+                           {"qwen3_layer_types", "28", 124, 4, 5},
+                           {"mistral_window", "", 8, 0, 8},
+                           {"mistral_no_window", "", 124, 4, 0}}) {
+        CAPTURE(name + " " + first);
+        Scratch scratch;
+        const std::string copy = copy_of(models + name, scratch), key = "\"max_window_layers\": ";
+        if (name == "qwen2_window") replace(copy + "/config.json", key + "1", key + first);
+        Expected expected(models + name);
+        const Words ring = {"-m", copy, "--cache", "ring"}, f32 = {"--kv", "f32", "-n", "16", "--ignore-eos"};
+        const Words prompt = Words{"--ids", joined(expected.prompt)} + f32;
+        Ids naive = ids(run_json(generate(copy, expected.prompt, {"-n", "16", "--ignore-eos", "--cache", "none"})),
+                        "tokens");
+        if (name != "qwen2_window" || first == "1") CHECK(naive == expected.greedy);
+        Json text = run_json(Words{"generate"} + ring + prompt), diff = run_json(Words{"diff"} + ring + prompt);
+        Json bench = run_json(words_of("bench -n 2 --depth 8 --prefill 8 --repeats 1") + ring);
+        Json memory = run_json(Words{"memory"} + ring);
+        CHECK(ids(text, "tokens") == naive);
+        CHECK((number(memory, "window") == window && number(memory, "sinks") == sinks));
+        for (const cJSON *cache : {at(text, "cache"), at(diff, "cache"), at(bench, "results.0")})
+            CHECK((number(cache, "window") == window && number(cache, "sinks") == sinks));
+        check_contains(run_well(Words{"generate"} + ring + prompt).err,
+                       formatted("cache    ring %d + %d, K f32", window, sinks));
+        CHECK(number(run_json({"info", "-m", copy}), "window") == told);
+    }
+}
+
 TEST_CASE("diff holds a ring, behind the context too, and pages of any size against the naive path") {
     for (const std::string &name : Words{"qwen3", "mistral_window"}) {
         for (const std::string &cache : Words{"ring", "ring --window 24 --sinks 3", "ring --window 1 --sinks 0",
