@@ -360,12 +360,18 @@ inline int sample(const Sampler &sampler, const std::vector<float> &logits, int 
     return candidates[count - 1].second;
 }
 
-// A damaged checkpoint shows here first. Says where instead of generating from nonsense.
-inline void require_finite(const std::vector<float> &logits, int position) {
-    for (float logit : logits)
-        if (!std::isfinite(logit))
-            fail("position %d: a logit is %g, expected a finite number: are the weights damaged?", position, logit);
+// A damaged checkpoint shows here first. Says where instead of generating from nonsense; or blame() says why, where it
+// knows better.
+template <class Blame>
+void require_finite(const std::vector<float> &logits, int position, Blame blame) {
+    for (float logit : logits) {
+        if (std::isfinite(logit)) continue;
+        blame();
+        fail("position %d: a logit is %g, expected a finite number: are the weights damaged?", position, logit);
+    }
 }
+inline void blame_cache(Engine &engine, const Cache *cache, const std::vector<int> &tokens,
+                        const std::function<void(Cache &)> &begin = nullptr);  // commands/overflow.h
 
 // ---- Text in, text out -------------------------------------------------------------------------------------
 
@@ -517,7 +523,7 @@ inline Generation generate(Session &session, const Options &options, const UseLo
     auto say = [&](const std::string &piece) { result.text += piece, show(piece); };
     auto next_token = [&](int row) {
         std::vector<float> found = logits(engine, row, 1);
-        require_finite(found, (int)tokens.size() - 1);
+        require_finite(found, (int)tokens.size() - 1, [&] { blame_cache(engine, cache, tokens); });
         return sample(sampler, found, (int)tokens.size() - 1);
     };
     auto after_chunk = [&](int count) {
@@ -600,21 +606,21 @@ inline void run_lockstep(Session &session, const Options &options,
     auto cached = [&](Cache &cache) {
         return cache.lengths[0] ? decode(engine, cache, {0}, {tokens.back()}) : prefill(engine, cache, 0, tokens);
     };
-    auto timed = [&](double &seconds, auto path) {
+    auto timed = [&](double &seconds, const Cache *cache, auto path) {
         double start = now();
         std::vector<float> found = path();
         seconds = now() - start;
-        require_finite(found, (int)tokens.size() - 1);
+        require_finite(found, (int)tokens.size() - 1, [&] { blame_cache(engine, cache, tokens); });
         return found;
     };
     while (!reason_to_stop(session, options)) {
         double reference_seconds, seconds;
         std::vector<DiffStep> steps;
-        std::vector<float> truth = timed(reference_seconds, [&] {
+        std::vector<float> truth = timed(reference_seconds, nullptr, [&] {
             return full ? cached(caches[0]) : forward_naive(engine, tokens, caches[0].layout);
         });
         for (size_t i = full; i < caches.size(); i++) {
-            steps.push_back(compare(truth, timed(seconds, [&] { return cached(caches[i]); })));
+            steps.push_back(compare(truth, timed(seconds, &caches[i], [&] { return cached(caches[i]); })));
             steps.back().reference_seconds = reference_seconds;
             steps.back().cached_seconds = seconds;
         }

@@ -158,15 +158,6 @@ inline std::vector<int> bench_tokens(int count, int vocabulary) {
     return tokens;
 }
 
-// Greedily, but for the tokens.
-inline void decode_some(Engine &engine, Cache &cache, int steps) {
-    for (int token : bench_tokens(steps, engine.model.config.vocabulary)) {
-        std::vector<float> found = decode(engine, cache, {0}, {token});
-        argmax(found.data(), (int)found.size());
-        stop_if_interrupted();
-    }
-}
-
 // Fills a cache up to `depth` positions with random numbers in place of a prompt's keys and values: what they are does
 // not change the time that reading them takes.
 inline void fill(Engine &engine, Cache &cache, int depth) {
@@ -195,6 +186,21 @@ inline void fill(Engine &engine, Cache &cache, int depth) {
         std::visit([&](auto &m) { m.run([&] { store(m); }); }, *engine.machine);
         stop_if_interrupted();
     }
+}
+
+// Greedily, but for the tokens.
+inline void decode_some(Engine &engine, Cache &cache, int steps) {
+    const std::vector<int> tokens = bench_tokens(steps, engine.model.config.vocabulary);
+    const int depth = cache.lengths[0];
+    std::vector<float> found;
+    for (int token : tokens) {
+        found = decode(engine, cache, {0}, {token});
+        argmax(found.data(), (int)found.size());
+        stop_if_interrupted();
+    }
+    require_finite(found, depth + steps - 1, [&] {
+        blame_cache(engine, &cache, tokens, [&](Cache &exact) { fill(engine, exact, depth); });
+    });
 }
 
 // Rounds of runs, which take turns with measurements of the machine: other programs on it make its rates change within
@@ -237,7 +243,11 @@ struct Bench {
         double chunks = std::ceil((double)prompt / std::min(engine.chunk, chunk_of(cache)));
         rows.push_back({"prefill", &cache, prompt, 0, weights_read(engine.model) * chunks,
                         operations_of(engine.model, cache.layout, 0, prompt, 1),
-                        [&] { prefill(engine, cache, 0, tokens, [](int) { stop_if_interrupted(); }); },
+                        [&] {
+                            std::vector<float> found =
+                                prefill(engine, cache, 0, tokens, [](int) { stop_if_interrupted(); });
+                            require_finite(found, prompt - 1, [&] { blame_cache(engine, &cache, tokens); });
+                        },
                         [&] { shrink(cache, 0, 0); }});
         measure(rows.size() - 1);
     }
@@ -246,7 +256,7 @@ struct Bench {
         std::vector<int> tokens = bench_tokens(depth + 1, engine.model.config.vocabulary);
         rows.push_back({"naive", nullptr, 1, depth, weights_read(engine.model),
                         operations_of(engine.model, Contiguous{}, 0, depth + 1, 1),
-                        [&] { forward_naive(engine, tokens); }, [] {}});
+                        [&] { require_finite(forward_naive(engine, tokens), depth, [] {}); }, [] {}});
         measure(rows.size() - 1);
     }
     void time_decode(std::vector<Cache> &caches, int depth, int steps) {

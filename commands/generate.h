@@ -1,6 +1,8 @@
 // llm generate: opens what the flags ask for, streams the text, and says what it took.
 #pragma once
 
+#include "overflow.h"
+
 [[noreturn]] inline void refuse(const std::string &flag, const std::string &value, const std::string &why) {
     fail("%s%s%.80s: %s", flag.c_str(), value.empty() ? "" : " ", value.c_str(), why.c_str());
 }

@@ -233,12 +233,15 @@ inline int run_show(const Options &given) {
     }
     Report report;
     report.table("tokens", tokens);
-    if (!session.caches.empty()) prefill_pass(session.engine, session.caches[0], 0, session.tokens);
+    Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
+    require_finite(cache ? prefill(session.engine, *cache, 0, session.tokens)
+                         : forward_naive(session.engine, session.tokens),
+                   last, [&] { blame_cache(session.engine, cache, session.tokens); });
     stop_after(session, options.layer);
     add_attention(report, session, options, texts);
-    if (!session.caches.empty()) {
+    if (cache) {
         report.say(formatted("\nThe row of position %d, KV head %d, layer %d\n", last, kv_head, options.layer));
-        report.add("place", place_of(session.caches[0], last));
+        report.add("place", place_of(*cache, last));
         report.add("key", stored_report<true>(session, options.layer, kv_head));
         report.add("value", stored_report<false>(session, options.layer, kv_head));
         Cache exact = open_cache(options, session.engine, {options.caches()[0].layout, F32{}, F32{}}, session.limit);

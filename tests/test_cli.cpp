@@ -42,6 +42,20 @@ void fill_with_nan(const std::string &directory, bool in_a_matrix = false) {
     spill(directory + "/model.safetensors", bytes);
 }
 
+// All numbers of a checkpoint's f32 tensor.
+void fill_tensor(const std::string &directory, const std::string &name, const std::vector<float> &numbers) {
+    std::string bytes = slurp(directory + "/model.safetensors");
+    uint64_t header;
+    memcpy(&header, bytes.data(), sizeof header);
+    Json tensors = parse_json(name, bytes.substr(8, header));
+    const cJSON *tensor = cJSON_GetObjectItemCaseSensitive(tensors.get(), name.c_str());
+    REQUIRE_MESSAGE(tensor, name);
+    double begin = number(tensor, "data_offsets.0"), end = number(tensor, "data_offsets.1");
+    REQUIRE(end - begin == 4.0 * (double)numbers.size());
+    memcpy(&bytes[8 + header + (size_t)begin], numbers.data(), 4 * numbers.size());
+    spill(directory + "/model.safetensors", bytes);
+}
+
 Words fixture_names() {
     Words names;
     for (auto &entry : fs::directory_iterator(models)) names.push_back(entry.path().filename());
@@ -1025,6 +1039,51 @@ TEST_CASE("weights that give no number are named, not sampled from") {
     check_refused(run(generate(directory, {1, 2}, {"--weights", "int8"})), {"--weights int8", "NaN", "leave the flag"});
     Outcome text = run(generate(directory, {1, 2}));
     CHECK_MESSAGE((text.status == 2 && text.err.rfind("llm: position 1", 0) == 0), text);
+}
+
+TEST_CASE("a key or value that its type cannot hold is named, and no weight blamed: by every command, for every type") {
+    Scratch scratch;
+    const std::string directory = copy_of(models + "llama_bias", scratch);
+    auto fill = [&](const std::string &side, float number) {
+        std::vector<float> bias(16);
+        for (size_t i = 0; i < bias.size(); i++) bias[i] = i % 2 ? -number : number;  // no query has an infinite score
+        fill_tensor(directory, "model.layers.1.self_attn." + side + "_proj.bias", bias);
+    };
+    auto refused = [&](const Words &command, const std::string &side, const std::string &type, const std::string &has) {
+        check_refused(run(command + Words{"-m", directory, "-t", "1", "--json"}),
+                      {"a " + side + " of layer 1 is ", ", " + type + " holds " + has + " at most: choose --kv bf16"});
+    };
+    const std::string ids = "5,6,7,8,9,10,11,12";
+    const std::vector<Words> all = {{"generate", "--ids", ids, "-n", "2"},
+                                    {"diff", "--ids", ids, "-n", "2"},
+                                    {"eval", "--ids", ids, "--repeats", "1"},
+                                    {"show", "--ids", ids},
+                                    {"bench", "--depth", "4", "--prefill", "8", "-n", "2", "--repeats", "1"}};
+    fill("k", 70000);
+    for (const Words &command : all) refused(command, "key", "f16", "65504");
+    for (const std::string &layout : Words{"paged", "ring"})
+        refused(all[0] + Words{"--cache", layout}, "key", "f16", "65504");
+    Outcome first = run(all[0] + Words{"-m", directory, "--json"});
+    float key = 0;
+    int position = -1;
+    CHECK(sscanf(first.err.c_str(), "llm: position %d: a key of layer 1 is %f,", &position, &key) == 2);
+    CHECK(position == 0);
+    CHECK(std::fabs(key) == doctest::Approx(70000).epsilon(0.001));
+    for (const std::string &type : Words{"int4", "int2"}) refused(all[0] + Words{"--kv", type}, "key", type, "65504");
+    refused({"generate", "--ids", ids, "-ctk", "f16", "-ctv", "f32"}, "key", "f16", "65504");
+    for (const std::string &type : Words{"bf16", "f32", "fp8", "int8"})  // which hold it
+        for (const Words &command : all) CHECK(run(command + Words{"-m", directory, "--kv", type}).status < 2);
+    fill("k", 3e5);
+    refused(all[0] + Words{"--kv", "fp8"}, "key", "fp8", "114632");
+    fill("k", 9e6);
+    refused(all[0] + Words{"--kv", "int8"}, "key", "int8", "8.31901e+06");
+    fill("k", 0), fill("v", -1e5);
+    refused(all[0], "value", "f16", "65504");
+    for (const std::string &layout : Words{"contiguous", "none"}) {  // weights that are damaged are still blamed
+        fill("v", NAN);
+        Outcome shown = run({"show", "-m", directory, "--ids", ids, "--cache", layout, "--json"});
+        check_refused(shown, {"a logit is", "weights damaged"});
+    }
 }
 
 // A checkpoint of one layer, all zeros, whose embedding has `rows` rows of 8,192 floats. The file is sparse: it takes

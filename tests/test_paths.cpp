@@ -166,7 +166,7 @@ TEST_CASE("generation goes on for thousands of steps behind the context, and sta
         Tokens tokens = random_tokens(engine, 10);
         Vector row = prefill(engine, cache, 0, tokens), rows;
         for (int step = 0; step < 3000; step++) {
-            require_finite(row, (int)tokens.size() - 1);
+            require_finite(row, (int)tokens.size() - 1, [] {});
             rows.insert(rows.end(), row.begin(), row.end());
             tokens.push_back(argmax(row.data(), vocabulary));
             row = decode(engine, cache, {0}, {tokens.back()});

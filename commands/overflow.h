@@ -1,0 +1,52 @@
+// Where a logit is no number: a key or value may be more than its type holds, and then no weight is damaged. What it is
+// is found when that has happened, so no step pays for it.
+#pragma once
+
+// The largest number that a type stores as a number. Blocks keep their newest positions at f16.
+inline float largest_of(const Precision &type) {
+    auto of = [](auto format) {
+        auto stored = [&](uint32_t magnitude) {  // as it reads
+            float x = bit_cast<float>(magnitude);
+            std::vector<char> row(format.row_bytes(1));
+            format.encode(row.data(), &x, 1);
+            return format.number(row.data(), 0);
+        };
+        uint32_t below = 0, beyond = 0x7f800000;  // infinity: magnitudes are in the order of their bits
+        while (beyond - below > 1) {
+            uint32_t middle = below + (beyond - below) / 2;
+            (stored(middle) <= FLT_MAX ? below : beyond) = middle;
+        }
+        return stored(below);
+    };
+    return std::visit([&](auto format) { return decltype(format)::blocks ? of(F16()) : of(format); }, type);
+}
+
+// Fails with the first key or value that is beyond its type, if there is one: the tokens that `cache` has read are read
+// once more, into an f32 cache of the same layout. begin(exact), if there is one, stores what stood before them.
+inline void blame_cache(Engine &engine, const Cache *cache, const std::vector<int> &tokens,
+                        const std::function<void(Cache &)> &begin) {
+    if (!cache) return;  // the naive path keeps nothing
+    double bytes = bytes_of(cache->shape, cache->layout, F32{}, F32{}, (double)cache->view.keys.rows_per_layer).total();
+    if (bytes > engine.memory().room().bytes) return;
+    Cache exact = open_cache(engine.memory(), cache->shape, cache->layout, F32{}, F32{});
+    if (begin) begin(exact);
+    int first = exact.lengths[0];
+    auto look = [&](const char *what, const CacheRows &rows, const Precision &type, int layer, int position) {
+        std::vector<float> row((size_t)rows.kv_heads * rows.width);
+        engine.memory().read(row.data(), rows.at(layer, row_of(exact, 0, position), 0), rows.stride());
+        float most = 0, holds = largest_of(type);
+        for (float x : row)
+            if (std::fabs(x) <= FLT_MAX && std::fabs(x) > std::fabs(most)) most = x;
+        if (std::fabs(most) > holds)
+            fail("position %d: a %s of layer %d is %.6g, %s holds %.6g at most: choose --kv bf16, which holds it",
+                 position, what, layer, most, name_of(type), holds);
+    };
+    prefill_pass(engine, exact, 0, tokens, [&](int count) {
+        for (int layer = 0; layer < cache->shape.layers; layer++)
+            for (int t = first; t < first + count; t++) {
+                look("key", exact.view.keys, cache->type_k, layer, t);
+                look("value", exact.view.values, cache->type_v, layer, t);
+            }
+        first += count;
+    });
+}
