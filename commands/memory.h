@@ -140,7 +140,7 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cach
     add_bytes("metadata_bytes", bytes.metadata, "metadata");
     add_bytes("bytes", bytes.total(), "total");
     add("metadata_percent", percent, in_figures(percent), "metad. %");
-    add("times_smaller", smaller, in_figures(smaller), "x less");
+    add("times_smaller", smaller, in_figures(smaller), "smaller");
     add_bytes("bytes_per_token", bytes_per_token(shape, cache), "a token");
     add_bytes("bytes_per_layer", full_bytes(one_layer, cache).total() - full_bytes(no_layer, cache).total(), "a layer");
     row.add("rows", rows_of(shape, opened.layout)).add("bytes_read_per_step", read);
@@ -219,7 +219,7 @@ inline int run_memory(const Options &options) {
     add_question(report, question, named, options);
     report.say("\n").table("results", rows);
     report.say("\nmetadata: scales, zero points, padding, page tables, f16 blocks and sinks; % of the payload\n");
-    report.say("x less: than f32 in the same layout\na token: a position in all layers, K and V with their scales\n");
+    report.say("smaller: how many times, than f32\na token: a position in all layers, K and V with their scales\n");
     report.say("a layer: without page tables, which all layers share\nread: for a token decoded at position ");
     report.say(std::to_string(shape.capacity - 1) + ", what its sequence sees of the cache");
     if (question.weights) report.say(", and " + in_units(question.weights) + " of weights");

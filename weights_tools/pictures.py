@@ -402,7 +402,7 @@ def ladder(llm):
     most = max(fast[key] / plain[key] for key in fast)
     picture = Picture(f"The fast twins write the same text, up to {most:.0f} times as fast", 250)
     for i, (key, name) in enumerate(((("prefill", 0), "prefill of 512"), (("decode", 0), "decode, empty cache"),
-                                     (("decode", 1000), "decode behind 1,000"))):
+                                     (("decode", 1000), "decode after 1,000"))):
         y, most = 64 + i * 56, max(max(fast.values()), 1)
         picture.text(20, y + 22, name)
         for k, (found, style, label) in enumerate(((plain, "grey", "plain"), (fast, "cached", "fast"))):
