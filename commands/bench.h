@@ -327,9 +327,11 @@ inline Report bench_report(const Bench &bench, const Report &start, double cache
     report.add("roofline", roofline).add("start", start).add("memory", memory).say("\n\n").table("results", rows);
     if (interrupted()) report.add("interrupted", true, "interrupted\n");
     return report.say(R"(
-The roofline: bytes that must be read (weights, and the cache as it is stored) / read bandwidth, or operations /
-matrix rate, whichever is longer; both rates as they were just before and after. int8 weights are multiplied as
-whole numbers, which may go faster than that rate; weights that fit the processor's cache are read faster.
+The roofline: bytes that must be read (weights, and the cache as it is stored)
+/ read bandwidth, or operations / matrix rate, whichever is longer; both rates
+as they were just before and after. int8 weights are multiplied as whole
+numbers, which may go faster than that rate; weights that fit the processor's
+cache are read faster.
 )");
 }
 

@@ -202,8 +202,7 @@ inline Report eval_row(const EvalResult &result, const EvalResult &f32) {
         int distance = i * recall_step, asked = result.asked[i];
         std::string head =
             i + 1 < recall_classes ? formatted("<%-4d", distance + recall_step) : formatted("%d+", distance);
-        report.say(asked ? formatted(" %3.0f %%", 100.0 * result.right[i] / asked) : "     -");
-        report.heads.replace(report.heads.size() - 5, 5, head);
+        report.say(asked ? formatted(" %3.0f %%", 100.0 * result.right[i] / asked) : "     -", head);
         Report part;
         part.add("distance", distance).add("questions", asked).add("right", result.right[i]);
         if (asked) recall.push_back(part);

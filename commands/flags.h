@@ -128,8 +128,6 @@ constexpr const char *elsewhere[][2] = {
     {"b batch-size", "-ub is for tokens of a prefill pass, --batch for sequences (llm memory)"},
     {"tb threads-batch num-threads num-thread", "-t"},
     {"kv-cache-dtype", "--kv"},
-    {"block-size", "--page"},
-    {"keep", "--sinks"},
     {"no-cache no-kv-cache use-cache", "--cache none computes everything anew"},
     {"do-sample", "--temp above 0 draws the tokens"},
     {"repeat-penalty repetition-penalty repeat-last-n presence-penalty frequency-penalty mirostat typical num-beams",
@@ -144,19 +142,7 @@ constexpr const char *elsewhere[][2] = {
     {"mmap no-mmap mlock", "weights are read where the files have them; --weights copied loads them first"},
     {"quantization dtype load-in-8bit load-in-4bit", "--weights is for the weights, --kv for the cache"},
     {"hf hf-repo mu model-url", "nothing is downloaded: hf download ORG/NAME --local-dir DIR, then -m DIR"},
-    {"v verbose quiet log-disable", "notes and figures go to standard error, which 2>/dev/null drops"},
 };
-
-// Lists of words stand in texts, with a blank, comma or bar between.
-inline std::vector<std::string> split(const std::string &list, char between = ' ') {
-    std::vector<std::string> words(1);
-    for (char c : list) c == between ? words.push_back("") : words.back().push_back(c);
-    return words;
-}
-inline bool has(const std::string &list, const std::string &word, char between = ' ') {
-    std::vector<std::string> words = split(list, between);
-    return std::count(words.begin(), words.end(), word) > 0;
-}
 
 inline const Flag *find_flag(const std::string &name) {
     for (const Flag &flag : flags())
@@ -391,26 +377,25 @@ inline Options parse_options(const std::vector<std::string> &words) {
     }
     check_together(options);
     if (options.count < 0) options.count = INT_MAX;
-    const int processors = usable_threads("", nullptr), drawn = (int)(std::random_device()() & INT_MAX);
+    const int processors = usable_threads("", nullptr);
     if (options.threads > processors)
-        note(formatted("-t %d: this process may use %s, more threads would wait for one another: %d", options.threads,
-                       counted(processors, "processor").c_str(), processors));
+        note(formatted("-t %d: taken as %d, the processors that may be used: more threads would wait for one another",
+                       options.threads, processors));
     options.threads = std::min(options.threads, processors);
-    if (options.temperature > 0 && (!options.has("-s") || options.seed < 0)) options.seed = drawn;
+    if (options.temperature > 0 && (!options.has("-s") || options.seed < 0))
+        options.seed = std::random_device()() & INT_MAX;
     if (options.has("-f")) options.prompt = read_text(options.prompt_file);
     return options;
 }
 
 // ---- Help ----------------------------------------------------------------------------------------------------
 
-// `text` behind `line`, in lines of at most 100 columns that begin at `column`.
+// `text` behind `line`, or below it where that leaves little room, from a column on; in at most 100 columns.
 inline void print_wrapped(std::string line, const std::string &text, size_t column) {
-    line.resize(std::max(column, line.size() + 1) - 1, ' ');
-    for (const std::string &word : split(text)) {
-        if (line.size() + word.size() >= 100) line = (puts(line.c_str()), std::string(column - 1, ' '));
-        line += " " + word;
-    }
-    puts(line.c_str());
+    const size_t width = std::min<size_t>(100, columns_of(stdout));
+    if (width < 72 && column > 8) line += '\n' + std::string((column = 8) - 1, ' ');
+    line.resize(std::max(column, line.size() + !line.empty()), ' ');
+    puts(wrapped(line + text, width, column).c_str());
 }
 
 inline void print_version() {
@@ -423,9 +408,8 @@ inline void print_version() {
 #else
     const char *simd = "no SIMD";
 #endif
-    const bool cuda = std::variant_size_v<Machine> > 1, clang = strstr(__VERSION__, "lang");
-    printf("llm 1.0, built with %s%s, %s, %s CUDA\n", clang ? "" : "g++ ", __VERSION__, simd,
-           cuda ? "with" : "without");
+    printf("llm 1.0, built with %s%s, %s, %s CUDA\n", strstr(__VERSION__, "lang") ? "" : "g++ ", __VERSION__, simd,
+           std::variant_size_v<Machine> > 1 ? "with" : "without");
 }
 
 // Of a command, or of all; or what this program is.
@@ -434,12 +418,12 @@ inline void print_help(const Options &options) {
     const std::string &of = options.command;
     for (const Command &command : commands) {
         if (of.empty() || of == command.name) print_wrapped(std::string("llm ") + command.name, command.help, 14);
-        if (of == command.name) printf("For example: llm %s %s\n\n", command.name, command.example);
+        if (of == command.name) print_wrapped("For example:", formatted("llm %s %s\n", of.c_str(), command.example), 13);
     }
     for (const Flag &flag : flags())
         if (has(flag.commands, of))
             print_wrapped("  " + joined(split(flag.names), ", ") + " " + flag.argument, flag.help, 31);
-    puts(of.empty() ? "\nllm COMMAND --help shows its flags and an example, llm --version what this is."
-                    : "\nN may end in k: 128k is 131072. -n 5, -n5 and -n=5 are the same.");
-    puts("Exit status: 0 done; 1 it ran and the answer is no, or the disk is full; 2 the input is wrong.");
+    print_wrapped("", of.empty() ? "\nllm COMMAND --help shows its flags and an example, llm --version what this is."
+                                 : "\nN may end in k: 128k is 131072. -n 5, -n5 and -n=5 are the same.", 0);
+    print_wrapped("", "Exit status: 0 done; 1 it ran and the answer is no, or the disk is full; 2 wrong input.", 0);
 }

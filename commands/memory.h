@@ -208,7 +208,7 @@ inline int run_memory(const Options &options) {
     for (const CacheChoice &cache : caches) {
         rows.push_back(memory_row(question, cache, options));
         std::string line = layout_line(shape, open_layout(shape, cache.layout));
-        if (line != above) rows.back().text = line + rows.back().text;
+        if (line != above) rows.back().above = line;
         above = line;
         least = std::min(least, full_bytes(sized(shape, cache.layout, 1).shape, cache).total());
     }

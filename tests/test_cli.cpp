@@ -2,7 +2,11 @@
 // Run from the repository's root. The environment variable LLM says which program; without it, ./llm.
 // Its parts: what each command prints, the same tokens on every way, sampling, output that goes nowhere, bad input.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <sys/ioctl.h>
+
+#include <atomic>
 #include <map>
+#include <thread>
 
 #include "../base/usable.h"
 #include "../cache.h"
@@ -285,16 +289,69 @@ TEST_CASE("diff --against full: what a ring's window loses, and nothing else") {
                    "their full logits");
 }
 
-TEST_CASE("diff's verdict is green or red on a terminal, and there alone; NO_COLOR asks for none") {
-    const int terminal = posix_openpt(O_RDWR | O_NOCTTY);
+// A line of the shell, on a terminal of so many columns; what it shows.
+std::string on_terminal(const std::string &line, int columns = 80) {
+    const int terminal = posix_openpt(O_RDWR | O_NOCTTY | O_NONBLOCK);
     REQUIRE((terminal >= 0 && grantpt(terminal) == 0 && unlockpt(terminal) == 0));
     const std::string name = ptsname(terminal);
     const int other = open(name.c_str(), O_RDWR | O_NOCTTY);  // what is written stays there
-    auto shown = [&](const std::string &before, const std::string &flags) {
-        run_shell(before + program_path() + " diff -m " + model + " --ids 1,2 -n 1 " + flags + " >" + name);
-        std::string text(4000, ' ');
-        text.resize((size_t)std::max<ssize_t>(0, read(terminal, text.data(), text.size())));
+    winsize size = {24, (unsigned short)columns, 0, 0};
+    REQUIRE(ioctl(other, TIOCSWINSZ, &size) == 0);
+    std::atomic<bool> ended{false};
+    std::thread shell([&] { run_shell(line + " >" + name), ended = true; });
+    std::string text;
+    char part[4096];
+    for (bool last = false; !last;) {
+        last = ended;  // what it wrote before is still read
+        for (ssize_t count; (count = read(terminal, part, sizeof part)) > 0;) text.append(part, (size_t)count);
+        usleep(1000);
+    }
+    shell.join();
+    close(other), close(terminal);
+    text.erase(std::remove(text.begin(), text.end(), '\r'), text.end());
+    return text;
+}
+
+TEST_CASE("help and tables fit the terminal: what is too wide comes below, and nothing is lost") {
+    const std::string llm = program_path() + " ";
+    auto squeezed = [](std::string text) {
+        text.erase(std::remove_if(text.begin(), text.end(), [](char c) { return isspace(c); }), text.end());
         return text;
+    };
+    struct Case {
+        std::string arguments;
+        Words heads;
+        int most = 200;
+    };
+    for (const Case &each : std::vector<Case>{
+             {"--help", {}, 100},
+             {"generate --help", {}, 100},
+             {"memory --help", {}, 100},
+             {"memory --budget 1GiB --bandwidth 100", words_of("payload metadata total layer read tokens/s fits")},
+             {"show -p 'Once upon a time' --layer 1 --kv int8", words_of("position key value softmax error channel")},
+             {"eval --repeats 1 --kv int4 -t 1 --ids 1,2,3,4,5", words_of("cache K B/token perplex. KL tokens/s")},
+             {"info", {}},
+         }) {
+        CAPTURE(each.arguments);
+        const std::string piped = run_shell(llm + each.arguments).out;
+        for (int columns : {40, 64, 80, 100, 200}) {
+            CAPTURE(columns);
+            std::string shown = on_terminal("unset COLUMNS; " + llm + each.arguments, columns);
+            std::istringstream lines(shown);
+            for (std::string line; std::getline(lines, line);)
+                if (contains(line, " "))  // a path cannot be broken
+                    CHECK_MESSAGE((int)line.size() <= std::min(columns, each.most), line);
+            for (const std::string &head : each.heads) check_contains(shown, head);
+            if (each.heads.empty()) CHECK(squeezed(shown).size() == squeezed(piped).size());
+            const std::string given = "COLUMNS=" + std::to_string(columns) + " ";
+            CHECK(on_terminal(given + llm + each.arguments).size() == shown.size());
+        }
+    }
+}
+
+TEST_CASE("diff's verdict is green or red on a terminal, and there alone; NO_COLOR asks for none") {
+    auto shown = [&](const std::string &before, const std::string &flags) {
+        return on_terminal(before + program_path() + " diff -m " + model + " --ids 1,2 -n 1 " + flags, 200);
     };
     check_contains(shown("unset NO_COLOR; ", "--kv f32"), "verdict     \33[32mthe same: ");
     check_contains(shown("unset NO_COLOR; ", "--tolerance 0"), "verdict     \33[31mNOT the same: ");
@@ -302,7 +359,6 @@ TEST_CASE("diff's verdict is green or red on a terminal, and there alone; NO_COL
     std::string plain = shown("NO_COLOR=1 ", "--kv f32");
     CHECK((contains(plain, "verdict     the same: ") && !contains(plain, "\33")));
     CHECK(!contains(run_well({"diff", "-m", model, "--ids", "1,2", "-n", "1"}).out, "\33"));
-    close(other), close(terminal);
 }
 
 TEST_CASE("tokenize: text to ids and back") {
@@ -505,7 +561,7 @@ TEST_CASE("more threads than processors are not started, and it is said") {
     int threads = 0;
     CHECK(sscanf(text(parse(result.out), "device").c_str(), "CPU, %d thread", &threads) == 1);
     CHECK(threads == processors);
-    check_contains(result.err, "llm: -t 256: ", "processor", "more threads would wait for one another");
+    check_contains(result.err, "llm: -t 256: taken as " + std::to_string(processors), "would wait for one another");
 }
 
 TEST_CASE("one thread or two: the same tokens; the naive path has no cache to report") {

@@ -436,6 +436,41 @@ TEST_CASE("a long value does not push the reason out of the line") {
                   {"--ids 1,1,", "\"x\" at character 10003", "whole numbers from 0"});
 }
 
+// ---- Text and tables in so many columns ----------------------------------------------------------------------
+
+TEST_CASE("lines are broken at blanks, where they are too long") {
+    CHECK(wrapped("one two\n\nthree four five\n", 9) == "one two\n\nthree\nfour five\n");
+    CHECK(wrapped("one two", 7) == "one two");
+    CHECK(wrapped("one two", 6, 2) == "one\n  two");
+    CHECK(wrapped("  a longword b", 6, 2) == "  a\n  longword\n  b");  // what has no blank stays
+    CHECK(wrapped("    longword", 6, 4) == "    longword");
+    CHECK(wrapped("one      ", 5) == "one  ");
+    CHECK(wrapped("", 5) == "");
+    CHECK(wrapped("one two", SIZE_MAX) == "one two");
+}
+
+TEST_CASE("the columns of a table that do not fit come below, behind the names of the rows") {
+    std::vector<Report> rows(2);
+    for (int i = 0; i < 2; i++) {
+        rows[i].add("unseen", 7).add("name", std::string(i ? "b" : "a"), i ? "b     " : "a     ", "name");
+        rows[i].add("kind", std::string("x"), " x  ", "kind").add("one", 10 + i, formatted(" %5d", 10 + i), "one");
+        rows[i].add("two", 20 + i, formatted(" %5d", 20 + i)).add("three", 30, "    30", " a head that is long");
+        rows[i].say("!");
+    }
+    rows[1].above = "over b\n";
+    auto shown = [&](size_t width) { return Report().table("", rows, width).text; };
+    const std::string whole =
+        "name  kind   one       a head that is long\n"
+        "a      x      10    20    30!\nover b\nb      x      11    21    30!\n";
+    CHECK(shown(SIZE_MAX) == whole);
+    CHECK(shown(42) == whole);
+    CHECK(shown(41) ==
+          "name  kind   one\na      x      10    20\nover b\nb      x      11    21\n"
+          "name  kind a head that is long\na      x      30!\nover b\nb      x      30!\n");
+    CHECK(shown(5) == shown(21));  // a column at least
+    CHECK(Report().table("", {}, 9).text == "");
+}
+
 // ---- Help ----------------------------------------------------------------------------------------------------
 
 TEST_CASE("help names every command, and of each all its flags and an example that runs") {
