@@ -585,14 +585,10 @@ inline int pages_for(const Paged &paged, int positions) {
     return (int)(((int64_t)positions + paged.page - 1) / paged.page);
 }
 
-// Hands out the pages that a sequence needs to grow from `from` to `to` positions, or fails and changes nothing.
+// Hands out the pages that a sequence needs to grow from `from` to `to` positions: there are as many.
 inline void take_pages(Cache &cache, const Paged &paged, int sequence, int from, int to) {
     PagePool &pool = *cache.pool;
     int first = pages_for(paged, from), last = pages_for(paged, to);
-    if (last - first > (int)pool.free.size()) {
-        fail("the cache has %zu free pages of %d positions, %d are needed: end a sequence, or make the pool larger",
-             pool.free.size(), paged.page, last - first);
-    }
     size_t changed = (size_t)sequence * paged.pages_per_sequence + first;
     for (int i = 0; i < last - first; i++) {
         int page = pool.free.back();
@@ -620,13 +616,25 @@ inline void release_pages(Cache &cache, const Paged &paged, int sequence, int fr
     }
 }
 
-// Makes room for `count` more positions of a sequence and returns the first of them; they are then to be stored.
-inline int grow(Cache &cache, int sequence, int count) {
+// Fails unless the cache has room for `count` more positions of a sequence.
+inline void require_room(const Cache &cache, int sequence, int count) {
     int first = cache.lengths.at(sequence);
     if (count > limit_of(cache) - first) {
         fail("the cache holds %d positions, %lld are needed: shorten the prompt or raise -c", limit_of(cache),
              (long long)first + count);
     }
+    auto *paged = std::get_if<Paged>(&cache.layout);
+    int pages = paged ? pages_for(*paged, first + count) - pages_for(*paged, first) : 0;
+    if (paged && pages > (int)cache.pool->free.size()) {
+        fail("the cache has %zu free pages of %d positions, %d are needed: end a sequence, or make the pool larger",
+             cache.pool->free.size(), paged->page, pages);
+    }
+}
+
+// Makes room for `count` more positions of a sequence and returns the first of them; they are then to be stored.
+inline int grow(Cache &cache, int sequence, int count) {
+    require_room(cache, sequence, count);
+    int first = cache.lengths[sequence];
     if (auto *paged = std::get_if<Paged>(&cache.layout)) take_pages(cache, *paged, sequence, first, first + count);
     cache.lengths[sequence] += count;
     cache.reached[sequence] = std::max(cache.reached[sequence], cache.lengths[sequence]);
@@ -669,6 +677,30 @@ void restore_residual(Cache &cache, int sequence, int length) {
             for (int layer = 0; decltype(format)::blocks && layer < cache.shape.layers; layer++) restore(format, layer);
         },
         keys ? cache.type_k : cache.type_v);
+}
+
+// Calls pass(), which lets sequences grow and stores their new positions: all of them or none. If it fails, for want of
+// pages or by Ctrl-C, each sequence has its old length and pages again, and may go on. What the pass did write is
+// written anew before it is read: rows behind the old length, and of a ring those that it has to spare, since the rows
+// that the last pass overwrote are not seen from the old length on. `reached` stays, so that shrink() knows of them.
+// A residual block keeps what it had as long as a pass that begins within a block ends in it, too (prefill_pass);
+// where the old length ends a block, the pass used it for the next one: its positions come back as they read.
+template <class Pass>
+void all_or_nothing(Cache &cache, Pass pass) {
+    const std::vector<int> lengths = cache.lengths;
+    try {
+        pass();
+    } catch (...) {
+        for (int sequence = cache.shape.sequences - 1; sequence >= 0; sequence--) {
+            int from = cache.lengths[sequence], length = lengths[sequence];
+            if (auto *paged = std::get_if<Paged>(&cache.layout)) release_pages(cache, *paged, sequence, from, length);
+            cache.lengths[sequence] = length;
+            if (from == length || length == 0 || length % group_size) continue;
+            restore_residual<true>(cache, sequence, length);
+            restore_residual<false>(cache, sequence, length);
+        }
+        throw;
+    }
 }
 
 // Forgets the positions of a sequence from `length` on.

@@ -101,7 +101,7 @@ inline void move_weights(Engine &engine, bool to_int8) {
     Model &model = engine.model;
     Memory &memory = engine.memory();
     std::map<const void *, Place> places;
-    size_t total = 0, done = 0;
+    size_t total = 0;
     auto to = [&](Tensor tensor) { return tensor.type = to_int8 ? DType::int8 : tensor.type, tensor; };
     for_each_tensor(model, [&](Tensor &tensor, bool matrix) {
         if (!tensor.data || (to_int8 && !matrix) || !places.insert({tensor.data, {tensor, total}}).second) return;
@@ -113,16 +113,16 @@ inline void move_weights(Engine &engine, bool to_int8) {
              (double)total / 0x1p30, room.name.c_str(), room.bytes / 0x1p30);
     engine.weights = memory.reserve(total, "the weights", "choose a smaller model, or leave --weights out");
     char *start = (char *)engine.weights.get();
+    Progress progress("weights", (double)total / 1e6, "MB");
     for (auto &[data, place] : places) {
         size_t bytes = stored_bytes(to(place.from));
         if (to_int8) write_int8(std::get<Cpu>(*engine.machine), (Int8Block *)(start + place.at), place.from);
-        for (size_t at = 0; !to_int8 && at < bytes; at += piece)
+        for (size_t at = 0; !to_int8 && at < bytes && !interrupted(); at += piece)
             memory.write(start + place.at + at, (const char *)data + at, std::min(piece, bytes - at));
-        done += bytes;
-        if (isatty(2)) fprintf(stderr, "\rweights: %3.0f %%", 100.0 * (double)done / (double)total);
+        stop_if_interrupted();
+        Progress::add((double)bytes / 1e6);
         for (const Mapping &file : model.files) forget_pages(file);
     }
-    if (isatty(2)) fprintf(stderr, "\r%20s\r", "");
     std::map<const void *, size_t> read;
     for_each_tensor(model, [&](Tensor &tensor, bool matrix) {
         if (tensor.data && (matrix || !to_int8)) {
@@ -196,7 +196,8 @@ inline Pass begin_pass(Engine &engine, const Batch &batch) {
 }
 
 // All layers, for one batch; what comes out is in engine.a.x. What is new is stored in the cache, and the past is read
-// from it. On the naive path `cache` is a view without memory: all that a token sees is in the batch.
+// from it. On the naive path `cache` is a view without memory: all that a token sees is in the batch. After Ctrl-C it
+// throws Interrupted; so does logits().
 template <class M>
 void forward(M &m, Engine &engine, const Batch &batch, const CacheView &cache) {
     const Model &model = engine.model;
@@ -211,6 +212,7 @@ void forward(M &m, Engine &engine, const Batch &batch, const CacheView &cache) {
         best::embed(m, x, model.embedding, pass);
         best::rope_angles(m, pass, head_dim);
         for (int layer = 0; layer < model.config.layers; layer++) {
+            Progress::at((double)count * layer / model.config.layers);
             const LayerWeights &w = model.layers[layer];
             Visible visible = visible_of(cache.layout, w.window);
             Attention task = {attended, query, {key, heads.kv, head_dim}, {value, heads.kv, head_dim}, cache, layer,
@@ -232,6 +234,8 @@ void forward(M &m, Engine &engine, const Batch &batch, const CacheView &cache) {
 
 inline void forward(Engine &engine, const Batch &batch, const CacheView &cache) {
     std::visit([&](auto &m) { forward(m, engine, batch, cache); }, *engine.machine);
+    stop_if_interrupted();
+    Progress::add(batch.count());
 }
 
 // Logits of `count` tokens of the last pass, from its token `first` on: (count, vocabulary).
@@ -250,6 +254,7 @@ inline std::vector<float> logits(Engine &engine, int first, int count) {
             });
         },
         *engine.machine);
+    stop_if_interrupted();
     engine.memory().read(result.data(), a.logits.data(), result.size() * sizeof(float));
     return result;
 }
@@ -259,6 +264,7 @@ inline std::vector<float> logits(Engine &engine, int first, int count) {
 // The naive path: a pass over all tokens so far. Nothing is kept, so the next token costs all of this again, and more.
 // `layout` says what each token sees: with a ring, what the ring would still hold.
 inline void naive_pass(Engine &engine, const std::vector<int> &tokens, const Layout &layout = Contiguous{}) {
+    Progress progress("naive pass", (double)tokens.size());
     Batch batch;
     for (size_t t = 0; t < tokens.size(); t++) batch.add(tokens[t], 0, (int)t);
     CacheView nothing;
@@ -274,41 +280,59 @@ inline std::vector<float> forward_naive(Engine &engine, const std::vector<int> &
 }
 
 // Reads a prompt into the cache, in chunks of many tokens, and returns which token of the last pass its last one is.
-// after_chunk(count), if there is one, may ask for the logits of all tokens of the chunk.
+// after_chunk(count), if there is one, may ask for the logits of all tokens of the chunk. Where it is ended by Ctrl-C,
+// the chunks before are stored, and the sequence is as long as they are.
 inline int prefill_pass(Engine &engine, Cache &cache, int sequence, const std::vector<int> &tokens,
                         const std::function<void(int count)> &after_chunk = nullptr) {
-    int first = grow(cache, sequence, (int)tokens.size()), count = 0;
-    size_t chunk = std::min(engine.chunk, chunk_of(cache));
-    for (size_t begin = 0; begin < tokens.size(); begin += chunk) {
-        Batch batch;
-        for (size_t t = begin; t < std::min(begin + chunk, tokens.size()); t++)
-            batch.add(tokens[t], sequence, first + (int)t);
-        forward(engine, batch, cache.view);
-        count = batch.count();
-        if (after_chunk) after_chunk(count);
+    require_room(cache, sequence, (int)tokens.size());
+    Progress progress("prefill", (double)tokens.size());
+    const bool blocks = has_blocks(cache.type_k) || has_blocks(cache.type_v);
+    size_t chunk = std::min(engine.chunk, chunk_of(cache)), count = 0;
+    for (size_t begin = 0; begin < tokens.size(); begin += count) {
+        size_t in_block = blocks ? cache.lengths[sequence] % group_size : 0;  // see all_or_nothing()
+        count = std::min({in_block ? group_size - in_block : chunk, chunk, tokens.size() - begin});
+        all_or_nothing(cache, [&] {
+            Batch batch;
+            int first = grow(cache, sequence, (int)count);
+            for (size_t t = 0; t < count; t++) batch.add(tokens[begin + t], sequence, first + (int)t);
+            forward(engine, batch, cache.view);
+            if (after_chunk) after_chunk((int)count);
+        });
     }
-    return count - 1;
+    return (int)count - 1;
 }
 
 // And the logits of its last position.
 inline std::vector<float> prefill(Engine &engine, Cache &cache, int sequence, const std::vector<int> &tokens,
                                   const std::function<void(int count)> &after_chunk = nullptr) {
-    return logits(engine, prefill_pass(engine, cache, sequence, tokens, after_chunk), 1);
+    std::vector<float> last;
+    const int end = cache.lengths.at(sequence) + (int)tokens.size();
+    prefill_pass(engine, cache, sequence, tokens, [&](int count) {
+        if (after_chunk) after_chunk(count);
+        if (cache.lengths[sequence] == end) last = logits(engine, count - 1, 1);
+    });
+    return last;
 }
 
 // One new token for each of some sequences.
 inline void decode_pass(Engine &engine, Cache &cache, const std::vector<int> &sequences,
                         const std::vector<int> &tokens) {
     Batch batch;
-    for (size_t i = 0; i < sequences.size(); i++) batch.add(tokens[i], sequences[i], grow(cache, sequences[i], 1));
-    forward(engine, batch, cache.view);
+    all_or_nothing(cache, [&] {
+        for (size_t i = 0; i < sequences.size(); i++) batch.add(tokens[i], sequences[i], grow(cache, sequences[i], 1));
+        forward(engine, batch, cache.view);
+    });
 }
 
 // And their logits (sequences, vocabulary).
 inline std::vector<float> decode(Engine &engine, Cache &cache, const std::vector<int> &sequences,
                                  const std::vector<int> &tokens) {
-    decode_pass(engine, cache, sequences, tokens);
-    return logits(engine, 0, (int)sequences.size());
+    std::vector<float> found;
+    all_or_nothing(cache, [&] {
+        decode_pass(engine, cache, sequences, tokens);
+        found = logits(engine, 0, (int)sequences.size());
+    });
+    return found;
 }
 
 // ---- Sampling ----------------------------------------------------------------------------------------------
@@ -418,10 +442,6 @@ struct TextStream {
 
 // ---- What is asked for ---------------------------------------------------------------------------------------
 
-// Ctrl-C ends a text, not the program: what there is so far is said first.
-inline volatile sig_atomic_t interrupts = 0;
-inline bool interrupted() { return interrupts > 0; }
-
 // What the command line asks for (commands/flags.h reads it).
 struct CacheChoice {
     Layout layout;
@@ -504,7 +524,7 @@ inline const char *reason_to_stop(const Session &session, const Options &options
 struct Generation {
     std::string text, stop;
     double prefill_seconds = 0, decode_seconds = 0;
-    int decoded = 0;  // decoding steps
+    int prefilled = 0, decoded = 0;  // tokens of the prompt that were read; decoding steps
 };
 
 using UseLogits = std::function<void(const std::vector<float> &)>;  // rows of them
@@ -531,29 +551,38 @@ inline Generation generate(Session &session, const Options &options, const UseLo
             dump(logits(engine, first, std::min(32, count - first)));
     };
 
-    double start = now();
-    int row = session.prompt - 1;
-    if (cache)
-        row = prefill_pass(engine, *cache, 0, tokens, after_chunk);
-    else
-        naive_pass(engine, tokens), after_chunk(session.prompt);
-    int next = next_token(row);
-    result.prefill_seconds = now() - start;
-
     const char *stop;
-    while (!(stop = reason_to_stop(session, options))) {
-        tokens.push_back(next);
-        say(text.next(next));
-        if (reason_to_stop(session, options) && !dump) continue;  // nobody asks what follows the last token
-        start = now();
+    double start = now();
+    try {
+        int row = session.prompt - 1;
         if (cache)
-            decode_pass(engine, *cache, {0}, {next}), row = 0;
+            row = prefill_pass(engine, *cache, 0, tokens, after_chunk);
         else
-            naive_pass(engine, tokens), row = (int)tokens.size() - 1;
-        next = next_token(row);
-        result.decode_seconds += now() - start;
-        result.decoded++;
-        if (dump) dump(logits(engine, row, 1));
+            naive_pass(engine, tokens), after_chunk(session.prompt);
+        int next = next_token(row);
+        result.prefill_seconds = now() - start;
+        result.prefilled = session.prompt;
+
+        while (!(stop = reason_to_stop(session, options))) {
+            tokens.push_back(next);
+            say(text.next(next));
+            if (reason_to_stop(session, options) && !dump) continue;  // nobody asks what follows the last token
+            start = now();
+            if (cache)
+                decode_pass(engine, *cache, {0}, {next}), row = 0;
+            else
+                naive_pass(engine, tokens), row = (int)tokens.size() - 1;
+            next = next_token(row);
+            result.decode_seconds += now() - start;
+            result.decoded++;
+            if (dump) dump(logits(engine, row, 1));
+        }
+    } catch (Interrupted) {
+        stop = "interrupted";
+        if (result.prefilled == 0) {
+            result.prefill_seconds = now() - start;
+            result.prefilled = cache ? cache->lengths[0] : 0;
+        }
     }
     say(text.flush());
     result.stop = stop;
@@ -636,11 +665,16 @@ inline void run_lockstep(Session &session, const Options &options,
 inline int run(const std::vector<std::string> &words) {
     Options options = parse_options(words);
     int status = 0;
-    if (options.help || options.version)
-        print_help(options);
-    else
-        for (const Command &command : commands)
-            if (options.command == command.name) status = command.run(options);
+    try {
+        if (options.help || options.version)
+            print_help(options);
+        else
+            for (const Command &command : commands)
+                if (options.command == command.name) status = command.run(options);
+    } catch (Interrupted) {  // before there was anything to say
+        Report().add("interrupted", true, "llm: interrupted\n").print(options.json, stderr);
+        status = 130;
+    }
     flush_output();
     return status;
 }
@@ -653,7 +687,9 @@ int main(int argc, char **argv) {
         _exit(2);
     });
     signal(SIGINT, [](int) {
-        if (interrupts++) _exit(130);  // asked twice
+        if (interrupts++ == 0) return;
+        erase_progress();
+        _exit(130);  // asked twice
     });
     try {
         return run({argv + 1, argv + argc});

@@ -14,7 +14,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <climits>
 #include <memory>
 #include <string>
@@ -22,6 +21,7 @@
 
 #include "formats.h"
 #include "json.h"
+#include "progress.h"
 #include "usable.h"
 
 // A team of one. Items of a loop are shared as  for (i = first(); i < n; i += step()).
@@ -32,10 +32,6 @@ struct Alone {
     HOST_DEVICE float largest(float x) const { return x; }  // likewise
     HOST_DEVICE void wait() const {}                        // until what all have written can be read
 };
-
-inline double now() {  // seconds
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // ---- Memory of a machine -----------------------------------------------------------------------------------
 
@@ -132,14 +128,15 @@ public:
     template <class Body>
     void for_each(int64_t items, Body body) {
         Share mine = share(items);
-        for (int64_t i = mine.first; i < mine.last; i++) body(i, Alone());
+        for (int64_t i = mine.first; i < mine.last && !interrupted(); i++) body(i, Alone());
         wait();
     }
     // The same for items of unequal cost: whoever is ready takes the next one.
     template <class Body>
     void for_each_in_turn(int64_t items, Body body) {
         int64_t &taken = state_->places[index()].taken;
-        for (int64_t i; (i = state_->next.fetch_add(1) - taken) < items;) body(i, Alone());
+        for (int64_t i; (i = state_->next.fetch_add(1) - taken) < items;)
+            if (!interrupted()) body(i, Alone());
         taken += items + team();  // each has asked once in vain
         wait();
     }

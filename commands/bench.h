@@ -7,16 +7,6 @@
 
 #include "info.h"
 
-inline void show_progress(const std::string &text) {
-    if (isatty(2)) fprintf(stderr, "\r\033[K%s", text.c_str());
-}
-
-// Ctrl-C ends the measuring; what was measured so far is said.
-struct Interrupted {};
-inline void stop_if_interrupted() {
-    if (interrupted()) throw Interrupted{};
-}
-
 inline double median(std::vector<double> values) {
     if (values.empty()) return NAN;
     std::sort(values.begin(), values.end());
@@ -76,6 +66,7 @@ inline Roofline roofline_of(Cpu &cpu, const Engine &engine) {
         };
         double start = now();
         for (int pass = 0; pass < passes; pass++) cpu.run([&] { cpu.for_each(blocks, add_block); });
+        stop_if_interrupted();
         if (sum != passes * blocks * words) fail("the bandwidth measurement misread its buffer");
         return passes * bytes / (now() - start);
     };
@@ -196,7 +187,6 @@ inline void decode_some(Engine &engine, Cache &cache, int steps) {
     for (int token : tokens) {
         found = decode(engine, cache, {0}, {token});
         argmax(found.data(), (int)found.size());
-        stop_if_interrupted();
     }
     require_finite(found, depth + steps - 1, [&] {
         blame_cache(engine, &cache, tokens, [&](Cache &exact) { fill(engine, exact, depth); });
@@ -229,7 +219,6 @@ struct Bench {
                 double start = now();
                 row.run();
                 double taken = now() - start;
-                stop_if_interrupted();
                 measure_machine();
                 row.go_back();
                 if (round == 0) continue;
@@ -244,8 +233,7 @@ struct Bench {
         rows.push_back({"prefill", &cache, prompt, 0, weights_read(engine.model) * chunks,
                         operations_of(engine.model, cache.layout, 0, prompt, 1),
                         [&] {
-                            std::vector<float> found =
-                                prefill(engine, cache, 0, tokens, [](int) { stop_if_interrupted(); });
+                            std::vector<float> found = prefill(engine, cache, 0, tokens);
                             require_finite(found, prompt - 1, [&] { blame_cache(engine, &cache, tokens); });
                         },
                         [&] { shrink(cache, 0, 0); }});
@@ -307,6 +295,7 @@ inline Report bench_report(const Bench &bench, const Report &start, double cache
     for (const BenchRow &row : bench.rows)
         if (!row.seconds.empty()) rows.push_back(bench_row(row));
     auto add_rate = [&](const char *key, const char *name, const std::vector<double> &rates, const char *unit) {
+        if (rates.empty()) return;  // interrupted
         auto [least, most] = std::minmax_element(rates.begin(), rates.end());
         double rate = median(rates) / 1e9;
         roofline.add(key, rate, formatted("%s %.2f %s (%.2f .. %.2f)", name, rate, unit, *least / 1e9, *most / 1e9));
@@ -383,7 +372,7 @@ inline int run_bench(const Options &options) {
         }
     } catch (Interrupted) {
     }
-    show_progress(interrupted() ? "\n" : "");
+    erase_progress();
     bench_report(bench, start, cache_bytes).print(options.json);
     return interrupted() ? 130 : 0;
 }

@@ -121,16 +121,16 @@ struct Evaluation {
 };
 
 // One text through all caches, a chunk at a time: what the first, in f32, predicts is what the others are held against.
-// The true token comes next, whatever was predicted.
+// The true token comes next, whatever was predicted. After Ctrl-C the figures are of what all have read.
 inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const EvalText &text) {
     constexpr int chunk = 128;
     int count = (int)text.tokens.size(), vocabulary = engine.model.config.vocabulary;
     for (EvalResult &result : results) shrink(result.cache, 0, 0), result.hits.assign(count, 0);
     for (int begin = 0, end; begin < count; begin = end) {
-        stop_if_interrupted();          // all caches have read as much
-        std::vector<double> reference;  // (tokens of the chunk, vocabulary): log-probabilities
+        std::vector<double> reference;           // (tokens of the chunk, vocabulary): log-probabilities
+        std::vector<EvalResult> read = results;  // and this chunk
         end = std::min(begin + chunk, count);
-        for (EvalResult &result : results) {
+        for (EvalResult &result : read) {
             int next = begin;
             auto use = [&](const float *found, bool is_reference) {
                 require_finite({found, found + vocabulary}, next - 1, [&] {
@@ -150,12 +150,13 @@ inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const Ev
             prefill_pass(engine, result.cache, 0, {&text.tokens[begin], &text.tokens[0] + end}, [&](int size) {
                 std::vector<float> rows = logits(engine, 0, size);
                 for (int i = 0; i < size && ++next < count; i++)
-                    use(&rows[(size_t)i * vocabulary], &result == &results[0]);
+                    use(&rows[(size_t)i * vocabulary], &result == &read[0]);
             });
             if (end < result.longest) continue;
             result.longest = end;
             result.bytes_per_token = bytes_of(result.cache).total() / end;
         }
+        results = std::move(read);
     }
     for (const Recall &recall : text.questions) {
         int in = std::min(recall.distance / recall_step, recall_classes - 1);
@@ -173,7 +174,6 @@ constexpr int eval_steps = 32;  // tokens decoded for the time a token takes
 inline void eval_decode(Engine &engine, std::vector<EvalResult> &results, int repeats) {
     for (int round = 0; round <= repeats; round++) {
         for (EvalResult &result : results) {
-            show_progress(formatted("decoding, round %d of %d", round, repeats));
             int room = limit_of(result.cache) - eval_steps;
             if (result.cache.lengths[0] > room) shrink(result.cache, 0, room);
             double start = now();
@@ -272,14 +272,14 @@ inline Evaluation evaluate(const Options &options) {
     for (const EvalText &text : texts) longest = std::max(longest, (int)text.tokens.size());
     std::vector<EvalResult> results = open_results(options, engine, longest);
     try {
-        for (size_t i = 0; i < texts.size(); i++) {
-            show_progress(formatted("text %zu of %zu", i + 1, texts.size()));
-            eval_text(engine, results, texts[i]);
-        }
+        double tokens = 0;
+        for (const EvalText &text : texts) tokens += (double)(text.tokens.size() * results.size());
+        Progress progress(counted((int64_t)texts.size(), "text") + ", " + counted((int64_t)results.size(), "cache"),
+                          tokens + (double)(results.size() * eval_steps * (options.repeats + 1)));
+        for (const EvalText &text : texts) eval_text(engine, results, text);
         eval_decode(engine, results, options.repeats);
     } catch (Interrupted) {
     }
-    show_progress(interrupted() ? "\n" : "");
     return {std::move(engine), std::move(results), texts.size()};
 }
 

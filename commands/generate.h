@@ -234,7 +234,7 @@ inline int run_generate(const Options &options) {
         return part.add("seconds", seconds, formatted(" %9.1f tokens/s", seconds > 0 ? count / seconds : 0));
     };
     auto first = session.tokens.begin(), middle = first + session.prompt;
-    Report report, prefill = part("prefill", session.prompt, result.prefill_seconds).say("\n");
+    Report report, prefill = part("prefill", result.prefilled, result.prefill_seconds).say("\n");
     Report decode = part("decode", result.decoded, result.decode_seconds);
     report.add("prompt_tokens", std::vector<int>(first, middle));
     report.add("tokens", std::vector<int>(middle, session.tokens.end())).add("text", result.text);

@@ -173,6 +173,7 @@ inline void add_errors(Report &report, const Session &session, const Cache &exac
     std::vector<std::pair<double, Report>> list;
     const Config &config = session.engine.model.config;
     auto add_head = [&](auto keys, int i) {
+        stop_if_interrupted();
         const int layer = i / config.kv_heads, head = i % config.kv_heads;
         const CacheSide<decltype(keys)::value> stored = {cache}, true_side = {exact};
         const Visible visible = visible_of(cache.view.layout, session.engine.model.layers[layer].window);
@@ -234,20 +235,24 @@ inline int run_show(const Options &given) {
     Report report;
     report.table("tokens", tokens);
     Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
-    require_finite(cache ? prefill(session.engine, *cache, 0, session.tokens)
-                         : forward_naive(session.engine, session.tokens),
-                   last, [&] { blame_cache(session.engine, cache, session.tokens); });
-    stop_after(session, options.layer);
-    add_attention(report, session, options, texts);
-    if (cache) {
-        report.say(formatted("\nThe row of position %d, KV head %d, layer %d\n", last, kv_head, options.layer));
-        report.add("place", place_of(*cache, last));
-        report.add("key", stored_report<true>(session, options.layer, kv_head));
-        report.add("value", stored_report<false>(session, options.layer, kv_head));
-        Cache exact = open_cache(options, session.engine, {options.caches()[0].layout, F32{}, F32{}}, session.limit);
-        prefill_pass(session.engine, exact, 0, session.tokens);
-        add_errors(report, session, exact);
+    try {
+        require_finite(cache ? prefill(session.engine, *cache, 0, session.tokens)
+                             : forward_naive(session.engine, session.tokens),
+                       last, [&] { blame_cache(session.engine, cache, session.tokens); });
+        stop_after(session, options.layer);
+        add_attention(report, session, options, texts);
+        if (cache) {
+            report.say(formatted("\nThe row of position %d, KV head %d, layer %d\n", last, kv_head, options.layer));
+            report.add("place", place_of(*cache, last));
+            report.add("key", stored_report<true>(session, options.layer, kv_head));
+            report.add("value", stored_report<false>(session, options.layer, kv_head));
+            Cache exact = open_cache(options, session.engine, {options.caches()[0].layout, F32{}, F32{}}, session.limit);
+            prefill_pass(session.engine, exact, 0, session.tokens);
+            add_errors(report, session, exact);
+        }
+    } catch (Interrupted) {
+        report.add("interrupted", true, "\ninterrupted\n");
     }
     report.print(options.json);
-    return 0;
+    return interrupted() ? 130 : 0;
 }

@@ -210,7 +210,7 @@ void linear_blocks(Cpu &m, const Number *weight, const TokenBlocks &x, const Pro
         const int stop = (int)std::min<int64_t>(start + near, x.count);
         for (int64_t block = first_row; block < end_row; block += block_rows) {
             const int64_t end = std::min<int64_t>(block + block_rows, end_row);
-            for (int begin = (int)start; begin < stop; begin += x.tokens) {
+            for (int begin = (int)start; begin < stop && !interrupted(); begin += x.tokens) {
                 const int count = std::min(x.tokens, stop - begin);
                 for (int c = 0; c < x.inputs; c += x.channels)
                     for (int64_t row = block; row < end; row += tile_rows)
@@ -282,7 +282,7 @@ inline void linear_int8(Cpu &m, const Int8Group *x, int count, const Product &pr
             compute(std::integral_constant<int, streams>(), one, panel, apart, 0);
         panel = share.first + apart * streams;
     }
-    for (; panel < share.last; panel += block)
+    for (; panel < share.last && !interrupted(); panel += block)
         in_batches<most_tokens>(count, [&](auto size, int t) {
             for (int64_t p = panel; p < std::min(panel + block, share.last); p++) compute(one, size, p, 0, t);
         });

@@ -1,5 +1,7 @@
 // The two paths: the naive one against Transformers, the cached one against the naive one.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <thread>
+
 #include "scene.h"
 
 using namespace scene;
@@ -302,4 +304,152 @@ TEST_CASE("the built-in checkpoint over its whole context: f16, bf16 and int8 de
         REQUIRE(ids.size() > length);
         check_whole_context(engine, part(ids, 0, (int)length), length > 100 ? all : same);
     }
+}
+
+// ---- All or nothing ------------------------------------------------------------------------------------------
+
+// A cache and what it must be again after a failure.
+struct Before {
+    const Cache &cache;
+    Tokens lengths = cache.lengths, table = cache.pool ? cache.pool->table : Tokens{},
+           free_pages = cache.pool ? cache.pool->free : Tokens{};
+    void check() const {
+        CHECK(cache.lengths == lengths);
+        if (cache.pool) CHECK((cache.pool->table == table && cache.pool->free == free_pages));
+    }
+};
+
+TEST_CASE("decode() of several sequences stores all or none when the pool runs out, and going on is right") {
+    Engine engine = engine_of(fixtures + "llama_gqa_9_on_3");
+    for (const Precision &type : all_of<Precision>()) {
+        CAPTURE(std::string(name_of(type)));
+        auto open = [&](int pages) {
+            CacheShape shape = {engine.model.config.layers, engine.heads.kv, engine.heads.width, engine.heads.width, 3, 64};
+            shape.page = 8, shape.pages = pages;
+            return open_cache(engine.memory(), shape, Paged{}, type, type);
+        };
+        Cache small = open(5), large = open(24);  // 5 pages: two for each, less one
+        const Tokens starts = {8, 7, 8};
+        for (Cache *cache : {&small, &large})
+            for (int i = 0; i < 3; i++) prefill(engine, *cache, i, random_tokens(engine, starts[i], i + 1));
+        // The first takes a page, the second has room for one more, the third takes the last one; then the second asks.
+        CHECK(same_bits(decode(engine, small, {0, 1, 2}, {3, 4, 5}), decode(engine, large, {0, 1, 2}, {3, 4, 5})));
+        const Before before{small};
+        CHECK_THROWS_WITH_AS(decode(engine, small, {0, 2, 1}, {6, 7, 8}),
+                             "the cache has 0 free pages of 8 positions, 1 are needed: end a sequence, or make the pool "
+                             "larger",
+                             Error);
+        before.check();
+        CHECK_THROWS_AS(prefill(engine, small, 2, random_tokens(engine, 8)), Error);  // the second of its pages
+        before.check();
+        shrink(small, 1, 0);  // as the message says
+        CHECK(same_bits(decode(engine, small, {0, 2}, {6, 7}), decode(engine, large, {0, 2}, {6, 7})));
+        CHECK(same_bits(decode(engine, small, {2, 0}, {8, 9}), decode(engine, large, {2, 0}, {8, 9})));
+    }
+}
+
+TEST_CASE("a pass that failed in any layer leaves lengths, pages, and what is read from then on") {
+    Engine engine = engine_of(fixtures + "llama_gqa_9_on_3");
+    const int layers = engine.model.config.layers, total = 150;
+    REQUIRE(layers >= 2);
+    Tokens tokens = random_tokens(engine, total), others = random_tokens(engine, total, 9);
+    // Reads `tokens`, up to each of `stops` by prefill() and one behind it by decode(). With `failing`, other tokens are
+    // tried before, and fail: after some of the layers, or in a callback.
+    auto rows_of = [&](Cache &cache, const Tokens &stops, bool failing) {
+        Vector rows;
+        auto try_in_vain = [&](int count, bool alone) {
+            if (!failing) return;
+            const Before before{cache};
+            for (int through = 0; through <= layers; through++) {
+                engine.model.config.layers = through;
+                const Tokens wrong = part(others, 0, count);
+                int passes = 0;
+                auto fail_in_first = [&](int) { throw Interrupted(); };
+                if (alone)
+                    CHECK_THROWS_AS(all_or_nothing(cache,
+                                                   [&] {
+                                                       decode_pass(engine, cache, {0}, {wrong[0]});
+                                                       fail_in_first(++passes);
+                                                   }),
+                                    Interrupted);
+                else
+                    CHECK_THROWS_AS(prefill_pass(engine, cache, 0, wrong, fail_in_first), Interrupted);
+                engine.model.config.layers = layers;
+                before.check();
+            }
+        };
+        int begin = 0;
+        for (int stop : stops) {
+            try_in_vain(stop - begin, false), try_in_vain(1, true);
+            prefill_pass(engine, cache, 0, part(tokens, begin, stop), [&](int count) {
+                Vector found = logits(engine, 0, count);
+                rows.insert(rows.end(), found.begin(), found.end());
+            });
+            try_in_vain(70, false), try_in_vain(1, true);
+            Vector found = decode(engine, cache, {0}, {tokens[stop]});
+            rows.insert(rows.end(), found.begin(), found.end());
+            begin = stop + 1;
+        }
+        return rows;
+    };
+    for (const Tokens &stops : {Tokens{5, 31, 64, 100, 149}, Tokens{32, 63, 96, 140}})
+        for_each_pair([&](const Precision &type_k, const Precision &type_v) {
+            for (const Place &place : {Place{}, paged(7), ring(20, 2), ring(1, 0), ring(64, 4)}) {
+                CAPTURE(std::string(name_of(type_k)));
+                CAPTURE(std::string(name_of(type_v)));
+                CAPTURE(place.name());
+                Cache never = cache_for(engine, type_k, type_v, 2 * total, place),
+                      often = cache_for(engine, type_k, type_v, 2 * total, place);
+                CHECK(same_bits(rows_of(never, stops, false), rows_of(often, stops, true)));
+            }
+        });
+}
+
+TEST_CASE("a block that was full before a pass failed behind it comes back as it reads when it is cut") {
+    Engine engine = engine_of(fixtures + "llama_gqa_9_on_3");
+    for (const Precision &type : all_of<Precision>()) {
+        CAPTURE(std::string(name_of(type)));
+        Cache cut = cache_for(engine, type, type, 100), failed = cache_for(engine, type, type, 100);
+        prefill(engine, cut, 0, random_tokens(engine, 65)), prefill(engine, failed, 0, random_tokens(engine, 64));
+        CHECK_THROWS_AS(prefill_pass(engine, failed, 0, {1, 2, 3}, [](int) { throw Interrupted(); }), Interrupted);
+        shrink(cut, 0, 63), shrink(failed, 0, 63);
+        CHECK(same_bits(decode(engine, cut, {0}, {1}), decode(engine, failed, {0}, {1})));
+    }
+}
+
+TEST_CASE("Ctrl-C at any time ends a pass soon; what its chunks have read stays, and going on gives the same bits") {
+    Engine engine = engine_of(random_model({6, 64, 192, 4, 2, 16, 300}), 2);
+    reference::Random random{seed_of_run()};
+    CAPTURE(seed_of_run());
+    const Tokens tokens = random_tokens(engine, 700);
+    int ended = 0;
+    for (const Precision &type : {Precision(F16{}), Precision(Int8{}), Precision(Int4{}), Precision(Int2{})}) {
+        for (const Place &place : {Place{}, paged(7), ring(200, 4)}) {
+            CAPTURE(std::string(name_of(type)));
+            CAPTURE(place.name());
+            Cache never = cache_for(engine, type, type, 800, place), often = cache_for(engine, type, type, 800, place);
+            double start = now();
+            Vector right = prefill(engine, never, 0, tokens), found;
+            const double whole = now() - start;
+            for (int tries = 0; found.empty(); tries++) {
+                const double pause = random.uniform(0, tries < 8 ? 0.7 * whole : 3 * whole);
+                const Before before{often};
+                std::thread presses([=] {
+                    std::this_thread::sleep_for(std::chrono::duration<double>(pause));
+                    interrupts = 1;
+                });
+                try {
+                    found = prefill(engine, often, 0, part(tokens, often.lengths[0], 700));
+                } catch (Interrupted) {
+                    ended++;
+                    CHECK((often.lengths[0] >= before.lengths[0] && often.lengths[0] < 700));
+                }
+                presses.join();
+                interrupts = 0;
+            }
+            CHECK(same_bits(right, found));
+            CHECK(same_bits(decode(engine, never, {0}, {1}), decode(engine, often, {0}, {1})));
+        }
+    }
+    CHECK(ended > 0);
 }

@@ -1,0 +1,74 @@
+// What is heard and said while something takes long: Ctrl-C, and on a terminal how far it is.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+
+#include "json.h"
+
+inline double now() {  // seconds
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Ctrl-C ends the work, not the program: what there is so far is said first. A machine's threads look at this between
+// two items of an operation and leave out the rest; so whoever asked for the operation throws what it computed away.
+inline std::atomic<int> interrupts{0};
+inline bool interrupted() { return interrupts.load(std::memory_order_relaxed) > 0; }
+
+struct Interrupted {};
+inline void stop_if_interrupted() {
+    if (interrupted()) throw Interrupted();
+}
+
+// A line on the terminal below the cursor, so that a text that is just being written stays as it is: one down and up
+// again, for there must be a line; keep the place; to the line's beginning, do not wrap; and back to the place.
+inline bool progress_is_shown() {
+    static const bool terminal = isatty(2);
+    return terminal;
+}
+inline std::atomic<bool> progress_stands{false};
+inline void show_progress(const std::string &text) {
+    if (!progress_is_shown()) return;
+    progress_stands = true;
+    fprintf(stderr, "\033D\033[A\0337\r\033[B\033[?7l%s\033[K\033[?7h\0338", text.c_str());
+}
+// Nothing stands behind or below the cursor but that line. Also called where a signal came.
+inline void erase_progress() {
+    if (progress_stands.exchange(false) && write(2, "\033[J", 3) < 0) return;
+}
+
+// How far some work is, from its second half second on: "prefill: 1,536 of 6,000 tokens, 312 tokens/s, 14 s left".
+class Progress {
+public:
+    // Inside another one it says nothing, but counts for that.
+    Progress(const std::string &what, double total, const char *unit = "tokens")
+        : what_(what), unit_(unit), total_(total), outer_(current_ != nullptr) {
+        if (!outer_) current_ = this;
+    }
+    Progress(const Progress &) = delete;
+    ~Progress() {
+        if (!outer_) current_ = nullptr, erase_progress();
+    }
+    // `amount` more is done; and of what is not, a `part` so far. Of several threads one says it.
+    static void add(double amount) {
+        if (current_) current_->done_ += amount, at(0);
+    }
+    static void at(double part) {
+        if (Progress *here = current_) here->say(part);
+    }
+
+private:
+    void say(double part) {
+        double time = now(), due = due_, done = done_ + part;
+        if (time < due || !due_.compare_exchange_strong(due, time + 0.1) || done <= 0) return;
+        double rate = done / (time - start_), left = (total_ - done) / rate;
+        show_progress(what_ + formatted(": %.0f of %.0f %s, %.3g %s/s, ", done, total_, unit_, rate, unit_) +
+                      formatted(left < 100 ? "%.0f s left" : "%.0f min left", left < 100 ? left : left / 60));
+    }
+    static inline Progress *current_ = nullptr;
+    std::string what_;
+    const char *unit_;
+    double total_, done_ = 0, start_ = now();
+    std::atomic<double> due_{start_ + 0.5};
+    bool outer_;
+};
