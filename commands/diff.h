@@ -159,7 +159,7 @@ inline int run_diff(const Options &options) {
     const bool several = results.size() > 1;
     TextStream text(session.tokenizer.get());
     for (int token : session.tokens) text.next(token);
-    run_lockstep(session, options, [&](const std::vector<DiffStep> &steps) {
+    auto show = [&](const std::vector<DiffStep> &steps) {
         for (size_t i = 0; i < steps.size(); i++) results[i].steps.push_back(steps[i]);
         if (options.json) return;
         Report line = several ? columns_row(results, against) : step_row(steps[0], against);
@@ -170,7 +170,12 @@ inline int run_diff(const Options &options) {
             line.text += "   cached: " + on_one_line(other.next(steps[0].cached_token) + other.flush());
         printf("%5d  %s\n", count++, line.text.c_str());
         flush_output();
-    });
+    };
+    try {
+        run_lockstep(session, options, show);
+    } catch (Interrupted) {  // what was compared so far is said
+        if (results[0].steps.empty()) throw;
+    }
     auto begin = session.tokens.begin(), middle = begin + session.prompt;
     const int64_t compared = session.tokens.end() - middle;
     const std::string stop = reason_to_stop(session, options);
