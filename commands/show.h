@@ -76,6 +76,12 @@ inline void add_attention(Report &report, Session &session, const Options &optio
                          options.head, options.layer, texts.size() - 1, kv_head));
     report.add("layer", options.layer).add("head", options.head).add("kv_head", kv_head);
     report.add("query", query, "query   " + first_of(query) + "\n");
+    const int zeros = (int)std::count(query.begin(), query.end(), 0.0f);
+    if (zeros) report.say(formatted("        %d of %d are exactly 0: q.k is that of the others alone\n", zeros, width));
+    if (zeros && options.layer == 0 && !options.has("-m"))
+        report.say(formatted("        (layer 0 of the built-in model was set, not trained: head %d looks %d back, by the 4 "
+                             "fastest\n        pairs of RoPE; --layer 1 and beyond were trained)\n",
+                             options.head, options.head + 1));
     std::vector<Report> rows;
     for (const SeenPosition &one : look_back(session, options.layer, kv_head, query.data())) {
         Report line;

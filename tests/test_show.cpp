@@ -83,6 +83,21 @@ TEST_CASE("scores, weights and output are what the equation gives for the number
         }
 }
 
+TEST_CASE("a query with numbers that are exactly 0 is explained: layer 0 of the built-in model was set, not trained") {
+    auto said = [](const Words &words) { return run(prompt(9) + words).out; };
+    int zeros = 0;
+    Found query = show(prompt(9))["query"];
+    for (int c = 0; c < width; c++) zeros += query[c] == 0.0;
+    CHECK(zeros == 24);
+    check_contains(said({}), "\n        24 of 32 are exactly 0", "head 0 looks 1 back", "--layer 1");
+    check_contains(said({"--head", "3"}), "head 3 looks 4 back");
+    Found seen = show(prompt(9) + Words{"--head", "3"})["positions"];
+    CHECK(seen[8 - 4]["weight"] > 0.5);  // and so it does
+    CHECK(!contains(said({"--layer", "1"}), "exactly 0"));
+    std::string other = said({"-m", "weights_tools/builtin"});  // may be another's
+    CHECK((contains(other, "24 of 32 are exactly 0") && !contains(other, "built-in")));
+}
+
 TEST_CASE("the naive path and an f32 cache show the same numbers; --position is where the text ends") {
     Words head{"--layer", "2", "--head", "1"};
     Found naive = show(prompt(20) + head + caches[0]),
