@@ -691,6 +691,9 @@ int main(int argc, char **argv) {
         erase_progress();
         _exit(130);  // asked twice
     });
+    // The next file to be opened would take the number of a closed standard stream, and get what is written there.
+    for (int stream = 0; stream < 3; stream++)
+        if (fcntl(stream, F_GETFD) < 0) open("/dev/null", stream == 0 ? O_WRONLY : O_RDONLY);
     try {
         return run({argv + 1, argv + argc});
     } catch (const Error &error) {

@@ -362,7 +362,7 @@ inline Options parse_options(const std::vector<std::string> &words) {
     Options options;
     const std::string command = options.command = words.empty() ? "no command" : words[0];
     options.help = has(helps, command);
-    options.version = command == "--version";
+    options.version = has("--version -V version", command);
     if (options.help || options.version) return options.command.clear(), options;
     std::string known;
     for (const Command &each : commands) known += std::string(known.empty() ? "" : " ") + each.name;

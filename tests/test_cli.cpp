@@ -842,6 +842,22 @@ TEST_CASE("--dump-logits leaves nothing behind when it fails, nor harms what was
     CHECK(listing() == before);
 }
 
+TEST_CASE("what is written to a closed stream does not get into a file") {
+    Scratch scratch;
+    auto logits = [&](const std::string &streams, int status) {
+        const std::string file = scratch / "logits.npy";
+        Outcome result = run_shell(program_path() + " generate -m " + model + " --ids 1,34 -n 3 -t 1 --dump-logits " +
+                                   file + " " + streams);
+        CHECK_MESSAGE(result.status == status, result);
+        return slurp(file);
+    };
+    const std::string expected = logits("", 0);
+    CHECK(logits(">&-", 1) == expected);
+    CHECK(logits("2>&-", 0) == expected);
+    CHECK(logits("<&- >&- 2>&-", 1) == expected);
+    check_refused(run_shell(program_path() + " generate -m " + model + " -f - <&-"), {"-f -", "Bad file descriptor"});
+}
+
 TEST_CASE("a full disk behind standard output is an error") {
     for (const Words &arguments : {Words{"--help"},
                                    {"info", "-m", model},

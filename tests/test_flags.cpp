@@ -509,6 +509,8 @@ TEST_CASE("help names every command, and of each all its flags and an example th
 
 TEST_CASE("--version says what this is and how it was built") {
     std::string version = printed([&] { print_help(parse_options({"--version"})); });
+    for (const char *other : {"-V", "version"})
+        CHECK(printed([&] { print_help(parse_options({other})); }) == version);
     check_contains(version, "llm 1.", "built with", "CUDA");
     CHECK(std::count(version.begin(), version.end(), '\n') == 1);
 }
