@@ -79,10 +79,16 @@ inline int limit_of(const Options &options, const Config &config, int prompt, bo
 
 // None where there is no tokenizer.json, and none is needed.
 inline TokenizerPointer open_tokenizer(const Options &options, const std::string &directory) {
-    std::string file = join_path(directory, "tokenizer.json");
+    std::string file = join_path(directory, "tokenizer.json"), cure = "fetch it, or give the text as --ids 1,2,3";
     if (file_exists(file)) return load_tokenizer(directory);
-    if (!options.has("--ids")) fail("%s: No such file; fetch it, or give the text as --ids 1,2,3", file.c_str());
-    return TokenizerPointer(nullptr, tokenizer_free);
+    if (options.has("--ids") && options.command != "tokenize") return TokenizerPointer(nullptr, tokenizer_free);
+    if (file_exists(join_path(directory, "tokenizer.model")))
+        cure =
+            "tokenizer.model is not read here: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of Transformers "
+            "writes the other, or give the text as --ids 1,2,3";
+    else if (!file_exists(join_path(directory, "config.json")))
+        cure = directory_cure(directory);
+    fail("%s: No such file; %s", file.c_str(), cure.c_str());
 }
 
 // Checks the prompt against the context and opens caches just large enough, unless -c says how large.
@@ -267,7 +273,7 @@ inline std::string decode(const Tokenizer *tokenizer, const std::vector<int> &id
 }
 
 inline int run_tokenize(const Options &options) {
-    TokenizerPointer tokenizer = load_tokenizer(checkpoint_directory(options));
+    TokenizerPointer tokenizer = open_tokenizer(options, checkpoint_directory(options));
     bool from_ids = options.has("--ids");
     std::vector<int> ids = from_ids ? options.prompt_ids : encode(tokenizer.get(), options.prompt);
     std::string text = from_ids ? decode(tokenizer.get(), ids) : options.prompt, list = json_of(ids);

@@ -39,18 +39,28 @@ inline int run_info(const Options &options) {
     report.add("architecture", sizes.architecture, directory + "\n  architecture   " + sizes.architecture);
     if (runs) add_config(report, model, tokenizer_ids);
 
+    int furthest = 0;
+    for (int window : sizes.windows) furthest = std::max(furthest, window);
     int windowed = (int)(sizes.windows.size() - (size_t)std::count(sizes.windows.begin(), sizes.windows.end(), 0));
     double a_token = 2.0 * sizes.layers * sizes.kv_heads * (sizes.key_width + sizes.value_width);  // in f16
     double whole = a_token * sizes.context, weights = (double)model.weight_bytes;
     FreeMemory free = free_memory_of_host();
-    report.show("context", sizes.context, "\n  positions      %d\n");
-    report.add("layers", sizes.layers, "  KV cache       " + counted(sizes.layers, "layer"));
-    report.add("kv_heads", sizes.kv_heads, ", " + counted(sizes.kv_heads, "KV head"));
-    report.show("key_width", sizes.key_width, " of %d");
-    report.add("value_width", sizes.value_width, sizes.value_width ? "" : ", whose values are a part of them (MLA)");
-    if (windowed) report.say(formatted("; %d of the layers look back %d", windowed, sizes.windows.back()));
-    report.add("cache_bytes_per_token_f16", a_token, "\n                 " + in_units(a_token) + " a token in f16");
-    report.say(", " + in_units(whole) + " for all positions\n  will it run    ");
+    auto known = [&](double number) { return sizes.no_size.empty() ? number : NAN; };
+    report.add("context", sizes.context ? sizes.context : NAN);
+    report.say("\n  positions      " + (sizes.context ? std::to_string(sizes.context) : "not said"));
+    const std::string above = report.say("\n  KV cache       ").text;
+    report.add("layers", known(sizes.layers), counted(sizes.layers, "layer"));
+    report.add("kv_heads", known(sizes.kv_heads), ", " + counted(sizes.kv_heads, "KV head"));
+    report.add("key_width", known(sizes.key_width), formatted(" of %d", sizes.key_width));
+    report.add("value_width", known(sizes.value_width),
+               sizes.value_width ? "" : ", whose values are a part of them (MLA)");
+    if (windowed) report.say(formatted("; %d of the layers look back %d", windowed, furthest));
+    report.add("cache_bytes_per_token_f16", known(a_token),
+               "\n                 " + in_units(a_token) + " a token in f16");
+    if (sizes.context) report.say(", " + in_units(whole) + " for all positions");
+    report.add("no_size", sizes.no_size);
+    if (!sizes.no_size.empty()) report.text = above + "not known: " + sizes.no_size;
+    report.say("\n  will it run    ");
     report.add("runs", runs).add("why_not", sizes.why_not, runs ? "" : "no: " + sizes.why_not + "\n");
     bool fits = weights + whole <= free.bytes, some_fit = weights + a_token <= free.bytes;
     report.add("fits", runs && fits);

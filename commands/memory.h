@@ -24,6 +24,7 @@ inline MemoryQuestion memory_question(const Options &options) {
     } else {
         question.model = checkpoint_directory(options);
         sizes = load_cache_sizes(question.model);
+        if (!sizes.no_size.empty()) fail("%s", sizes.no_size.c_str());
         for (int window : sizes.windows) question.windows[window]++;
         if (sizes.why_not.empty()) question.weights = weights_read(load_model(question.model));
     }

@@ -736,8 +736,8 @@ TEST_CASE("a ring sees what the layers see that look back furthest, and every co
         Expected expected(models + name);
         const Words ring = {"-m", copy, "--cache", "ring"}, f32 = {"--kv", "f32", "-n", "16", "--ignore-eos"};
         const Words prompt = Words{"--ids", joined(expected.prompt)} + f32;
-        Ids naive = ids(run_json(generate(copy, expected.prompt, {"-n", "16", "--ignore-eos", "--cache", "none"})),
-                        "tokens");
+        Ids naive =
+            ids(run_json(generate(copy, expected.prompt, {"-n", "16", "--ignore-eos", "--cache", "none"})), "tokens");
         if (name != "qwen2_window" || first == "1") CHECK(naive == expected.greedy);
         Json text = run_json(Words{"generate"} + ring + prompt), diff = run_json(Words{"diff"} + ring + prompt);
         Json bench = run_json(words_of("bench -n 2 --depth 8 --prefill 8 --repeats 1") + ring);
@@ -1077,6 +1077,34 @@ TEST_CASE("checkpoints that cannot be used") {  // all that can be wrong with on
             check_contains(info.out, part);
         CHECK_MESSAGE(info.status > 0, info);
     }
+}
+
+TEST_CASE("what is no directory of a checkpoint is named with its cure; old spellings run") {
+    Scratch scratch;
+    const std::string root = scratch / "models--a--b", snapshot = root + "/snapshots/0123";
+    auto refused = [](const std::string &given, const Words &parts) {
+        for (const Words &command : {Words{"generate", "-p", "x"}, {"info"}, {"tokenize", "-p", "x"}, {"memory"}})
+            program::check_refused(run(command + Words{"-m", given}), parts);
+    };
+    refused("some/model.gguf", {"some/model.gguf/", "GGUF is not read here", "safetensors"});
+    refused("Qwen/Qwen3-0.6B", {"`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, then -m Qwen3-0.6B"});
+    refused("./Qwen/Qwen3-0.6B", {"expected the directory that holds config.json"});
+    refused("models/a/b", {"expected the directory that holds config.json"});
+    fs::create_directories(root + "/snapshots/empty");
+    refused(root, {"it holds no whole snapshot"});
+    fs::copy(model, snapshot);
+    refused(root, {root, "give its snapshot: -m " + snapshot});
+    spill(snapshot + "/tokenizer.model", "x");
+    for (const char *command : {"generate", "tokenize", "diff"})
+        program::check_refused(run({command, "-m", snapshot, "-p", "x"}),
+                               {"tokenizer.model is not read here: AutoTokenizer.from_pretrained(DIR)", "--ids"});
+    Expected expected(models + "llama_mha");
+    std::string copy = copy_of(models + "llama_mha", scratch);
+    std::string config = replaced(slurp(copy + "/config.json"), "LlamaForCausalLM", "LLaMAForCausalLM");
+    config = replaced(config, "{", "{\"time_step_limit\": [0.0, Infinity], ");
+    config = replaced(config, "\"torch_dtype\": \"float32\"", "\"torch_dtype\": \"auto\"");
+    spill(copy + "/config.json", config);
+    CHECK(ids(run_json(generate(copy, expected.prompt, {"-n", "16"})), "tokens") == expected.greedy);
 }
 
 TEST_CASE("a prompt from standard input, a pipe; an empty one begins with the token that opens a text") {

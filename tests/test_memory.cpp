@@ -460,6 +460,51 @@ TEST_CASE("of any config.json, also where the model does not run") {
     check_refused("--weight-bytes 5", {"--weight-bytes", "drop the flag"});
 }
 
+TEST_CASE("windows of any config.json: what is read, what a ring sees, what info says of them") {
+    Scratch scratch;
+    const std::string directory = scratch.str(), config = scratch / "config.json", of = "-m " + directory;
+    const std::string sizes = R"("hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 32768, "num_hidden_layers": 2)";
+    // Gemma 3 1B: 22 of its 26 layers look back 512; 1,024 bytes a position of a layer.
+    spill(config, R"({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1152,
+        "head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 26,
+        "sliding_window": 512, "sliding_window_pattern": 6, "max_position_embeddings": 32768})");
+    CHECK(cell(memory(of + " -c 32768"), "contiguous", "bf16", "bytes_read_per_token") == 145752064);
+    for (const char *more : {"", R"(, "quantization_config": {"bits": 4, "quant_method": "awq"})",
+                             R"(, "rope_scaling": {"type": "yarn", "factor": 4.0})"}) {
+        spill(config, "{\"model_type\": \"mistral\", \"sliding_window\": 4096, " + sizes + more + "}");
+        CHECK(number(memory(of + " --cache ring"), "window") == 4096);
+        CHECK(number(memory(of + " --cache ring"), "sinks") == 0);
+    }
+    spill(config, "{\"model_type\": \"qwen2\", \"use_sliding_window\": true, \"sliding_window\": 4096, " + sizes +
+                      R"(, "layer_types": ["sliding_attention", "full_attention"]})");
+    check_contains(run_line("info " + of).out, "2 layers, 2 KV heads of 16; 1 of the layers look back 4096\n");
+    CHECK(number(memory(of + " --cache ring"), "window") == 32764);
+}
+
+TEST_CASE("a config whose cache is not known has no size, and says which flags give a shape") {
+    Scratch scratch;
+    const std::string directory = scratch.str(), config = scratch / "config.json";
+    spill(config, R"({"architectures": ["DeciLMForCausalLM"], "num_hidden_layers": 4, "num_attention_heads": 32,
+        "hidden_size": 4096, "num_key_value_heads_per_layer": [4, 4, 2, 1]})");
+    const Words parts = {config + ": num_key_value_heads_per_layer is [4,4,2,1]: ", "--layers N --kv-heads N"};
+    check_refused("-m " + directory, parts);
+    Outcome info = run_line("info -m " + directory);
+    CHECK(info.status == 1);
+    check_contains(info.out, "KV cache       not known: " + parts[0], parts[1], "will it run    no: ");
+    CHECK(!contains(info.out, "a token in f16"));
+    Json json = program::run_json({"info", "-m", directory}, 1);
+    for (const char *key : {"layers", "kv_heads", "key_width", "cache_bytes_per_token_f16", "context"})
+        CHECK(cJSON_IsNull(at(json, key)));
+    check_contains(text(json, "no_size"), parts[0]);
+    // No context in the file: no "0 B for all positions".
+    spill(config,
+          R"({"model_type": "falcon", "hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32})");
+    info = run_line("info -m " + directory);
+    check_contains(info.out, "positions      not said\n", "32 layers, 1 KV head of 64\n", " 8 KiB a token in f16\n");
+    CHECK(!contains(info.out, "for all positions"));
+}
+
 // ---- Bad input ---------------------------------------------------------------------------------------------
 
 TEST_CASE("what does not fit together is refused with the cure") {  // of flags alone: test_flags

@@ -668,12 +668,43 @@ TEST_CASE("config.json that is not JSON") {
     for (size_t length = 1; length < good.size(); length++) CHECK(line(good.substr(0, length)) != "");
     check_contains(line("{\n\"a\": 1,\n}"), "config.json: not valid JSON near line 3, byte 1");
     check_contains(line(good + "x"), "not valid JSON near line 1, byte " + std::to_string(good.size()));
-    for (const std::string &text : {good + good, good + nul, nul + good, replaced(good, "64", "NaN"),
-                                    replaced(good, "64", "Infinity"), std::string("\xff\xfe{}")})
+    for (const std::string &text : {good + good, good + nul, nul + good, std::string("\xff\xfe{}")})
         check_contains(line(text), "not valid JSON");
     for (const char *text : {"[]", "3", "null", "\"x\"", "true"}) check_contains(line(text), "expected a JSON object");
     CHECK(line(good + " \n\t") == "");
     check_contains(error_of([&] { parse(good, "{"); }), "generation_config.json: not valid JSON");
+}
+
+TEST_CASE("NaN and Infinity, as Python writes them, are numbers: of no use where one is used") {
+    const char *const numbers[] = {"NaN", "Infinity", "-Infinity"};
+    for (const std::string number : numbers) {
+        for (const std::string &value : {number, "[0.0, " + number + "]", "{\"a\":" + number + "}", "[" + number + "]"})
+            check_cases({{{{"time_step_limit", value}}, ""}});
+        for (const std::string key : {"hidden_size", "head_dim", "rope_theta", "rms_norm_eps", "num_key_value_heads",
+                                      "bos_token_id", "residual_multiplier", "max_position_embeddings"})
+            check_contains(error_of([&] {
+                               parse(config_text({{key, number}}));
+                           }),
+                           key + " is " + number + ", expected");
+        check_contains(error_of([&] { parse(config_text({}), "{\"eos_token_id\": " + number + "}"); }),
+                       "eos_token_id is " + number + ", expected ids");
+        for (const std::string &text :
+             {number, "{" + number + ": 1}", "{\"a\": x" + number + "}", "{\"a\": " + number + "5}",
+              "{\"a\": 1" + number + "}", "{\"a\": --" + number + "}", "{\"a\": +" + number + "}"})
+            check_contains(error_of([&] { parse_json("c", text, true); }), "c: ");
+        // A text may hold the word, or what stands for it; and no other reader takes it for a number.
+        for (const std::string &inside :
+             {"a, " + number + " ,b", "\\\", " + number + ", \\\"", std::string("\\u0001")}) {
+            Json root = parse_json("c", "{\"a\": \"" + inside + "\"}", true);
+            CHECK(cJSON_Compare(root.get(), parse_json("c", "{\"a\": \"" + inside + "\"}").get(), true));
+            CHECK(cJSON_IsString(root->child));
+        }
+        check_contains(error_of([&] { parse_json("c", "{\"a\": " + number + "}"); }), "not valid JSON near line 1");
+    }
+    check_contains(error_of([&] { parse("{\n\"a\": NaN, \"b\": Infinity,\n}"); }),
+                   "not valid JSON near line 3, byte 28");
+    const std::string file = safetensors("{\"__metadata__\": {\"a\": NaN}}", "");
+    check_contains(error_of([&] { parse_safetensors("w", file.data(), file.size()); }), "w: header: not valid JSON");
 }
 
 TEST_CASE("deep nesting, and more than 16 MiB") {
@@ -903,7 +934,8 @@ TEST_CASE("the sizes of a cache, also of an architecture that does not run, and 
         {"{" + two + R"(, "num_key_value_heads": null, "head_dim": 16, "v_head_dim": 4})",
          "unknown 2 layers 8 x 16 + 4 context 0 windows [0, 0]"},
         // A text model inside another, and layers of it that slide or have no cache.
-        {R"({"architectures": ["G"], "text_config": {)" + two + R"(, "sliding_window": 5, "num_kv_shared_layers": 1,
+        {R"({"architectures": ["G"], "text_config": {)" + replaced(two, "layers\": 2", "layers\": 5") +
+             R"(, "sliding_window": 5, "num_kv_shared_layers": 1, "num_key_value_heads": 8,
             "layer_types": ["sliding_attention", "linear_attention", "conv", "full_attention", "full_attention"]}})",
          "G 2 layers 8 x 8 + 8 context 0 windows [5, 0]"},
         {R"({"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 3, "kv_lora_rank": 512,
@@ -922,7 +954,7 @@ TEST_CASE("the sizes of a cache, also of an architecture that does not run, and 
         CacheSizes sizes = load_cache_sizes(fixtures + want.name);
         Config c = load_config(fixtures + want.name);
         CHECK(sizes_of(sizes) ==
-              sizes_of({c.architecture, "", c.layers, c.kv_heads, c.head_dim, c.head_dim, 128, c.windows}));
+              sizes_of({c.architecture, "", "", c.layers, c.kv_heads, c.head_dim, c.head_dim, 128, c.windows}));
         CHECK(sizes.why_not == "");
     }
     Scratch scratch;
@@ -930,7 +962,156 @@ TEST_CASE("the sizes of a cache, also of an architecture that does not run, and 
     check_contains(load_cache_sizes(scratch.str()).why_not, ": neither model.safetensors nor ");
     for (const std::string wrong : {"{}", R"({"num_hidden_layers": 0})", R"({"n_layer": 2, "n_head": -1})",
                                     "{\"n_layer\": 1e9}", R"({"n_layer": 2, "n_head": 2, "head_dim": "x"})", "[]"})
-        check_contains(error_of([&] { read_cache_sizes("c", wrong); }), "c: ");
+        check_contains(error_of([&] {
+                           if (std::string line = read_cache_sizes("c", wrong).no_size; !line.empty())
+                               fail("%s", line.c_str());
+                       }),
+                       "c: ");
+}
+
+// Of published configs, what says something about attention, layers and the cache; a size from Transformers 5.24's
+// classes and the models' own code, or the key that forbids one.
+TEST_CASE("the sizes of configs as they are published, or none; never a wrong one") {
+    const std::string no = " is ";  // behind a key: no size
+    const std::pair<std::string, std::string> cases[] = {
+        {R"("model_type": "qwen3_next", "hidden_size": 2048, "head_dim": 256, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "num_hidden_layers": 48, "full_attention_interval": 4,
+            "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4, "decoder_sparse_step": 1, "mlp_only_layers": [])",
+         "12 x 2 x 256 + 256 windows 0"},
+        {R"("model_type": "jamba", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "num_hidden_layers": 32, "attn_layer_period": 8, "attn_layer_offset": 4, "expert_layer_period": 2,
+            "expert_layer_offset": 1, "mamba_d_conv": 4, "sliding_window": null, "use_mamba_kernels": true)",
+         "4 x 8 x 128 + 128 windows 0"},
+        {R"("model_type": "deci", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 4,
+            "num_key_value_heads_per_layer": [4, 4, 2, 1])",
+         "num_key_value_heads_per_layer" + no},
+        {R"("model_type": "gemma4", "text_config": {"hidden_size": 2816, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 256, "global_head_dim": 512, "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 1024})",
+         "text_config: global_head_dim" + no},
+        {R"("model_type": "gemma4", "text_config": {"hidden_size": 2816, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 256, "attention_k_eq_v": true, "num_hidden_layers": 2})",
+         "text_config: attention_k_eq_v" + no},
+        {R"("model_type": "falcon", "hidden_size": 4544, "num_attention_heads": 71, "num_kv_heads": 71,
+            "num_hidden_layers": 32, "multi_query": true, "new_decoder_architecture": false, "parallel_attn": true)",
+         "32 x 1 x 64 + 64 windows 0"},
+        {R"("model_type": "falcon", "hidden_size": 8192, "num_attention_heads": 128, "num_kv_heads": 8,
+            "num_hidden_layers": 60, "multi_query": true, "new_decoder_architecture": true, "num_ln_in_parallel_attn": 2)",
+         "60 x 8 x 64 + 64 windows 0"},
+        {R"("model_type": "gpt_bigcode", "n_embd": 6144, "n_head": 48, "n_layer": 40, "attention_softmax_in_fp32": true)",
+         "40 x 1 x 128 + 128 windows 0"},
+        {R"("model_type": "gemma3_text", "hidden_size": 1152, "head_dim": 256, "num_attention_heads": 4,
+            "num_key_value_heads": 1, "num_hidden_layers": 26, "sliding_window": 512, "sliding_window_pattern": 6)",
+         "26 x 1 x 256 + 256 windows 512 x 22, 512"},
+        {R"("model_type": "gemma3", "text_config": {"hidden_size": 2560, "model_type": "gemma3_text",
+            "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0}, "sliding_window": 1024}, "vision_config": {})",
+         "34 x 4 x 256 + 256 windows 1024 x 29, 1024"},
+        {R"("model_type": "gemma3", "text_config": {"hidden_size": 3840, "model_type": "gemma3_text",
+            "num_attention_heads": 16, "num_hidden_layers": 48, "num_key_value_heads": 8, "sliding_window": 1024})",
+         "48 x 8 x 256 + 256 windows 1024 x 40, 0"},
+        {R"("model_type": "gemma2", "hidden_size": 3584, "head_dim": 256, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "num_hidden_layers": 42, "attn_logit_softcapping": 50.0,
+            "cache_implementation": "hybrid", "sliding_window": 4096, "sliding_window_size": 4096)",
+         "42 x 8 x 256 + 256 windows 4096 x 21, 0"},
+        {R"("model_type": "cohere2", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "num_hidden_layers": 32, "layer_switch": 4, "order_of_interleaved_layers": "local_attn_first",
+            "sliding_window": 4096, "cache_implementation": "hybrid", "head_dim": 128, "layer_norm_eps": 1e-05)",
+         "32 x 8 x 128 + 128 windows 4096 x 24, 0"},
+        {R"("model_type": "phi3", "hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8,
+            "num_hidden_layers": 32, "full_attn_mod": 1, "lm_head_bias": false, "attention_dropout": 0.1,
+            "sliding_window": 262144, "partial_rotary_factor": 0.75, "max_position_embeddings": 131072)",
+         "32 x 8 x 128 + 128 windows 262144 x 32, 262144"},
+        {R"("model_type": "qwen2_vl", "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8,
+            "num_hidden_layers": 80, "use_sliding_window": false, "sliding_window": 32768, "max_window_layers": 80,
+            "attention_dropout": 0.1, "vision_config": {"num_heads": 16})",
+         "80 x 8 x 128 + 128 windows 0"},
+        {R"("model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "num_hidden_layers": 2, "use_sliding_window": true, "sliding_window": 4096, "hidden_act": "gelu",
+            "layer_types": ["sliding_attention", "full_attention"])",
+         "2 x 2 x 16 + 16 windows 4096 x 1, 0"},
+        {R"("model_type": "chatglm", "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 28,
+            "kv_channels": 128, "multi_query_attention": true, "multi_query_group_num": 2,
+            "apply_query_key_layer_scaling": true, "bias_dropout_fusion": true, "post_layer_norm": true)",
+         "28 x 2 x 128 + 128 windows 0"},
+        {R"("model_type": "nemotron_h", "hidden_size": 4480, "num_attention_heads": 40, "num_key_value_heads": 8,
+            "head_dim": 128, "attention_head_dim": 128, "num_hidden_layers": 9, "mamba_num_heads": 128,
+            "hybrid_override_pattern": "M-M*-M-*E", "ssm_state_size": 128, "conv_kernel": 4)",
+         "2 x 8 x 128 + 128 windows 0"},
+        {R"("model_type": "lfm2", "hidden_size": 2048, "num_attention_heads": 32, "num_heads": 32,
+            "num_key_value_heads": 8, "num_hidden_layers": 4, "full_attn_idxs": [1, 3], "conv_L_cache": 3,
+            "conv_dim": 2048, "block_dim": 2048, "block_auto_adjust_ff_dim": true)",
+         "2 x 8 x 64 + 64 windows 0"},
+        {R"("model_type": "granitemoehybrid", "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4,
+            "num_hidden_layers": 3, "layer_types": ["mamba", "mamba", "attention"], "mamba_n_heads": 64,
+            "num_local_experts": 62, "shared_intermediate_size": 1024, "attention_multiplier": 0.0078)",
+         "1 x 4 x 128 + 128 windows 0"},
+        {R"("model_type": "gpt_neo", "hidden_size": 2048, "num_heads": 16, "num_layers": 2, "window_size": 256,
+            "attention_layers": ["global", "local"], "attention_types": [[["global", "local"], 1]])",
+         "2 x 16 x 128 + 128 windows 256 x 1, 256"},
+        {R"("model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "max_seq_len": 2048,
+            "attn_config": {"alibi": true, "attn_impl": "torch", "attn_type": "multihead_attention"})",
+         "32 x 32 x 128 + 128 windows 0"},
+        {R"("model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40,
+            "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000})",
+         "40 x 8 x 128 + 128 windows 0"},
+        {R"("model_type": "llava", "text_config": {"model_type": "llama", "max_position_embeddings": 4096})",
+         "32 x 32 x 128 + 128 windows 0"},
+        {R"("model_type": "hunyuan_v1_dense", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 128, "attention_head_dim": 128, "num_hidden_layers": 32, "use_cla": false,
+            "cla_share_factor": 2, "kv_lora_rank": null, "use_mla": false)",
+         "32 x 8 x 128 + 128 windows 0"},
+        {R"("model_type": "gpt_oss", "hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8,
+            "head_dim": 64, "num_hidden_layers": 2, "sliding_window": 128, "attention_bias": true,
+            "layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 32)",
+         "2 x 8 x 64 + 64 windows 128 x 1, 0"},
+        {R"("model_type": "deepseek_v32", "num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64, "index_topk": 2048, "hidden_size": 7168)",
+         "index_topk" + no},
+        {R"("model_type": "llama4", "text_config": {"hidden_size": 5120, "num_attention_heads": 40, "head_dim": 128,
+            "num_key_value_heads": 8, "num_hidden_layers": 48, "attention_chunk_size": 8192, "no_rope_layers": []})",
+         "text_config: attention_chunk_size" + no},
+        {R"("model_type": "mllama", "text_config": {"hidden_size": 4096, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "num_hidden_layers": 40, "cross_attention_layers": [3, 8]})",
+         "text_config: cross_attention_layers" + no},
+        {R"("model_type": "nemotron-nas", "hidden_size": 8192, "num_attention_heads": 64, "num_hidden_layers": 80,
+            "num_key_value_heads": null, "block_configs": [{"attention": {"no_op": true}}])",
+         "block_configs" + no},
+        {R"("model_type": "exaone4", "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8,
+            "head_dim": 128, "num_hidden_layers": 64, "sliding_window": 4096, "sliding_window_pattern": "LLLG",
+            "max_position_embeddings": 131072)",
+         "sliding_window_pattern" + no},
+        {R"("model_type": "new", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
+            "sliding_window": 8, "max_position_embeddings": 64)",
+         "sliding_window" + no},
+        {R"("model_type": "zaya", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1,
+            "layer_types": ["hybrid"])",
+         "a layer of the kind hybrid"},
+        {R"("model_type": "new", "text_config": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2})",
+         "text_config: num_key_value_heads is missing"},
+        {R"("model_type": "rwkv", "hidden_size": 64, "attention_hidden_size": 64, "num_hidden_layers": 2)",
+         "attention_hidden_size" + no},
+        {R"("model_type": "mamba", "hidden_size": 64, "state_size": 16, "num_hidden_layers": 2)", "state_size" + no},
+    };
+    for (const auto &[keys, wanted] : cases) {
+        CAPTURE(keys);
+        CacheSizes s = read_cache_sizes("c", "{" + keys + "}");
+        if (!s.no_size.empty()) {
+            check_contains(s.no_size, "c: " + wanted, "--layers N --kv-heads N --head-dim N");
+            continue;
+        }
+        const int most = *std::max_element(s.windows.begin(), s.windows.end());
+        std::string line = formatted("%d x %d x %d + %d windows ", s.layers, s.kv_heads, s.key_width, s.value_width);
+        if (most) line += formatted("%d x %d, ", most, (int)std::count(s.windows.begin(), s.windows.end(), most));
+        CHECK(line + std::to_string(s.windows.back()) == wanted);
+    }
+    // Mistral's window stays, whatever else its config is refused for.
+    for (const char *why : {"\"a\": 1", R"("quantization_config": {"bits": 4, "quant_method": "awq"})",
+                            R"("rope_scaling": {"type": "yarn", "factor": 4.0})", R"("hidden_act": "gelu")"}) {
+        std::string text = config_text({{"sliding_window", "4096"}}, "MistralForCausalLM");
+        CacheSizes sizes = read_cache_sizes("c", replaced(text, "{", std::string("{") + why + ", "));
+        CHECK(sizes.windows == std::vector<int>{4096, 4096});
+        CHECK(sizes.why_not.empty() == (why[1] == 'a'));
+    }
 }
 
 // ---- Results -------------------------------------------------------------------------------------------------------
