@@ -273,9 +273,8 @@ inline void naive_pass(Engine &engine, const std::vector<int> &tokens, const Lay
 }
 
 // And the logits of its last token.
-inline std::vector<float> forward_naive(Engine &engine, const std::vector<int> &tokens,
-                                        const Layout &layout = Contiguous{}) {
-    naive_pass(engine, tokens, layout);
+inline std::vector<float> forward_naive(Engine &engine, const std::vector<int> &tokens) {
+    naive_pass(engine, tokens);
     return logits(engine, (int)tokens.size() - 1, 1);
 }
 
@@ -594,9 +593,10 @@ inline Generation generate(Session &session, const Options &options, const UseLo
 // A token of one cache beside the reference: the naive path, or with --against full an f32 cache of all positions.
 struct DiffStep {
     int token = 0, cached_token = 0;                   // what each finds likeliest, the reference first
+    bool same_bits = false;                            // of all logits
     double difference = 0, kl = 0;                     // max |logit - logit|; Kullback-Leibler divergence, nats
-    double spread = 0;                                 // standard deviation of the reference's logits
-    double margin = 0;                                 // its logit of its token less that of the cache's
+    double tv = 0;                                     // total variation: half the sum of |p - q|
+    double margin = 0;                                 // the reference's logit of its token less that of the cache's
     double reference_seconds = 0, cached_seconds = 0;  // for the logits of this step
 };
 
@@ -610,14 +610,15 @@ inline double log_sum_exp(const float *logits, int count) {
 inline DiffStep compare(const std::vector<float> &truth, const std::vector<float> &cached) {
     DiffStep step;
     int count = (int)truth.size();
-    double p_sum = log_sum_exp(truth.data(), count), q_sum = log_sum_exp(cached.data(), count), sum = 0, squares = 0;
+    double p_sum = log_sum_exp(truth.data(), count), q_sum = log_sum_exp(cached.data(), count);
     for (int i = 0; i < count; i++) {
+        double log_p = truth[i] - p_sum, log_q = cached[i] - q_sum;
         step.difference = std::max(step.difference, std::fabs((double)truth[i] - cached[i]));
-        step.kl += std::exp(truth[i] - p_sum) * ((truth[i] - p_sum) - (cached[i] - q_sum));
-        sum += truth[i], squares += (double)truth[i] * truth[i];
+        step.kl += std::exp(log_p) * (log_p - log_q);
+        step.tv += std::fabs(std::exp(log_p) - std::exp(log_q)) / 2;
     }
     step.kl = std::max(0.0, step.kl);
-    step.spread = std::sqrt(std::max(0.0, squares / count - sum / count * sum / count));
+    step.same_bits = memcmp(truth.data(), cached.data(), truth.size() * sizeof(float)) == 0;
     step.token = argmax(truth.data(), count);
     step.cached_token = argmax(cached.data(), count);
     step.margin = (double)truth[step.token] - truth[step.cached_token];
@@ -625,7 +626,7 @@ inline DiffStep compare(const std::vector<float> &truth, const std::vector<float
 }
 
 // All get the tokens that the reference finds likeliest. With --against full it is the first cache; the naive path sees
-// what a cache holds, so all caches have one layout. show(steps) is called after each token with a step of each cache.
+// all that the model does, whatever a cache drops. show(steps) is called after each token with a step of each cache.
 inline void run_lockstep(Session &session, const Options &options,
                          const std::function<void(const std::vector<DiffStep> &)> &show) {
     Engine &engine = session.engine;
@@ -646,7 +647,7 @@ inline void run_lockstep(Session &session, const Options &options,
         double reference_seconds, seconds;
         std::vector<DiffStep> steps;
         std::vector<float> truth = timed(reference_seconds, nullptr, [&] {
-            return full ? cached(caches[0]) : forward_naive(engine, tokens, caches[0].layout);
+            return full ? cached(caches[0]) : forward_naive(engine, tokens);
         });
         for (size_t i = full; i < caches.size(); i++) {
             steps.push_back(compare(truth, timed(seconds, &caches[i], [&] { return cached(caches[i]); })));

@@ -67,9 +67,10 @@ inline const std::vector<Flag> &flags() {
         {"--min-p", "P", one, Real{&O::min_p, 0, 1}, "drop tokens below P times the likeliest's share (default 0)"},
         {"-s --seed", "SEED", one, Range<int64_t>{&O::seed, -1, 0x1p53}, "for the same text again (default -1: drawn)"},
         {"--ignore-eos", "", "generate diff", &O::ignore_end, "go on after an end id"},
-        {"--tolerance", "X", "diff", Real{&O::tolerance, 0, 1e30}, "of a logit's difference (default: by cache types)"},
+        {"--tolerance", "X", "diff", Real{&O::tolerance, 0, 1e30},
+         "exit 1 where a logit is further off than X (default: 1e-4 for f32, which then is the same; else any)"},
         {"--against", "naive|full", "diff", &O::against,
-         "full: f32, contiguous, from the first position on: what a ring's window loses (default naive)"},
+         "beside what: the naive path, or an f32 cache that holds all positions, which is faster (default naive)"},
         {"--depth", "N,...", "bench", Ints{&O::depths, 0, 1 << 24},
          "positions in the cache before the timed steps (default: what the context holds of 0,1024,4096,8000)"},
         {"--prefill", "N,...", "bench", Ints{&O::prompts, 1, 1 << 24},
@@ -255,11 +256,9 @@ inline void check_together(const Options &o) {
     refuse_if(o.standard_set, "--cache --kv -ctk -ctv --page --window --sinks", "--all is a set of its own: drop one");
     refuse_if(o.naive && in("diff eval memory"), "--cache", "llm " + o.command + " is about caches: " + layout_names());
     refuse_if(o.layouts.empty(), "--kv -ctk -ctv", "is the type of a cache" + found + ": drop one of the two");
-    refuse_if(in("diff") && o.against != "full" && o.layouts.size() > 1, "--cache",
-              "the naive path sees what one layout holds: keep one, or add --against full");
     refuse_if(missing(Paged{}), "--page", "belongs to --cache paged" + found);
     refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
-    refuse_if(!missing(Ring{}) && in("generate diff show") && o.against != "full", "-c",
+    refuse_if(!missing(Ring{}) && in("generate show"), "-c",
               "a ring holds --window and --sinks without end: drop -c");
     refuse_if(o.temperature == 0, "--top-k --top-p --min-p",
               "changes nothing at --temp 0, which takes the likeliest token: raise --temp, or drop it");

@@ -65,15 +65,15 @@ inline std::vector<int> prompt_tokens(const Options &options, const Tokenizer *t
 
 // How many tokens may stand in the context: what -c says, or the prompt and -n.
 inline int limit_of(const Options &options, const Config &config, int prompt, bool endless) {
+    const char *ring = options.command == "diff" ? "" : ", or use --cache ring";
     int64_t wanted = (int64_t)prompt + options.count;
     int64_t limit = options.context ? options.context : endless ? wanted : config.context;
     if (!endless && limit > config.context)
-        fail("-c %d: this model was made for %d positions: lower -c, or use --cache ring", options.context,
-             config.context);
-    const std::string raise = formatted("raise -c (this model was made for %d), ", config.context);
+        fail("-c %d: this model was made for %d positions: lower -c%s", options.context, config.context, ring);
+    const std::string raise = formatted(", raise -c (this model was made for %d)", config.context);
     if (prompt > limit)
-        fail("the prompt has %d tokens, the context holds %d: shorten it, %sor use --cache ring", prompt, (int)limit,
-             limit < config.context ? raise.c_str() : "");
+        fail("the prompt has %d tokens, the context holds %d: shorten it%s%s", prompt, (int)limit,
+             limit < config.context ? raise.c_str() : "", ring);
     return (int)std::min<int64_t>(INT_MAX, options.context ? limit : std::min(limit, wanted));
 }
 
@@ -100,7 +100,7 @@ inline Session open_session(const Options &options) {
     session.prompt = (int)session.tokens.size();
     std::vector<CacheChoice> choices = options.caches();
     if (options.against == "full") choices.insert(choices.begin(), {Contiguous{}, F32{}, F32{}});
-    bool endless = !choices.empty();
+    bool endless = !choices.empty() && options.command != "diff";  // what it compares with sees all positions
     for (const CacheChoice &choice : choices) endless &= std::holds_alternative<Ring>(choice.layout);
     session.limit = limit_of(options, config, session.prompt, endless);
     for (const CacheChoice &choice : choices)
@@ -234,14 +234,17 @@ inline int run_generate(const Options &options) {
     if (dump) dump->finish();
     if (!options.json) puts("");
 
-    auto part = [](const char *name, int count, double seconds) {
+    // A prompt's rate says something from 64 tokens on: the first pass also reads the weights for the first time.
+    auto part = [](const char *name, int count, int least, double seconds, const std::string &before) {
         Report part;
-        part.add("tokens", count, formatted("%-9s", name) + counted(count, "token", 6));
-        return part.add("seconds", seconds, formatted(" %9.1f tokens/s", seconds > 0 ? count / seconds : 0));
+        part.add("tokens", count, formatted("%-9s", name) + counted(count, "token", 6) + before);
+        return part.add("seconds", seconds, count < least ? "" : formatted(" %9.1f tokens/s", count / seconds));
     };
+    const std::string first_token = formatted("  %9.1f ms", result.prefill_seconds * 1e3) +
+                                    (result.prefilled == session.prompt ? " to the first token" : "");
     auto first = session.tokens.begin(), middle = first + session.prompt;
-    Report report, prefill = part("prefill", result.prefilled, result.prefill_seconds).say("\n");
-    Report decode = part("decode", result.decoded, result.decode_seconds);
+    Report report, prefill = part("prefill", result.prefilled, 64, result.prefill_seconds, first_token).say("\n");
+    Report decode = part("decode", result.decoded, 1, result.decode_seconds, "");
     report.add("prompt_tokens", std::vector<int>(first, middle));
     report.add("tokens", std::vector<int>(middle, session.tokens.end())).add("text", result.text);
     report.show("stop", result.stop, "\nstopped: %s\n").show("device", session.engine.name(), "device   %s\n");
@@ -251,8 +254,8 @@ inline int run_generate(const Options &options) {
         bytes += weights_read(session.engine.model);
         if (cache) bytes += cache_read(session.engine.model, *cache, session.prompt + i);
     }
-    double speed = result.decoded ? bytes / result.decode_seconds / 1e9 : 0;
-    decode.add("bytes", bytes, formatted("  %6.2f GB/s read\n", speed));
+    const double speed = bytes / result.decode_seconds / 1e9;
+    decode.add("bytes", bytes, result.decoded ? formatted("  %6.2f GB/s read\n", speed) : "\n");
     report.add("prefill", prefill).add("decode", decode).add("cache", about_cache(cache));
     report.print(options.json, stderr);
     return interrupted() ? 130 : 0;

@@ -167,7 +167,7 @@ TEST_CASE("several caches: each layout with each pair of types, --kv with pairs 
     Options both = parse_options({"bench", "--cache", "none,contiguous"});
     CHECK((both.naive && both.layouts.size() == 1));
     CHECK(parse_options({"memory"}).layouts.size() == std::variant_size_v<Layout>);
-    CHECK(refusal(split("diff -p x --cache paged,ring --window 9 -c 64 --against full")) == "");
+    CHECK(refusal(split("diff -p x --cache paged,ring --window 9 -c 64")) == "");
 }
 
 TEST_CASE("bytes with their units") {
@@ -359,7 +359,7 @@ TEST_CASE("flags that make no sense, contradict each other or would have no effe
         Words words, parts;
     };
     const char *all = "generate diff eval bench memory", *working = "generate diff eval bench";
-    const char *one = "generate diff show", *several = "diff eval bench memory", *texts = "generate diff show tokenize";
+    const char *several = "diff eval bench memory", *texts = "generate diff show tokenize";
     for (const Case &each : std::vector<Case>{
              {"generate", {"Once upon a time"}, {"Once upon a time: expected a flag", "-p", "in quotes"}},
              {"generate", {""}, {"expected a flag", "-p"}},
@@ -380,8 +380,6 @@ TEST_CASE("flags that make no sense, contradict each other or would have no effe
              {"generate", {"--kv", "f16,int8"}, {"--kv f16,int8", "takes one", "the other commands take several"}},
              {"generate", {"-ctk", "f16,"}, {"-ctk f16,", "takes one"}},
              {"generate", {"--cache", "contiguous,paged"}, {"--cache contiguous,paged", "takes one"}},
-             {"diff", {"--cache", "contiguous,paged"}, {"--cache contiguous,paged", "one layout", "--against full"}},
-             {"diff", {"--cache", "paged,ring", "--against", "naive"}, {"--cache paged,ring", "--against full"}},
              {several, {"--kv", "f16,,int8"}, {"--kv f16,,int8", "empty"}},
              {several, {"--kv", ","}, {"--kv ,", "empty"}},
              {several, {"-ctv", ",f16"}, {"-ctv ,f16", "empty"}},
@@ -396,7 +394,7 @@ TEST_CASE("flags that make no sense, contradict each other or would have no effe
              {"generate bench", {"--cache", "none", "-ctk", "int8"}, {"-ctk int8", "found --cache none", "drop one"}},
              {"diff eval memory", {"--cache", "none"}, {"--cache none", "is about caches", layout_names()}},
              {"eval memory", {"--cache", "contiguous,none"}, {"--cache contiguous,none", "is about caches"}},
-             {one, {"-c", "64", "--cache", "ring"}, {"-c 64", "a ring", "drop -c"}},
+             {"generate show", {"-c", "64", "--cache", "ring"}, {"-c 64", "a ring", "drop -c"}},
              {"generate", {"--top-k", "5"}, {"--top-k 5", "--temp 0", "raise --temp"}},
              {"generate", {"--top-p", "0.5", "--temp", "0"}, {"--top-p 0.5", "--temp 0", "raise --temp"}},
              {"generate", {"--min-p", "0.5"}, {"--min-p 0.5", "--temp 0"}},
