@@ -14,6 +14,7 @@
 
 #include "attention.cu"
 #include "base/device.h"
+#include "base/ranking.h"
 #include "base/usable.h"
 #include "base/tokenizer.h"
 #include "cache.h"
@@ -357,30 +358,29 @@ inline double draw(uint64_t seed, int position) {
 
 // The token after `position`. At temperature 0 the likeliest one, the first of equals. Otherwise drawn from
 // softmax(logits / T) after top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024) have cut its
-// tail.
+// tail. A point is drawn in the sum of what is kept: the token is the one that it falls on, from the likeliest on.
+// What is summed bucket by bucket may end a rounding of a double away from a sum token by token: of two neighbours,
+// another one may be drawn where the point falls between both sums.
 inline int sample(const Sampler &sampler, const std::vector<float> &logits, int position) {
-    int likeliest = argmax(logits.data(), (int)logits.size());
-    if (sampler.temperature == 0) return likeliest;
-    std::vector<std::pair<double, int>> candidates;  // probability (not normalised: the likeliest has 1), token
-    for (size_t i = 0; i < logits.size(); i++)
-        candidates.push_back({std::exp(((double)logits[i] - logits[likeliest]) / sampler.temperature), (int)i});
-    auto likelier = [](const auto &a, const auto &b) {
-        return a.first > b.first || (a.first == b.first && a.second < b.second);
-    };
-    size_t kept_by_k = sampler.top_k > 0 ? std::min((size_t)sampler.top_k, candidates.size()) : candidates.size();
-    std::partial_sort(candidates.begin(), candidates.begin() + (int64_t)kept_by_k, candidates.end(), likelier);
-    candidates.resize(kept_by_k);
-    double total = 0, kept = 0;
-    for (auto &candidate : candidates) total += candidate.first;
-    size_t count = 0;
-    while (count < candidates.size() && (count == 0 || kept < sampler.top_p * total)) kept += candidates[count++].first;
-    while (count > 1 && candidates[count - 1].first < sampler.min_p) kept -= candidates[--count].first;
-    double point = draw(sampler.seed, position) * kept;
-    for (size_t i = 0; i + 1 < count; i++) {
-        if (point < candidates[i].first) return candidates[i].second;
-        point -= candidates[i].first;
+    if (sampler.temperature == 0) return argmax(logits.data(), (int)logits.size());
+    const double largest = largest_logit(logits), scale = 1 / std::max(sampler.temperature, 1e-300);
+    std::vector<double> p(logits.size());  // not normalised: the likeliest has 1
+    for (size_t i = 0; i < p.size(); i++) p[i] = exp_below_one((logits[i] - largest) * scale);
+    if (sampler.top_k > 0 && (size_t)sampler.top_k < p.size()) {
+        std::vector<int> ids(p.size());
+        for (size_t i = 0; i < p.size(); i++) ids[i] = (int)i;
+        auto likelier = [&](int a, int b) { return p[a] > p[b] || (p[a] == p[b] && a < b); };
+        std::partial_sort(ids.begin(), ids.begin() + sampler.top_k, ids.end(), likelier);
+        for (size_t i = (size_t)sampler.top_k; i < p.size(); i++) p[ids[i]] = 0;
     }
-    return candidates[count - 1].second;
+    double likely = 0;  // the sum of what min-p keeps
+    for (size_t i = 0; sampler.min_p > 0 && i < p.size(); i++) likely += p[i] >= sampler.min_p ? p[i] : 0;
+    const Ranking ranking(std::move(p));
+    double kept = ranking.total;
+    if (sampler.top_p < 1) kept = ranking.find([&](double sum) { return sum >= sampler.top_p * ranking.total; }).sum;
+    if (sampler.min_p > 0) kept = std::min(kept, likely);
+    const double point = draw(sampler.seed, position) * kept;
+    return ranking.find([&](double sum) { return sum > point; }).token;
 }
 
 // A damaged checkpoint shows here first. Says where instead of generating from nonsense; or blame() says why, where it

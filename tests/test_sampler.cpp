@@ -50,6 +50,26 @@ double deviations(const std::vector<int> &counts, const std::vector<double> &pro
     return (square - freedom) / std::sqrt(2 * std::max(1.0, freedom));
 }
 
+// The definition: the whole vocabulary sorted, summed up token by token.
+int sample_by_sorting(const Sampler &sampler, const std::vector<float> &logits, int position) {
+    int likeliest = argmax(logits.data(), (int)logits.size());
+    if (sampler.temperature == 0) return likeliest;
+    std::vector<std::pair<double, int>> list;  // -p, token
+    for (size_t i = 0; i < logits.size(); i++)
+        list.push_back({-std::exp(((double)logits[i] - logits[likeliest]) / sampler.temperature), (int)i});
+    std::sort(list.begin(), list.end());
+    if (sampler.top_k > 0 && (size_t)sampler.top_k < list.size()) list.resize((size_t)sampler.top_k);
+    double total = 0, kept = 0;
+    for (auto &entry : list) total -= entry.first;
+    size_t count = 0;
+    while (count < list.size() && (count == 0 || kept < sampler.top_p * total)) kept -= list[count++].first;
+    while (count > 1 && -list[count - 1].first < sampler.min_p) kept += list[--count].first;
+    double point = draw(sampler.seed, position) * kept;
+    for (size_t i = 0; i + 1 < count; point += list[i++].first)
+        if (point < -list[i].first) return list[i].second;
+    return list[count - 1].second;
+}
+
 // The likeliest is neither first nor last, and no two are equal: 4, 1, 6, 3, 0, 5, 2 is the order.
 const std::vector<double> seven = {0.08, 0.22, 0.03, 0.13, 0.35, 0.05, 0.14};
 
@@ -170,6 +190,41 @@ TEST_CASE("top-p counts what top-k has left, at the asked temperature") {
     CHECK(tokens_drawn(sampler_of(1, 0.5, 0, 2), logits) == std::set<int>{1});       // 0.4 of 0.7 is more than half
     CHECK(tokens_drawn(sampler_of(0.5, 0.5), logits) == std::set<int>{1});           // 0.16 of 0.30, too
     CHECK(tokens_drawn(sampler_of(1, 0.8, 0.7, 0), logits) == std::set<int>{1, 3});  // 0.2 / 0.4 is below min-p
+}
+
+TEST_CASE("top-p at an exact tie keeps what reaches it and no more") {
+    auto kept = [](double top_p, const std::vector<float> &logits) { return tokens_drawn(sampler_of(1, top_p), logits); };
+    const float half = (float)std::log(0.5);
+    CHECK(kept(0.5, {3, 3, 3, 3}) == std::set<int>{0, 1});  // each has 1, of 4: sums are exact
+    CHECK(kept(std::nextafter(0.5, 1), {3, 3, 3, 3}) == std::set<int>{0, 1, 2});
+    CHECK(kept(0.25, {3, 3, 3, 3}) == std::set<int>{0});
+    CHECK(kept(0.75, {-1e30f, 3, 3, 3, 3}) == std::set<int>{1, 2, 3});
+    CHECK(kept(0.5, {half, half, 0, -200}).size() == 1);  // e^-200 is lost in the sum
+}
+
+TEST_CASE("what is drawn is what a sort of the whole vocabulary gives, for every flag") {
+    reference::Random random{seed_of_run()};
+    CAPTURE(seed_of_run());
+    auto one_of = [&](const std::vector<double> &list) { return list[random.bits() % list.size()]; };
+    auto check = [&](int count, int draws) {
+        std::vector<float> logits;
+        const double spread = one_of({0.1, 1, 5, 30});
+        for (int i = 0; i < count; i++) {
+            double x = random.uniform(-spread, spread);
+            logits.push_back((float)(random.bits() % 3 ? x : std::round(x)));  // equals, too
+        }
+        for (int i = 0; i < draws; i++) {
+            Sampler sampler = sampler_of(one_of({0.01, 0.3, 0.8, 1, 1.5, 100}), one_of({1, 0.95, 0.5, 0.1, 0}),
+                                         one_of({0, 0, 0.02, 0.5, 1}), (int)one_of({0, 0, 1, 5, 40, 2000}), random.bits());
+            int expected = sample_by_sorting(sampler, logits, i);
+            if (sample(sampler, logits, i) == expected) continue;
+            FAIL_CHECK("T " << sampler.temperature << " top-p " << sampler.top_p << " min-p " << sampler.min_p
+                            << " top-k " << sampler.top_k << " of " << count);
+        }
+    };
+    for (int i = 0; i < 6000; i++) check(1 + (int)(random.bits() % 60), 50);
+    for (int i = 0; i < 10; i++) check(5000, 20);
+    check(128256, 8);
 }
 
 TEST_CASE("one token is always that token") {

@@ -1,0 +1,88 @@
+// Tokens by their probability, for a vocabulary so large that to sort it takes longer than a model of 10^8 weights.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+// e^x for x <= 0, off by a few units of its last digit; at most 2^-999 below -693. A compiler computes several at a time
+// in a loop of it, which it cannot with the library's: x = n ln 2 + r, and e^r by its series.
+inline double exp_below_one(double x) {
+    constexpr double shift = 0x1.8p52, ln2_high = 0x1.62e42fee00000p-1, ln2_low = 0x1.a39ef35793c76p-33;
+    constexpr double factorials[] = {39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2, 1, 1};
+    x = x > -693 ? x : -693;
+    double shifted = x * M_LOG2E + shift, n = shifted - shift, r = x - n * ln2_high - n * ln2_low;
+    double power = 1.0 / 479001600;
+#pragma GCC unroll 12
+    for (double factorial : factorials) power = power * r + 1 / factorial;
+    uint64_t bits, exponent;
+    memcpy(&bits, &power, sizeof bits);
+    memcpy(&exponent, &shifted, sizeof exponent);
+    bits += exponent << 52;
+    memcpy(&power, &bits, sizeof power);
+    return power;
+}
+
+// From the likeliest token to the least likely, the first of equals first. They are put into buckets by the size of p,
+// 128 for each factor of 2, and only a bucket in which something is looked for is sorted.
+class Ranking {
+public:
+    double total = 0;
+    // p (token): probability, not normalised: the likeliest has 1.
+    explicit Ranking(std::vector<double> probabilities)
+        : p_(std::move(probabilities)), bucket_(p_.size()), sums_(buckets) {
+        const double one = 1;
+        uint64_t bits, most;
+        memcpy(&most, &one, sizeof most);
+        for (size_t i = 0; i < p_.size(); i++) {
+            memcpy(&bits, &p_[i], sizeof bits);  // as whole numbers they have the order of p
+            bucket_[i] = (uint16_t)std::min<uint64_t>((most - bits) >> 45, buckets - 1);
+        }
+        for (size_t i = 0; i < p_.size(); i++) sums_[bucket_[i]] += p_[i];
+        for (double sum : sums_) total += sum;
+    }
+    struct Place {
+        int token = 0;
+        double sum = 0;  // of the p of all up to this one
+    };
+    // The first place whose sum is reached, or the last one.
+    template <class Reached>
+    Place find(Reached reached) const {
+        Place place;
+        double sum = 0;  // of the buckets before
+        for (size_t b = 0; b < buckets; sum += sums_[b++]) {
+            if (sums_[b] == 0 || !reached(sum + sums_[b])) continue;
+            std::vector<std::pair<double, int>> tokens;  // -p, token
+            for (size_t i = 0; i < p_.size(); i++)
+                if (bucket_[i] == b) tokens.push_back({-p_[i], (int)i});
+            std::sort(tokens.begin(), tokens.end());
+            place.sum = sum;
+            for (auto &[minus_p, token] : tokens) {
+                place = {token, place.sum - minus_p};
+                if (reached(place.sum)) return place;
+            }
+        }
+        return place;
+    }
+
+private:
+    static constexpr size_t buckets = 40 * 128;  // the last one: all below 2^-40
+    std::vector<double> p_;
+    std::vector<uint16_t> bucket_;
+    std::vector<double> sums_;  // (bucket): of p
+};
+
+// The largest of some numbers, several at a time.
+inline float largest_logit(const std::vector<float> &numbers) {
+    constexpr size_t side = 16;
+    float largest[side];
+    std::fill(largest, largest + side, -INFINITY);
+    size_t whole = numbers.size() / side * side;
+    for (size_t i = 0; i < whole; i += side)
+        for (size_t j = 0; j < side; j++) largest[j] = std::max(largest[j], numbers[i + j]);
+    for (size_t i = whole; i < numbers.size(); i++) largest[0] = std::max(largest[0], numbers[i]);
+    return *std::max_element(largest, largest + side);
+}
