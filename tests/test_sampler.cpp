@@ -203,8 +203,8 @@ TEST_CASE("top-p at an exact tie keeps what reaches it and no more") {
 }
 
 TEST_CASE("what is drawn is what a sort of the whole vocabulary gives, for every flag") {
-    reference::Random random{seed_of_run()};
-    CAPTURE(seed_of_run());
+    reference::Random random{scene::seed_of_run()};
+    CAPTURE(scene::seed_of_run());
     auto one_of = [&](const std::vector<double> &list) { return list[random.bits() % list.size()]; };
     auto check = [&](int count, int draws) {
         std::vector<float> logits;
