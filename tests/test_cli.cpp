@@ -1438,3 +1438,85 @@ TEST_CASE("beside programs that take every core, two threads do not wait for eac
     for (pid_t child : busy) kill(child, SIGKILL), waitpid(child, nullptr, 0);
     CHECK(best[1] > 0.4 * best[0]);  // a slice of the scheduler's at each barrier: 0.003
 }
+
+// ---- Ctrl-C and progress -----------------------------------------------------------------------------------
+
+// Runs a command with standard error on a terminal; `presses` Ctrl-C come once that has said `after`. Then: seconds from
+// the first of them to the end.
+struct Pressed : Outcome {
+    double seconds = -1;
+};
+static Pressed press(const Words &arguments, const std::string &after, int presses = 1) {
+    Pressed result;
+    const int terminal = posix_openpt(O_RDWR | O_NOCTTY);
+    REQUIRE((terminal >= 0 && grantpt(terminal) == 0 && unlockpt(terminal) == 0));
+    Scratch scratch;
+    const std::string out = scratch / "out";
+    const int other = open(ptsname(terminal), O_RDWR | O_NOCTTY), file = open(out.c_str(), O_CREAT | O_RDWR, 0600);
+    Words words = Words{program_path()} + arguments;
+    std::vector<char *> pointers;
+    for (std::string &word : words) result.command += word + " ", pointers.push_back(word.data());
+    pointers.push_back(nullptr);
+    const pid_t child = fork();
+    if (child == 0) become(pointers.data(), {}, file, other);
+    close(other);
+    auto start = std::chrono::steady_clock::now();
+    auto since = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
+    char buffer[4096];
+    for (ssize_t count; (count = read(terminal, buffer, sizeof buffer)) > 0;) {
+        result.err.append(buffer, (size_t)count);
+        for (; presses > 0 && result.err.find(after) != std::string::npos; presses--) {
+            if (result.seconds < 0) start = std::chrono::steady_clock::now(), result.seconds = 0;
+            kill(child, SIGINT);
+            usleep(1000);  // two that come at once count as one
+        }
+    }
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    if (result.seconds == 0) result.seconds = since();
+    result.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    close(terminal), close(file);
+    result.out = slurp(out);
+    return result;
+}
+
+TEST_CASE("Ctrl-C is heard within a pass of seconds: what there is is said, with status 130; progress is erased") {
+    // The built-in checkpoint takes many seconds for 8,000 tokens at once.
+    const std::string builtin = "weights_tools/builtin";
+    Scratch scratch;
+    fs::copy(builtin, scratch / "long");
+    std::string config = slurp(scratch / "long/config.json");
+    config.replace(config.find("1280", config.find("max_position_embeddings")), 4, "9000");
+    spill(scratch / "long/config.json", config);
+    Ids longer;
+    for (int i = 0; i < 8000; i++) longer.push_back(i % 500 + 2);
+    const Words line{"-m", scratch / "long", "--ids", joined(longer), "-t", "1"};
+    struct Case {
+        Words words;
+        std::string after;
+        Words keys;
+    };
+    const std::vector<Case> cases = {
+        {Words{"generate", "-ub", "8000"} + line, "tokens/s, ", {"text stop", "list tokens", "object prefill"}},
+        {Words{"generate", "--cache", "none"} + line, "naive pass: ", {"text stop", "list tokens"}},
+        {Words{"diff", "-n", "3"} + line, "naive pass: ", {}},
+        {Words{"show"} + line, "prefill: ", {"list tokens", "bool interrupted"}},
+        {Words{"bench", "--prefill", "8000", "--depth", "0", "-m", scratch / "long", "-t", "1"},
+         "prefill: ",
+         {"list results", "bool interrupted"}},
+        {Words{"eval"} + line, "tokens, ", {"list results", "bool interrupted"}}};
+    for (const Case &each : cases)
+        for (bool json : {false, true}) {
+            Pressed result = press(each.words + (json ? Words{"--json"} : Words{}), each.after);
+            CHECK_MESSAGE(result.status == 130, result);
+            CHECK_MESSAGE((result.seconds >= 0 && result.seconds < 2), result.seconds << " s: " << result);
+            check_contains(result.err, " s left", "\33[J");  // it stood there, and was erased
+            CHECK_MESSAGE(result.err.rfind("\33[J") > result.err.rfind(" left"), result);
+            if (json) check_keys(parse(result.out), each.keys);
+        }
+    Pressed twice = press(Words{"generate", "--cache", "none"} + line, "naive pass: ", 2);
+    CHECK_MESSAGE(twice.status == 130, twice);
+    CHECK_MESSAGE(twice.err.rfind("\33[J") > twice.err.rfind(" left"), twice);
+    Outcome piped = run_well({"generate", "-m", builtin, "--ids", joined({2, 3}), "-n", "1", "-t", "1"});
+    CHECK_MESSAGE(!contains(piped.err, "\33"), piped);  // not a terminal
+}
