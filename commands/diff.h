@@ -80,9 +80,10 @@ inline bool exact_products(const Engine &engine) {
 //   words        the mean total variation of the next token's two distributions: the share of words that differ if both
 //                are drawn as alike as can be (Levin and Peres 2017, Proposition 4.7)
 //   perplexity   that of a text the model itself would write grows by the factor e^(mean KL)
-// f16 changed a word in 3,400 or fewer on the built-in checkpoint, stories260K and the tests' random ones, but where
-// weights are int8 or keys are huge: rarer than one in 3,000 is as good as f16. A tenth more perplexity breaks a model:
-// stories of 200 tokens of the built-in one got 0.01 to 0.7 % by int4, 0.2 % at most by fp8, 27 to 121 % by int2.
+// Over 50 steps or more, f16 changed a word in 3,400 or fewer on the built-in checkpoint, stories260K and the tests'
+// random ones, but where weights are int8 or keys are huge: rarer than one in 3,000 is as good as f16. A tenth more
+// perplexity breaks a model: ten stories of 200 tokens of the built-in one got 0.01 to 0.7 % by int4, 0.2 % at most by
+// fp8, 27 to 121 % by int2.
 constexpr double good_as_f16 = 1.0 / 3000, broken = 0.0953;  // total variation; KL in nats, ln 1.1
 
 inline std::string measured(const DiffResult &result) {
