@@ -366,16 +366,29 @@ static void transform(Encoder *e, int index, const char **s, size_t *n, bool *at
     if (*n > e->matcher.limit) fail(e->error, "this text grows beyond %zu bytes", e->matcher.limit);
 }
 
-// The longest added token that stands first at or behind `from`, which moves there; NULL if there is none.
+// The first of the added tokens [low, high) whose byte at `at` is `byte` or above; `high` if there is none.
+static size_t first_added(const AddedSet *set, size_t low, size_t high, size_t at, int byte) {
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        bool below = (uint8_t)set->tokens[middle]->shown[at] < byte;
+        low = below ? middle + 1 : low, high = below ? high : middle;
+    }
+    return low;
+}
+
+// The longest added token that stands first at or behind `from`, which moves there; NULL if there is none. In their
+// order those that begin like the text stand together, [low, high), the shortest first; each byte leaves fewer.
 static const Token *find_added(const AddedSet *set, const char *s, size_t n, size_t *from) {
-    for (; *from < n; ++*from) {
-        if (!set->starts[(uint8_t)s[*from]]) continue;
-        for (size_t i = 0; i < set->count; i++) {
-            const Token *token = set->tokens[i];
-            if (token->shown_length <= n - *from && !memcmp(token->shown, s + *from, token->shown_length)) return token;
+    const Token *found = NULL;
+    for (; *from < n && !found; *from += !found) {
+        size_t low = 0, high = set->starts[(uint8_t)s[*from]] ? set->count : 0;
+        for (size_t at = 0; low < high && *from + at < n; at++) {
+            low = first_added(set, low, high, at, (uint8_t)s[*from + at]);
+            high = first_added(set, low, high, at, (uint8_t)s[*from + at] + 1);
+            for (; low < high && set->tokens[low]->shown_length == at + 1; low++) found = set->tokens[low];
         }
     }
-    return NULL;
+    return found;
 }
 
 // Gives added tokens their ids, and what lies between them to the next step.
@@ -390,6 +403,7 @@ static void take_added(Encoder *e, int step, const char *s, size_t n, bool at_st
         if (flags & SINGLE_WORD && end < n && is_word(s + end)) continue;
         while (flags & LEFT_STRIP && start > done && space_length(s + previous(s, start))) start = previous(s, start);
         while (flags & RIGHT_STRIP && end < n && space_length(s + end)) end += space_length(s + end);
+        if (flags & LEFT_STRIP && done >= end) continue;  // all of it went with the token before
         if (start > done) run(e, step + 1, s + done, start - done, at_start && done == 0);
         push_id(e, (int)(token - e->tokenizer->tokens));
         done = end;
@@ -586,7 +600,9 @@ const char *tokenizer_stream_next(TokenizerStream *stream, int id, size_t *lengt
     const Token *token = tokenizer_token(t, id) ? &t->tokens[id] : NULL;
     stream->out.length = 0;
     stream->out.data[0] = 0;
-    if (token && !(stream->skip_special && token->flags & SPECIAL)) show(stream, 0, token->shown, token->shown_length);
+    // The library skips what is written like a special token, which one in its normalized form may not be.
+    int as = token && stream->skip_special ? *token_slot(t, token->shown, token->shown_length) : -1;
+    if (token && !tokenizer_is_special(t, as)) show(stream, 0, token->shown, token->shown_length);
     return shown(stream, length);
 }
 
@@ -622,9 +638,10 @@ char *tokenizer_decode(const Tokenizer *t, const int *ids, int count, bool skip_
 
 // ---- Loading -----------------------------------------------------------------------------------------------
 
-static int longest_first(const void *a, const void *b) {
-    uint32_t left = (*(const Token *const *)a)->shown_length, right = (*(const Token *const *)b)->shown_length;
-    return left < right ? 1 : left > right ? -1 : 0;
+static int by_text(const void *a, const void *b) {
+    const Token *left = *(const Token *const *)a, *right = *(const Token *const *)b;
+    int order = strcmp(left->shown, right->shown);
+    return order ? order : left < right ? -1 : 1;
 }
 
 // What the normalizer makes of a NORMALIZED token's content stands in a normalized text in its place.
@@ -655,7 +672,7 @@ static void gather_added(Tokenizer *t, bool normalized, Error *error) {
         set->tokens[set->count++] = token;
         set->starts[(uint8_t)*token->shown] = true;
     }
-    if (set->count) qsort(set->tokens, set->count, sizeof *set->tokens, longest_first);
+    if (set->count) qsort(set->tokens, set->count, sizeof *set->tokens, by_text);
 }
 
 static Tokenizer *open_tokenizer(Bytes json, const char *config, Error *error) {
@@ -680,6 +697,10 @@ Tokenizer *tokenizer_parse(const char *json, size_t length, const char *name, ch
 }
 
 int tokenizer_size(const Tokenizer *t) { return t->size; }
+
+int tokenizer_before(const Tokenizer *t) { return t->before_count; }
+
+int tokenizer_end(const Tokenizer *t) { return t->end; }
 
 int tokenizer_find(const Tokenizer *t, const char *token) { return *token_slot(t, token, strlen(token)); }
 

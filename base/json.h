@@ -84,9 +84,10 @@ inline std::string join_path(const std::string &directory, const std::string &na
     return !directory.empty() && directory.back() == '/' ? directory + name : directory + "/" + name;
 }
 
+// Also a link that leads nowhere: whoever opens it then hears so, where a missing file would be nothing.
 inline bool file_exists(const std::string &path) {
     struct stat status;
-    return stat(path.c_str(), &status) == 0;
+    return lstat(path.c_str(), &status) == 0;
 }
 
 // Maps a regular file that is not empty. O_NONBLOCK: opening a FIFO must not wait for somebody to write to it.

@@ -28,7 +28,7 @@ typedef struct TokenizerStream TokenizerStream;
 
 // From a file, or from its text (`length` bytes; `name` stands before the error). NULL and an error if it cannot be
 // used. Ids must be below 2^24. `config`: path of the tokenizer_config.json beside it, which there may be or not, or
-// NULL: it says whether a text begins with BOS where tokenizer.json does not.
+// NULL: it and added_tokens.json there may name more tokens.
 Tokenizer *tokenizer_load(const char *path, const char *config, char *error, size_t error_size);
 Tokenizer *tokenizer_parse(const char *json, size_t length, const char *name, char *error, size_t error_size);
 void tokenizer_free(Tokenizer *tokenizer);
@@ -36,6 +36,8 @@ void tokenizer_free(Tokenizer *tokenizer);
 int tokenizer_size(const Tokenizer *tokenizer);                     // highest id + 1; ids in between may be unused
 int tokenizer_find(const Tokenizer *tokenizer, const char *token);  // id of a token as the file spells it, or -1
 const char *tokenizer_token(const Tokenizer *tokenizer, int id);    // its spelling ("Ġthe", "<s>"), NULL if unused
+int tokenizer_before(const Tokenizer *tokenizer);                   // ids that encoding puts before a text (BOS)
+int tokenizer_end(const Tokenizer *tokenizer);                      // id of tokenizer_config.json's eos_token, or -1
 bool tokenizer_is_special(const Tokenizer *tokenizer, int id);      // <s>, </s>, <|im_start|>, ...
 
 // Encodes `length` bytes of UTF-8 (NUL is a character like any other) in O(length log length). With add_special also

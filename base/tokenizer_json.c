@@ -1,15 +1,17 @@
 // Reads tokenizer.json, and what tokenizer_config.json beside it adds, into the tables and steps of tokenizer_json.h.
 // What a file has that is not supported is refused by name, never read differently.
+#define _POSIX_C_SOURCE 200809L
 #include "tokenizer_json.h"
 
 #include <cjson/cJSON.h>
 #include <errno.h>
+#include <limits.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
+#include <sys/stat.h>
 #include <utf8proc.h>
 
 enum { MAX_ID = (1 << 24) - 1 };
@@ -62,6 +64,9 @@ size_t utf8_valid(const char *s, size_t n) {
 Bytes read_file(const char *path, Error *error) {
     Bytes text = {0};
     char part[1 << 16];
+    struct stat status;
+    if (stat(path, &status) == 0 && !S_ISREG(status.st_mode))  // opening a FIFO would wait for somebody to write to it
+        return fail(error, S_ISDIR(status.st_mode) ? "is a directory, expected a file" : "is not a regular file"), text;
     FILE *file = fopen(path, "rb");
     if (!file) return fail(error, "%s", strerror(errno)), text;
     append(error, &text, "", 0);
@@ -91,12 +96,35 @@ static void check_characters(const Bytes *json, Error *error) {
     }
 }
 
+static int by_key(const void *a, const void *b) {
+    return strcmp((*(const cJSON *const *)a)->string, (*(const cJSON *const *)b)->string);
+}
+
+// A key that stands twice in one object means either to one reader or the other, so it is refused. (In a vocabulary
+// add_token() sees it.)
+static void check_keys(const cJSON *object, Error *error) {
+    const cJSON *item, **items = NULL;
+    size_t count = 0, capacity = 0;
+    cJSON_ArrayForEach(item, object) {
+        if (!cJSON_IsObject(object) || strcmp(item->string, "vocab")) check_keys(item, error);
+        if (!cJSON_IsObject(object)) continue;
+        items = reserve(error, items, &capacity, count + 1, sizeof *items);
+        if (!error->failed) items[count++] = item;
+    }
+    if (count) qsort(items, count, sizeof *items, by_key);
+    for (size_t i = 1; i < count; i++)
+        if (!by_key(&items[i - 1], &items[i]))
+            fail(error, "key \"%.60s\" stands twice in one object", items[i]->string);
+    free(items);
+}
+
 static cJSON *parse(const Bytes *json, Error *error) {
     const char *end = NULL;
     check_characters(json, error);
     cJSON *root = error->failed ? NULL : cJSON_ParseWithLengthOpts(json->data, json->length + 1, &end, true);
     if (!root && !error->failed) fail(error, "malformed JSON at byte %zu", (size_t)(end - json->data));
     if (root && !cJSON_IsObject(root)) fail(error, "is JSON, but not an object");
+    check_keys(root, error);
     return root;
 }
 
@@ -110,6 +138,7 @@ typedef struct {
     Tokenizer *t;
     Error *error;
     bool has_template;
+    int next_id;     // of an added token that the vocabulary does not have
 } Loader;
 
 // Reading one value: a member that is missing or of another type is an error and gives "", false, 0 or -1.
@@ -204,10 +233,9 @@ static void load_vocabulary(Loader *l, const cJSON *vocab, const cJSON *added) {
     if (added && !cJSON_IsArray(added)) fail(l->error, "added_tokens is not a list");
     int highest = 0;
     cJSON_ArrayForEach(item, vocab) highest = (int)fmax(highest, read_number(l, item, item->string, MAX_ID));
-    cJSON_ArrayForEach(item, added) highest =
-        (int)fmax(highest, read_number(l, member(item, "id"), "an added token's id", MAX_ID));
     if (l->error->failed) return;
-    t->size = highest + 1;
+    l->next_id = cJSON_GetArraySize(vocab);
+    t->size = (int)fmax(highest + 1, l->next_id) + cJSON_GetArraySize(added);
     size_t count = (size_t)cJSON_GetArraySize(vocab) + (size_t)cJSON_GetArraySize(added);
     t->slots = hash_table(l, count, sizeof *t->slots, &t->slot_mask);
     t->tokens = calloc((size_t)t->size, sizeof *t->tokens);
@@ -293,17 +321,22 @@ static void load_model(Loader *l, cJSON *model, const cJSON *added) {
     cJSON_DeleteItemFromObjectCaseSensitive(model, "merges");  // most of the file, and no longer needed
 }
 
-// One added token: a token of the model that is also looked for in the text, or one of its own, which keeps the id
-// the file gives it.
+static const char *const FLAGS[] = {"special", "lstrip", "rstrip", "single_word", "normalized"};
+
+// One added token: a token of the model that is also looked for in the text, or one of its own. The library numbers
+// those on from the size of the vocabulary, whatever id the file gives; where the two differ nobody can be right.
 static void load_added_token(Loader *l, const cJSON *item) {
-    static const char *const names[] = {"special", "lstrip", "rstrip", "single_word", "normalized"};
     const char *content = read_text(l, item, "content");
-    int id = member(item, "id")->valueint;
+    const cJSON *given = cJSON_GetObjectItemCaseSensitive(item, "id");
+    if (!*content || l->error->failed) return;
+    int known = *token_slot(l->t, content, strlen(content)), id = known >= 0 ? known : l->next_id++;
+    if (given && read_number(l, given, "an added token's id", MAX_ID) != id)
+        fail(l->error, "added token \"%.60s\" has id %d, expected %d: ids of added tokens go on from the vocabulary's",
+             content, given->valueint, id);
     Token *token = &l->t->tokens[id];
-    if (!*content) return;
-    if (!token->content || strcmp(token->content, content)) add_token(l, id, content);
-    token->flags = (uint8_t)((token->flags & IN_MODEL) | LOOKED_FOR);
-    for (int i = 0; i < 5; i++) token->flags |= read_bool(l, item, names[i], false) ? SPECIAL << i : 0;
+    if (known < 0) token = add_token(l, id, content);
+    token->flags = (uint8_t)((token->flags & (IN_MODEL | SPECIAL)) | LOOKED_FOR);  // once special, always special
+    for (int i = 0; i < 5; i++) token->flags |= read_bool(l, item, FLAGS[i], false) ? SPECIAL << i : 0;
 }
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
@@ -395,6 +428,9 @@ static void load_metaspace(Loader *l, const cJSON *item) {
     Chain *chain = &l->t->encode;
     When when;
     const char *sign = read_metaspace(l, item, &when);
+    for (int i = 0; i < chain->count && when == AT_TEXT_START; i++)  // the library tells the start by where bytes were
+        if (chain->steps[i].kind != ADDED && chain->steps[i].kind != SPLIT && chain->steps[i].kind != STRIP)
+            fail(l->error, "Metaspace: prepend_scheme first behind a step that changes characters is not supported");
     add_step(l, chain, (Step){.kind = REPLACE, .regex = compile(l, " ", true)}, sign);
     if (when != NEVER) add_step(l, chain, (Step){.kind = PREPEND, .mode = when}, sign);
     if (read_bool(l, item, "split", true))
@@ -476,26 +512,137 @@ static void load_post_processor(Loader *l, const cJSON *item) {
     if (type == TEMPLATE) load_template(l, item);
 }
 
-// Where tokenizer.json has no template, tokenizer_config.json's add_bos_token says whether bos_token, "<s>" or
-// {"content": "<s>"}, stands before a text.
-static void load_config(Loader *l, const char *path) {
-    if (access(path, F_OK) != 0) return;  // there need not be one
-    const char *name = l->error->name;
-    l->error->name = path;
-    Bytes text = read_file(path, l->error);
-    cJSON *config = parse(&text, l->error);
+// ---- Tokens that stand beside tokenizer.json -------------------------------------------------------------------
+// As Transformers 5.24 reads them (PreTrainedTokenizerFast): first added_tokens_decoder, or without it
+// added_tokens.json, each in the order of ids; then the named ones (eos_token and whatever ends in _token); then the
+// list of extra ones.
+// add_bos_token says nothing where there is a tokenizer.json: only a template puts BOS before a text.
+
+// The object in a file beside tokenizer.json, or NULL where there is none. A link that leads nowhere is no such file.
+static cJSON *read_beside(Loader *l, const char *config, const char *name) {
+    char path[5000];
+    struct stat status;
+    const char *slash = strrchr(config, '/');
+    snprintf(path, sizeof path, "%.*s%s", slash ? (int)(slash + 1 - config) : 0, config, name);
+    if (l->error->failed || lstat(path, &status) != 0) return NULL;
+    Error *error = l->error, here = {path, error->text, error->size, false};
+    Bytes text = read_file(path, &here);
+    cJSON *object = parse(&text, &here);
     free(text.data);
-    if (!l->error->failed && read_bool(l, config, "add_bos_token", false)) {
-        const cJSON *bos = member(config, "bos_token");
-        const char *content = cJSON_GetStringValue(cJSON_IsObject(bos) ? member(bos, "content") : bos);
-        int id = content ? *token_slot(l->t, content, strlen(content)) : -1;
-        const char *what = content ? content : "neither a string nor an object with a content";
-        if (id < 0)
-            fail(l->error, "add_bos_token is true, bos_token is %.60s, expected a token of tokenizer.json", what);
-        if (id >= 0) l->t->before[l->t->before_count++] = id;
+    error->failed = here.failed;
+    return object;
+}
+
+static const char *content_of(const cJSON *token) {
+    return cJSON_GetStringValue(cJSON_IsObject(token) ? member(token, "content") : token);
+}
+
+static bool same_text(const cJSON *token, const char *content) {
+    return content_of(token) && !strcmp(content_of(token), content);
+}
+
+// "eos_token": "</s>" in the settings.
+static bool names_token(const cJSON *item) {
+    size_t n = strlen(item->string);
+    return n > 6 && !strcmp(item->string + n - 6, "_token") && content_of(item);
+}
+
+static bool is_named(const cJSON *config, const char *content) {
+    const cJSON *item, *extra = member(config, "extra_special_tokens");  // as an object it gives names, too
+    cJSON_ArrayForEach(item, config) if (names_token(item) && same_text(item, content)) return true;
+    cJSON_ArrayForEach(item, extra) if (cJSON_IsObject(extra) && same_text(item, content)) return true;
+    return false;
+}
+
+// Puts a token, {"content": ..., flags} or a text, which means a special one, behind tokenizer.json's added ones. `id`:
+// of one that has a number: it may give a token that is there other flags. One without is none of the first `limit`.
+static void name_token(Loader *l, cJSON *added, const cJSON *token, const char *id, int limit, bool special) {
+    const char *content = content_of(token);
+    cJSON *item;
+    if (!content) return fail(l->error, "a token beside it is neither a string nor has a content");
+    bool known = false, same = true, marked = cJSON_IsObject(token) ? cJSON_IsTrue(member(token, "special")) : true;
+    int index = 0;
+    cJSON_ArrayForEach(item, added) {
+        if (index++ >= limit || !same_text(item, content)) continue;
+        known = true;
+        for (int i = 0; i < 5; i++)
+            same = same && cJSON_IsTrue(member(item, FLAGS[i])) == cJSON_IsTrue(member(token, FLAGS[i]));
     }
-    cJSON_Delete(config);
-    if (!l->error->failed) l->error->name = name;
+    if (known && (same || !id)) return;
+    item = cJSON_CreateObject();
+    cJSON_AddStringToObject(item, "content", content);
+    cJSON_AddBoolToObject(item, FLAGS[0], marked || special);
+    for (int i = 1; i < 5; i++) {
+        const cJSON *flag = member(token, FLAGS[i]);
+        cJSON_AddBoolToObject(item, FLAGS[i], i == 4 && !flag ? !marked : cJSON_IsTrue(flag));
+    }
+    if (id && !known) cJSON_AddNumberToObject(item, "id", atoi(id));
+    cJSON_AddItemToArray(added, item);
+}
+
+static int by_id(const void *a, const void *b) {
+    int left = atoi((*(const cJSON *const *)a)->string), right = atoi((*(const cJSON *const *)b)->string);
+    return left < right ? -1 : left > right;
+}
+
+// {"14": token, ...}, in the order of ids.
+static void name_numbered(Loader *l, cJSON *added, const cJSON *numbered, const cJSON *config) {
+    size_t count = 0, capacity = 0;
+    const cJSON *item, **items = NULL;
+    cJSON_ArrayForEach(item, numbered) {
+        items = reserve(l->error, items, &capacity, count + 1, sizeof *items);
+        if (!l->error->failed) items[count++] = item;
+    }
+    if (count) qsort(items, count, sizeof *items, by_id);
+    for (size_t i = 0; i < count; i++) {
+        const char *content = content_of(items[i]);
+        name_token(l, added, items[i], items[i]->string, INT_MAX, content && is_named(config, content));
+    }
+    free(items);
+}
+
+// added_tokens.json, {"<x>": 14}, as added_tokens_decoder would have it.
+static cJSON *numbered_of(Loader *l, const cJSON *added, const cJSON *more, const cJSON *config,
+                          const cJSON *extra) {
+    cJSON *numbered = cJSON_CreateObject();
+    const cJSON *item, *other;
+    cJSON_ArrayForEach(item, more) {
+        char id[12];
+        bool known = false;
+        cJSON_ArrayForEach(other, added) known = known || same_text(other, item->string);
+        if (known) continue;
+        bool special = is_named(config, item->string);
+        snprintf(id, sizeof id, "%d", read_number(l, item, item->string, MAX_ID));
+        cJSON_ArrayForEach(other, extra) special = special || (cJSON_IsString(other) && same_text(other, item->string));
+        cJSON *token = cJSON_AddObjectToObject(numbered, id);
+        cJSON_AddStringToObject(token, "content", item->string);
+        cJSON_AddBoolToObject(token, "special", special);
+    }
+    return numbered;
+}
+
+static void name_tokens(Loader *l, cJSON *added, const cJSON *config, const cJSON *more) {
+    static const char *const first[] = {"bos_token", "eos_token", "unk_token", "sep_token",
+                                        "pad_token", "cls_token", "mask_token"};
+    const cJSON *item, *extra = member(config, "extra_special_tokens");
+    const cJSON *decoder = member(config, "added_tokens_decoder");
+    if (!extra || !extra->child) extra = member(config, "additional_special_tokens");
+    cJSON *numbered = decoder ? NULL : numbered_of(l, added, more, config, extra);
+    name_numbered(l, added, decoder ? decoder : numbered, config);
+    cJSON_Delete(numbered);
+    const int limit = cJSON_GetArraySize(added);
+    cJSON *one;
+    cJSON_ArrayForEach(one, added) {  // a named one is special, whatever its number says
+        bool numbered_too = !decoder;
+        cJSON_ArrayForEach(item, decoder) numbered_too |= content_of(one) && same_text(item, content_of(one));
+        if (numbered_too && content_of(one) && is_named(config, content_of(one)))
+            cJSON_ReplaceItemInObjectCaseSensitive(one, FLAGS[0], cJSON_CreateTrue());
+    }
+    for (int i = 0; i < 7; i++)
+        if (member(config, first[i])) name_token(l, added, member(config, first[i]), NULL, limit, true);
+    cJSON_ArrayForEach(item, config) if (names_token(item)) name_token(l, added, item, NULL, limit, true);
+    const bool names = cJSON_IsObject(extra);  // {"image": "<image>"}, as image_token would
+    cJSON_ArrayForEach(item, extra) name_token(l, added, item, NULL, names ? limit : INT_MAX, names);
 }
 
 // ---- All of it -------------------------------------------------------------------------------------------------
@@ -504,10 +651,20 @@ static void load_part(Loader *l, const cJSON *root, const char *name, void (*loa
     if (member(root, name) && !l->error->failed) load(l, member(root, name));
 }
 
-static void load_parts(Loader *l, cJSON *root) {
-    const cJSON *added = member(root, "added_tokens"), *token;
+static void load_parts(Loader *l, cJSON *root, const char *config_path) {
+    cJSON *config = config_path ? read_beside(l, config_path, "tokenizer_config.json") : NULL;
+    cJSON *more = config_path ? read_beside(l, config_path, "added_tokens.json") : NULL;
+    cJSON *added = cJSON_GetObjectItemCaseSensitive(root, "added_tokens"), *token;
+    if (cJSON_IsNull(added)) cJSON_DeleteItemFromObjectCaseSensitive(root, "added_tokens"), added = NULL;
+    if (!added) added = cJSON_AddArrayToObject(root, "added_tokens");
+    if (cJSON_IsArray(added) && !l->error->failed) name_tokens(l, added, config, more);
     load_model(l, cJSON_GetObjectItemCaseSensitive(root, "model"), added);
     cJSON_ArrayForEach(token, added) if (!l->error->failed) load_added_token(l, token);
+    while (!l->error->failed && !l->t->tokens[l->t->size - 1].content) l->t->size--;
+    const char *end = content_of(member(config, "eos_token"));
+    l->t->end = end && !l->error->failed ? *token_slot(l->t, end, strlen(end)) : -1;
+    cJSON_Delete(config);
+    cJSON_Delete(more);
     add_step(l, &l->t->encode, (Step){.kind = ADDED, .mode = 0}, "");
     load_part(l, root, "normalizer", load_normalizer);
     add_step(l, &l->t->encode, (Step){.kind = ADDED, .mode = 1}, "");
@@ -518,11 +675,10 @@ static void load_parts(Loader *l, cJSON *root) {
 }
 
 Tokenizer *read_tokenizer(const Bytes *json, const char *config, Error *error) {
-    Loader l = {calloc(1, sizeof *l.t), error, false};
+    Loader l = {.t = calloc(1, sizeof *l.t), .error = error};
     if (!l.t) return fail(error, "out of memory"), NULL;
     l.t->json = parse(json, error);
-    if (!error->failed) load_parts(&l, l.t->json);
-    if (!error->failed && config && !l.has_template) load_config(&l, config);
+    if (!error->failed) load_parts(&l, l.t->json, config);
     if (!error->failed) return l.t;
     tokenizer_free(l.t);
     return NULL;

@@ -67,7 +67,7 @@ typedef struct {
 } Merge;
 
 typedef struct {           // added tokens that are looked for together
-    const Token **tokens;  // (count): the longest first
+    const Token **tokens;  // (count): by the text that is looked for
     size_t count, capacity;
     bool starts[256];  // does one start with this byte?
 } AddedSet;
@@ -87,6 +87,7 @@ struct Tokenizer {
     AddedSet added[2];                          // looked for before and after normalizing; tokenizer.c gathers them
     int before[MAX_AROUND], after[MAX_AROUND];  // the post-processor's ids around a text
     int before_count, after_count;
+    int end;  // id of tokenizer_config.json's eos_token, or -1
     struct cJSON *json;  // the file, to whose strings tokens and steps point
 };
 

@@ -1,6 +1,7 @@
 // The tokenizer against the tokenizers library: ids, text, streaming; against broken files; against the clock.
 // Run from the repository's root. Fixtures: weights_tools/make_tokenizer_fixtures.py.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <sys/stat.h>
 #include <utf8proc.h>
 
 #include <chrono>
@@ -259,39 +260,91 @@ TEST_CASE("threads encode with one tokenizer at the same time") {
     for (const Ids &one : ids) CHECK(one == encode(t.get(), text));
 }
 
-TEST_CASE("add_bos_token puts BOS before a text where tokenizer.json has no template") {
+// A folder with a shape's tokenizer.json, and what stands beside it.
+struct Folder {
     Scratch scratch;
-    const std::string config = scratch / "tokenizer_config.json";
     std::string error;
-    auto load = [&](const std::string &shape, const char *text) {
-        spill(config, text);
+    Folder(const std::string &tokenizer) { spill(scratch / "tokenizer.json", tokenizer); }
+    Loaded load(const std::string &config) {
+        const std::string file = scratch / "tokenizer.json", beside = scratch / "tokenizer_config.json";
+        spill(beside, config);
         char why[300] = "";
-        Loaded t(tokenizer_load((FIXTURES + shape + ".json").c_str(), config.c_str(), why, sizeof why), tokenizer_free);
+        Loaded t(tokenizer_load(file.c_str(), beside.c_str(), why, sizeof why), tokenizer_free);
         error = why;
         return t;
-    };
-    for (const char *token : {R"("<|endoftext|>")", R"({"content": "<|endoftext|>", "lstrip": false})"}) {
-        Loaded t = load("gpt2", (std::string(R"({"add_bos_token": true, "bos_token": )") + token + "}").c_str());
-        REQUIRE_MESSAGE(t, error);
-        CHECK(encode(t.get(), "") == Ids{tokenizer_find(t.get(), "<|endoftext|>")});
-        CHECK(encode(t.get(), "", false) == Ids{});
-        CHECK(encode(t.get(), "a mill") == encode(t.get(), "<|endoftext|>a mill", false));
     }
-    for (const char *none : {"{}", R"({"add_bos_token": false, "bos_token": "<|endoftext|>"})", R"({"bos_token": 3})"})
-        CHECK(encode(load("gpt2", none).get(), "") == Ids{});
-    for (const char *unread : {R"({"add_bos_token": false})", "broken"})  // the template counts
-        CHECK(encode(load("llama3", unread).get(), "").size() == 1);
+};
+
+// Vocabulary: the characters of "<s>" as one token, and 13 more; what the settings add begins with id 14.
+static const char LETTERS[] =
+    R"({"added_tokens":[{"id":0,"content":"<s>","normalized":false,"special":true}],"decoder":{"type":"Fuse"},)"
+    R"("model":{"vocab":{"<s>":0,"<":1,"|":2,"i":3,"m":4,"_":5,"s":6,"t":7,"a":8,"r":9,">":10,"u":11,"e":12,"h":13},)"
+    R"("merges":[]}})";
+
+TEST_CASE("tokens that only the files beside tokenizer.json name are tokens, as in Transformers 5.24") {
+    Folder folder(LETTERS);
+    const struct {
+        const char *config, *text, *ids, *skipped;
+    } cases[] = {
+        {R"({})", "<|i|>hi", "1 2 3 2 10 13 3 ", "<|i|>hi"},
+        {R"({"added_tokens_decoder":{"14":{"content":"<|i|>","special":true}}})", "<|i|>hi", "14 13 3 ", "hi"},
+        {R"({"added_tokens_decoder":{"14":{"content":"<|i|>","lstrip":true}}})", "h <|i|>hi", "13 14 13 3 ",
+         "h<|i|>hi"},
+        {R"({"added_tokens_decoder":{"15":{"content":"<|i|>"},"14":{"content":"<m>"}}})", "<|i|><m>", "15 14 ",
+         "<|i|><m>"},
+        {R"({"added_tokens_decoder":{"0":{"content":"<s>","special":false}}})", "<s>", "0 ", ""},
+        {R"({"additional_special_tokens":["<|i|>"]})", "<|i|>hi", "14 13 3 ", "hi"},
+        {R"({"extra_special_tokens":["<|i|>"],"additional_special_tokens":["<m>"]})", "<|i|><m>", "14 1 4 10 ", "<m>"},
+        {R"({"extra_special_tokens":{"x":"<|i|>"},"eos_token":"<m>"})", "<|i|><m>", "15 14 ", ""},
+        {R"({"eos_token":"<|i|>"})", "<|i|>hi", "14 13 3 ", "hi"},
+        {R"({"image_token":"<|i|>","bos_token":"<s>","pad_token":null})", "<|i|>hi", "14 13 3 ", "hi"},
+        {R"({"eos_token":"h"})", "<s>hi", "0 13 3 ", "i"},
+        {R"({"pad_token":{"__type":"AddedToken","content":"<|i|>","rstrip":true}})", "<|i|> hi", "14 13 3 ", "hi"}};
+    for (const auto &one : cases) {
+        INFO(std::string(one.config));
+        Loaded t = folder.load(one.config);
+        REQUIRE_MESSAGE(t, folder.error);
+        CHECK(show(encode(t.get(), one.text)) == one.ids);
+        CHECK(decode(t.get(), encode(t.get(), one.text), true) == one.skipped);
+    }
+    CHECK(tokenizer_end(folder.load(R"({"eos_token":"<|i|>"})").get()) == 14);
+    CHECK(tokenizer_end(folder.load("{}").get()) == -1);
+    spill(folder.scratch / "added_tokens.json", R"({"<|i|>":15,"<m>":14,"<s>":0})");
+    Loaded t = folder.load(R"({"eos_token":"<m>"})");
+    REQUIRE_MESSAGE(t, folder.error);
+    CHECK(show(encode(t.get(), "<s><|i|><m>")) == "0 15 14 ");
+    CHECK(decode(t.get(), {0, 15, 14}, true) == "<|i|>");
+    const char *decoder = R"({"added_tokens_decoder":{"14":{"content":"<|i|>"}}})";  // goes before added_tokens.json
+    CHECK(show(encode(folder.load(decoder).get(), "<|i|><m>")) == "14 1 4 10 ");
+    fs::remove(folder.scratch / "added_tokens.json");
+    for (const char *gap : {R"({"added_tokens_decoder":{"20":{"content":"<|i|>"}}})",
+                            R"({"added_tokens_decoder":{"3":{"content":"<|i|>"}}})"}) {
+        CHECK_FALSE(folder.load(gap));
+        check_contains(folder.error, "added token \"<|i|>\" has id");
+        check_contains(folder.error, "expected 14");
+    }
+}
+
+TEST_CASE("only a template puts BOS before a text: add_bos_token says nothing beside a tokenizer.json") {
+    Folder folder(slurp(FIXTURES + "gpt2.json"));
+    const std::string config = folder.scratch / "tokenizer_config.json";
+    for (const char *none :
+         {"{}", R"({"add_bos_token": true, "bos_token": "<|endoftext|>"})", R"({"add_bos_token": 1})"})
+        CHECK(encode(folder.load(none).get(), "") == Ids{});
+    Folder llama(slurp(FIXTURES + "llama3.json"));
+    CHECK(encode(llama.load(R"({"add_bos_token": false})").get(), "").size() == 1);
+    for (const char *none : {R"({"bos_token": 3})", R"({"extra_special_tokens": [{}]})"}) {
+        CHECK_FALSE(folder.load(none));
+        check_contains(folder.error, "a token beside it is neither a string nor has a content");
+    }
     const char *refused[][2] = {
-        {R"({"add_bos_token": 1})", "add_bos_token is not true or false"},
-        {R"({"add_bos_token": true})", "bos_token is neither a string"},
-        {R"({"add_bos_token": true, "bos_token": {}})", "bos_token is neither a string"},
-        {R"({"add_bos_token": true, "bos_token": "<x>"})", "bos_token is <x>, expected a token of"},
+        {R"({"eos_token": "a", "eos_token": "b"})", "key \"eos_token\" stands twice in one object"},
         {"[]", "not an object"},
         {"{", "malformed JSON at byte 1"}};
     for (const auto &one : refused) {
-        CHECK_FALSE(load("gpt2", one[0]));
-        CHECK_MESSAGE(error.find(config + ": ") == 0, error);
-        check_contains(error, one[1]);
+        CHECK_FALSE(folder.load(one[0]));
+        CHECK_MESSAGE(folder.error.find(config + ": ") == 0, folder.error);
+        check_contains(folder.error, one[1]);
     }
     fs::remove(config);
     char why[300] = "";
@@ -313,7 +366,7 @@ TEST_CASE("text that is not UTF-8 is refused with its byte") {
 
 // Broken files: what stands in a good one ~ what comes instead, or ( | ) what else ~ what the error must say.
 static const char GOOD[] =
-    R"({"added_tokens":[{"id":6,"content":"<s>","special":true}],"normalizer":null,"pre_tokenizer":null,)"
+    R"({"added_tokens":[{"id":5,"content":"<s>","special":true}],"normalizer":null,"pre_tokenizer":null,)"
     R"("post_processor":null,"decoder":null,"model":{"type":"BPE","dropout":null,"unk_token":null,)"
     R"("continuing_subword_prefix":null,"end_of_word_suffix":null,"fuse_unk":false,"byte_fallback":false,)"
     R"("vocab":{"a":0,"b":1,"ab":2,"c":3,"d":4},"merges":["a b"]}})";
@@ -333,6 +386,10 @@ prefix":null ~ prefix":"##" ~ continuing_subword_prefix
 suffix":null ~ suffix":"</w>" ~ end_of_word_suffix
 "fuse_unk":false ~ "fuse_unk":3 ~ fuse_unk is not true or false
 "unk_token":null ~ "unk_token":"<unk>" ~ unk_token <unk> is not in model.vocab
+"BPE" ~ "BPE","type":"BPE" ~ key "type" stands twice in one object
+"normalizer":null ~ "normalizer":null,"normalizer":null ~ key "normalizer" stands twice
+"special":true ~ "special":true,"special":false ~ key "special" stands twice
+"fuse_unk":false, ~ "vocab":{}, ~ key "vocab" stands twice
 "a":0 ~ "a":-1 ~ a is -1, expected a whole number from 0 to 16777215
 "a":0 ~ "a":0.5 ~ a is 0.5
 "a":0 ~ "a":16777216 | "a":1e300 ~ expected a whole number
@@ -345,14 +402,14 @@ suffix":null ~ suffix":"</w>" ~ end_of_word_suffix
 ["a b"] ~ [["a","y"]] ~ model.vocab has no "y"
 ["a b"] ~ ["ab"] | ["a b c"] | [["a","b","c"]] | [["a"]] | [5] | [{"x":"a","y":"b"}] ~ merge 0 is neither
 ["a b"] ~ {} ~ model.merges is missing or not a list
-"id":6 ~ "id":4 ~ id 4 stands for "d" and "<s>"
-"<s>" ~ "c" ~ "c" has both id 3 and 6
-"id":6, ~  ~ added token's id is missing
-"id":6 ~ "id":-5 ~ added token's id is -5
+"id":5 ~ "id":4 ~ "<s>" has id 4, expected 5
+"<s>" ~ "c" ~ "c" has id 5, expected 3
+"id":5 ~ "id":7 ~ added token "<s>" has id 7, expected 5
+"id":5 ~ "id":-5 ~ added token's id is -5
 "content":"<s>", ~  ~ content is missing
 "special":true ~ "special":"yes" ~ special is not true or false
-[{"id":6,"content":"<s>","special":true}] ~ {} ~ added_tokens is not a list
-[{"id":6,"content":"<s>","special":true}] ~ [null] ~ added token's id is missing
+[{"id":5,"content":"<s>","special":true}] ~ {} ~ added_tokens is not a list
+[{"id":5,"content":"<s>","special":true}] ~ [null] ~ content is missing
 PRE null ~ PRE {"type":"Bert"} ~ pre_tokenizer of type Bert, supported are: Sequence ByteLevel
 PRE null ~ PRE 7 ~ pre_tokenizer: type is missing
 PRE null ~ PRE {"type":"Sequence"} ~ pretokenizers is missing or not a list
@@ -375,11 +432,10 @@ DEC null ~ DEC {"type":"Strip","content":" ","start":1,"stop":1} ~ stop is 1, ex
 DEC null ~ DEC {"type":"Sequence","decoders":[{"type":"Fuse"},{"type":"ByteFallback"}]} ~ behind Fuse
 POST null ~ POST {"type":"BertProcessing"} ~ post_processor of type BertProcessing, supported are
 POST null ~ POST {"type":"TemplateProcessing","single":[]} ~ single holds the text 0 times
-POST null ~ POST {"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"y"}},TEXT 6]}}} ~ neither text nor known
-POST null ~ POST TEMPLATE 99]}}} ~ is 99, expected a whole number from 0 to 6
-POST null ~ POST TEMPLATE 6,6,6,6,6,6,6,6,6,6,6,6,6,6,6,6,6]}}} ~ more than 16 special tokens
-POST null ~ POST TEMPLATE 5]}}} ~ id 5 stands for no token
-POST null ~ POST {"type":"Sequence","processors":[TEMPLATE 6]}}},TEMPLATE 6]}}}]} ~ more than one TemplateProcessing
+POST null ~ POST {"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"y"}},TEXT 5]}}} ~ neither text nor known
+POST null ~ POST TEMPLATE 99]}}} ~ is 99, expected a whole number from 0 to 5
+POST null ~ POST TEMPLATE 5,5,5,5,5,5,5,5,5,5,5,5,5,5,5,5,5]}}} ~ more than 16 special tokens
+POST null ~ POST {"type":"Sequence","processors":[TEMPLATE 5]}}},TEMPLATE 5]}}}]} ~ more than one TemplateProcessing
 )";
 static const char *const SHORT[][2] = {
     {"PRE ", R"("pre_tokenizer":)"},
@@ -458,6 +514,28 @@ TEST_CASE("a missing file, a directory and another kind of file are named") {
     CHECK(std::string(error).find("tests: ") == 0);
     CHECK(tokenizer_load("tests/test_tokenizer.cpp", nullptr, error, sizeof error) == nullptr);
     CHECK(std::string(error).find("tests/test_tokenizer.cpp: malformed JSON") == 0);
+}
+
+TEST_CASE("a FIFO and a link that leads nowhere are refused in place of a file, at once") {
+    Folder folder(LETTERS);
+    const std::string file = folder.scratch / "tokenizer.json", beside = folder.scratch / "tokenizer_config.json";
+    char error[400];
+    auto refused = [&](const std::string &what, const char *says) {
+        CHECK(tokenizer_load(file.c_str(), beside.c_str(), error, sizeof error) == nullptr);
+        CHECK_MESSAGE(std::string(error).find(what + ": ") == 0, error);
+        check_contains(error, says);
+    };
+    REQUIRE(mkfifo(beside.c_str(), 0600) == 0);
+    refused(beside, "is not a regular file");
+    for (const char *target : {"nowhere", "tokenizer_config.json"}) {
+        fs::remove(beside);
+        fs::create_symlink(target, beside);
+        refused(beside, strcmp(target, "nowhere") ? "Too many levels of symbolic links" : "No such file");
+    }
+    fs::remove(beside);
+    fs::remove(file);
+    REQUIRE(mkfifo(file.c_str(), 0600) == 0);
+    refused(file, "is not a regular file");
 }
 
 TEST_CASE("hostile patterns give ids or an error, not a wait or a crash") {
