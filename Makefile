@@ -58,7 +58,7 @@ NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings --extended-lambda --expt-relaxe
   --threads 0 \
   $(foreach arch,$(CUDA_ARCH),-gencode 'arch=compute_$(arch),code=[compute_$(arch),sm_$(arch)]') \
   -Xcompiler $(subst $(empty) ,$(comma),-O3 $(HOST) -Wall -Wextra -Werror)
-CUDA_LIBS := -lcublas -Xlinker -rpath,$(NVCC:/bin/nvcc=/lib64)
+CUDA_LIBS := -Xlinker -rpath,$(NVCC:/bin/nvcc=/lib64)
 STORY := cache.h layers.cu attention.cu $(wildcard base/*.h)
 SOURCES := llm.cu $(STORY) $(wildcard commands/*.h fast/*.h fast/*.cu)
 TOKENIZER := build/tokenizer.o build/tokenizer_json.o

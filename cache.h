@@ -513,12 +513,12 @@ inline Visible visible_of(const Choice<Layout> &layout, int layer_window) {
     return layout.visit([&](auto &chosen) { return chosen.visible(layer_window); });
 }
 
-// Memory for `count` rows of each layer at a precision; none if it is 0.
-inline CacheRows open_rows(Cache &cache, const Precision &type, int width, int64_t count) {
+// Memory for `count` rows of each layer at a precision; none if it is 0. `what` is said where it cannot be had.
+inline CacheRows open_rows(Cache &cache, const std::string &what, const Precision &type, int width, int64_t count) {
     CacheRows side = {nullptr, row_bytes(type, width), width, cache.shape.kv_heads, count};
     if (count == 0) return side;
-    cache.owned.push_back(
-        cache.memory->reserve(side.bytes(cache.shape.layers), "the KV cache", "lower -c or --window, or free some"));
+    cache.owned.push_back(cache.memory->reserve(side.bytes(cache.shape.layers), what.c_str(),
+                                                "lower -c or --window, or free some"));
     side.data = (char *)cache.owned.back().get();
     return side;
 }
@@ -566,14 +566,18 @@ inline Cache open_cache(Memory &memory, const CacheShape &shape, Layout layout, 
     view.layout = cache.layout;
     view.type_k = type_k;
     view.type_v = type_v;
-    view.keys = open_rows(cache, type_k, shape.key_width, rows);
-    view.values = open_rows(cache, type_v, shape.value_width, rows);
-    view.residual_keys = open_rows(cache, F16{}, shape.key_width, has_blocks(type_k) ? sequences * group_size : 0);
-    view.residual_values = open_rows(cache, F16{}, shape.value_width, has_blocks(type_v) ? sequences * group_size : 0);
+    const std::string what = formatted("the KV cache of %.1f GiB, its keys or values", bytes / 0x1p30);
+    auto open = [&](const Precision &type, int width, int64_t count) {
+        return open_rows(cache, what, type, width, count);
+    };
+    view.keys = open(type_k, shape.key_width, rows);
+    view.values = open(type_v, shape.value_width, rows);
+    view.residual_keys = open(F16{}, shape.key_width, has_blocks(type_k) ? sequences * group_size : 0);
+    view.residual_values = open(F16{}, shape.value_width, has_blocks(type_v) ? sequences * group_size : 0);
     if (auto *ring = std::get_if<Ring>(&cache.layout)) {
         view.sinks = ring->sinks;
-        view.sink_keys = open_rows(cache, F32{}, shape.key_width, sequences * ring->sinks);
-        view.sink_values = open_rows(cache, F32{}, shape.value_width, sequences * ring->sinks);
+        view.sink_keys = open(F32{}, shape.key_width, sequences * ring->sinks);
+        view.sink_values = open(F32{}, shape.value_width, sequences * ring->sinks);
     }
     if (auto *paged = std::get_if<Paged>(&cache.layout)) open_pages(cache, *paged);
     return cache;

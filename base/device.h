@@ -21,6 +21,8 @@
 #include <cuda_runtime.h>
 #endif
 
+#include <dlfcn.h>
+
 #include <map>
 #include <memory>
 #include <type_traits>
@@ -56,10 +58,31 @@ inline void check(cudaError_t error, const char *what) {
     fail("CUDA: %s: %s: %s; --device cpu needs no card", what, cudaGetErrorString(error), cure_of(error));
 }
 
+// A function of a shared library, which is opened when it is first asked for one.
+inline void *library_function(const char *library, const char *function) {
+    void *opened = dlopen(library, RTLD_LAZY), *found = opened ? dlsym(opened, function) : nullptr;
+    if (!found) fail("%s: install it, or add --device cpu, which needs none", dlerror());
+    return found;
+}
+
+// cuBLAS is opened with a GPU, not with the program: whoever computes on the CPU needs neither the library nor its 600 MB
+// of addresses.
+#ifdef CUDA_ON_CPU
+#define CUBLAS(function) function
+#else
+#define AS_TEXT(word) #word
+#define CUBLAS_LIBRARY(version) "libcublas.so." AS_TEXT(version)
+#define CUBLAS(function)                                                                                          \
+    [] {                                                                                                          \
+        static void *const found = library_function(CUBLAS_LIBRARY(CUBLAS_VER_MAJOR), AS_TEXT(function));         \
+        return (decltype(&(function)))found;                                                                      \
+    }()
+#endif
+
 inline void check(cublasStatus_t status, const char *what) {
     if (status == CUBLAS_STATUS_SUCCESS) return;
     fail("cuBLAS: %s: %s: another driver or card may help; --device cpu needs neither", what,
-         cublasGetStatusString(status));
+         CUBLAS(cublasGetStatusString)(status));
 }
 
 __global__ void nothing() {}
@@ -69,8 +92,10 @@ inline cudaError_t about_build(cudaFuncAttributes &about) { return cudaFuncGetAt
 
 // Why no card computes, or "".
 inline std::string no_gpu() {
-    int count = 0;
+    int count = 0, driver = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
+    if (error == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0)
+        return "no NVIDIA driver";
     if (error != cudaSuccess) return cudaGetErrorString(error);
     if (count == 0) return "no CUDA device";
     cudaFuncAttributes about;
@@ -177,14 +202,14 @@ public:
         check(about_build(about), "cudaFuncGetAttributes");
         early = properties.major >= 9 && about.ptxVersion >= 90;
         check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-        check(cublasCreate(&blas), "cublasCreate");
-        check(cublasSetStream(blas, stream), "cublasSetStream");
+        check(CUBLAS(cublasCreate)(&blas), "cublasCreate");
+        check(CUBLAS(cublasSetStream)(blas, stream), "cublasSetStream");
     }
     Gpu(const Gpu &) = delete;
     ~Gpu() override {
         cudaStreamSynchronize(stream);
         kept_.clear();
-        cublasDestroy(blas);
+        CUBLAS(cublasDestroy)(blas);
         cudaStreamDestroy(stream);
     }
 

@@ -200,6 +200,15 @@ inline Report &add_layout(Report &report, const Cache &cache, const char *format
     return report.add("layout", name_of(cache.layout), formatted(format, shown.c_str()), head);
 }
 
+// A ring's rows are used again: it has the last positions, and its sinks.
+inline std::string positions_stored(const Cache &cache) {
+    const int all = cache.lengths[0];
+    auto *ring = std::get_if<Ring>(&cache.layout);
+    if (!ring || all <= ring->slots) return ", with " + counted(all, "position") + " stored";
+    std::string first = ring->sinks ? formatted("the first %d and ", ring->sinks) : "";
+    return formatted(", with %sthe last %d of %d positions stored", first.c_str(), ring->slots, all);
+}
+
 // nullptr: there is none, every token is computed from all before it.
 inline Report about_cache(const Cache *cache) {
     CacheBytes bytes = cache ? bytes_of(*cache) : CacheBytes{};
@@ -209,7 +218,7 @@ inline Report about_cache(const Cache *cache) {
     about.show("type_k", name(&Cache::type_k), ", K %s").show("type_v", name(&Cache::type_v), ", V %s");
     about.show("bytes", bytes.total(), ": %.0f bytes").add("payload_bytes", bytes.payload);
     about.show("metadata_bytes", bytes.metadata, ", %.0f of them metadata");
-    about.say(cache ? ", with " + counted(cache->lengths[0], "position") + " stored\n" : "\n");
+    about.say(cache ? positions_stored(*cache) + "\n" : "\n");
     if (!cache) about.text = "cache    none: every token was computed from all before it\n";
     return about;
 }

@@ -245,9 +245,9 @@ void multiply(Gpu &m, const Number *x, int count, const Matrix &product, Store s
     int64_t outputs = weight.rows, inputs = weight.cols;
     const float one = 1, keep = store == Store::add ? 1 : 0;
     float *y = product.y;
-    check(cublasGemmEx_64(m.blas, CUBLAS_OP_T, CUBLAS_OP_N, outputs, count, inputs, &one, weight.data,
-                          blas_type<Number>, inputs, x, blas_type<Number>, inputs, &keep, y, CUDA_R_32F, outputs,
-                          CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+    check(CUBLAS(cublasGemmEx_64)(m.blas, CUBLAS_OP_T, CUBLAS_OP_N, outputs, count, inputs, &one, weight.data,
+                                  blas_type<Number>, inputs, x, blas_type<Number>, inputs, &keep, y, CUDA_R_32F,
+                                  outputs, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
           "cublasGemmEx_64");
     if (!bias.data) return;
     m.for_each(count * (int64_t)blocks_for(outputs, 1024), [=] HOST_DEVICE(int64_t item, Warp team) {

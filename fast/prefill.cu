@@ -149,14 +149,14 @@ void add_tile(Gpu &m, const Chunk<Number> &chunk, const ChunkTile &tile) {
     constexpr auto type = blas_type<Number>;
     read_tile<true>(m, chunk, tile);
     read_tile<false>(m, chunk, tile);
-    check(cublasGemmStridedBatchedEx_64(m.blas, CUBLAS_OP_T, CUBLAS_OP_N, positions, rows - first, width, &one,
-                                        chunk.keys, type, width, positions * width, chunk.queries + first * width, type,
-                                        width, rows * width, &none, chunk.scores + first * tile_positions, CUDA_R_32F,
-                                        tile_positions, rows * tile_positions, heads, CUBLAS_COMPUTE_32F,
-                                        CUBLAS_GEMM_DEFAULT),
+    check(CUBLAS(cublasGemmStridedBatchedEx_64)(
+              m.blas, CUBLAS_OP_T, CUBLAS_OP_N, positions, rows - first, width, &one, chunk.keys, type, width,
+              positions * width, chunk.queries + first * width, type, width, rows * width, &none,
+              chunk.scores + first * tile_positions, CUDA_R_32F, tile_positions, rows * tile_positions, heads,
+              CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
           "cublasGemmStridedBatchedEx_64");
     softmax_tile(m, chunk, tile, (int)first);
-    check(cublasGemmStridedBatchedEx_64(
+    check(CUBLAS(cublasGemmStridedBatchedEx_64)(
               m.blas, CUBLAS_OP_N, CUBLAS_OP_N, value_width, rows - first, positions, &one, chunk.values, type,
               value_width, positions * value_width, chunk.weights + first * tile_positions, type, tile_positions,
               rows * tile_positions, &one, chunk.out + first * value_width, CUDA_R_32F, value_width, rows * value_width,

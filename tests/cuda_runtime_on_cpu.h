@@ -47,7 +47,7 @@ struct cudaDeviceProp {
 }  // namespace words
 
 // For tests to change. cudaMalloc() keeps to totalGlobalMem.
-inline int devices = 1;
+inline int devices = 1, driver = 13000;  // driver: 0: there is none
 inline bool built_for_card = true;
 inline int built_for = 90;  // ten times the compute capability
 inline cudaDeviceProp properties;
@@ -122,8 +122,9 @@ inline const char *cudaGetErrorString(cudaError_t error) {
 inline cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 inline cudaError_t cudaGetDeviceCount(int *count) {
     *count = devices;
-    return result(devices ? cudaSuccess : cudaErrorNoDevice);
+    return result(driver == 0 ? cudaErrorInsufficientDriver : devices ? cudaSuccess : cudaErrorNoDevice);
 }
+inline cudaError_t cudaDriverGetVersion(int *version) { return *version = driver, cudaSuccess; }
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *to, int device) {
     if (device < 0 || device >= devices) return result(cudaErrorInvalidDevice);
     *to = properties;

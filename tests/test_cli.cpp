@@ -856,6 +856,13 @@ TEST_CASE("a ring goes on behind the model's context, in the same bytes") {
     CHECK(ids(within, "tokens") == expected.greedy);
     CHECK(Ids(tokens.begin(), tokens.begin() + 16) == expected.greedy);
     CHECK(number(beyond, "cache.bytes") == number(within, "cache.bytes"));
+    auto cache_line = [&](const Words &rest) {  // of 32 + 300 positions; the last token is not read any more
+        Outcome result = run_well(generate(model, expected.prompt, Words{"--ignore-eos", "--cache", "ring"} + rest));
+        return result.err.substr(result.err.find("\ncache "));
+    };
+    check_contains(cache_line({"-n", "300", "--window", "40"}), ", with the first 4 and the last 96 of 331 positions");
+    check_contains(cache_line({"-n", "300", "--window", "40", "--sinks", "0"}), ", with the last 96 of 331 positions");
+    check_contains(cache_line({"-n", "10", "--window", "40"}), ", with 41 positions stored");
 }
 
 TEST_CASE("a ring sees what the layers see that look back furthest, and every command says and uses the same") {
@@ -1382,6 +1389,19 @@ TEST_CASE("weights that do not fit into the machine are refused where they are m
     CHECK_MESSAGE(info.status == 0, info);
 }
 
+TEST_CASE("the built-in checkpoint needs 500,000 KiB of addresses at most, no library of CUDA, and no GPU") {
+    Setting tight;
+    tight.address_bytes = (rlim_t)500000 << 10;
+    const Words words{"generate", "-p", "Once upon a time", "-n", "20", "--device", "cpu"};
+    if (run({"--help"}, tight).status == 0)  // AddressSanitizer alone asks for terabytes of addresses
+        CHECK_MESSAGE(run(words, tight).status == 0, run(words, tight));
+    Outcome linked = run_shell("ldd " + program_path());
+    CHECK_MESSAGE((linked.status == 0 && !contains(linked.out, "libcu")), linked);
+    Outcome card = run({"generate", "-p", "Once", "-n", "2", "--device", "cuda"});
+    const bool none = contains(card.err, "no NVIDIA driver") || contains(card.err, "no CUDA-capable device");
+    CHECK_MESSAGE((card.status == 0 || none || contains(card.err, "built without CUDA")), card);
+}
+
 TEST_CASE("memory that cannot be had is refused at once") {
     Scratch scratch;
     std::string directory = copy_of(models + "head_dim_256", scratch);  // 1 layer, 1 KV head: 2 KiB a token in f32
@@ -1400,7 +1420,7 @@ TEST_CASE("memory that cannot be had is refused at once") {
     tight.address_bytes = (rlim_t)1 << 30;
     if (run({"--help"}, tight).status == 0)  // AddressSanitizer alone asks for terabytes of addresses
         check_refused(run(Words{"generate", "-c", "2097152"} + prompt, tight),
-                      {"2.0 GiB of memory cannot be had", "lower -c"});
+                      {"the KV cache of 4.0 GiB, its keys or values", "2.0 GiB of memory cannot be had", "lower -c"});
     Words ring{"-m", directory, "--ids", "1,2", "--kv", "int8", "--cache", "ring", "--window", "16777216"};
     if (run({"--help"}, tight).status == 0)
         check_refused(run(Words{"generate"} + ring, tight), {"GiB", "--window"});  // -c is not for a ring

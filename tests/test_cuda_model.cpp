@@ -190,6 +190,11 @@ TEST_CASE("without a card, or one the program was built for, the CPU computes, a
     CHECK(error_of([&] { opened("cuda"); }) ==
           "--device cuda: no CUDA-capable device is detected: --device auto computes on the CPU then");
     cuda_on_cpu::devices = cards;
+    int driver = std::exchange(cuda_on_cpu::driver, 0);
+    CHECK(std::holds_alternative<Cpu>(*opened("auto")));
+    CHECK(error_of([&] { opened("cuda"); }) ==
+          "--device cuda: no NVIDIA driver: --device auto computes on the CPU then");
+    cuda_on_cpu::driver = driver;
     cudaGetLastError();
     bool built = std::exchange(cuda_on_cpu::built_for_card, false);
     CHECK(std::holds_alternative<Cpu>(*opened("auto")));
@@ -214,6 +219,16 @@ TEST_CASE("a model or a cache without room on the card is told in one line") {
     CHECK((contains(line, "the weights need 0.000 GiB") && contains(line, "--device")));
 }
 #endif
+
+TEST_CASE("a function of a library is found, and one that is not there named, with what helps") {
+    auto *cosine = (double (*)(double))library_function("libm.so.6", "cos");
+    CHECK(cosine(0) == 1);
+    for (const std::string &library : {"libm.so.6", "libnobody_has.so.1"}) {
+        std::string line = error_of([&] { library_function(library.c_str(), "nobody_has_this"); });
+        CHECK(contains(line, library));
+        CHECK(contains(line, "install it, or add --device cpu"));
+    }
+}
 
 TEST_CASE("an error of the card is told with the call and what helps against it") {
     CHECK(error_of([] { check(cudaSuccess, "cudaCall"); }) == "");
