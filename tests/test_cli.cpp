@@ -1320,7 +1320,7 @@ TEST_CASE("a key or value that its type cannot hold is named, and no weight blam
                                     {"bench", "--depth", "4", "--prefill", "8", "-n", "2", "--repeats", "1"}};
     fill("k", 70000);
     for (const Words &command : all) refused(command, "key", "f16", "65504");
-    refused(all.back() + Words{"--kv", "f32,f16"}, "key", "f16", "65504");  // bench's decode: its prefill is of the first
+    refused(all.back() + Words{"--kv", "f32,f16"}, "key", "f16", "65504");  // its decode
     for (const std::string &layout : Words{"paged", "ring"})
         refused(all[0] + Words{"--cache", layout}, "key", "f16", "65504");
     Outcome first = run(all[0] + Words{"-m", directory, "--json"});
