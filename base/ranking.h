@@ -12,12 +12,11 @@
 // in a loop of it, which it cannot with the library's: x = n ln 2 + r, and e^r by its series.
 inline double exp_below_one(double x) {
     constexpr double shift = 0x1.8p52, ln2_high = 0x1.62e42fee00000p-1, ln2_low = 0x1.a39ef35793c76p-33;
-    constexpr double factorials[] = {39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2, 1, 1};
     x = x > -693 ? x : -693;
     double shifted = x * M_LOG2E + shift, n = shifted - shift, r = x - n * ln2_high - n * ln2_low;
     double power = 1.0 / 479001600;
-#pragma GCC unroll 12
-    for (double factorial : factorials) power = power * r + 1 / factorial;
+    auto horner = [&](auto... factorials) { ((power = power * r + 1 / factorials), ...); };
+    horner(39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0, 720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0);
     uint64_t bits, exponent;
     memcpy(&bits, &power, sizeof bits);
     memcpy(&exponent, &shifted, sizeof exponent);

@@ -877,7 +877,8 @@ TEST_CASE("a ring sees what the layers see that look back furthest, and every co
                            {"qwen3_layer_types", "28", 124, 4, 5},
                            {"mistral_window", "", 8, 0, 8},
                            {"mistral_no_window", "", 124, 4, 0}}) {
-        CAPTURE(name + " " + first);
+        const std::string which = name + " " + first;
+        CAPTURE(which);
         Scratch scratch;
         const std::string copy = copy_of(models + name, scratch), key = "\"max_window_layers\": ";
         if (name == "qwen2_window") replace(copy + "/config.json", key + "1", key + first);
