@@ -1093,7 +1093,8 @@ TEST_CASE("the sizes of configs as they are published, or none; never a wrong on
         {R"("model_type": "mamba", "hidden_size": 64, "state_size": 16, "num_hidden_layers": 2)", "state_size" + no},
     };
     for (const auto &[keys, wanted] : cases) {
-        CAPTURE(keys);
+        const std::string file = keys;
+        CAPTURE(file);
         CacheSizes s = read_cache_sizes("c", "{" + keys + "}");
         if (!s.no_size.empty()) {
             check_contains(s.no_size, "c: " + wanted, "--layers N --kv-heads N --head-dim N");
