@@ -249,6 +249,23 @@ TEST_CASE("merges go by rank, also where a pair that waited has changed meanwhil
     CHECK(decode(t.get(), {0, 6}, false) == "a bcd");  // without a decoder: tokens with a space between them
 }
 
+// What the library makes of "<R>" (id 2, takes the blanks behind it) and a blank of its own (id 3) behind that.
+TEST_CASE("a blank that is a token is gone where the token before took it") {
+    Loaded t = load_text(R"({"added_tokens":[{"id":2,"content":"<R>","rstrip":true},{"id":3,"content":" ",)"
+                         R"("lstrip":true}],"model":{"vocab":{"a":0,"b":1},"merges":[]}})");
+    CHECK(show(encode(t.get(), "a<R> b")) == "0 2 1 ");
+    CHECK(show(encode(t.get(), "a b")) == "0 3 1 ");
+}
+
+TEST_CASE("a special token whose normalized form is another text is not skipped, as in the library") {
+    Loaded t = load_text(R"({"added_tokens":[{"id":2,"content":"<A>","special":true,"normalized":true},{"id":3,)"
+                         R"("content":"<b>","special":true,"normalized":true}],"normalizer":{"type":"Replace",)"
+                         R"("pattern":{"String":"A"},"content":"a"},"decoder":{"type":"Fuse"},"model":{"vocab":{"a":0,"b":1},)"
+                         R"("merges":[]}})");
+    CHECK(show(encode(t.get(), "<A>b<b>")) == "2 1 3 ");
+    CHECK(decode(t.get(), {2, 1, 3}, true) == "<a>b");
+}
+
 TEST_CASE("threads encode with one tokenizer at the same time") {
     Loaded t = load_shape("cased");
     std::string text;
@@ -423,6 +440,7 @@ PRE null ~ PRE {"type":"Split","pattern":{"String":"a"},"behavior":"Sideways"} ~
 PRE null ~ PRE {"type":"Split","pattern":{"String":"a"}} ~ behavior is missing
 PRE null ~ PRE {"type":"ByteLevel","use_regex":1} ~ use_regex is not true or false
 PRE null ~ PRE {"type":"Metaspace","replacement":""} ~ replacement is empty
+"normalizer":null,"pre_tokenizer":null ~ "normalizer":{"type":"NFC"},"pre_tokenizer":FIRST ~ first behind a step
 PRE null ~ PRE {"type":"Metaspace","replacement":"_","prepend_scheme":"last"} ~ last, supported are: always first never
 "normalizer":null ~ "normalizer":{"type":"Precompiled"} ~ of type Precompiled, supported are: Sequence Prepend
 "normalizer":null ~ "normalizer":{"type":"Prepend"} ~ prepend is missing
@@ -438,6 +456,7 @@ POST null ~ POST TEMPLATE 5,5,5,5,5,5,5,5,5,5,5,5,5,5,5,5,5]}}} ~ more than 16 s
 POST null ~ POST {"type":"Sequence","processors":[TEMPLATE 5]}}},TEMPLATE 5]}}}]} ~ more than one TemplateProcessing
 )";
 static const char *const SHORT[][2] = {
+    {"FIRST", R"({"type":"Metaspace","replacement":"_","prepend_scheme":"first"})"},
     {"PRE ", R"("pre_tokenizer":)"},
     {"DEC ", R"("decoder":)"},
     {"POST ", R"("post_processor":)"},
@@ -480,7 +499,7 @@ TEST_CASE("a broken tokenizer.json is refused in one line that says what is wron
     check_broken("\"a\"", "\"\xFF\"", "not UTF-8");
     for (const char *control : {"\"\n\"", "\"\x01\"", "\f\"a\""})
         check_broken("\"a\"", control, "malformed JSON at byte");
-    std::string deep = std::string(SHORT[3][1]) + "{\"Regex\":\"" + std::string(5000, '(') + "\"}}";
+    std::string deep = std::string(SHORT[4][1]) + "{\"Regex\":\"" + std::string(5000, '(') + "\"}}";
     check_broken(R"("pre_tokenizer":null)", R"("pre_tokenizer":)" + deep, "parse depth limit over");
 }
 
