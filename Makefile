@@ -6,13 +6,15 @@
 # make plain    builds ./llm-plain, without fast/: the same program, slower
 # make asan     the tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz     libFuzzer on what comes from outside, FUZZ_SECONDS each
-# make test-simd     the number formats by other kinds of SIMD than this machine's
+# make test-simd     the number formats by other kinds of SIMD than this machine's; make check-macos, a part of it: do the
+#               sources compile for macOS?
 # make test-gpu      the tests of the kernels on a real card; make sanitize-gpu: under compute-sanitizer
 # make bench-gpu     the table of docs/gpu.md, on this card
 # CUDA=0 leaves nvcc out; CXX=clang++ takes clang; CUDA_HOME says where the toolkit is; CUDA_ARCH="90 120" for which GPUs.
 
-CXX := $(if $(filter default,$(origin CXX)),g++,$(CXX))
-CC := $(if $(filter default,$(origin CC)),gcc,$(CC))
+BREW := $(if $(filter Darwin,$(shell uname -s)),$(shell brew --prefix))# where macOS has its libraries; "": Linux
+CXX := $(if $(filter default,$(origin CXX)),$(if $(BREW),clang++,g++),$(CXX))
+CC := $(if $(filter default,$(origin CC)),$(if $(BREW),clang,gcc),$(CC))
 CUDA_HOME ?= /usr/local/cuda
 CUDA ?= 1
 CUDA_ARCH ?= 80 90 120
@@ -45,12 +47,12 @@ SIMD := $(or $(call has,AVX512BW),$(call has,AVX2),$(if $(call has,aarch64), NEO
 
 # Sums are reassociated by hand and multiply-adds written out: the compiler shall not do it on its own.
 WARN := -Wall -Wextra -Werror
-HOST := $(NATIVE) -ffp-contract=off $(or $(OPENMP),-Wno-unknown-pragmas)
+HOST := $(NATIVE) -ffp-contract=off $(or $(OPENMP),-Wno-unknown-pragmas) $(BREW:%=-isystem %/include)
 CXXFLAGS := -std=c++17 -O3 $(HOST) $(WARN)
-CFLAGS := -std=c11 -O2 $(WARN)
+CFLAGS := -std=c11 -O2 $(WARN) $(BREW:%=-isystem %/include)
 SANITIZE := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
   $(if $(findstring clang,$(CXX)),,-Wno-maybe-uninitialized)
-LIBS := -lcjson -lonig -lutf8proc
+LIBS := $(BREW:%=-L%/lib) -lcjson -lonig -lutf8proc
 comma := ,
 empty :=
 # Machine code for each GPU asked for, and PTX, which drivers compile for those between and to come.
@@ -68,19 +70,21 @@ TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
 ASAN_TESTS := $(filter-out test_cuda% test_twins test_plain,$(TESTS))
 GPU_TESTS := test_twins test_cuda_model
 SIMD_TESTS := $(addprefix build/simd/test_numbers.,sse2 avx2 neon)
+MACOS_CHECKS := $(addprefix build/macos/,llm.cu plain/llm.cu fast/attend.cpp fast/linear.cpp tokenizer.c base/tokenizer_json.c)
 FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 
 # Changes when the compilers, the flags or the machine do, so that nothing is linked from two worlds.
 FLAGS := $(NVCC) $(CC) $(CXX) $(KERNEL_CXX) $(CXXFLAGS) $(CFLAGS) $(shell echo '$(sort $(MACROS))' | cksum)
 $(shell mkdir -p build/asan build/gpu build/simd; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
 
-.PHONY: all run plain test docs-check test-explorer asan fuzz test-simd test-gpu sanitize-gpu bench-gpu need \
-  need-tests need-explorer need-fuzz need-simd need-nvcc found clean
+.PHONY: all run plain test docs-check test-explorer asan fuzz test-simd check-macos test-gpu sanitize-gpu \
+  bench-gpu need need-tests need-explorer need-fuzz need-simd need-zig need-nvcc found clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
 # What is missing is installed first; then make starts anew, and finds compilers and flags as they are now.
-AGAIN := +@$(MAKE) --no-print-directory -j$(shell nproc)
+CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
+AGAIN := +@$(MAKE) --no-print-directory -j$(CORES)
 
 all: need
 	$(AGAIN) found llm
@@ -118,9 +122,13 @@ run_%: build/%
 	@mkdir -p build/corpus/$* && build/$* -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -verbosity=0 \
 	  -print_funcs=0 -artifact_prefix=build/ build/corpus/$* && echo "$*: $(FUZZ_SECONDS) s, nothing found"
 
-test-simd: need-simd
-	$(AGAIN) $(SIMD_TESTS)
+test-simd: need-simd need-zig
+	$(AGAIN) $(SIMD_TESTS) check-macos
 	@sh tests/run.sh $(SIMD_TESTS)
+
+check-macos: need-zig
+	$(AGAIN) $(MACOS_CHECKS)
+	@echo "✓ macOS on arm64: all sources compile; none was run"
 
 test-gpu: need-tests need-nvcc
 	$(AGAIN) found $(GPU_TESTS:%=build/gpu/%)
@@ -139,24 +147,28 @@ clean:
 
 # ---- What must be there --------------------------------------------------------------------------------------
 
-# need_packages(list of file-or-command:package): names and installs the Debian packages of what is not found.
+# need_packages(list of file-or-command:package): names and installs the Debian packages of what is not found. Where
+# there are no such packages it says their names, as Homebrew has them on macOS.
 define need_packages
 @missing=""; for pair in $(1); do thing=$${pair%%:*}; \
   command -v $$thing >/dev/null 2>&1 || ls $$thing >/dev/null 2>&1 || missing="$$missing $${pair##*:}"; done; \
 if [ -n "$$missing" ]; then \
   install="apt-get update && apt-get install -y --no-install-recommends$$missing"; \
   echo "missing Debian packages:$$missing"; \
-  if [ "$$(id -u)" = 0 ]; then sh -c "$$install"; \
+  if ! command -v apt-get >/dev/null; then \
+    echo "apt-get is not here; on macOS:  brew install$$(echo "$$missing" | \
+      sed -E 's/lib|-context|-dev//g; s/onig/oniguruma/; s/hwy/highway/')"; exit 1; \
+  elif [ "$$(id -u)" = 0 ]; then sh -c "$$install"; \
   elif command -v sudo >/dev/null; then sudo sh -c "$$install"; \
   else echo "neither root nor sudo: let somebody who may run  $$install"; exit 1; fi; fi
 endef
 
-INCLUDE := /usr/include
+INCLUDE := $(or $(BREW),/usr)/include
 need:
 	$(call need_packages,$(foreach compiler,$(CXX) $(CC),$(compiler):$(patsubst clang++%,clang%,$(notdir $(compiler)))) \
 	  $(INCLUDE)/cjson/cJSON.h:libcjson-dev $(INCLUDE)/oniguruma.h:libonig-dev $(INCLUDE)/utf8proc.h:libutf8proc-dev \
-	  $(INCLUDE)/hwy/highway.h:libhwy-dev $(if $(findstring clang,$(CXX)),/usr/lib/llvm-*/lib/libomp.so:libomp-dev \
-	  /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.asan-*.a:libclang-rt-14-dev))
+	  $(INCLUDE)/hwy/highway.h:libhwy-dev $(if $(BREW),,$(if $(findstring clang,$(CXX)),/usr/lib/llvm-*/lib/libomp.so:libomp-dev \
+	  /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.asan-*.a:libclang-rt-14-dev)))
 
 need-tests: need
 	$(call need_packages,$(INCLUDE)/doctest/doctest.h:doctest-dev $(INCLUDE)/boost/context/fiber.hpp:libboost-context-dev \
@@ -171,12 +183,15 @@ need-fuzz: need
 need-simd: need-tests
 	$(call need_packages,aarch64-linux-gnu-g++:g++-aarch64-linux-gnu qemu-aarch64:qemu-user)
 
+need-zig: need
+	$(call need_packages,/usr/lib/python3*/ensurepip:python3-venv)
+
 need-nvcc:
 	@[ -n "$(NVCC)" ] || { echo "nvcc: $(NO_NVCC): install the CUDA toolkit 13"; exit 1; }
 
 found:
 	@echo "✓ $$($(CXX) --version | head -n 1),$(if $(NATIVE), -march=native:)$(SIMD)"
-	@echo "$(if $(OPENMP),✓ OpenMP: $$(nproc) cores,✗ OpenMP: $(CXX) has none$(comma) one thread)"
+	@echo "$(if $(OPENMP),✓ OpenMP: $(CORES) cores,✗ OpenMP: $(CXX) has none$(comma) one thread)"
 	@echo "$(if $(NVCC),✓ $(NVCC),✗ nvcc: $(NO_NVCC)$(comma) building for the CPU only)"
 
 # ---- Building ------------------------------------------------------------------------------------------------
@@ -222,6 +237,24 @@ RUN.neon := qemu-aarch64 -L /usr/aarch64-linux-gnu
 build/simd/%: tests/test_numbers.cpp fast/simd.h $(STORY) $(wildcard tests/*.h) build/flags
 	$(SIMD$(suffix $*)) -std=c++17 -O1 -ffp-contract=off $(WARN) $< -o $@.program
 	printf '#!/bin/sh\nexec $(RUN$(suffix $*)) $@.program "$$@"\n' > $@ && chmod +x $@
+
+# The sources as macOS's compiler reads them: zig has its clang and its headers, to which come those of the libraries
+# alone. zig prepares the source, since its headers take options that only it knows.
+ZIG := ZIG_GLOBAL_CACHE_DIR=build/zig/cache build/zig/bin/python -m ziglang
+MACOS := -ffp-contract=off -Wno-unknown-pragmas $(WARN)
+build/zig/headers:
+	python3 -m venv build/zig
+	build/zig/bin/pip install -q ziglang==0.17.1
+	mkdir $@
+	ln -s $(INCLUDE)/cjson $(INCLUDE)/oniguruma.h $(INCLUDE)/utf8proc.h $(INCLUDE)/hwy $@
+
+build/macos/%: $(SOURCES) tokenizer.c $(wildcard base/* fast/*) build/flags | build/zig/headers
+	mkdir -p $(@D)
+	$(ZIG) $(if $(filter %.c,$*),cc -std=c11,c++ -std=c++17) -target aarch64-macos -isystem build/zig/headers -E \
+	  $(if $(filter plain/%,$*),-DPLAIN) $(if $(filter %.cu,$*),-x c++) $(*:plain/%=%) > $@.i
+	$(ZIG) clang -target arm64-apple-macos13 -fsyntax-only $(MACOS) \
+	  $(if $(filter %.c,$*),-std=c11 -x cpp-output,-std=c++17 -x c++-cpp-output) $@.i
+	mv $@.i $@
 
 # The same tests for a real card.
 build/gpu/%.o: tests/%.cpp $(SOURCES) $(wildcard tests/*.h) build/flags

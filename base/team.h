@@ -7,9 +7,7 @@
 #include <omp.h>
 #endif
 
-#include <linux/futex.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -33,6 +31,35 @@ struct Alone {
     HOST_DEVICE void wait() const {}                        // until what all have written can be read
 };
 
+// What Linux alone has: pages of 2 MiB, and threads that sleep until a number changes.
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+
+inline void ask_for_huge_pages(void *data, size_t bytes) {
+    madvise(data, bytes, MADV_HUGEPAGE);  // refused by kernels that have none: small ones do
+}
+inline void sleep_while(std::atomic<unsigned> &number, unsigned is) {  // it may also return without a change
+    syscall(SYS_futex, &number, FUTEX_WAIT_PRIVATE, is, nullptr);
+}
+inline void wake_all(std::atomic<unsigned> &number) { syscall(SYS_futex, &number, FUTEX_WAKE_PRIVATE, INT_MAX); }
+#else
+#include <condition_variable>
+#include <mutex>
+
+inline void ask_for_huge_pages(void *, size_t) {}
+inline std::mutex sleepers_mutex;
+inline std::condition_variable any_number_changed;
+inline void sleep_while(std::atomic<unsigned> &number, unsigned is) {
+    std::unique_lock<std::mutex> lock(sleepers_mutex);
+    any_number_changed.wait(lock, [&] { return number != is; });
+}
+inline void wake_all(std::atomic<unsigned> &) {
+    std::lock_guard<std::mutex> lock(sleepers_mutex);
+    any_number_changed.notify_all();
+}
+#endif
+
 // ---- Memory of a machine -----------------------------------------------------------------------------------
 
 // Bytes that can still be had, and of what.
@@ -49,7 +76,7 @@ inline std::shared_ptr<void> map_memory(size_t bytes, const char *what, const ch
     void *data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (data == MAP_FAILED)
         fail("%s: %.1f GiB of memory cannot be had (%s): %s", what, (double)bytes / 0x1p30, strerror(errno), cure);
-    if (huge) madvise(data, bytes, MADV_HUGEPAGE);  // refused by kernels that have none: small ones do
+    if (huge) ask_for_huge_pages(data, bytes);
     return std::shared_ptr<void>(data, [bytes](void *start) { munmap(start, bytes); });
 }
 
@@ -159,7 +186,7 @@ public:
         const int all = team(), me = index();
         const unsigned mine = s.places[me].waits + 1;
         s.places[me].waits = mine;
-        if (s.sleeping > 0) syscall(SYS_futex, &s.places[me].waits, FUTEX_WAKE_PRIVATE, INT_MAX);
+        if (s.sleeping > 0) wake_all(s.places[me].waits);
         for (int i = 1; i < all; i++) wait_for(s.places[(me + i) % all].waits, mine, all > s.cores);
     }
 
@@ -207,8 +234,7 @@ private:
         double start = now();
         if (crowded || !spin(long_spins)) {
             s.sleeping++;
-            for (unsigned seen; (int)((seen = there) - mine) < 0;)
-                syscall(SYS_futex, &there, FUTEX_WAIT_PRIVATE, seen, nullptr);
+            for (unsigned seen; (int)((seen = there) - mine) < 0;) sleep_while(there, seen);
             s.sleeping--;
         }
         s.late += (int64_t)((now() - start) * 1e9);

@@ -2,7 +2,6 @@
 // environment.
 #pragma once
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,6 +20,44 @@ inline double kernel_number(const std::string &path, const std::string &key, dou
     double number;
     return file >> number ? number : otherwise;
 }
+
+// What each system says in its own way: processors that this process may run on; bytes of memory that can be had without
+// swapping; where the program's file is, "" if that is unknown; the bytes that rusage counts memory in.
+#ifdef __linux__
+#include <sched.h>
+
+inline int processors() {
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : (int)sysconf(_SC_NPROCESSORS_ONLN);
+}
+inline double free_memory_of_machine(const std::string &root) {
+    double all = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE);
+    return kernel_number(root + "/proc/meminfo", "MemAvailable:", all / 1024) * 1024;
+}
+inline std::string own_path() {
+    char path[4097] = {};
+    return readlink("/proc/self/exe", path, sizeof path - 1) > 0 ? path : "";
+}
+constexpr int rusage_unit = 1024;
+#else  // macOS, which has neither /proc nor cgroups: what looks for them below finds none
+#include <mach-o/dyld.h>
+#include <mach/mach.h>
+
+inline int processors() { return (int)sysconf(_SC_NPROCESSORS_ONLN); }
+inline double free_memory_of_machine(const std::string &) {
+    vm_statistics64_data_t pages;
+    mach_msg_type_number_t count = HOST_VM_INFO64_COUNT;
+    if (host_statistics64(mach_host_self(), HOST_VM_INFO64, (host_info64_t)&pages, &count) != KERN_SUCCESS)
+        return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE);
+    return ((double)pages.free_count + (double)pages.inactive_count) * (double)sysconf(_SC_PAGE_SIZE);
+}
+inline std::string own_path() {
+    char path[4097] = {};
+    uint32_t size = sizeof path;
+    return _NSGetExecutablePath(path, &size) == 0 ? path : "";
+}
+constexpr int rusage_unit = 1;
+#endif
 
 // The folders of the cgroups this process is in, and of all around them. `controller`: "memory", "cpu" of version 1;
 // "": version 2. A container sees its own folder at the top, whatever the path says; so paths need not exist. `root`
@@ -50,8 +87,7 @@ struct FreeMemory {
 
 // What can be had without swapping. A cgroup's page cache, such as weights read before, gives way like free memory.
 inline FreeMemory free_memory_of_host(const std::string &root = "") {
-    double machine = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE);
-    FreeMemory least{kernel_number(root + "/proc/meminfo", "MemAvailable:", machine / 1024) * 1024, "this machine"};
+    FreeMemory least{free_memory_of_machine(root), "this machine"};
     auto look_into = [&](const std::string &folder, const char *most, const char *used, const std::string &total) {
         double bytes = kernel_number(folder + most, "", INFINITY) - kernel_number(folder + used, "", 0);
         for (const char *cached : {"inactive_file", "active_file"})
@@ -67,8 +103,10 @@ inline FreeMemory free_memory_of_host(const std::string &root = "") {
 // As many as may run at once: the processors of this process, a cgroup's share of time, and as many as are `wanted`,
 // if that is not nullptr; at least 1.
 inline int usable_threads(const std::string &root = "", const char *wanted = getenv("OMP_NUM_THREADS")) {
-    cpu_set_t set;
-    double threads = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : sysconf(_SC_NPROCESSORS_ONLN);
+#ifndef _OPENMP  // whose the threads are: a compiler without it, such as Apple's, makes a program of one
+    return 1;
+#endif
+    double threads = processors();
     auto share = [&](double quota, double period) {  // microseconds in each period; no quota: -1 or "max"
         if (quota > 0 && period > 0) threads = std::min(threads, std::ceil(quota / period));
     };

@@ -308,7 +308,7 @@ inline Report bench_report(const Bench &bench, const Report &start, double cache
     roofline.say(" in " + bench.roofline.number + ", measured " + counted((int64_t)bench.bandwidths.size(), "time"));
     rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    add_bytes("peak_bytes", "\npeak memory ", (double)usage.ru_maxrss * 1024);
+    add_bytes("peak_bytes", "\npeak memory ", (double)usage.ru_maxrss * rusage_unit);
     add_bytes("weight_bytes", ": weights ", (double)bench.engine.model.weight_bytes);
     add_bytes("cache_bytes", ", caches ", cache_bytes);
     add_bytes("measuring_bytes", ", measuring the bandwidth ", bench.roofline.buffer_bytes);
