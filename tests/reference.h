@@ -228,7 +228,9 @@ inline void rope(Expected &out, const float *x, int position, const std::vector<
             double angle = (double)position * frequencies[i], a = x[i], b = x[i + half];
             double turned = second ? a * std::sin(angle) + b * std::cos(angle)  //
                                    : a * std::cos(angle) - b * std::sin(angle);
-            out.add(turned, (unit * angle + gamma(4)) * (std::fabs(a) + std::fabs(b)));
+            // Beyond 2^20 positions an angle has whole turns taken off before it is rounded.
+            double rounded = position < 1 << 20 ? angle : M_PI;
+            out.add(turned, (unit * rounded + gamma(4)) * (std::fabs(a) + std::fabs(b)));
         }
     }
 }

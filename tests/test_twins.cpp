@@ -198,6 +198,23 @@ TEST_CASE("products: every type, narrow and wide rows, few and many vectors, wit
     }
 }
 
+TEST_CASE("gates from -200 to 200") {
+    Random random{11};
+    Vector gates, ups = random_floats(random, 4001, -2, 2);
+    Expected expected;
+    for (int i = 0; i < 4001; i++) {
+        gates.push_back(0.1f * (float)(i - 2000));
+        reference::swiglu(expected, gates[i], ups[i]);
+    }
+    for_each_twin([&](auto &m, auto operations, const Column &column) {
+        using Operations = decltype(operations);
+        if (column.fast && column.gpu) return;  // the product that reads them computes them
+        Buffer<float> gate = upload(m, gates), up = upload(m, ups), out = upload(m, gates);
+        m.run([&] { Operations::swiglu(m, out.data(), gate.data(), up.data(), 4001); });
+        CHECK(worst(download(m, out, 4001), expected) <= 1);
+    });
+}
+
 TEST_CASE("embedding, rotation and the norm of queries and keys") {
     const int count = 7, width = 20, hidden = 33;
     const Heads heads = {6, 2, width};
