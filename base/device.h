@@ -65,8 +65,8 @@ inline void *library_function(const char *library, const char *function) {
     return found;
 }
 
-// cuBLAS is opened with a GPU, not with the program: whoever computes on the CPU needs neither the library nor its 600 MB
-// of addresses.
+// cuBLAS is opened with a GPU, not with the program: whoever computes on the CPU needs neither the library nor its
+// 600 MB of addresses.
 #ifdef CUDA_ON_CPU
 #define CUBLAS(function) function
 #else

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-// e^x for x <= 0, off by a few units of its last digit; at most 2^-999 below -693. A compiler computes several at a time
-// in a loop of it, which it cannot with the library's: x = n ln 2 + r, and e^r by its series.
+// e^x for x <= 0, off by a few units of its last digit; at most 2^-999 below -693. A compiler computes several at a
+// time in a loop of it, which it cannot with the library's: x = n ln 2 + r, and e^r by its series.
 inline double exp_below_one(double x) {
     constexpr double shift = 0x1.8p52, ln2_high = 0x1.62e42fee00000p-1, ln2_low = 0x1.a39ef35793c76p-33;
     x = x > -693 ? x : -693;

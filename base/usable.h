@@ -21,8 +21,8 @@ inline double kernel_number(const std::string &path, const std::string &key, dou
     return file >> number ? number : otherwise;
 }
 
-// What each system says in its own way: processors that this process may run on; bytes of memory that can be had without
-// swapping; where the program's file is, "" if that is unknown; the bytes that rusage counts memory in.
+// What each system says in its own way: processors that this process may run on; bytes of memory that can be had
+// without swapping; where the program's file is, "" if that is unknown; the bytes that rusage counts memory in.
 #ifdef __linux__
 #include <sched.h>
 

@@ -58,9 +58,9 @@ inline const std::vector<Flag> &flags() {
         {"-ctv --cache-type-v", "TYPE", caches, &O::types_v, "cache type of V alone"},
         {"--page", "N", caches, Int{&O::page, 1, 1 << 16}, "paged: positions per page (default 16)"},
         {"--window", "N", caches, Int{&O::window, 1, 1 << 24},
-         "ring: positions that stay visible (default: the model's sliding window, or its context)"},
+         "ring: positions that stay visible (default: as far as any of the model's layers looks back)"},
         {"--sinks", "N", caches, Int{&O::sinks, 0, 1 << 16},
-         "ring: first positions that stay visible too, fewer than --window (default 4; 0 with a sliding window)"},
+         "ring: first positions that stay visible too, fewer than --window (default 4; 0 where all layers slide)"},
         {"--temp", "T", one, Real{&O::temperature, 0, 1000}, "temperature; 0 takes the likeliest token (default 0)"},
         {"--top-k", "N", one, Int{&O::top_k, 0, 1 << 30}, "sample from the N likeliest tokens; 0 (default): from all"},
         {"--top-p", "P", one, Real{&O::top_p, 0, 1}, "sample from the likeliest that reach probability P (default 1)"},
@@ -258,8 +258,7 @@ inline void check_together(const Options &o) {
     refuse_if(o.layouts.empty(), "--kv -ctk -ctv", "is the type of a cache" + found + ": drop one of the two");
     refuse_if(missing(Paged{}), "--page", "belongs to --cache paged" + found);
     refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
-    refuse_if(!missing(Ring{}) && in("generate show"), "-c",
-              "a ring holds --window and --sinks without end: drop -c");
+    refuse_if(!missing(Ring{}) && in("generate show"), "-c", "a ring holds --window and --sinks without end: drop -c");
     refuse_if(o.temperature == 0, "--top-k --top-p --min-p",
               "changes nothing at --temp 0, which takes the likeliest token: raise --temp, or drop it");
     refuse_if(o.device == "cuda" && o.weights != "stored", "--weights",
@@ -417,12 +416,15 @@ inline void print_help(const Options &options) {
     const std::string &of = options.command;
     for (const Command &command : commands) {
         if (of.empty() || of == command.name) print_wrapped(std::string("llm ") + command.name, command.help, 14);
-        if (of == command.name) print_wrapped("For example:", formatted("llm %s %s\n", of.c_str(), command.example), 13);
+        if (of == command.name)
+            print_wrapped("For example:", formatted("llm %s %s\n", of.c_str(), command.example), 13);
     }
     for (const Flag &flag : flags())
         if (has(flag.commands, of))
             print_wrapped("  " + joined(split(flag.names), ", ") + " " + flag.argument, flag.help, 31);
-    print_wrapped("", of.empty() ? "\nllm COMMAND --help shows its flags and an example, llm --version what this is."
-                                 : "\nN may end in k: 128k is 131072. -n 5, -n5 and -n=5 are the same.", 0);
+    print_wrapped("",
+                  of.empty() ? "\nllm COMMAND --help shows its flags and an example, llm --version what this is."
+                             : "\nN may end in k: 128k is 131072. -n 5, -n5 and -n=5 are the same.",
+                  0);
     print_wrapped("", "Exit status: 0 done; 1 it ran and the answer is no, or the disk is full; 2 wrong input.", 0);
 }

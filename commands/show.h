@@ -79,9 +79,10 @@ inline void add_attention(Report &report, Session &session, const Options &optio
     const int zeros = (int)std::count(query.begin(), query.end(), 0.0f);
     if (zeros) report.say(formatted("        %d of %d are exactly 0: q.k is that of the others alone\n", zeros, width));
     if (zeros && options.layer == 0 && !options.has("-m"))
-        report.say(formatted("        (layer 0 of the built-in model was set, not trained: head %d looks %d back, by the 4 "
-                             "fastest\n        pairs of RoPE; --layer 1 and beyond were trained)\n",
-                             options.head, options.head + 1));
+        report.say(
+            formatted("        (layer 0 of the built-in model was set, not trained: head %d looks %d back, by the 4 "
+                      "fastest\n        pairs of RoPE; --layer 1 and beyond were trained)\n",
+                      options.head, options.head + 1));
     std::vector<Report> rows;
     for (const SeenPosition &one : look_back(session, options.layer, kv_head, query.data())) {
         Report line;
@@ -242,9 +243,9 @@ inline int run_show(const Options &given) {
     report.table("tokens", tokens);
     Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
     try {
-        require_finite(cache ? prefill(session.engine, *cache, 0, session.tokens)
-                             : forward_naive(session.engine, session.tokens),
-                       last, [&] { blame_cache(session.engine, cache, session.tokens); });
+        require_finite(
+            cache ? prefill(session.engine, *cache, 0, session.tokens) : forward_naive(session.engine, session.tokens),
+            last, [&] { blame_cache(session.engine, cache, session.tokens); });
         stop_after(session, options.layer);
         add_attention(report, session, options, texts);
         if (cache) {
@@ -252,7 +253,8 @@ inline int run_show(const Options &given) {
             report.add("place", place_of(*cache, last));
             report.add("key", stored_report<true>(session, options.layer, kv_head));
             report.add("value", stored_report<false>(session, options.layer, kv_head));
-            Cache exact = open_cache(options, session.engine, {options.caches()[0].layout, F32{}, F32{}}, session.limit);
+            Cache exact =
+                open_cache(options, session.engine, {options.caches()[0].layout, F32{}, F32{}}, session.limit);
             prefill_pass(session.engine, exact, 0, session.tokens);
             add_errors(report, session, exact);
         }

@@ -59,8 +59,8 @@ struct AttentionPlan {
     std::vector<Parts> parts;
     std::vector<Partial> partials;  // (tile, kv_head, slot, query)
     Floats values;                  // (tile, kv_head, slot, query, stride)
-    // By what the sinks are rotated, (place, D): for the query of row r by place first_place[r] and those behind it. The
-    // next token sees the sinks one position further on: the two share all their places but one.
+    // By what the sinks are rotated, (place, D): for the query of row r by place first_place[r] and those behind it.
+    // The next token sees the sinks one position further on: the two share all their places but one.
     Floats sink_cos_sin;
     std::vector<int> first_place;
 
