@@ -732,7 +732,8 @@ inline void attend_part(const Partials &to, const Attention &task, const Attenti
     const Span &span = tile.span;
     int origin = (plan.first_split(span) + part - plan.sink_parts()) * split_positions;
     int end = std::min(origin + split_positions, span.position + span.count);
-    int begin = std::max(origin, task.visible.first(span.position));  // a layer may see less than others
+    // A layer may see less than others. What it does not see has no weight anyway: this saves time alone.
+    int begin = std::max(origin, task.visible.first(span.position));
     Segments seen;
     add_rows(seen, {task.cache, task.layer, tile.first_head, task.keys, task.values}, span, task.visible);
     attend_split(to, task, tile, seen, origin, begin, end, [&](int token) {
