@@ -423,8 +423,8 @@ inline std::vector<int> encode(const Tokenizer *tokenizer, const std::string &te
 struct TextStream {
     const Tokenizer *tokenizer;
     std::unique_ptr<TokenizerStream, decltype(&tokenizer_stream_free)> stream{nullptr, tokenizer_stream_free};
-    explicit TextStream(const Tokenizer *source) : tokenizer(source) {
-        if (tokenizer) stream.reset(tokenizer_stream_begin(tokenizer, true));
+    explicit TextStream(const Tokenizer *source, bool skip_special = true) : tokenizer(source) {
+        if (tokenizer) stream.reset(tokenizer_stream_begin(tokenizer, skip_special));
     }
     std::string next(int id) {
         if (!tokenizer) return std::to_string(id) + " ";

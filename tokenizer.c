@@ -84,7 +84,8 @@ typedef struct {
     OnigMatchParam *param;
 } Matcher;
 
-// For texts of n bytes: they may grow 64-fold, and a pattern that goes back over the text again and again is stopped.
+// For texts of n bytes: they may grow 64-fold. A match that goes back over the text again and again is stopped where the
+// library stops it, at Oniguruma's own limit of 10^7. A search has no limit: `\s+$` begins anew at each of many blanks.
 static void matcher_open(Matcher *matcher, size_t n, Error *error) {
     matcher->error = error;
     matcher->limit = 64 * n + (1 << 20) < MAX_GROWN ? 64 * n + (1 << 20) : MAX_GROWN;
@@ -92,8 +93,6 @@ static void matcher_open(Matcher *matcher, size_t n, Error *error) {
     matcher->param = onig_new_match_param();
     if (!matcher->region || !matcher->param) return fail(error, "out of memory");
     onig_initialize_match_param(matcher->param);
-    onig_set_retry_limit_in_match_of_match_param(matcher->param, 100000 + 64 * n);
-    onig_set_retry_limit_in_search_of_match_param(matcher->param, 100000 + 64 * n);
     onig_set_match_stack_limit_size_of_match_param(matcher->param, 1 << 23);  // of 40 bytes each
 }
 

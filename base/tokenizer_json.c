@@ -138,7 +138,7 @@ typedef struct {
     Tokenizer *t;
     Error *error;
     bool has_template;
-    int next_id;     // of an added token that the vocabulary does not have
+    int next_id;  // of an added token that the vocabulary does not have
 } Loader;
 
 // Reading one value: a member that is missing or of another type is an error and gives "", false, 0 or -1.
@@ -341,6 +341,21 @@ static void load_added_token(Loader *l, const cJSON *item) {
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
 
+// Oniguruma before 6.9.9 leaves nine of ASCII's symbols out of [:punct:], which the library's has.
+static Bytes with_symbols(Error *error, const char *pattern) {
+    static const char *const written[] = {"[:punct:]", "[:^punct:]"};
+    static const char *const meant[] = {"[[:punct:]$+<=>\\^`|~]", "[^[:punct:]$+<=>\\^`|~]"};
+    Bytes out = {0};
+    const char *p = pattern;
+    while (*p) {
+        int kind = !strncmp(p, written[0], 9) ? 0 : !strncmp(p, written[1], 10) ? 1 : -1;
+        size_t taken = kind >= 0 ? strlen(written[kind]) : *p == '\\' && p[1] ? 2 : 1;  // \[:punct:] is none of them
+        append(error, &out, kind >= 0 ? meant[kind] : p, kind >= 0 ? strlen(meant[kind]) : taken);
+        p += taken;
+    }
+    return out;
+}
+
 // A pattern ready to match; NULL on failure. The `tokenizers` library matches with Oniguruma too, so a pattern means
 // here what it means there.
 static regex_t *compile(Loader *l, const char *pattern, bool literal) {
@@ -348,12 +363,15 @@ static regex_t *compile(Loader *l, const char *pattern, bool literal) {
     OnigErrorInfo info;
     regex_t *regex = NULL;
     if (l->error->failed) return NULL;
+    Bytes text = with_symbols(l->error, literal ? "" : pattern);
+    const UChar *start = (const UChar *)(literal || !text.data ? pattern : text.data);
     onig_initialize(&utf8, 1);
-    int code = onig_new(&regex, (const UChar *)pattern, (const UChar *)pattern + strlen(pattern), ONIG_OPTION_NONE,
-                        utf8, literal ? ONIG_SYNTAX_ASIS : ONIG_SYNTAX_DEFAULT, &info);
-    if (code == ONIG_NORMAL) return regex;
+    int code = onig_new(&regex, start, start + strlen((const char *)start), ONIG_OPTION_NONE, utf8,
+                        literal ? ONIG_SYNTAX_ASIS : ONIG_SYNTAX_DEFAULT, &info);
     UChar why[ONIG_MAX_ERROR_MESSAGE_LEN] = "";
-    onig_error_code_to_str(why, code, &info);
+    if (code != ONIG_NORMAL) onig_error_code_to_str(why, code, &info);  // which may quote the pattern
+    free(text.data);
+    if (code == ONIG_NORMAL) return regex;
     fail(l->error, "pattern %.60s: %s", pattern, (char *)why);
     return NULL;
 }
@@ -533,6 +551,21 @@ static cJSON *read_beside(Loader *l, const char *config, const char *name) {
     return object;
 }
 
+// tokenizer_config.json. Where it does not number the added tokens, the named ones of the older special_tokens_map.json
+// go before its own.
+static cJSON *read_settings(Loader *l, const char *path) {
+    cJSON *config = read_beside(l, path, "tokenizer_config.json"), *item;
+    if (member(config, "added_tokens_decoder")) return config;
+    cJSON *map = read_beside(l, path, "special_tokens_map.json");
+    if (!config) return map;
+    while (!l->error->failed && (item = cJSON_DetachItemFromArray(map, 0))) {
+        cJSON_DeleteItemFromObjectCaseSensitive(config, item->string);
+        cJSON_AddItemToObject(config, item->string, item);
+    }
+    cJSON_Delete(map);
+    return config;
+}
+
 static const char *content_of(const cJSON *token) {
     return cJSON_GetStringValue(cJSON_IsObject(token) ? member(token, "content") : token);
 }
@@ -652,11 +685,12 @@ static void load_part(Loader *l, const cJSON *root, const char *name, void (*loa
 }
 
 static void load_parts(Loader *l, cJSON *root, const char *config_path) {
-    cJSON *config = config_path ? read_beside(l, config_path, "tokenizer_config.json") : NULL;
+    cJSON *config = config_path ? read_settings(l, config_path) : NULL;
     cJSON *more = config_path ? read_beside(l, config_path, "added_tokens.json") : NULL;
     cJSON *added = cJSON_GetObjectItemCaseSensitive(root, "added_tokens"), *token;
     if (cJSON_IsNull(added)) cJSON_DeleteItemFromObjectCaseSensitive(root, "added_tokens"), added = NULL;
     if (!added) added = cJSON_AddArrayToObject(root, "added_tokens");
+    cJSON_ArrayForEach(token, added) read_number(l, member(token, "id"), "an added token's id", MAX_ID);
     if (cJSON_IsArray(added) && !l->error->failed) name_tokens(l, added, config, more);
     load_model(l, cJSON_GetObjectItemCaseSensitive(root, "model"), added);
     cJSON_ArrayForEach(token, added) if (!l->error->failed) load_added_token(l, token);

@@ -130,16 +130,6 @@ inline std::string coloured(const DiffResult &result) {
     return (result.good ? "\033[32m" : "\033[31m") + result.verdict + "\033[0m";
 }
 
-// Text of a token on one line: what would break the line or the column is shown as an escape.
-inline std::string on_one_line(const std::string &text) {
-    std::string result;
-    for (char c : text) {
-        bool shown = (unsigned char)c >= ' ' && c != 127;
-        result += shown ? std::string(1, c) : c == '\n' ? "\\n" : formatted("\\x%02x", (unsigned char)c);
-    }
-    return result;
-}
-
 // A step of one cache; the line of the table, if there is no other.
 inline Report step_row(const DiffStep &step, const std::string &against) {
     const char mark = step.token == step.cached_token ? ' ' : '!';

@@ -175,9 +175,13 @@ struct ReadValue {
     int64_t whole(const std::string &text, double least, double most, const std::string &expected) const {
         size_t digits = std::min(text.find_first_not_of("0123456789"), text.size());
         bool unit = flag.argument[0] == 'N' && digits + 1 == text.size() && strchr("kKM", text[digits]);
-        double number = unit || digits == text.size() ? with_unit(text) : NAN;
         if (least < 0 && text == "-1") return -1;
-        if (number >= std::max(0.0, least) && number <= most) return (int64_t)number;
+        if (!text.empty() && digits == text.size()) {  // a double has not every number beyond 2^53
+            int64_t number = strtoll(text.c_str(), nullptr, 10);
+            if (number >= (int64_t)least && number <= (int64_t)most) return number;
+        }
+        double number = unit ? with_unit(text) : NAN;
+        if (number >= least && number <= most) return (int64_t)number;
         refuse(name, value, formatted("%s from %.0f to %.0f", expected.c_str(), least, most));
     }
     std::vector<std::string> names() const {  // one or several, in small letters

@@ -53,7 +53,13 @@ inline Cache open_cache(const Options &options, const Engine &engine, const Cach
 
 inline std::vector<int> prompt_tokens(const Options &options, const Tokenizer *tokenizer, const Config &config) {
     std::vector<int> ids = options.prompt_ids;
-    if (!options.has("--ids")) ids = encode(tokenizer, options.prompt);
+    if (!options.has("--ids")) {
+        ids = encode(tokenizer, options.prompt);
+        const size_t before = (size_t)tokenizer_before(tokenizer);
+        if (before && ids.size() > before && ids[before] == ids[before - 1])
+            note(formatted("the prompt begins with %s, which the tokenizer puts before a text, too: it stands there "
+                           "twice; leave it out of the prompt", tokenizer_token(tokenizer, ids[before])));
+    }
     if (ids.empty() && config.bos_id >= 0) ids = {config.bos_id};  // nothing before the first word but its beginning
     for (int id : ids)
         if (id >= config.vocabulary)
@@ -91,11 +97,22 @@ inline TokenizerPointer open_tokenizer(const Options &options, const std::string
     fail("%s: No such file; %s", file.c_str(), cure.c_str());
 }
 
+// The end of a text that tokenizer_config.json names ends it beside those of the model, as with vLLM and mlx-lm.
+inline void add_end(const Options &options, const Tokenizer *tokenizer, Config &config) {
+    const int end = tokenizer ? tokenizer_end(tokenizer) : -1;
+    if (end < 0 || end >= config.vocabulary || std::count(config.end_ids.begin(), config.end_ids.end(), end)) return;
+    config.end_ids.push_back(end);
+    if (options.ignore_end) return;
+    note(formatted("%s, id %d, ends the text: only tokenizer_config.json names it so (--ignore-eos goes on)",
+                   tokenizer_token(tokenizer, end), end));
+}
+
 // Checks the prompt against the context and opens caches just large enough, unless -c says how large.
 inline Session open_session(const Options &options) {
     std::string directory = checkpoint_directory(options);
     Session session{open_engine(options, directory), open_tokenizer(options, directory), {}, {}};
-    const Config &config = session.engine.model.config;
+    Config &config = session.engine.model.config;
+    add_end(options, session.tokenizer.get(), config);
     session.tokens = prompt_tokens(options, session.tokenizer.get(), config);
     session.prompt = (int)session.tokens.size();
     std::vector<CacheChoice> choices = options.caches();
@@ -142,6 +159,16 @@ inline double cache_read(const Model &model, const Cache &cache, int positions) 
 inline void flush_output() {
     if (fflush(stdout) != 0 || ferror(stdout))
         throw Error("standard output: not all could be written: is the disk full?", 1);
+}
+
+// Text of a token on one line: what would break the line or the column is shown as an escape.
+inline std::string on_one_line(const std::string &text) {
+    std::string result;
+    for (char c : text) {
+        bool shown = (unsigned char)c >= ' ' && c != 127;
+        result += shown ? std::string(1, c) : c == '\n' ? "\\n" : formatted("\\x%02x", (unsigned char)c);
+    }
+    return result;
 }
 
 // A NumPy file of float32 rows. Written beside its place and moved there when it is whole.
@@ -233,9 +260,9 @@ inline int run_generate(const Options &options) {
         fwrite(piece.data(), 1, piece.size(), stdout);
         flush_output();
     };
-    TextStream prompt(session.tokenizer.get());
-    for (int token : session.tokens)
-        if (!options.hide_prompt) show(prompt.next(token));
+    TextStream prompt(session.tokenizer.get(), false);  // special tokens as they are written
+    const int before = options.has("--ids") ? 0 : tokenizer_before(session.tokenizer.get());
+    for (int i = before; i < session.prompt && !options.hide_prompt; i++) show(prompt.next(session.tokens[i]));
     UseLogits use_logits;
     if (dump) use_logits = [&](const std::vector<float> &rows) { dump->add(rows); };
     Generation result = generate(session, options, use_logits, show);
@@ -291,6 +318,15 @@ inline int run_tokenize(const Options &options) {
     std::string text = from_ids ? decode(tokenizer.get(), ids) : options.prompt, list = json_of(ids);
     Report report;
     list.erase(std::remove_if(list.begin(), list.end(), [](char c) { return strchr("[ ]", c); }), list.end());
+    if (!from_ids && isatty(fileno(stdout))) {  // for eyes: each piece beside its id; spelled, where it is no text alone
+        TextStream pieces(tokenizer.get(), false);
+        list.clear();
+        for (int id : ids) {
+            std::string piece = pieces.next(id);
+            list += formatted("%8d  ", id) + (piece.empty() ? tokenizer_token(tokenizer.get(), id) : "\"" + on_one_line(piece) + "\"") + "\n";
+        }
+        list.resize(list.size() - !list.empty());
+    }
     report.add("ids", ids, from_ids ? "" : list + "\n").add("text", text, from_ids ? text + "\n" : "");
     report.print(options.json);
     return 0;

@@ -257,11 +257,35 @@ TEST_CASE("a blank that is a token is gone where the token before took it") {
     CHECK(show(encode(t.get(), "a b")) == "0 3 1 ");
 }
 
+// A search for blanks at the end of a text (DeepSeek-LLM's) begins anew at each of many blanks before something else.
+TEST_CASE("many blanks before a digit are tokens like others") {
+    Loaded t = load_text(R"({"pre_tokenizer":{"type":"Split","behavior":"Isolated","pattern":{"Regex":"\\s+$"}},)"
+                         R"("model":{"vocab":{" ":0,"1":1,"  ":2," 1":3},"merges":[[" "," "],[" ","1"]]}})");
+    Ids ids(2500, 2);
+    ids.push_back(3);
+    CHECK(encode(t.get(), std::string(5001, ' ') + "1") == ids);
+}
+
+TEST_CASE("[[:punct:]] has the symbols of ASCII, too, as in the library's Oniguruma") {
+    const std::string json = R"({"pre_tokenizer":{"type":"Split","behavior":"Isolated","pattern":{"Regex":"REGEX"}},)"
+                             R"("model":{"vocab":{"a":0,"?":1,"a?":2},"merges":["a ?"]}})";
+    auto ids = [&](const char *regex, char c) {
+        std::string text = all_replaced(all_replaced(json, "?", std::string(1, c)), "REGEX", regex);
+        return show(encode(load_text(text).get(), std::string("a") + c));
+    };
+    for (char c : std::string("$+<=>^|~`!")) {
+        for (const char *apart : {"[[:punct:]]", "[^[:^punct:]]", "[[:^punct:]]", "[^[:punct:]]"})
+            CHECK(ids(apart, c) == "0 1 ");
+        for (const char *together : {"[[:^punct:]&&[^a]]", "[a[:^punct:]]{2}", "[\\\\[:punct:]{9}"})
+            CHECK(ids(together, c) == "2 ");
+    }
+}
+
 TEST_CASE("a special token whose normalized form is another text is not skipped, as in the library") {
     Loaded t = load_text(R"({"added_tokens":[{"id":2,"content":"<A>","special":true,"normalized":true},{"id":3,)"
                          R"("content":"<b>","special":true,"normalized":true}],"normalizer":{"type":"Replace",)"
-                         R"("pattern":{"String":"A"},"content":"a"},"decoder":{"type":"Fuse"},"model":{"vocab":{"a":0,"b":1},)"
-                         R"("merges":[]}})");
+                         R"("pattern":{"String":"A"},"content":"a"},"decoder":{"type":"Fuse"},)"
+                         R"("model":{"vocab":{"a":0,"b":1},"merges":[]}})");
     CHECK(show(encode(t.get(), "<A>b<b>")) == "2 1 3 ");
     CHECK(decode(t.get(), {2, 1, 3}, true) == "<a>b");
 }
@@ -326,6 +350,17 @@ TEST_CASE("tokens that only the files beside tokenizer.json name are tokens, as 
     }
     CHECK(tokenizer_end(folder.load(R"({"eos_token":"<|i|>"})").get()) == 14);
     CHECK(tokenizer_end(folder.load("{}").get()) == -1);
+    // The older special_tokens_map.json goes before the settings, but where these number the added tokens.
+    const std::string map = folder.scratch / "special_tokens_map.json";
+    spill(map, R"({"eos_token":{"content":"<|i|>","lstrip":true},"additional_special_tokens":["<m>"]})");
+    CHECK(tokenizer_end(folder.load(R"({"eos_token":"h"})").get()) == 14);
+    CHECK(show(encode(folder.load("{}").get(), "h <|i|><m>")) == "13 14 15 ");
+    CHECK(tokenizer_end(folder.load(R"({"eos_token":"h","added_tokens_decoder":{}})").get()) == 13);
+    for (const char *bad : {"[1]", "{", R"({"eos_token":1})"}) {
+        spill(map, bad);
+        CHECK_FALSE(folder.load("{}"));
+    }
+    fs::remove(map);
     spill(folder.scratch / "added_tokens.json", R"({"<|i|>":15,"<m>":14,"<s>":0})");
     Loaded t = folder.load(R"({"eos_token":"<m>"})");
     REQUIRE_MESSAGE(t, folder.error);
@@ -426,7 +461,8 @@ suffix":null ~ suffix":"</w>" ~ end_of_word_suffix
 "content":"<s>", ~  ~ content is missing
 "special":true ~ "special":"yes" ~ special is not true or false
 [{"id":5,"content":"<s>","special":true}] ~ {} ~ added_tokens is not a list
-[{"id":5,"content":"<s>","special":true}] ~ [null] ~ content is missing
+[{"id":5,"content":"<s>","special":true}] ~ [null] ~ added token's id is missing
+"id":5, ~  ~ added token's id is missing
 PRE null ~ PRE {"type":"Bert"} ~ pre_tokenizer of type Bert, supported are: Sequence ByteLevel
 PRE null ~ PRE 7 ~ pre_tokenizer: type is missing
 PRE null ~ PRE {"type":"Sequence"} ~ pretokenizers is missing or not a list
