@@ -84,8 +84,8 @@ typedef struct {
     OnigMatchParam *param;
 } Matcher;
 
-// For texts of n bytes: they may grow 64-fold. A match that goes back over the text again and again is stopped where the
-// library stops it, at Oniguruma's own limit of 10^7. A search has no limit: `\s+$` begins anew at each of many blanks.
+// For texts of n bytes: they may grow 64-fold. A match that goes back over the text again and again is stopped where
+// the library stops it, at Oniguruma's own limit of 10^7. A search has none: `\s+$` begins anew at each of many blanks.
 static void matcher_open(Matcher *matcher, size_t n, Error *error) {
     matcher->error = error;
     matcher->limit = 64 * n + (1 << 20) < MAX_GROWN ? 64 * n + (1 << 20) : MAX_GROWN;

@@ -318,12 +318,13 @@ inline int run_tokenize(const Options &options) {
     std::string text = from_ids ? decode(tokenizer.get(), ids) : options.prompt, list = json_of(ids);
     Report report;
     list.erase(std::remove_if(list.begin(), list.end(), [](char c) { return strchr("[ ]", c); }), list.end());
-    if (!from_ids && isatty(fileno(stdout))) {  // for eyes: each piece beside its id; spelled, where it is no text alone
+    if (!from_ids && isatty(fileno(stdout))) {  // for eyes: each piece beside its id; as spelled, if it is a part of one
         TextStream pieces(tokenizer.get(), false);
         list.clear();
         for (int id : ids) {
             std::string piece = pieces.next(id);
-            list += formatted("%8d  ", id) + (piece.empty() ? tokenizer_token(tokenizer.get(), id) : "\"" + on_one_line(piece) + "\"") + "\n";
+            piece = piece.empty() ? tokenizer_token(tokenizer.get(), id) : '"' + on_one_line(piece) + '"';
+            list += formatted("%8d  ", id) + piece + "\n";
         }
         list.resize(list.size() - !list.empty());
     }

@@ -845,6 +845,57 @@ TEST_CASE("generation stops at -n, at an end id or when the context is full, and
     }
 }
 
+TEST_CASE("an end that only tokenizer_config.json names ends the text, too, and is said") {
+    Scratch scratch;
+    std::string ending = copy_of(builtin, scratch);
+    replace(ending + "/tokenizer_config.json", R"("eos_token": "<|endoftext|>")", R"("eos_token": ".")");
+    const Words line{"generate", "-m", ending, "-p", "Once upon a time", "-n", "90"};
+    Outcome result = run_well(line + Words{"--json"});
+    Json root = parse(result.out);
+    const Ids tokens = ids(root, "tokens");
+    const int end = ids(run_json({"tokenize", "-m", builtin, "-p", "."}), "ids").back();
+    CHECK(text(root, "stop") == "end id");
+    CHECK(std::find(tokens.begin(), tokens.end(), end) == tokens.end() - 1);
+    check_contains(result.err, "., id " + std::to_string(end) + ", ends the text: only tokenizer_config.json");
+    result = run_well(line + Words{"--ignore-eos"});
+    check_contains(result.err, "stopped: -n\n");
+    CHECK(!contains(result.err, "tokenizer_config.json"));
+    CHECK(!contains(run_well({"generate", "-p", "Once", "-n", "1"}).err, "tokenizer_config.json"));
+}
+
+TEST_CASE("a prompt that begins with the token that the tokenizer puts before it: a note; it is shown as written") {
+    const std::string twice = "which the tokenizer puts before a text, too: it stands there twice";
+    const Words line{"generate", "-m", builtin, "-n", "0", "-p"};
+    Outcome result = run_well(line + Words{"<|endoftext|>Once <|endoftext|> upon"});
+    check_contains(result.err, "the prompt begins with <|endoftext|>, " + twice);
+    CHECK(result.out == "<|endoftext|>Once <|endoftext|> upon\n");
+    result = run_well(line + Words{"Once <|endoftext|> upon"});
+    CHECK(result.out == "Once <|endoftext|> upon\n");
+    CHECK(!contains(result.err, twice));
+    result = run_well({"generate", "-m", builtin, "-n", "0", "--ids", "0,0"});
+    CHECK(result.out == "<|endoftext|><|endoftext|>\n");  // as they were given: nothing is put before ids
+    CHECK(!contains(result.err, twice));
+}
+
+TEST_CASE("tokenize on a terminal shows each piece beside its id") {
+    const Words words{"tokenize", "-m", builtin, "-p", "Once upon\n\xf0\x9f\x98\x80"};
+    const Ids all = ids(run_json(words), "ids");
+    const std::string line = program_path() + " tokenize -m " + builtin + " -p 'Once upon\n\xf0\x9f\x98\x80'";
+    std::string pieces;
+    size_t count = 0;
+    std::istringstream lines(on_terminal(line));
+    for (std::string row; std::getline(lines, row); count++) {
+        row.erase(row.find_last_not_of('\r') + 1);
+        REQUIRE(count < all.size());
+        CHECK(std::stoi(row.substr(0, 8)) == all[count]);
+        REQUIRE(row.size() > 10);
+        if (row[10] == '"') pieces += row.substr(11, row.size() - 12);
+    }
+    CHECK(count == all.size());
+    CHECK(pieces == "<|endoftext|>Once upon\\n\xf0\x9f\x98\x80");
+    CHECK(on_terminal(line + " --json").find("\"ids\"") != std::string::npos);
+}
+
 TEST_CASE("a ring goes on behind the model's context, in the same bytes") {
     Expected expected(model);  // 32 ids, in a context of 128
     auto ring = [&](const std::string &count) {
@@ -1463,8 +1514,8 @@ TEST_CASE("beside programs that take every core, two threads do not wait for eac
 
 // ---- Ctrl-C and progress -----------------------------------------------------------------------------------
 
-// Runs a command with standard error on a terminal; `presses` Ctrl-C come once that has said `after`. Then: seconds from
-// the first of them to the end.
+// Runs a command with standard error on a terminal; `presses` Ctrl-C come once that has said `after`. Then: seconds
+// from the first of them to the end.
 struct Pressed : Outcome {
     double seconds = -1;
 };

@@ -107,6 +107,9 @@ TEST_CASE("every spelling of a flag and its value") {
     CHECK(parse_options({"generate", "-p", ""}).prompt.empty());
     CHECK(parse_options({"diff", "--ids", "1,0,2147483647"}).prompt_ids == std::vector<int>{1, 0, INT_MAX});
     CHECK(parse_options({"generate", "-p", "x", "--temp", "1e-6", "-s", "9007199254740992"}).seed == 1LL << 53);
+    CHECK(parse_options({"generate", "-p", "x", "-s", "9007199254740991"}).seed == (1LL << 53) - 1);
+    for (const char *beyond : {"9007199254740993", "18446744073709551616", "99999999999999999999999"})
+        check_refused({"generate", "-p", "x", "-s", beyond}, {"expected a whole number from -1 to 9007199254740992"});
     CHECK(parse_options({"diff", "-p", "x", "--tolerance", "1e-4"}).tolerance == 1e-4);
     CHECK(parse_options({"generate", "-p", "x"}).count == 256);
     for (const Words &words : {Words{"-n", "-1"}, {"-n-1"}, {"--predict=-1"}})  // until the end

@@ -479,6 +479,11 @@ TEST_CASE("files that are not there, or are no files") {
         fs::remove(path);
         REQUIRE(mkfifo(path.c_str(), 0600) == 0);
         CHECK(broken.error() == path + ": is not a regular file");
+        for (const char *target : {"nowhere", name}) {  // a link that dangles, one that leads to itself
+            fs::remove(path);
+            fs::create_symlink(target, path);
+            check_contains(broken.error(), path + ": cannot open it: ");
+        }
     }
     Checkpoint broken("llama_mha");
     fs::remove(broken / "generation_config.json");  // which is optional
@@ -976,7 +981,8 @@ TEST_CASE("the sizes of configs as they are published, or none; never a wrong on
     const std::pair<std::string, std::string> cases[] = {
         {R"("model_type": "qwen3_next", "hidden_size": 2048, "head_dim": 256, "num_attention_heads": 16,
             "num_key_value_heads": 2, "num_hidden_layers": 48, "full_attention_interval": 4,
-            "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4, "decoder_sparse_step": 1, "mlp_only_layers": [])",
+            "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4, "decoder_sparse_step": 1,
+            "mlp_only_layers": [])",
          "12 x 2 x 256 + 256 windows 0"},
         {R"("model_type": "jamba", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
             "num_hidden_layers": 32, "attn_layer_period": 8, "attn_layer_offset": 4, "expert_layer_period": 2,
@@ -996,9 +1002,11 @@ TEST_CASE("the sizes of configs as they are published, or none; never a wrong on
             "num_hidden_layers": 32, "multi_query": true, "new_decoder_architecture": false, "parallel_attn": true)",
          "32 x 1 x 64 + 64 windows 0"},
         {R"("model_type": "falcon", "hidden_size": 8192, "num_attention_heads": 128, "num_kv_heads": 8,
-            "num_hidden_layers": 60, "multi_query": true, "new_decoder_architecture": true, "num_ln_in_parallel_attn": 2)",
+            "num_hidden_layers": 60, "multi_query": true, "new_decoder_architecture": true,
+            "num_ln_in_parallel_attn": 2)",
          "60 x 8 x 64 + 64 windows 0"},
-        {R"("model_type": "gpt_bigcode", "n_embd": 6144, "n_head": 48, "n_layer": 40, "attention_softmax_in_fp32": true)",
+        {R"("model_type": "gpt_bigcode", "n_embd": 6144, "n_head": 48, "n_layer": 40,
+            "attention_softmax_in_fp32": true)",
          "40 x 1 x 128 + 128 windows 0"},
         {R"("model_type": "gemma3_text", "hidden_size": 1152, "head_dim": 256, "num_attention_heads": 4,
             "num_key_value_heads": 1, "num_hidden_layers": 26, "sliding_window": 512, "sliding_window_pattern": 6)",

@@ -324,7 +324,8 @@ TEST_CASE("decode() of several sequences stores all or none when the pool runs o
     for (const Precision &type : all_of<Precision>()) {
         CAPTURE(std::string(name_of(type)));
         auto open = [&](int pages) {
-            CacheShape shape = {engine.model.config.layers, engine.heads.kv, engine.heads.width, engine.heads.width, 3, 64};
+            const int width = engine.heads.width;
+            CacheShape shape = {engine.model.config.layers, engine.heads.kv, width, width, 3, 64};
             shape.page = 8, shape.pages = pages;
             return open_cache(engine.memory(), shape, Paged{}, type, type);
         };
@@ -353,8 +354,8 @@ TEST_CASE("a pass that failed in any layer leaves lengths, pages, and what is re
     const int layers = engine.model.config.layers, total = 150;
     REQUIRE(layers >= 2);
     Tokens tokens = random_tokens(engine, total), others = random_tokens(engine, total, 9);
-    // Reads `tokens`, up to each of `stops` by prefill() and one behind it by decode(). With `failing`, other tokens are
-    // tried before, and fail: after some of the layers, or in a callback.
+    // Reads `tokens`, up to each of `stops` by prefill() and one behind it by decode(). With `failing`, other tokens
+    // are tried before, and fail: after some of the layers, or in a callback.
     auto rows_of = [&](Cache &cache, const Tokens &stops, bool failing) {
         Vector rows;
         auto try_in_vain = [&](int count, bool alone) {

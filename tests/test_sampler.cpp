@@ -199,7 +199,9 @@ TEST_CASE("top-p counts what top-k has left, at the asked temperature") {
 }
 
 TEST_CASE("top-p at an exact tie keeps what reaches it and no more") {
-    auto kept = [](double top_p, const std::vector<float> &logits) { return tokens_drawn(sampler_of(1, top_p), logits); };
+    auto kept = [](double top_p, const std::vector<float> &logits) {
+        return tokens_drawn(sampler_of(1, top_p), logits);
+    };
     const float half = (float)std::log(0.5);
     CHECK(kept(0.5, {3, 3, 3, 3}) == std::set<int>{0, 1});  // each has 1, of 4: sums are exact
     CHECK(kept(std::nextafter(0.5, 1), {3, 3, 3, 3}) == std::set<int>{0, 1, 2});
@@ -221,7 +223,8 @@ TEST_CASE("what is drawn is what a sort of the whole vocabulary gives, for every
         }
         for (int i = 0; i < draws; i++) {
             Sampler sampler = sampler_of(one_of({0.01, 0.3, 0.8, 1, 1.5, 100}), one_of({1, 0.95, 0.5, 0.1, 0}),
-                                         one_of({0, 0, 0.02, 0.5, 1}), (int)one_of({0, 0, 1, 5, 40, 2000}), random.bits());
+                                         one_of({0, 0, 0.02, 0.5, 1}), (int)one_of({0, 0, 1, 5, 40, 2000}),
+                                         random.bits());
             int expected = sample_by_sorting(sampler, logits, i);
             if (sample(sampler, logits, i) == expected) continue;
             FAIL_CHECK("T " << sampler.temperature << " top-p " << sampler.top_p << " min-p " << sampler.min_p
