@@ -454,3 +454,24 @@ TEST_CASE("Ctrl-C at any time ends a pass soon; what its chunks have read stays,
     }
     CHECK(ended > 0);
 }
+
+TEST_CASE("Ctrl-C: a thread leaves out the rest of an operation, so what it wrote stays") {
+    for (const char *weights : {"stored", "int8"}) {
+        Engine engine = engine_of(random_model({1, 64, 96, 2, 1, 32, 41}), 1, weights);
+        Cpu &m = std::get<Cpu>(*engine.machine);
+        const Linear &gate = engine.model.layers[0].gate;
+        const int count = 100;
+        int calls = 0;
+        Vector x((size_t)count * 64, 1), y((size_t)count * 96, 7);
+        interrupts = 1;
+        m.for_each(9, [&](int64_t, Alone) { calls++; });
+        m.run([&] { m.for_each_in_turn(9, [&](int64_t, Alone) { calls++; }); });
+        best::linear(m, x.data(), count, {{gate, y.data()}});
+        plain::linear(m, x.data(), count, {{gate, y.data()}});
+        interrupts = 0;
+        CHECK(calls == 0);
+        CHECK(std::count(y.begin(), y.end(), 7) == (long)y.size());
+        best::linear(m, x.data(), count, {{gate, y.data()}});
+        CHECK(std::count(y.begin(), y.end(), 7) == 0);
+    }
+}
