@@ -350,6 +350,38 @@ def pages_of_two(llm):
     return picture
 
 
+def residues(llm):
+    """The tree of a sum of 16 lanes, in the order in which products of many tokens compute it."""
+    del llm  # nothing is asked
+    picture = Picture("A sum of 16 lanes, one lane after the other: four tiles wait at most", 400)
+    order = [int(f"{turn:04b}"[::-1], 2) for turn in range(16)]
+    left, step, bottom, rise, done = 64, 46, 296, 56, 7
+    places = [left + turn * step for turn in range(16)]
+    kept = {(0, 2), (4, 1), (6, 0)}  # (first turn, level) of what is kept after `done` turns
+    for level in range(4):
+        for first in range(0, 16, 2 << level):
+            x, y = sum(places[first:first + (2 << level)]) / (2 << level), bottom - (level + 1) * rise
+            for half in (0, 1):
+                start = first + half * (1 << level)
+                below = sum(places[start:start + (1 << level)]) / (1 << level)
+                picture.line([(below, y + rise - (16 if level == 0 else -1)), (below, y + 9), (x, y + 9)], "axis")
+            finished = first + (2 << level) <= done
+            on_stack = (first, level + 1) in kept
+            picture.dot(x, y + 6, "cached" if on_stack else "grey" if finished else "plus", 'stroke-width="1.5"')
+    for turn, residue in enumerate(order):
+        style = "cached" if (turn, 0) in kept else "soft" if turn < done else "empty"
+        picture.box(places[turn] - 17, bottom - 16, 34, 30, style)
+        picture.text(places[turn], bottom + 5, residue, "bold" + (" on" if (turn, 0) in kept else ""), "middle")
+        picture.text(places[turn], bottom + 34, turn + 1, "small", "middle")
+    picture.text(20, bottom + 34, "turn", "small")
+    picture.text(sum(places) / 16 + 14, bottom - 4 * rise + 2, "the sum", "small")
+    picture.text(20, 362, "Box j: the channels j, j + 16, j + 32, … of all rows and tokens of a tile, added up in registers.",
+                 "small")
+    picture.text(20, 384, "A dot adds two finished tiles. Strong: what is kept after seven turns, two tiles on the stack "
+                 "and one in registers.", "small")
+    return picture
+
+
 def int4_block(llm):
     picture = Picture("int4 keys: the 32 positions of a channel share a scale", 392)
     ids = ",".join(map(str, range(3, 43)))
@@ -434,7 +466,7 @@ def errors(llm):
     return picture
 
 
-PICTURES = [head, whole_model, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, int4_block, ladder,
+PICTURES = [head, whole_model, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, residues, int4_block, ladder,
             errors, quality]
 
 
