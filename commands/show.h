@@ -133,7 +133,7 @@ inline Report place_of(const Cache &cache, int position) {
     int64_t row = row_of(cache, 0, position);
     report.add("layout", name_of(cache.layout), formatted("%s: ", name_of(cache.layout)));
     if (auto *paged = std::get_if<Paged>(&cache.layout)) {
-        std::vector<int> table(paged->table, paged->table + pages_for(*paged, cache.lengths[0]));
+        std::vector<int> table(paged->table, paged->table + pages_for(cache.lengths[0], paged->page));
         int logical = position / paged->page, offset = position % paged->page;
         report.add("page_table", table, "page table " + json_of(table));
         report.add("logical_page", logical, formatted("; position %d is in logical page %d", position, logical));
