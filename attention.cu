@@ -117,13 +117,11 @@ struct HeadRows {
     // The pass's vectors: position t in row span.row + t - span.position of the pass. So `start` is where position 0
     // would be, and position t is t rows behind it.
     HOST_DEVICE Source own(const PassVectors &vectors, const Span &span) const {
-        int64_t first = (int64_t)(span.row - span.position) * vectors.heads + kv_head;
-        return {(const char *)(vectors.start + first * vectors.width),
-                (size_t)vectors.heads * vectors.width * sizeof(float),
-                vectors.width,
-                Choice<Precision>::of(F32{}),
-                Choice<Layout>::of(Contiguous{INT_MAX}),
-                /*sequence=*/0};
+        const int64_t first = (int64_t)(span.row - span.position) * vectors.heads + kv_head;
+        const char *start = (const char *)(vectors.start + first * vectors.width);
+        const size_t stride = (size_t)vectors.heads * vectors.width * sizeof(float);
+        const auto layout = Choice<Layout>::of(Contiguous{INT_MAX});  // one sequence, as long as any
+        return {start, stride, vectors.width, Choice<Precision>::of(F32{}), layout, /*sequence=*/0};
     }
 
 private:
@@ -266,12 +264,13 @@ void attention(M &m, const Attention &task, const Pass &pass) {
 // store_rows() before the queries of a pass read, keep_residual() after. Where a precision has blocks of 32, a block is
 // encoded when its last position comes; until then its positions are in the residual block:
 //
-//   a prompt of 40 positions   store_rows encodes 0 .. 31; the query at 33 reads them as codes, 32 and 33 from the
-//   pass;
+//   a prompt of 40 positions   store_rows encodes 0 .. 31
+//                              attention: the query at 33 reads these as codes, 32 and 33 from the pass's vectors
 //                              keep_residual keeps 32 .. 39
 //   the token at 63, later     store_rows encodes 32 .. 63: 32 .. 62 from the residual block, 63 from the pass
 
-// A block of 32 positions that is full with this pass: number(t, channel) of its position t, all as f16 has them.
+// A block of 32 positions that is full with this pass: block(t, channel) is a number of its position t. Those of
+// earlier passes are in the residual block at f16, those of this pass were rounded to f16.
 struct FullBlock {
     const char *residual;  // row 0 of the sequence's residual block
     size_t stride;
@@ -283,7 +282,7 @@ struct FullBlock {
         if (position < span.first) return F16::number(residual + t * stride, channel);
         return own.at(span, position, kv_head)[channel];
     }
-    struct Vector {  // of position t
+    struct Vector {  // of position t, for encode(), which asks for numbers by channel
         const FullBlock &block;
         int t;
         HOST_DEVICE float operator[](int channel) const { return block(t, channel); }
@@ -347,8 +346,8 @@ HOST_DEVICE void store_position(const CacheView &cache, int layer, const Span &s
 }
 
 // Keeps a position of its sequence's newest block at f16, in the residual block. Why not in store_position(): what
-// earlier passes left there of an older block is still read by the pass. Why not as codes, anew with each
-// position: a block's scales change as it fills, and what was rounded once would be rounded again.
+// earlier passes left there of an older block is still read by the pass. Why not as codes, anew with each position: a
+// block's scales change as it fills, and what was rounded once would be rounded again.
 template <class Team>
 HOST_DEVICE void keep_position(const CacheView &cache, int layer, const Span &span, int kv_head,
                                const PassVectors &keys, const PassVectors &values, Team team) {
