@@ -48,9 +48,8 @@ HOST_DEVICE void attend_equation(float *out,           // (width)
 //   [96, 100)    the newest block so far, at f16     the residual block
 //   [100, 101)   its own key and value               this pass's vectors
 //
-// The query at position 100 of an f16 cache reads [0, 101) from the cache's rows, where its own were stored before it
-// reads; of a ring of 40 positions and 3 sinks [0, 3) at f32 and then [61, 101); on the naive path [0, 101) from this
-// pass's vectors. Attention is one loop over segments, whatever they are.
+// and of an f16 cache all of [0, 101) from its rows; of a ring of 40 positions with 3 sinks [0, 3), the sinks, and then
+// [61, 101); on the naive path [0, 101) from this pass's vectors. Attention is one loop over segments of any kind.
 
 // Keys or values of a pass: (rows, kv_heads, width).
 struct PassVectors {
@@ -93,7 +92,7 @@ struct Segments {
     }
 };
 
-// The sources of a layer and KV head. Memory that is no cache of its own is read as if it were one, by a layout in
+// The sources of a layer and KV head. What is not the cache's rows is read as if it were a cache, too: by a layout in
 // which position t has the right row, and a precision that reads its numbers.
 struct HeadRows {
     const CacheView &cache;
@@ -114,8 +113,8 @@ struct HeadRows {
     HOST_DEVICE Source sink(const CacheRows &rows, int sequence) const {
         return in(rows, Choice<Precision>::of(F32{}), Choice<Layout>::of(Contiguous{cache.sinks}), sequence);
     }
-    // The pass's vectors: position t in row span.row + t - span.position of the pass. So `start` is where position 0
-    // would be, and position t is t rows behind it.
+    // The pass's vectors. Position t is in row span.row + t - span.position of the pass, so `start` is where position 0
+    // would be.
     HOST_DEVICE Source own(const PassVectors &vectors, const Span &span) const {
         const int64_t first = (int64_t)(span.row - span.position) * vectors.heads + kv_head;
         const char *start = (const char *)(vectors.start + first * vectors.width);
@@ -191,10 +190,8 @@ struct Softmax {
 template <class Format>
 HOST_DEVICE float key_number(const Segment &segment, int t, int channel, const float *frequencies) {
     const Source &keys = segment.keys;
-    auto number = [&](int c) {
-        int begin = Format::blocks ? t / group_size * group_size : 0;
-        return stored_number<true, Format>([&](int i) { return keys.row(begin + i); }, t - begin, c, keys.width);
-    };
+    auto row_at = [&](int i) { return keys.row(i); };
+    auto number = [&](int c) { return stored_number<true, Format>(row_at, t, c, keys.width); };
     if (segment.shift == 0 && !segment.unrotated) return number(channel);
     int half = keys.width / 2, position = segment.unrotated ? segment.shift + t : segment.shift;
     float angle = rope_angle(position, frequencies[channel % half]);
@@ -257,8 +254,6 @@ void attention(M &m, const Attention &task, const Pass &pass) {
     });
 }
 
-}  // namespace plain
-
 // ---- Storing -----------------------------------------------------------------------------------------------
 //
 // store_rows() before the queries of a pass read, keep_residual() after. Where a precision has blocks of 32, a block is
@@ -268,26 +263,6 @@ void attention(M &m, const Attention &task, const Pass &pass) {
 //                              attention: the query at 33 reads these as codes, 32 and 33 from the pass's vectors
 //                              keep_residual keeps 32 .. 39
 //   the token at 63, later     store_rows encodes 32 .. 63: 32 .. 62 from the residual block, 63 from the pass
-
-// A block of 32 positions that is full with this pass: block(t, channel) is a number of its position t. Those of
-// earlier passes are in the residual block at f16, those of this pass were rounded to f16.
-struct FullBlock {
-    const char *residual;  // row 0 of the sequence's residual block
-    size_t stride;
-    PassVectors own;
-    Span span;  // its last position
-    int kv_head;
-    HOST_DEVICE float operator()(int t, int channel) const {
-        int position = span.position / group_size * group_size + t;
-        if (position < span.first) return F16::number(residual + t * stride, channel);
-        return own.at(span, position, kv_head)[channel];
-    }
-    struct Vector {  // of position t, for encode(), which asks for numbers by channel
-        const FullBlock &block;
-        int t;
-        HOST_DEVICE float operator[](int channel) const { return block(t, channel); }
-    };
-};
 
 // Encodes the key or value of one position (a span of 1) into its row, or with the last position of a block the whole
 // block into its 32 rows: values position by position, keys transposed, some channels of all positions in each row
@@ -303,15 +278,14 @@ HOST_DEVICE void store_vector(const CacheView &cache, int layer, const Span &spa
         if constexpr (!Format::blocks) {
             Format::encode(row_at(span.position), own.at(span, span.position, kv_head), rows.width, team);
         } else if (span.position % group_size == group_size - 1) {
+            const int block = span.position - (group_size - 1);  // its first position
             const char *kept = residual.at(layer, (int64_t)span.sequence * group_size, kv_head);
-            FullBlock block = {kept, residual.stride(), own, span, kv_head};
-            for (int i = 0; i < group_size; i++) {
-                char *row = row_at(span.position - group_size + 1 + i);
-                if constexpr (keys)
-                    Format::encode_keys(row, i, block, rows.width, team);
-                else
-                    Format::encode(row, FullBlock::Vector{block, i}, rows.width, team);
-            }
+            auto number = [&](int t, int channel) -> float {  // all as f16 has them: earlier passes', and this one's
+                if (block + t < span.first) return F16::number(kept + t * residual.stride(), channel);
+                return own.at(span, block + t, kv_head)[channel];
+            };
+            for (int i = 0; i < group_size; i++)
+                Format::template encode_row<keys>(row_at(block + i), i, number, rows.width, team);
         }
     };
     (keys ? cache.type_k : cache.type_v).visit(store);
@@ -360,8 +334,6 @@ HOST_DEVICE void keep_position(const CacheView &cache, int layer, const Span &sp
     keep(cache.residual_keys, keys);
     keep(cache.residual_values, values);
 }
-
-namespace plain {
 
 // Rounds vector `item` of some, in place.
 template <class Team>

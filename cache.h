@@ -1,5 +1,4 @@
-// The KV cache: where does position 37 live. Layouts first; then the bytes that their rows take; then how sequences
-// grow and shrink.
+// The KV cache: where does position 37 live. Layouts, then the bytes that their rows take, then growing and shrinking.
 //
 // A row is one position's vector of one KV head of one layer. A layout says in which row a position is, a precision
 // (precision.h) what bytes a row takes. K and V lie in memory of their own, each as
@@ -86,18 +85,13 @@ struct Paged {
 };
 
 // The last `window` positions and the first `sinks` (Xiao et al. 2024, StreamingLLM): a sequence goes on without end.
-// Position t is in row t % slots, where position t - slots was before. With a window of 40 and 3 sinks there are 96
-// rows, and a pass may store 32 positions, say 100 to 131:
-//
-//   58 .. 99     what the pass's first query may still see: window + sinks - 1 = 42 positions before its own
-//   100 .. 131   the pass, 32 positions: so at least 74 rows, and 96 in whole blocks of 32
-//
-// Why not `window` rows: all of a pass is stored before its first query reads, and must not overwrite what that one
-// sees. And until positions are dropped, the sinks are read from the ring like all others.
-//
+// Position t is in row t % slots, where position t - slots was. Why not `window` slots: all of a pass is stored before
+// its first query reads, and must not overwrite what that one sees. With a window of 40, 3 sinks, and a pass of 32:
+//   58 .. 99     what the query at 100 sees at most before itself, window + sinks - 1: until positions are dropped, the
+//                sinks are read from the ring like all others
+//   100 .. 131   its pass: in all 74 rows at least, 96 in whole blocks of 32
 // A key in the window keeps the rotation of its own position: only the distance to the query counts. The sinks, which
-// stand just before a window that moves, have rows of their own besides (CacheView::sink_keys), not rotated, and are
-// rotated when they are read.
+// stand just before a window that moves, have rows of their own, too (CacheView::sink_keys), and are rotated when read.
 struct Ring {
     static constexpr const char *name = "ring";
     int window = 0, sinks = 0;
@@ -257,27 +251,22 @@ inline void open_page_table(Cache &cache, Paged &paged) {
 // An empty cache. Its memory is a machine's, which lives longer.
 inline Cache open_cache(Memory &memory, const CacheShape &shape, Layout layout, Precision type_k, Precision type_v) {
     Cache cache;
-    cache.shape = shape;
-    cache.layout = open_layout(shape, layout);
-    cache.type_k = type_k;
-    cache.type_v = type_v;
-    cache.memory = &memory;
+    cache.memory = &memory, cache.shape = shape, cache.layout = open_layout(shape, layout);
+    cache.type_k = type_k, cache.type_v = type_v;
     cache.lengths.assign(shape.sequences, 0);
     cache.reached.assign(shape.sequences, 0);
     int64_t rows = rows_of(shape, cache.layout), sequences = shape.sequences;
     double bytes = bytes_of(shape, cache.layout, type_k, type_v, (double)rows).total();
     Room room = memory.room();
-    if (bytes > room.bytes) {
+    if (bytes > room.bytes)
         fail(
             "the KV cache needs %.1f GiB for %lld positions, %s has %.1f GiB, enough for %.0f: lower -c or --window, "
-            "or choose a smaller --kv type",
+            "or "
+            "choose a smaller --kv type",
             bytes / 0x1p30, (long long)rows, room.name.c_str(), room.bytes / 0x1p30,
             std::floor((double)rows * room.bytes / bytes));
-    }
     CacheView &view = cache.view;
-    view.layout = cache.layout;
-    view.type_k = type_k;
-    view.type_v = type_v;
+    view.layout = cache.layout, view.type_k = type_k, view.type_v = type_v;
     const std::string what = formatted("the KV cache of %.1f GiB, its keys or values", bytes / 0x1p30);
     auto open = [&](const Precision &type, int width, int64_t count) {
         return open_rows(cache, what, type, width, count);
@@ -300,10 +289,9 @@ inline Cache open_cache(Memory &memory, const CacheShape &shape, Layout layout, 
 // Fails unless the cache has room for `count` more positions of a sequence.
 inline void require_room(const Cache &cache, int sequence, int count) {
     int first = cache.lengths.at(sequence);
-    if (count > limit_of(cache) - first) {
+    if (count > limit_of(cache) - first)
         fail("the cache holds %d positions, %lld are needed: shorten the prompt or raise -c", limit_of(cache),
              (long long)first + count);
-    }
     if (!cache.pool) return;
     const PagePool &pool = *cache.pool;
     if (int pages = pool.between(first, first + count); pages > (int)pool.free.size())
@@ -341,9 +329,9 @@ inline void shrink_pages(Cache &cache, int sequence, int from, int length) {
 
 // The keys or the values of a cut sequence's last block go from codes to the residual block, as they read: where a cut
 // ends within a block that was full, nothing else has its positions. An int4 cache of 70 positions, cut to 40:
-//   before   [0, 32) codes   [32, 64) codes      [64, 70) residual block
+//   before   [0, 32) codes   [32, 64) codes   [64, 70) residual block
 //   after    [0, 32) codes   [32, 40) residual block
-// They go one by one through the machine's memory, without a kernel: cuts are rare.
+// Why row by row through the machine's memory, without a kernel: cuts are rare.
 template <bool keys>
 void restore_residual(Cache &cache, int sequence, int length) {
     const CacheRows &rows = keys ? cache.view.keys : cache.view.values;
@@ -355,15 +343,15 @@ void restore_residual(Cache &cache, int sequence, int length) {
         for (int i = 0; i < group_size; i++)
             cache.memory->read(&block[i * rows.stride()], rows.at(layer, row_of(cache, sequence, begin + i), 0),
                                rows.stride());
-        for (int t = 0; t < length - begin; t++) {
+        for (int t = begin; t < length; t++) {
             for (int i = 0; i < rows.kv_heads * width; i++) {
-                const int head = i / width, channel = i % width;
-                auto row_at = [&](int k) { return &block[k * rows.stride() + head * rows.row_bytes]; };
-                float x = stored_number<keys, decltype(format)>(row_at, t, channel, width);
+                auto row_at = [&](int at) { return &block[(at - begin) * rows.stride() + i / width * rows.row_bytes]; };
+                float x = stored_number<keys, decltype(format)>(row_at, t, i % width, width);
                 // The largest f16 may read as half a step more, which f16 has not.
                 from_float(vectors[i], x > 65504 ? 65504 : x < -65504 ? -65504 : x);
             }
-            cache.memory->write(residual.at(layer, sequence * group_size + t, 0), vectors.data(), residual.stride());
+            cache.memory->write(residual.at(layer, sequence * group_size + t - begin, 0), vectors.data(),
+                                residual.stride());
         }
     };
     auto restore_layers = [&](auto format) {

@@ -147,22 +147,23 @@ struct GroupedRow {
     HOST_DEVICE static int groups(int width) { return (width + group_size - 1) / group_size; }
     HOST_DEVICE static size_t row_bytes(int width) { return groups(width) * sizeof(G); }
     HOST_DEVICE static const G &group(const char *row, int i) { return ((const G *)row)[i]; }
-    template <class Values, class Team = Alone>
-    HOST_DEVICE static void encode(char *row, const Values &values, int width, Team team = {}) {
-        for (int g = team.first(); g < groups(width); g += team.step()) {
-            int first = g * group_size, count = width - first < group_size ? width - first : group_size;
-            ((G *)row)[g] = quantize<bits>([&](int i) -> float { return values[first + i]; }, count);
+    // Encodes row i of a block; number(t, channel) is that of the block's position t.
+    template <bool keys, class Numbers, class Team>
+    HOST_DEVICE static void encode_row(char *row, int i, const Numbers &number, int width, Team team) {
+        const int n = groups(width);
+        for (int g = team.first(); g < n; g += team.step()) {
+            const int first = keys ? i * n + g : g * group_size, left = width - first;  // channels
+            auto x = [&](int k) -> float { return keys ? number(k, first) : number(i, first + k); };
+            if (left > 0) ((G *)row)[g] = quantize<bits>(x, keys || left > group_size ? group_size : left);
         }
     }
-    HOST_DEVICE static float number(const char *row, int channel) {  // of a row of values
-        return group(row, channel / group_size).number(channel % group_size);
+    template <class Values, class Team = Alone>
+    HOST_DEVICE static void encode(char *row, const Values &values, int width, Team team = {}) {  // a row of values
+        auto number = [&](int, int channel) -> float { return values[channel]; };
+        encode_row<false>(row, 0, number, width, team);
     }
-    // Row i of a block of keys; key(t, channel) is a number of the block's position t.
-    template <class Keys, class Team = Alone>
-    HOST_DEVICE static void encode_keys(char *row, int i, Keys key, int width, Team team = {}) {
-        int n = groups(width);
-        for (int g = team.first(); g < n && i * n + g < width; g += team.step())
-            ((G *)row)[g] = quantize<bits>([&](int t) -> float { return key(t, i * n + g); }, group_size);
+    HOST_DEVICE static float number(const char *row, int channel) {
+        return group(row, channel / group_size).number(channel % group_size);
     }
     // A channel of a block's keys is in the block's row row_of_channel(); there key_number() is that of its position t.
     HOST_DEVICE static int row_of_channel(int channel, int width) { return channel / groups(width); }
@@ -220,12 +221,14 @@ inline double row_payload(const Precision &type, int width) {
     return std::visit([&](auto format) { return std::ceil(decltype(format)::code_bits * width / 8); }, type);
 }
 
-// Number `channel` of a key (keys) or a value at position t, as it reads. Where a format has blocks, t counts from its
-// block's first position, and the block is full. row_at(i) is the row of position i, in the same count.
+// Number `channel` of the key (keys) or the value of position t, as it reads; row_at(i) is the row of position i. Where
+// a format has blocks, that of t is full.
 template <bool keys, class Format, class RowAt>
 HOST_DEVICE float stored_number(RowAt row_at, int t, int channel, int width) {
-    if constexpr (keys && Format::blocks)
-        return Format::key_number(row_at(Format::row_of_channel(channel, width)), t, channel, width);
-    else
+    if constexpr (keys && Format::blocks) {
+        const char *row = row_at(t / group_size * group_size + Format::row_of_channel(channel, width));
+        return Format::key_number(row, t % group_size, channel, width);
+    } else {
         return Format::number(row_at(t), channel);
+    }
 }

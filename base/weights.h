@@ -5,6 +5,7 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <set>
 
 #include "device.h"
 #include "model.h"
@@ -14,16 +15,10 @@
 // Calls use(p) with a tensor's numbers as a file stores them: `const float *`, `const f16 *` or `const bf16 *`.
 template <class Use>
 void with_numbers(const Tensor &tensor, Use use) {
-    switch (tensor.type) {
-        case DType::f32:
-            return use((const float *)tensor.data);
-        case DType::f16:
-            return use((const f16 *)tensor.data);
-        case DType::bf16:
-            return use((const bf16 *)tensor.data);
-        case DType::int8:
-            fail("int8 weights where only numbers as a file stores them are read");
-    }
+    if (tensor.type == DType::f32) return use((const float *)tensor.data);
+    if (tensor.type == DType::f16) return use((const f16 *)tensor.data);
+    if (tensor.type == DType::bf16) return use((const bf16 *)tensor.data);
+    fail("int8 weights where only numbers as a file stores them are read");
 }
 
 HOST_DEVICE inline float number_of(const Tensor &tensor, int64_t i) {
@@ -108,17 +103,16 @@ inline std::shared_ptr<void> move_weights(Model &model, Machine &machine, bool t
         for (const Mapping &file : model.files) forget_pages(file);
     }
 
-    // The model's tensors are there now, and take other bytes.
-    std::map<const void *, size_t> read;
+    // From now on the model's tensors are there, and as int8 they take other bytes.
+    std::set<const void *> counted;
+    model.weight_bytes = 0;
     for_each_tensor(model, [&](Tensor &tensor, bool matrix) {
         if (moves(tensor, matrix)) {
             const size_t at = places.at(tensor.data).at;
             tensor = moved(tensor);
             tensor.data = start + at;
         }
-        if (tensor.data) read[tensor.data] = stored_bytes(tensor);
+        if (tensor.data && counted.insert(tensor.data).second) model.weight_bytes += (int64_t)stored_bytes(tensor);
     });
-    model.weight_bytes = 0;
-    for (auto &[data, bytes] : read) model.weight_bytes += (int64_t)bytes;
     return weights;
 }

@@ -116,10 +116,9 @@ struct CacheSide {
         std::vector<float> numbers;
         auto read_as = [&](auto format) {
             using Format = decltype(format);
-            int begin = Format::blocks ? t / group_size * group_size : t;
-            auto row_at = [&](int i) { return row(layer, kv_head, begin + i); };
+            auto row_at = [&](int i) { return row(layer, kv_head, i); };
             for (int c = 0; c < rows.width; c++)
-                numbers.push_back(stored_number<keys, Format>(row_at, t - begin, c, rows.width));
+                numbers.push_back(stored_number<keys, Format>(row_at, t, c, rows.width));
         };
         in_residual(t) ? read_as(F16()) : std::visit(read_as, keys ? cache.type_k : cache.type_v);
         return numbers;

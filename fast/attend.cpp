@@ -260,9 +260,8 @@ struct NearRows {
             float *to = &wide[place * (size_t)stride];
             wide_row[t] = (const char *)to;
             if constexpr (std::is_void_v<Number>) {
-                const int block = Format::blocks ? t / group_size * group_size : t;
-                auto row_at = [&](int k) { return all.row[block + k] + from.offset; };
-                for (; c < width; c++) to[c] = stored_number<keys, Format>(row_at, t - block, c, width);
+                auto row_at = [&](int k) { return all.row[k] + from.offset; };  // a split begins with a block
+                for (; c < width; c++) to[c] = stored_number<keys, Format>(row_at, t, c, width);
                 std::fill(to + width, to + stride, 0.0f);
             } else {
                 auto *numbers = (const Number *)(from.row[t] + from.offset);
