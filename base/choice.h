@@ -1,5 +1,5 @@
-// Lists of types (machines, layouts, precisions): each is a std::variant, and whatever goes through all of a list's
-// types, finds one by its name, or carries one into a kernel goes through here.
+// Lists of types (layouts, precisions), each a std::variant: going through all, finding one by its name, carrying one
+// into a kernel.
 #pragma once
 
 #include <algorithm>

@@ -74,7 +74,7 @@ inline std::shared_ptr<void> move_weights(Model &model, Machine &machine, bool t
     auto moves = [&](const Tensor &tensor, bool matrix) { return tensor.data && (matrix || !to_int8); };
     auto moved = [&](Tensor tensor) { return tensor.type = to_int8 ? DType::int8 : tensor.type, tensor; };
 
-    // A place for each tensor, once: a tied head is the embedding. In the order in which the files have them.
+    // A place for each tensor, once: a tied head is the embedding. The map has them in the order of the files.
     std::map<const void *, Place> places;
     size_t total = 0;
     for_each_tensor(model, [&](const Tensor &tensor, bool matrix) {
@@ -90,8 +90,7 @@ inline std::shared_ptr<void> move_weights(Model &model, Machine &machine, bool t
         memory.reserve(total, "the weights", "choose a smaller model, or leave --weights out");
     char *start = (char *)weights.get();
 
-    // Written tensor by tensor, and in pieces, so that Ctrl-C is heard. A file's pages are not kept once they were
-    // read.
+    // In pieces, so that Ctrl-C is heard. A file's pages are not kept once they were read.
     Progress progress("weights", (double)total / 1e6, "MB");
     for (auto &[data, place] : places) {
         const size_t bytes = stored_bytes(moved(place.from));
