@@ -103,7 +103,7 @@ struct HeadRows {
     HOST_DEVICE Source stored(const CacheRows &rows, const Choice<Precision> &type, int sequence) const {
         return in(rows, type, cache.layout, sequence);
     }
-    // A sequence's residual block: position t in row t % 32 of its 32, which is a ring without window or sinks.
+    // A sequence's residual block: position t in row t % 32 of its 32, as in a ring of 32 slots.
     HOST_DEVICE Source residual(const CacheRows &rows, int sequence) const {
         Ring ring;
         ring.slots = group_size;
@@ -147,12 +147,16 @@ HOST_DEVICE inline void add_rows(Segments &seen, const HeadRows &head, const Spa
     const Source keys = head.stored(cache.keys, cache.type_k, span.sequence);
     const Source values = head.stored(cache.values, cache.type_v, span.sequence);
     if (!key_blocks && !value_blocks) return seen.add(first, end, keys, values);
+    Source kept_keys = keys, kept_values = values, new_keys = keys, new_values = values;
+    if (key_blocks) kept_keys = head.residual(cache.residual_keys, span.sequence), new_keys = own_keys;
+    if (value_blocks) kept_values = head.residual(cache.residual_values, span.sequence), new_values = own_values;
     const int block = span.position / group_size * group_size;
-    const int in_block = first > block ? first : block, in_pass = in_block > span.first ? in_block : span.first;
-    seen.add(first, block, keys, values);
-    seen.add(in_block, span.first, key_blocks ? head.residual(cache.residual_keys, span.sequence) : keys,
-             value_blocks ? head.residual(cache.residual_values, span.sequence) : values);
-    seen.add(in_pass, end, key_blocks ? own_keys : keys, value_blocks ? own_values : values);
+    auto add = [&](int begin, int end, const Source &keys, const Source &values) {
+        seen.add(begin > first ? begin : first, end, keys, values);
+    };
+    add(0, block, keys, values);
+    add(block, span.first, kept_keys, kept_values);
+    add(block > span.first ? block : span.first, end, new_keys, new_values);
 }
 
 // Adds the sinks, where positions between them and the window of the query at span.position were dropped. On the naive
