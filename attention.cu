@@ -1,4 +1,4 @@
-// Attention: the equation, and the same over what a cache holds.
+// Attention: the equation; what a query sees of a cache; the equation over that; and how a pass is stored.
 //
 //   o = softmax(q K^T / sqrt(D)) V        for each query head; K and V of the positions the query may see
 //
@@ -9,20 +9,9 @@
 #include "cache.h"
 #include "layers.cu"
 
-// What one layer's attention reads and writes.
-struct Attention {
-    float *out;                // (count, query_heads, value_width)
-    const float *query;        // (count, query_heads, D), rotated
-    PassVectors keys, values;  // of this pass: (count, kv_heads, width), the keys rotated
-    CacheView cache;           // without memory on the naive path: there is no past, all is in this pass
-    int layer;
-    Visible visible;
-    Heads heads;
-};
+// ---- The equation ------------------------------------------------------------------------------------------
 
 namespace plain {
-
-// ---- The equation ------------------------------------------------------------------------------------------
 
 // One query over `count` positions, whose keys and values are `stride` numbers apart. Each score is computed twice, for
 // the largest one and for its weight: so that no score is kept.
@@ -48,21 +37,165 @@ HOST_DEVICE void attend_equation(float *out,           // (width)
     for (int c = team.first(); c < width; c += team.step()) out[c] /= total;
 }
 
+}  // namespace plain
+
+// ---- What a query sees -------------------------------------------------------------------------------------
+//
+// A query reads a short list of segments: positions that follow one another, in one kind of memory. So the query at
+// position 100 of an int4 cache, decoded by itself, reads
+//
+//   [0, 96)      blocks of 32, as codes              the cache's rows
+//   [96, 100)    the newest block so far, at f16     the residual block
+//   [100, 101)   its own key and value               this pass's vectors
+//
+// and of an f16 cache all of [0, 101) from its rows; of a ring of 40 positions with 3 sinks [0, 3), the sinks, and then
+// [61, 101); on the naive path [0, 101) from this pass's vectors. Attention is one loop over segments of any kind.
+
+// Keys or values of a pass: (rows, kv_heads, width).
+struct PassVectors {
+    float *start;
+    int heads, width;
+    HOST_DEVICE float *at(const Span &span, int position, int head) const {
+        return start + ((int64_t)(span.row + position - span.position) * heads + head) * width;
+    }
+};
+
+// Where the keys or the values of a segment are: those of position t in row layout.row(sequence, t).
+struct Source {
+    const char *start;  // row 0 of a layer and KV head
+    size_t stride;      // bytes from a row to the next one's
+    int width;
+    Choice<Precision> type;
+    Choice<Layout> layout;
+    int sequence;
+    HOST_DEVICE const char *row(int t) const {
+        return start + layout.visit([&](auto &chosen) { return chosen.row(sequence, t); }) * (int64_t)stride;
+    }
+};
+
+// Positions [begin, end). Keys are turned by the angles of `shift` positions more when they are read, or, if they are
+// unrotated, by those of their own position and `shift`: so sinks come to stand just before a window that has moved.
+struct Segment {
+    int begin, end;
+    Source keys, values;
+    int shift = 0;
+    bool unrotated = false;
+};
+
+// All that a query sees, from the first position to the last: at most sinks, stored rows, residual block, own vectors.
+struct Segments {
+    Segment list[4];
+    int count = 0;
+    HOST_DEVICE void add(int begin, int end, const Source &keys, const Source &values, int shift = 0,
+                         bool unrotated = false) {
+        if (begin < end) list[count++] = {begin, end, keys, values, shift, unrotated};
+    }
+};
+
+// The sources of a layer and KV head. What is not the cache's rows is read as if it were a cache, too: by a layout in
+// which position t has the right row, and a precision that reads its numbers.
+struct HeadRows {
+    const CacheView &cache;
+    int layer, kv_head;
+    PassVectors own_keys, own_values;
+
+    // The cache's rows, as they are.
+    HOST_DEVICE Source stored(const CacheRows &rows, const Choice<Precision> &type, int sequence) const {
+        return in(rows, type, cache.layout, sequence);
+    }
+    // A sequence's residual block: position t in row t % 32 of its 32, as in a ring of 32 slots.
+    HOST_DEVICE Source residual(const CacheRows &rows, int sequence) const {
+        Ring ring;
+        ring.slots = group_size;
+        return in(rows, Choice<Precision>::of(F16{}), Choice<Layout>::of(ring), sequence);
+    }
+    // A sequence's sinks: sink t in row t of its own.
+    HOST_DEVICE Source sink(const CacheRows &rows, int sequence) const {
+        return in(rows, Choice<Precision>::of(F32{}), Choice<Layout>::of(Contiguous{cache.sinks}), sequence);
+    }
+    // The pass's vectors. Position t is in row span.row + t - span.position of the pass, so `start` is where position 0
+    // would be.
+    HOST_DEVICE Source own(const PassVectors &vectors, const Span &span) const {
+        const int64_t first = (int64_t)(span.row - span.position) * vectors.heads + kv_head;
+        const char *start = (const char *)(vectors.start + first * vectors.width);
+        const size_t stride = (size_t)vectors.heads * vectors.width * sizeof(float);
+        const auto layout = Choice<Layout>::of(Contiguous{INT_MAX});  // one sequence, as long as any
+        return {start, stride, vectors.width, Choice<Precision>::of(F32{}), layout, /*sequence=*/0};
+    }
+
+private:
+    HOST_DEVICE Source in(const CacheRows &rows, const Choice<Precision> &type, const Choice<Layout> &layout,
+                          int sequence) const {
+        return {rows.at(layer, 0, kv_head), rows.stride(), rows.width, type, layout, sequence};
+    }
+};
+
+// Adds what the queries of a span see, without sinks: from the first one's first position to the last one's own. Where
+// a precision has blocks, the span lies in one block of 32, which its queries read at f16; all before it is in codes:
+//
+//   0               block            span.first      span.position    end
+//   |  stored rows  |  residual block  |  this pass's own vectors      |
+//
+// What lies before `first`, where a window begins, is cut off. Where the pass began before the block, all of the block
+// is its own. If K has blocks and V has not (or the other way round), V is read from its stored rows in all three.
+HOST_DEVICE inline void add_rows(Segments &seen, const HeadRows &head, const Span &span, const Visible &visible) {
+    const CacheView &cache = head.cache;
+    const int first = visible.first(span.position), end = span.position + span.count;
+    const Source own_keys = head.own(head.own_keys, span), own_values = head.own(head.own_values, span);
+    if (!cache.keys.data) return seen.add(first, end, own_keys, own_values);  // the naive path
+    const bool key_blocks = has_blocks(cache.type_k), value_blocks = has_blocks(cache.type_v);
+    const Source keys = head.stored(cache.keys, cache.type_k, span.sequence);
+    const Source values = head.stored(cache.values, cache.type_v, span.sequence);
+    if (!key_blocks && !value_blocks) return seen.add(first, end, keys, values);
+    Source kept_keys = keys, kept_values = values, new_keys = keys, new_values = values;
+    if (key_blocks) kept_keys = head.residual(cache.residual_keys, span.sequence), new_keys = own_keys;
+    if (value_blocks) kept_values = head.residual(cache.residual_values, span.sequence), new_values = own_values;
+    const int block = span.position / group_size * group_size;
+    auto add = [&](int begin, int end, const Source &keys, const Source &values) {
+        seen.add(begin > first ? begin : first, end, keys, values);
+    };
+    add(0, block, keys, values);
+    add(block, span.first, kept_keys, kept_values);
+    add(block > span.first ? block : span.first, end, new_keys, new_values);
+}
+
+// Adds the sinks, where positions between them and the window of the query at span.position were dropped. On the naive
+// path they are vectors of the pass, rotated to their own positions.
+HOST_DEVICE inline void add_sinks(Segments &seen, const HeadRows &head, const Span &span, const Visible &visible) {
+    if (visible.sinks == 0 || !visible.dropped(span.position)) return;
+    const bool cached = head.cache.keys.data;
+    const Source keys = cached ? head.sink(head.cache.sink_keys, span.sequence) : head.own(head.own_keys, span);
+    const Source values = cached ? head.sink(head.cache.sink_values, span.sequence) : head.own(head.own_values, span);
+    seen.add(0, visible.sinks, keys, values, visible.shift(span.position), /*unrotated=*/cached);
+}
+
 // ---- Over segments -----------------------------------------------------------------------------------------
+
+// What one layer's attention reads and writes.
+struct Attention {
+    float *out;                // (count, query_heads, value_width)
+    const float *query;        // (count, query_heads, D), rotated
+    PassVectors keys, values;  // of this pass: (count, kv_heads, width), the keys rotated
+    CacheView cache;           // without memory on the naive path: there is no past, all is in this pass
+    int layer;
+    Visible visible;
+    Heads heads;
+};
+
+namespace plain {
 
 // Of the positions so far: the largest score, and the sum of e^(score - max_score).
 struct Softmax {
     float max_score = -INFINITY, sum = 0;
 };
 
-// Number `channel` of the key at position t, rotated on where the segment asks for it.
+// Number `channel` of the key at position t, turned on where the segment asks for it: k_i cos - k_(i + D/2) sin for the
+// first of a pair, k_i cos + k_(i - D/2) sin for the second (layers.cu, rotary positions).
 template <class Format>
 HOST_DEVICE float key_number(const Segment &segment, int t, int channel, const float *frequencies) {
-    const Side &keys = segment.keys;
-    auto number = [&](int c) {
-        int begin = Format::blocks ? t / group_size * group_size : 0;
-        return stored_number<true, Format>([&](int i) { return keys.row(begin + i); }, t - begin, c, keys.width);
-    };
+    const Source &keys = segment.keys;
+    auto row_at = [&](int i) { return keys.row(i); };
+    auto number = [&](int c) { return stored_number<true, Format>(row_at, t, c, keys.width); };
     if (segment.shift == 0 && !segment.unrotated) return number(channel);
     int half = keys.width / 2, position = segment.unrotated ? segment.shift + t : segment.shift;
     float angle = rope_angle(position, frequencies[channel % half]);
@@ -94,7 +227,8 @@ HOST_DEVICE void attend_segment(Softmax &softmax, float *out, const float *query
     }
 }
 
-// One query head of one token.
+// Attention of one query head of one token. Where all that it sees stands side by side, which is on the naive path, it
+// is the equation as it stands.
 template <class Team>
 HOST_DEVICE void attend_query(const Attention &task, const Pass &pass, int row, int head, Team team) {
     const Span &span = pass.spans[row];
@@ -125,8 +259,87 @@ void attention(M &m, const Attention &task, const Pass &pass) {
 }
 
 // ---- Storing -----------------------------------------------------------------------------------------------
+//
+// store_rows() before the queries of a pass read, keep_residual() after. Where a precision has blocks of 32, a block is
+// encoded when its last position comes; until then its positions are in the residual block:
+//
+//   a prompt of 40 positions   store_rows encodes 0 .. 31
+//                              attention: the query at 33 reads these as codes, 32 and 33 from the pass's vectors
+//                              keep_residual keeps 32 .. 39
+//   the token at 63, later     store_rows encodes 32 .. 63: 32 .. 62 from the residual block, 63 from the pass
 
-// Vector `item` of some, in place.
+// Encodes the key or value of one position (a span of 1) into its row, or with the last position of a block the whole
+// block into its 32 rows: values position by position, keys transposed, some channels of all positions in each row
+// (precision.h, GroupedRow).
+template <bool keys, class Team>
+HOST_DEVICE void store_vector(const CacheView &cache, int layer, const Span &span, int kv_head, const PassVectors &own,
+                              Team team) {
+    const CacheRows &rows = keys ? cache.keys : cache.values;
+    const CacheRows &residual = keys ? cache.residual_keys : cache.residual_values;
+    auto row_at = [&](int t) { return rows.at(layer, cache.row_of(span.sequence, t), kv_head); };
+    auto store = [&](auto format) {
+        using Format = decltype(format);
+        if constexpr (!Format::blocks) {
+            Format::encode(row_at(span.position), own.at(span, span.position, kv_head), rows.width, team);
+        } else if (span.position % group_size == group_size - 1) {
+            const int block = span.position - (group_size - 1);  // its first position
+            const char *kept = residual.at(layer, (int64_t)span.sequence * group_size, kv_head);
+            auto number = [&](int t, int channel) -> float {  // all as f16 has them: earlier passes', and this one's
+                if (block + t < span.first) return F16::number(kept + t * residual.stride(), channel);
+                return own.at(span, block + t, kv_head)[channel];
+            };
+            for (int i = 0; i < group_size; i++)
+                Format::template encode_row<keys>(row_at(block + i), i, number, rows.width, team);
+        }
+    };
+    (keys ? cache.type_k : cache.type_v).visit(store);
+}
+
+// Keeps a sink in its row of its own, at f32. Its key is turned back by the angles of its position, cos_sin (D), as if
+// it had never been rotated.
+template <class Team>
+HOST_DEVICE void store_sink(const CacheView &cache, int layer, const Span &span, int kv_head, const float *key,
+                            const float *value, const float *cos_sin, Team team) {
+    int64_t row = (int64_t)span.sequence * cache.sinks + span.position;
+    float *to_key = (float *)cache.sink_keys.at(layer, row, kv_head);
+    int half = cache.sink_keys.width / 2;
+    for (int i = team.first(); i < half; i += team.step()) {
+        float a = key[i], b = key[i + half], cosine = cos_sin[i], sine = cos_sin[i + half];
+        to_key[i] = a * cosine + b * sine;
+        to_key[i + half] = b * cosine - a * sine;
+    }
+    float *to_value = (float *)cache.sink_values.at(layer, row, kv_head);
+    for (int i = team.first(); i < cache.sink_values.width; i += team.step()) to_value[i] = value[i];
+}
+
+// Stores one position of a layer and KV head, and keeps it if it is a sink.
+template <class Team>
+HOST_DEVICE void store_position(const CacheView &cache, int layer, const Span &span, int kv_head,
+                                const PassVectors &keys, const PassVectors &values, const float *cos_sin, Team team) {
+    store_vector<true>(cache, layer, span, kv_head, keys, team);
+    store_vector<false>(cache, layer, span, kv_head, values, team);
+    if (span.position < cache.sinks)
+        store_sink(cache, layer, span, kv_head, keys.at(span, span.position, kv_head),
+                   values.at(span, span.position, kv_head), cos_sin, team);
+}
+
+// Keeps a position of its sequence's newest block at f16, in the residual block. Why not in store_position(): what
+// earlier passes left there of an older block is still read by the pass. Why not as codes, anew with each position: a
+// block's scales change as it fills, and what was rounded once would be rounded again.
+template <class Team>
+HOST_DEVICE void keep_position(const CacheView &cache, int layer, const Span &span, int kv_head,
+                               const PassVectors &keys, const PassVectors &values, Team team) {
+    if (span.position / group_size != (span.end - 1) / group_size) return;
+    int64_t row = (int64_t)span.sequence * group_size + span.position % group_size;
+    auto keep = [&](const CacheRows &residual, const PassVectors &own) {
+        if (!residual.data) return;
+        F16::encode(residual.at(layer, row, kv_head), own.at(span, span.position, kv_head), residual.width, team);
+    };
+    keep(cache.residual_keys, keys);
+    keep(cache.residual_values, values);
+}
+
+// Rounds vector `item` of some, in place.
 template <class Team>
 HOST_DEVICE void round_to_f16(float *vectors, int64_t item, int width, Team team) {
     for (int64_t i = item * width + team.first(); i < (item + 1) * width; i += team.step()) {
@@ -136,8 +349,8 @@ HOST_DEVICE void round_to_f16(float *vectors, int64_t item, int width, Team team
     }
 }
 
-// The pass's keys and values into the cache's rows, before its queries read. What a block of positions keeps at f16 is
-// rounded first, in place: so this pass's queries see it as later ones will.
+// Stores the pass's keys and values in the cache's rows, before its queries read. What a residual block would keep at
+// f16 is rounded first, in place: so this pass's queries see it as later ones will.
 template <class M>
 void store_rows(M &m, const Attention &task, const Pass &pass) {
     int heads = task.heads.kv;
@@ -153,7 +366,7 @@ void store_rows(M &m, const Attention &task, const Pass &pass) {
     });
 }
 
-// After they have read: the newest block of each sequence stays at f16.
+// Keeps the newest block of each sequence at f16, after the queries of the pass have read.
 template <class M>
 void keep_residual(M &m, const Attention &task, const Pass &pass) {
     if (!task.cache.residual_keys.data && !task.cache.residual_values.data) return;
@@ -164,7 +377,7 @@ void keep_residual(M &m, const Attention &task, const Pass &pass) {
     });
 }
 
-// body() is a pass's operations, called by all who compute.
+// Runs body(), a pass's operations, which all who compute call.
 template <class M, class Body>
 void run(M &m, const Pass &, const CacheView &, Body body) {
     m.run(body);

@@ -10,14 +10,19 @@
 #include "base/device.h"
 #include "base/model.h"
 #include "base/team.h"
-#include "cache.h"
+#include "base/weights.h"
 
 struct Heads {
-    int query = 0, kv = 0, width = 0;  // query heads, KV heads, D
-    HOST_DEVICE int group() const {
-        return query / kv;
-    }  // query heads that read one KV head (Ainslie et al. 2023, GQA)
-    HOST_DEVICE int kv_head(int query_head) const { return query_head / group(); }
+    int query = 0, kv = 0, width = 0;                      // query heads, KV heads, D
+    HOST_DEVICE int per_kv() const { return query / kv; }  // query heads of a KV head (Ainslie et al. 2023, GQA)
+    HOST_DEVICE int kv_head(int query_head) const { return query_head / per_kv(); }
+};
+
+// Some positions that follow one another in a sequence, and their rows in a pass.
+struct Span {
+    int row, count;  // rows [row, row + count) of the pass
+    int sequence, position;
+    int first, end;  // positions [first, end) of the sequence are in this pass: what lies before is in the cache
 };
 
 // The tokens of one pass, where the machine can read them. Those of a sequence stand together, in order.
@@ -31,29 +36,14 @@ struct Pass {
     const Span *spans_on_host = nullptr;  // the same spans, where a GPU computes: for what is planned on the host
 };
 
-// Calls use(p) with a tensor's numbers as a file stores them: `const float *`, `const f16 *` or `const bf16 *`.
-template <class Use>
-void with_numbers(const Tensor &tensor, Use use) {
-    switch (tensor.type) {
-        case DType::f32:
-            return use((const float *)tensor.data);
-        case DType::f16:
-            return use((const f16 *)tensor.data);
-        case DType::bf16:
-            return use((const bf16 *)tensor.data);
-        case DType::int8:
-            fail("int8 weights where only numbers as a file stores them are read");
-    }
-}
+// Rotary positions (Su et al. 2021, RoFormer). Of a head's D numbers x_i and x_(i + D/2) are a pair, which at position
+// p is turned by the angle p f_i, f_i = theta^(-2i/D):
+//   x_i'         = x_i cos(p f_i) - x_(i + D/2) sin(p f_i)
+//   x_(i + D/2)' = x_(i + D/2) cos(p f_i) + x_i sin(p f_i)
+// Turned like this, the product of a query at p and a key at t is a function of p - t. Turns add up: turned by the
+// angles of -p, a key is as it was; by those of s more, it stands at p + s.
 
-HOST_DEVICE inline float number_of(const Tensor &tensor, int64_t i) {
-    if (tensor.type == DType::f32) return ((const float *)tensor.data)[i];
-    if (tensor.type == DType::f16) return to_float(((const f16 *)tensor.data)[i]);
-    return to_float(((const bf16 *)tensor.data)[i]);
-}
-
-// Angle per position of each of head_dim / 2 pairs: theta^(-2i / head_dim), rescaled as the checkpoint asks
-// (Su et al. 2021, RoFormer).
+// The f_i, in radians a position, rescaled as the checkpoint asks (RopeScaling).
 inline std::vector<float> rope_frequencies(const Config &config) {
     std::vector<float> frequencies(config.head_dim / 2);
     const RopeScaling &rope = config.rope;
@@ -176,7 +166,7 @@ void linear(M &m, const float *x, int count, std::initializer_list<Product> prod
 
 // ---- Rotary positions --------------------------------------------------------------------------------------
 
-// pass.cos_sin, for all layers.
+// Fills pass.cos_sin, for all layers.
 template <class M>
 void rope_angles(M &m, const Pass &pass, int head_dim) {
     int half = head_dim / 2;
@@ -189,28 +179,36 @@ void rope_angles(M &m, const Pass &pass, int head_dim) {
     });
 }
 
-// Each head of query and key (count, heads, D), in place: RMSNorm where the layer has one (Qwen3), then its pairs
-// (i, i + D / 2) rotated by the angles of the token's position. A thread reads nothing that another one writes.
+// One head (D), in place: RMSNorm where the layer has one (Qwen3), then its pairs turned by the angles of the token's
+// position. A thread reads nothing that another one writes.
+template <class Team>
+HOST_DEVICE void norm_and_rope_head(float *head, const Tensor &norm, const float *cos_sin, int width, double epsilon,
+                                    Team team) {
+    const int half = width / 2;
+    float squares = 0, factor = 1;
+    for (int i = team.first(); norm.data && i < half; i += team.step())
+        squares += head[i] * head[i] + head[i + half] * head[i + half];
+    if (norm.data) factor = 1 / sqrtf(team.sum(squares) / width + (float)epsilon);
+    for (int i = team.first(); i < half; i += team.step()) {
+        float a = head[i], b = head[i + half], cosine = cos_sin[i], sine = cos_sin[i + half];
+        if (norm.data) a *= factor * number_of(norm, i), b *= factor * number_of(norm, i + half);
+        head[i] = a * cosine - b * sine;
+        head[i + half] = b * cosine + a * sine;
+    }
+}
+
+// Each head of query (count, query_heads, D) and key (count, kv_heads, D). Why not one loop for each: on a GPU that is
+// one more kernel. So the items are all heads of `query`, and after them all of `key`.
 template <class M>
 void norm_and_rope(M &m, float *query, float *key, const LayerWeights &w, double epsilon, const Pass &pass) {
-    const int width = pass.heads.width, half = width / 2;
-    const int64_t queries = (int64_t)pass.count * pass.heads.query, keys = (int64_t)pass.count * pass.heads.kv;
+    const Heads heads = pass.heads;
+    const int64_t queries = (int64_t)pass.count * heads.query, keys = (int64_t)pass.count * heads.kv;
     const Tensor query_norm = w.query_norm, key_norm = w.key_norm;
     m.for_each(queries + keys, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
         const bool is_query = item < queries;
-        const int64_t index = is_query ? item : item - queries;
-        const Tensor &norm = is_query ? query_norm : key_norm;
-        float *head = (is_query ? query : key) + index * width, squares = 0, factor = 1;
-        const float *cos_sin = pass.cos_sin + index / (is_query ? pass.heads.query : pass.heads.kv) * width;
-        for (int i = team.first(); norm.data && i < half; i += team.step())
-            squares += head[i] * head[i] + head[i + half] * head[i + half];
-        if (norm.data) factor = 1 / sqrtf(team.sum(squares) / width + (float)epsilon);
-        for (int i = team.first(); i < half; i += team.step()) {
-            float a = head[i], b = head[i + half], cosine = cos_sin[i], sine = cos_sin[i + half];
-            if (norm.data) a *= factor * number_of(norm, i), b *= factor * number_of(norm, i + half);
-            head[i] = a * cosine - b * sine;
-            head[i + half] = b * cosine + a * sine;
-        }
+        const int64_t head = is_query ? item : item - queries, token = head / (is_query ? heads.query : heads.kv);
+        norm_and_rope_head((is_query ? query : key) + head * heads.width, is_query ? query_norm : key_norm,
+                           pass.cos_sin + token * heads.width, heads.width, epsilon, team);
     });
 }
 

@@ -1,23 +1,22 @@
 // llm: a small language model, with and without a KV cache.
 //
-// In the order a token travels: load -> prefill -> decode -> text. A pass computes a batch of tokens, each at one
+// In the order a token travels: forward -> prefill -> decode -> text. A pass computes a batch of tokens, each at one
 // position of one sequence. Two paths share everything but where attention finds the past:
 //   naive    all tokens so far, every time: the keys and values of the past are computed anew
 //   cached   only the new tokens: the keys and values of the past are read from the cache
 //
-// Its parts, each under a line of its own: load; a pass (forward: start here); prefill and decode; sampling; text in,
-// text out; llm generate; llm diff. The flags and the other commands are in commands/.
+// Its parts, each under a line of its own: a pass (forward: start here); prefill and decode; sampling; text in, text
+// out; llm generate; llm diff. The flags and the other commands are in commands/.
 #include <csignal>
 #include <functional>
-#include <map>
 #include <random>
 
 #include "attention.cu"
-#include "base/device.h"
 #include "base/ranking.h"
-#include "base/usable.h"
 #include "base/tokenizer.h"
+#include "base/weights.h"
 #include "cache.h"
+#include "commands/options.h"
 #include "layers.cu"
 #ifdef PLAIN
 namespace best = plain;
@@ -26,7 +25,7 @@ namespace best = plain;
 namespace best = fast;
 #endif
 
-// ---- Load --------------------------------------------------------------------------------------------------
+// ---- The engine --------------------------------------------------------------------------------------------
 
 // What the passes of a model compute with, in float32, in the machine's memory.
 struct Activations {
@@ -58,86 +57,7 @@ struct Engine {
     }
 };
 
-inline size_t stored_bytes(const Tensor &tensor) {
-    if (tensor.type == DType::int8) return int8_bytes(tensor.rows, tensor.cols);
-    return (size_t)(tensor.rows * tensor.cols) * dtype_bytes(tensor.type);
-}
-
-// use(tensor, matrix): `matrix` if it is one that every token is multiplied with.
-template <class Use>
-void for_each_tensor(Model &model, Use use) {
-    use(model.embedding, false), use(model.final_norm, false), use(model.head, true);
-    for (LayerWeights &w : model.layers) {
-        for (Linear *linear : {&w.query, &w.key, &w.value, &w.output, &w.gate, &w.up, &w.down})
-            use(linear->weight, true), use(linear->bias, false);
-        for (Tensor *tensor : {&w.attention_norm, &w.query_norm, &w.key_norm, &w.mlp_norm}) use(*tensor, false);
-    }
-}
-
-// The int8 numbers of a matrix. Threads share its blocks of rows.
-inline void write_int8(Cpu &cpu, Int8Block *to, const Tensor &matrix) {
-    std::atomic<bool> good{true};
-    int64_t groups = int8_groups(matrix.cols);
-    with_numbers(matrix, [&](auto *numbers) {
-        cpu.run([&] {
-            cpu.for_each(int8_panels(matrix.rows), [&](int64_t panel, Alone) {
-                int rows = (int)std::min<int64_t>(int8_rows, matrix.rows - panel * int8_rows);
-                if (!quantize(to + panel * groups, numbers + panel * int8_rows * matrix.cols, rows, matrix.cols))
-                    good = false;
-            });
-        });
-    });
-    if (!good)
-        fail("--weights int8: a weight is NaN or beyond 8.3e6, which its scales cannot hold: leave the flag out");
-}
-
-// Moves the model's tensors from the mapped files into the machine's memory: all as they are, or the matrices as int8
-// numbers. These are not looked up by token: a tied model's embedding then stays, and is no longer its head.
-inline void move_weights(Engine &engine, bool to_int8) {
-    constexpr size_t alignment = 256, piece = 64 << 20;
-    struct Place {
-        Tensor from;
-        size_t at;
-    };
-    Model &model = engine.model;
-    Memory &memory = engine.memory();
-    std::map<const void *, Place> places;
-    size_t total = 0;
-    auto to = [&](Tensor tensor) { return tensor.type = to_int8 ? DType::int8 : tensor.type, tensor; };
-    for_each_tensor(model, [&](Tensor &tensor, bool matrix) {
-        if (!tensor.data || (to_int8 && !matrix) || !places.insert({tensor.data, {tensor, total}}).second) return;
-        total += (stored_bytes(to(tensor)) + alignment - 1) / alignment * alignment;
-    });
-    Room room = memory.room();
-    if ((double)total > room.bytes)
-        fail("the weights need %.3f GiB, %s has %.3f GiB free: choose a smaller model, another --weights or --device",
-             (double)total / 0x1p30, room.name.c_str(), room.bytes / 0x1p30);
-    engine.weights = memory.reserve(total, "the weights", "choose a smaller model, or leave --weights out");
-    char *start = (char *)engine.weights.get();
-    Progress progress("weights", (double)total / 1e6, "MB");
-    for (auto &[data, place] : places) {
-        size_t bytes = stored_bytes(to(place.from));
-        if (to_int8) write_int8(std::get<Cpu>(*engine.machine), (Int8Block *)(start + place.at), place.from);
-        for (size_t at = 0; !to_int8 && at < bytes && !interrupted(); at += piece)
-            memory.write(start + place.at + at, (const char *)data + at, std::min(piece, bytes - at));
-        stop_if_interrupted();
-        Progress::add((double)bytes / 1e6);
-        for (const Mapping &file : model.files) forget_pages(file);
-    }
-    std::map<const void *, size_t> read;
-    for_each_tensor(model, [&](Tensor &tensor, bool matrix) {
-        if (tensor.data && (matrix || !to_int8)) {
-            Place place = places.at(tensor.data);
-            tensor = to(tensor);
-            tensor.data = start + place.at;
-        }
-        if (tensor.data) read[tensor.data] = stored_bytes(tensor);
-    });
-    model.weight_bytes = 0;
-    for (auto &[data, bytes] : read) model.weight_bytes += (int64_t)bytes;
-}
-
-// `weights`: stored (where the file has them, if the machine can read that), copied or int8.
+// A model on a machine. `weights`: stored (where the file has them, if the machine can read that), copied or int8.
 inline Engine open_engine(Model model, std::unique_ptr<Machine> machine, const std::string &weights = "stored") {
     Engine engine{std::move(machine), std::move(model)};
     const Config &config = engine.model.config;
@@ -147,7 +67,7 @@ inline Engine open_engine(Model model, std::unique_ptr<Machine> machine, const s
     engine.memory().write(engine.a.frequencies.data(), frequencies.data(), frequencies.size() * sizeof(float));
     bool cpu = std::holds_alternative<Cpu>(*engine.machine);
     if (!cpu && weights == "int8") fail("--weights int8: these compute on the CPU only: add --device cpu");
-    if (!cpu || weights != "stored") move_weights(engine, weights == "int8");
+    if (!cpu || weights != "stored") engine.weights = move_weights(engine.model, *engine.machine, weights == "int8");
     return engine;
 }
 
@@ -164,14 +84,16 @@ struct Batch {
     }
 };
 
-// Each token as a span of 1.
+// Each token as a span of 1, which knows the positions that its sequence has in the pass.
 inline std::vector<Span> spans_of(const Batch &batch) {
     std::vector<Span> spans;
-    for (int begin = 0, end; begin < batch.count(); begin = end) {
-        for (end = begin + 1; end < batch.count() && batch.sequences[end] == batch.sequences[begin];) end++;
-        int first = batch.positions[begin];
+    for (int begin = 0; begin < batch.count();) {
+        int end = begin;  // behind the last row of the same sequence
+        while (end < batch.count() && batch.sequences[end] == batch.sequences[begin]) end++;
+        const int first = batch.positions[begin], behind = first + end - begin;
         for (int row = begin; row < end; row++)
-            spans.push_back({row, 1, batch.sequences[row], batch.positions[row], first, first + end - begin});
+            spans.push_back({row, 1, batch.sequences[row], batch.positions[row], first, behind});
+        begin = end;
     }
     return spans;
 }
@@ -196,9 +118,9 @@ inline Pass begin_pass(Engine &engine, const Batch &batch) {
             a.frequencies.data(), engine.heads,    a.spans_on_host.data()};
 }
 
-// All layers, for one batch; what comes out is in engine.a.x. What is new is stored in the cache, and the past is read
-// from it. On the naive path `cache` is a view without memory: all that a token sees is in the batch. After Ctrl-C it
-// throws Interrupted; so does logits().
+// All layers, for one batch: the equations of a decoder, line by line. What comes out is in engine.a.x. What is new is
+// stored in the cache, and the past is read from it. On the naive path `cache` is a view without memory: all that a
+// token sees is in the batch. After Ctrl-C it throws Interrupted; so does logits().
 template <class M>
 void forward(M &m, Engine &engine, const Batch &batch, const CacheView &cache) {
     const Model &model = engine.model;
@@ -273,15 +195,16 @@ inline void naive_pass(Engine &engine, const std::vector<int> &tokens, const Lay
     forward(engine, batch, nothing);
 }
 
-// And the logits of its last token.
+// The naive path's logits of the last token.
 inline std::vector<float> forward_naive(Engine &engine, const std::vector<int> &tokens) {
     naive_pass(engine, tokens);
     return logits(engine, (int)tokens.size() - 1, 1);
 }
 
 // Reads a prompt into the cache, in chunks of many tokens, and returns which token of the last pass its last one is.
-// after_chunk(count), if there is one, may ask for the logits of all tokens of the chunk. Where it is ended by Ctrl-C,
-// the chunks before are stored, and the sequence is as long as they are.
+// Why not at once: a pass keeps the activations of all its tokens, and a ring must hold all of a chunk beside what the
+// chunk's first query sees. after_chunk(count), if there is one, may ask for the logits of all tokens of the chunk.
+// Where it is ended by Ctrl-C, the chunks before are stored, and the sequence is as long as they are.
 inline int prefill_pass(Engine &engine, Cache &cache, int sequence, const std::vector<int> &tokens,
                         const std::function<void(int count)> &after_chunk = nullptr) {
     require_room(cache, sequence, (int)tokens.size());
@@ -289,7 +212,8 @@ inline int prefill_pass(Engine &engine, Cache &cache, int sequence, const std::v
     const bool blocks = has_blocks(cache.type_k) || has_blocks(cache.type_v);
     size_t chunk = std::min(engine.chunk, chunk_of(cache)), count = 0;
     for (size_t begin = 0; begin < tokens.size(); begin += count) {
-        size_t in_block = blocks ? cache.lengths[sequence] % group_size : 0;  // see all_or_nothing()
+        // A chunk that begins within a block of 32 ends with it: all_or_nothing() asks for that.
+        size_t in_block = blocks ? cache.lengths[sequence] % group_size : 0;
         count = std::min({in_block ? group_size - in_block : chunk, chunk, tokens.size() - begin});
         all_or_nothing(cache, [&] {
             Batch batch;
@@ -302,7 +226,7 @@ inline int prefill_pass(Engine &engine, Cache &cache, int sequence, const std::v
     return (int)count - 1;
 }
 
-// And the logits of its last position.
+// Reads a prompt into the cache, and returns the logits of its last position.
 inline std::vector<float> prefill(Engine &engine, Cache &cache, int sequence, const std::vector<int> &tokens,
                                   const std::function<void(int count)> &after_chunk = nullptr) {
     std::vector<float> last;
@@ -314,7 +238,7 @@ inline std::vector<float> prefill(Engine &engine, Cache &cache, int sequence, co
     return last;
 }
 
-// One new token for each of some sequences.
+// A pass of one new token for each of some sequences.
 inline void decode_pass(Engine &engine, Cache &cache, const std::vector<int> &sequences,
                         const std::vector<int> &tokens) {
     Batch batch;
@@ -324,7 +248,7 @@ inline void decode_pass(Engine &engine, Cache &cache, const std::vector<int> &se
     });
 }
 
-// And their logits (sequences, vocabulary).
+// Reads one new token of each of some sequences, and returns their logits (sequences, vocabulary).
 inline std::vector<float> decode(Engine &engine, Cache &cache, const std::vector<int> &sequences,
                                  const std::vector<int> &tokens) {
     std::vector<float> found;
@@ -439,62 +363,7 @@ struct TextStream {
     }
 };
 
-// ---- What is asked for ---------------------------------------------------------------------------------------
-
-// What the command line asks for (commands/flags.h reads it).
-struct CacheChoice {
-    Layout layout;
-    Precision type_k, type_v;
-};
-
-struct Options {
-    std::string command;                       // "generate"
-    std::map<std::string, std::string> given;  // flags that stood on the command line: first name -> value
-    bool help = false, version = false, json = false;
-
-    std::string directory;            // of the checkpoint; "": the built-in one
-    std::string prompt, prompt_file;  // the text of -p, or what stood in the file
-    std::vector<int> prompt_ids;
-    int count = 256, context = 0;  // tokens to generate at most; positions the cache holds, 0: as many as are needed
-    int threads = std::min(256, usable_threads());
-    int chunk = 0;  // tokens of a prefill pass at most; 0: as many as the machine likes
-    std::string device = "auto", weights = "stored", dump_logits;
-    bool ignore_end = false, hide_prompt = false;  // go on after an end id; print the new text alone
-
-    // The caches: all commands but generate take several.
-    bool naive = false;  // --cache none is among them, which has no cache
-    std::vector<Layout> layouts = {Contiguous{}};
-    std::vector<Precision> types_k = {F16{}}, types_v = {F16{}};
-    int page = 16, window = 0, sinks = -1;  // window 0, sinks -1: as the model has it
-
-    double temperature = 0, top_p = 1, min_p = 0;
-    int top_k = 0;
-    int64_t seed = 0;  // drawn where there is a temperature, but no seed
-
-    double tolerance = -1;                                                        // diff; -1: by the cache's types
-    std::string against = "naive";                                                // diff: what is held to be right
-    std::vector<int> depths = {0, 1024, 4096, 8000}, prompts = {128, 512, 2048};  // bench
-    int repeats = 3;                                                              // bench, eval
-    bool standard_set = false;                                                    // eval
-
-    int layer = 0, head = 0, position = 0;  // show; without --position: the last one
-
-    // memory: a shape in place of a model's; bytes; 10^9 bytes a second; 0: not given
-    int layers = 0, kv_heads = 0, head_dim = 0, batch = 1;
-    double weight_bytes = 0, budget = 0, bandwidth = 0;
-
-    bool has(const std::string &flag) const { return given.count(flag) > 0; }
-
-    // Each layout with each pair of types; --kv pairs a type with itself.
-    std::vector<CacheChoice> caches() const {
-        std::vector<CacheChoice> list;
-        for (const Layout &layout : layouts)
-            for (size_t k = 0; k < types_k.size(); k++)
-                for (size_t v = 0; v < types_v.size(); v++)
-                    if (!has("--kv") || k == v) list.push_back({layout, types_k[k], types_v[v]});
-        return list;
-    }
-};
+// ---- llm generate ------------------------------------------------------------------------------------------
 
 // All that one sequence needs to go on, on either path.
 struct Session {
@@ -517,8 +386,6 @@ inline const char *reason_to_stop(const Session &session, const Options &options
     if ((int)session.tokens.size() >= session.limit) return "context full";
     return nullptr;
 }
-
-// ---- llm generate ------------------------------------------------------------------------------------------
 
 struct Generation {
     std::string text, stop;
@@ -646,9 +513,8 @@ inline void run_lockstep(Session &session, const Options &options,
     while (!reason_to_stop(session, options)) {
         double reference_seconds, seconds;
         std::vector<DiffStep> steps;
-        std::vector<float> truth = timed(reference_seconds, nullptr, [&] {
-            return full ? cached(caches[0]) : forward_naive(engine, tokens);
-        });
+        std::vector<float> truth =
+            timed(reference_seconds, nullptr, [&] { return full ? cached(caches[0]) : forward_naive(engine, tokens); });
         for (size_t i = full; i < caches.size(); i++) {
             steps.push_back(compare(truth, timed(seconds, &caches[i], [&] { return cached(caches[i]); })));
             steps.back().reference_seconds = reference_seconds;

@@ -30,7 +30,7 @@
 
 // ---- What a checkpoint becomes -------------------------------------------------------------------------------------
 
-enum class DType { f32, f16, bf16, int8 };  // int8: never in a file; layers.cu says how its numbers lie
+enum class DType { f32, f16, bf16, int8 };  // int8: never in a file; formats.h says how its numbers lie
 
 inline int dtype_bytes(DType type) { return type == DType::f32 ? 4 : type == DType::int8 ? 1 : 2; }
 inline const char *dtype_name(DType type) {

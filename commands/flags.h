@@ -1,6 +1,6 @@
 // The command line: a typed row a flag, from which parsing, help and messages come; what may not stand together;
-// parse_options(), which fills Options (llm.cu), or throws Error with a line that names the flag, what was found, what
-// was expected and the cure.
+// parse_options(), which fills Options (options.h), or throws Error with a line that names the flag, what was found,
+// what was expected and the cure.
 #pragma once
 
 #include "diff.h"

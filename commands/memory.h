@@ -106,7 +106,7 @@ inline std::string in_figures(double number) {
 // Refuses what no page table, or no double, can tell.
 inline void check_size(const CacheShape &shape, const CacheChoice &cache) {
     if (auto *paged = std::get_if<Paged>(&cache.layout)) {
-        double pages = (double)shape.sequences * pages_for(*paged, shape.capacity);
+        double pages = (double)shape.sequences * pages_for(shape.capacity, paged->page);
         if (pages > INT_MAX)
             fail("--batch %d: needs %.0f pages, a page table numbers %d: raise --page, or lower --batch or -c",
                  shape.sequences, pages, INT_MAX);

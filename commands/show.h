@@ -116,10 +116,9 @@ struct CacheSide {
         std::vector<float> numbers;
         auto read_as = [&](auto format) {
             using Format = decltype(format);
-            int begin = Format::blocks ? t / group_size * group_size : t;
-            auto row_at = [&](int i) { return row(layer, kv_head, begin + i); };
+            auto row_at = [&](int i) { return row(layer, kv_head, i); };
             for (int c = 0; c < rows.width; c++)
-                numbers.push_back(stored_number<keys, Format>(row_at, t - begin, c, rows.width));
+                numbers.push_back(stored_number<keys, Format>(row_at, t, c, rows.width));
         };
         in_residual(t) ? read_as(F16()) : std::visit(read_as, keys ? cache.type_k : cache.type_v);
         return numbers;
@@ -133,7 +132,7 @@ inline Report place_of(const Cache &cache, int position) {
     int64_t row = row_of(cache, 0, position);
     report.add("layout", name_of(cache.layout), formatted("%s: ", name_of(cache.layout)));
     if (auto *paged = std::get_if<Paged>(&cache.layout)) {
-        std::vector<int> table(paged->table, paged->table + pages_for(*paged, cache.lengths[0]));
+        std::vector<int> table(paged->table, paged->table + pages_for(cache.lengths[0], paged->page));
         int logical = position / paged->page, offset = position % paged->page;
         report.add("page_table", table, "page table " + json_of(table));
         report.add("logical_page", logical, formatted("; position %d is in logical page %d", position, logical));

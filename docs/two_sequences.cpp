@@ -13,7 +13,7 @@ int main() {
         printf("%s\n", when);
         for (int sequence = 0; sequence < 2; sequence++) {
             printf("  sequence %d, %2d positions, table", sequence, cache.lengths[sequence]);
-            for (int i = 0; i < pages_for(paged, cache.lengths[sequence]); i++)
+            for (int i = 0; i < pages_for(cache.lengths[sequence], paged.page); i++)
                 printf(" %d", paged.table[sequence * paged.pages_per_sequence + i]);
             printf("\n");
         }

@@ -1,9 +1,9 @@
 // Attention on the CPU: the twin of plain::attention.
 //
-// A row of the cache is read once for all query heads of its group, and for the tokens of a tile, in the form in which
-// it is stored. Positions are cut into splits at multiples of 256, each with a softmax of its own: partial results
-// (largest score, sum, weighted values) that are then merged (Milakov and Gimelshein 2018, online softmax; Dao et al.
-// 2023, Flash-Decoding), so that threads can share one long sequence.
+// A row of the cache is read once for all query heads of its KV head, and for the tokens of a tile, in the form in
+// which it is stored. Positions are cut into splits at multiples of 256, each with a softmax of its own: partial
+// results (largest score, sum, weighted values) that are then merged (Milakov and Gimelshein 2018, online softmax; Dao
+// et al. 2023, Flash-Decoding), so that threads can share one long sequence.
 //
 // One order of sums: within a split everything has a lane or a turn that its position alone decides, and partial
 // results are merged from the first to the last. So a token's result has the same bits in any batch, in a prompt of
@@ -50,24 +50,24 @@ void find_rows(SplitRows &rows, const Segments &seen, int kv_heads, int heads, i
     const char *start = nullptr;
     rows.count = rows.begin = rows.end = 0;
     for (int i = 0; i < seen.count; i++) {
-        const Side &side = keys ? seen.list[i].keys : seen.list[i].values;
+        const Source &from = keys ? seen.list[i].keys : seen.list[i].values;
         int first = std::max(begin, seen.list[i].begin), last = std::min(end, seen.list[i].end);
         if (first >= last) continue;
-        if (keys && has_blocks(side.type)) first = first / group_size * group_size;
-        side.layout.visit([&](auto &layout) {
+        if (keys && has_blocks(from.type)) first = first / group_size * group_size;
+        from.layout.visit([&](auto &layout) {
             for (int t = first, next; t < last; t = next) {
                 next = t + std::max(1, std::min(last - t, layout.run(t)));  // it ends, whatever run() says
-                const char *row = side.start + layout.row(side.sequence, t) * (int64_t)side.stride;
-                for (int k = t; k < next; k++, row += side.stride) rows.row[k - origin] = row;
+                const char *row = from.start + layout.row(from.sequence, t) * (int64_t)from.stride;
+                for (int k = t; k < next; k++, row += from.stride) rows.row[k - origin] = row;
             }
         });
         Piece &before = rows.pieces[std::max(0, rows.count - 1)];
-        if (rows.count && side.start == start && before.type == side.type)
+        if (rows.count && from.start == start && before.type == from.type)
             before.end = last - origin;
         else
-            rows.pieces[rows.count++] = {first - origin, last - origin, side.type, side.stride / kv_heads};
-        start = side.start;
-        rows.width = side.width, rows.bytes = heads * rows.pieces[0].head_step;
+            rows.pieces[rows.count++] = {first - origin, last - origin, from.type, from.stride / kv_heads};
+        start = from.start;
+        rows.width = from.width, rows.bytes = heads * rows.pieces[0].head_step;
         rows.begin = rows.pieces[0].begin, rows.end = last - origin;
     }
     const char *const any = rows.count ? rows.row[rows.begin] : nullptr;
@@ -260,9 +260,8 @@ struct NearRows {
             float *to = &wide[place * (size_t)stride];
             wide_row[t] = (const char *)to;
             if constexpr (std::is_void_v<Number>) {
-                const int block = Format::blocks ? t / group_size * group_size : t;
-                auto row_at = [&](int k) { return all.row[block + k] + from.offset; };
-                for (; c < width; c++) to[c] = stored_number<keys, Format>(row_at, t - block, c, width);
+                auto row_at = [&](int k) { return all.row[k] + from.offset; };  // a split begins with a block
+                for (; c < width; c++) to[c] = stored_number<keys, Format>(row_at, t, c, width);
                 std::fill(to + width, to + stride, 0.0f);
             } else {
                 auto *numbers = (const Number *)(from.row[t] + from.offset);
@@ -531,8 +530,8 @@ void accumulate_groups(float *values, size_t step, size_t stride, const float *w
 // The queries of a tile of tokens that read some KV heads.
 struct Tile {
     Span span;
-    int first_head, heads, group;
-    int queries() const { return span.count * group; }  // of each KV head; query q is that of token q / group
+    int first_head, heads, per_kv;
+    int queries() const { return span.count * per_kv; }  // of each KV head; query q is that of token q / per_kv
 };
 
 // A split's first `count` scores, of which [low, high) are visible, become e^(factor * score - largest), zeros behind
@@ -575,8 +574,8 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
     scores.resize(std::max(scores.size(), (size_t)all * split_positions));
     queries.assign((size_t)all * stride, 0);
     for (int i = 0; i < all; i++) {
-        int head = (tile.first_head + i / count) * tile.group + i % count % tile.group;
-        int64_t row = tile.span.row + i % count / tile.group;
+        int head = (tile.first_head + i / count) * tile.per_kv + i % count % tile.per_kv;
+        int64_t row = tile.span.row + i % count / tile.per_kv;
         const float *from = task.query + (row * task.heads.query + head) * width;
         std::copy(from, from + width, &queries[(size_t)i * stride]);
     }
@@ -602,7 +601,7 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
         return std::pair<int, int>(std::max(low, origin) - origin, std::min(high, end) - origin);
     };
     for (int i = 0; i < all; i++) {
-        auto [low, high] = seen_by(i % count / tile.group);
+        auto [low, high] = seen_by(i % count / tile.per_kv);
         to.partials[i / count * to.step + i % count] =
             softmax_split(&scores[(size_t)i * split_positions], low, high, read, 1 / std::sqrt((float)width));
     }
@@ -621,8 +620,8 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
             float *weights = &scores[(size_t)first * count * split_positions];
             for (int i = 0; i < heads; i++)
                 near.scale<decltype(format)>(weights + (size_t)i * count * split_positions, first + i, count);
-            for (int q = 0, size = same ? count : tile.group; q < count; q += size) {
-                auto [low, high] = seen_by(q / tile.group);
+            for (int q = 0, size = same ? count : tile.per_kv; q < count; q += size) {
+                auto [low, high] = seen_by(q / tile.per_kv);
                 accumulate_rows<decltype(number)>(to.values + (first * to.step + q) * to.stride, to.step * to.stride,
                                                   to.stride, weights + q * split_positions, count * split_positions,
                                                   heads, size, same ? rows : rows.within(low, high, list),
@@ -645,7 +644,7 @@ void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cach
     const Heads heads = plan.heads = pass.heads;
     plan.widest = visible_of(cache.layout, 0);
     plan.stride = padded(cache.values.width ? cache.values.width : heads.width, group_size);
-    const int most = std::max(1, tile_queries / heads.group());
+    const int most = std::max(1, tile_queries / heads.per_kv());
     const bool blocks = cached && (has_blocks(cache.type_k) || has_blocks(cache.type_v));
     for (int row = 0; row < pass.count; row++) {
         const Span &span = pass.spans[row];
@@ -654,7 +653,7 @@ void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cach
             tile->count++;
         else
             plan.tiles.push_back(span);
-        plan.most_queries = std::max(plan.most_queries, plan.tiles.back().count * heads.group());
+        plan.most_queries = std::max(plan.most_queries, plan.tiles.back().count * heads.per_kv());
         plan.slots = std::max(plan.slots, plan.parts_of(plan.tiles.back()));
     }
     const int tiles = (int)plan.tiles.size();
@@ -704,7 +703,7 @@ inline void attend_sinks(const Partials &to, const Attention &task, const Attent
         one.span.row += token, one.span.position += token, one.span.count = 1;
         Segments seen;
         add_sinks(seen, {task.cache, task.layer, tile.first_head, task.keys, task.values}, one.span, task.visible);
-        Side &keys = seen.list[0].keys;
+        Source &keys = seen.list[0].keys;
         const int first = plan.first_place[one.span.row];
         const bool cached = seen.list[0].unrotated;
         for (int i = origin * tile.heads; seen.count && i < end * tile.heads; i++) {
@@ -720,7 +719,7 @@ inline void attend_sinks(const Partials &to, const Attention &task, const Attent
         }
         keys.start = (const char *)rotated.data(), keys.stride = heads * width * sizeof(float);
         keys.layout = Choice<Layout>::of(of_split), keys.sequence = 0;
-        attend_split(to.from((size_t)token * tile.group), task, one, seen, origin, origin, seen.count ? end : origin,
+        attend_split(to.from((size_t)token * tile.per_kv), task, one, seen, origin, origin, seen.count ? end : origin,
                      [&](int) { return std::pair<int, int>(origin, end); });
     }
 }
@@ -753,9 +752,9 @@ void attention(Cpu &m, const Attention &task, const Pass &) {
     const int width = task.values.width;
     auto finish = [&](int tile, int kv_head, int q) {  // a query's values, divided by the sum
         const Partials total = plan.at(tile, kv_head, 0).from(q);
-        const int group = heads.group();
-        float *out = task.out +
-                     width * ((plan.tiles[tile].row + q / group) * (int64_t)heads.query + kv_head * group + q % group);
+        const int per_kv = heads.per_kv();
+        float *out = task.out + width * ((plan.tiles[tile].row + q / per_kv) * (int64_t)heads.query + kv_head * per_kv +
+                                         q % per_kv);
         for (int c = 0; c < width; c++) out[c] = total.values[c] / total.partials->sum;
     };
     auto attend = [&](int64_t item, Alone) {
@@ -763,7 +762,7 @@ void attention(Cpu &m, const Attention &task, const Pass &) {
         thread_local Floats values;
         const AttentionPlan::Parts &parts = plan.parts[item];
         const Tile tile = {plan.tiles[parts.tile], parts.head, std::min(plan.heads_together, heads.kv - parts.head),
-                           heads.group()};
+                           heads.per_kv()};
         const int count = tile.queries();
         partials.resize(std::max(partials.size(), (size_t)tile.heads * count));
         values.resize(std::max(values.size(), (size_t)tile.heads * count * plan.stride));
@@ -783,7 +782,7 @@ void attention(Cpu &m, const Attention &task, const Pass &) {
     m.for_each((int64_t)plan.tiles.size() * heads.kv * plan.most_queries, [&](int64_t item, Alone) {
         const int q = (int)(item % plan.most_queries), head = (int)(item / plan.most_queries % heads.kv);
         const int tile = (int)(item / plan.most_queries / heads.kv);
-        if (q >= plan.tiles[tile].count * heads.group()) return;
+        if (q >= plan.tiles[tile].count * heads.per_kv()) return;
         for (int slot = 1; slot < plan.parts_of(plan.tiles[tile]); slot++)
             merge(plan.at(tile, head, 0).from(q), plan.at(tile, head, slot).from(q), 1);
         finish(tile, head, q);

@@ -2,8 +2,8 @@
 //
 // Decoding reads each number of the cache once, for a few queries: what counts is that memory is never idle. So the
 // positions are cut into splits, one for a block of threads (Dao et al. 2023, Flash-Decoding), merged from the first to
-// the last; all query heads of a group share what is read; and a warp's rows come in asynchronous copies of 16 bytes to
-// shared memory, the next keys while it computes with values, and the other way round.
+// the last; all query heads of a KV head share what is read; and a warp's rows come in asynchronous copies of 16 bytes
+// to shared memory, the next keys while it computes with values, and the other way round.
 //
 // A tile is 32 positions. For scores a lane has one position of it, and reads its key; for values a lane has channels
 // of all positions. In between, the weights meet in shared memory. So no sum over channels goes from lane to lane, and
@@ -24,7 +24,7 @@ constexpr float log2_e = 1.44269504f;  // scores are exponents of 2
 // Their number is fixed, so a row has the same bits alone and in company; how long they are is computed from the row's
 // position, so that a recorded pass can be replayed at the next one.
 
-constexpr int batch_heads = 8;   // query heads of a group that share one read of the cache
+constexpr int batch_heads = 8;   // query heads of a KV head that share one read of the cache
 constexpr int least_split = 64;  // positions: shorter ones cost more to merge than they save
 constexpr int attend_threads = 128, decode_warps = attend_threads / warp_size;
 
@@ -36,7 +36,7 @@ struct Parts {
     HOST_DEVICE int64_t index(int64_t query_head, int split) const { return query_head * splits + split; }
 };
 
-HOST_DEVICE inline int batches_of(const Heads &heads) { return (heads.group() + batch_heads - 1) / batch_heads; }
+HOST_DEVICE inline int batches_of(const Heads &heads) { return (heads.per_kv() + batch_heads - 1) / batch_heads; }
 
 // The positions that a row's query sees, without sinks, cut into at most so many splits; cuts are at multiples of 32.
 struct Splits {
@@ -366,12 +366,12 @@ __global__ void __launch_bounds__(attend_threads, 3) decode_kernel(Attention tas
     Splits splits(task.visible, row.position, to.splits);
     int split = blockIdx.x, batches = batches_of(task.heads), kv_head = blockIdx.y / batches;
     if (split >= splits.used) return;
-    int begin_head = blockIdx.y % batches * batch_heads, first_head = kv_head * task.heads.group() + begin_head;
+    int begin_head = blockIdx.y % batches * batch_heads, first_head = kv_head * task.heads.per_kv() + begin_head;
     int64_t query_head = (int64_t)blockIdx.z * task.heads.query + first_head;
     const float *queries = task.query + query_head * task.heads.width;
     int low = splits.begin_of(split), high = splits.end_of(split);
     int begin = splits.origin + split * splits.length + warp_id() * warp_size;
-    WarpHeads heads(min(batch_heads, task.heads.group() - begin_head));
+    WarpHeads heads(min(batch_heads, task.heads.per_kv() - begin_head));
     keys.ask<true>(task, row, kv_head, begin, low, high);
     values.ask<false>(task, row, kv_head, begin, low, high);
     for (; begin < high; begin += attend_threads) {

@@ -28,12 +28,12 @@ struct Chunk {
     float *scores = nullptr;                    // (kv_head, row, tile)
     float *out = nullptr;                       // (kv_head, row, value_width)
     plain::Softmax *softmax = nullptr;          // (kv_head, row); of exponents of 2
-    HOST_DEVICE int rows() const { return span.count * task.heads.group(); }
-    HOST_DEVICE int position(int row) const { return span.position + row / task.heads.group(); }
+    HOST_DEVICE int rows() const { return span.count * task.heads.per_kv(); }
+    HOST_DEVICE int position(int row) const { return span.position + row / task.heads.per_kv(); }
     // Of all query heads of the pass, the one of a row.
     HOST_DEVICE int64_t query_head(int kv_head, int row) const {
-        int group = task.heads.group();
-        return ((int64_t)span.row + row / group) * task.heads.query + kv_head * group + row % group;
+        int per_kv = task.heads.per_kv();
+        return ((int64_t)span.row + row / per_kv) * task.heads.query + kv_head * per_kv + row % per_kv;
     }
     HOST_DEVICE HeadRows head_rows(int kv_head) const {
         return {task.cache, task.layer, kv_head, task.keys, task.values};
@@ -103,12 +103,12 @@ void read_tile(Gpu &m, const Chunk<Number> &chunk, const ChunkTile &tile) {
         int i = 0;
         while (i + 1 < seen.count && seen.list[i].end <= t) i++;
         const Segment &segment = seen.list[i];
-        const Side &side = keys ? segment.keys : segment.values;
-        side.type.visit([&](auto format) {
+        const Source &from = keys ? segment.keys : segment.values;
+        from.type.visit([&](auto format) {
             using Format = decltype(format);
             for (int c = team.first(); c < width; c += team.step())
                 from_float(row[c], keys ? plain::key_number<Format>(segment, t, c, chunk.frequencies)
-                                        : Format::number(side.row(t), c));
+                                        : Format::number(from.row(t), c));
         });
     });
 }
@@ -144,7 +144,7 @@ template <class Number>
 void add_tile(Gpu &m, const Chunk<Number> &chunk, const ChunkTile &tile) {
     int64_t rows = chunk.rows(), width = chunk.task.keys.width, value_width = chunk.task.values.width;
     int64_t heads = chunk.task.heads.kv, positions = tile.count();
-    int64_t first = std::max(0, tile.begin - chunk.span.position) * chunk.task.heads.group();  // that sees some of it
+    int64_t first = std::max(0, tile.begin - chunk.span.position) * chunk.task.heads.per_kv();  // that sees some of it
     const float one = 1, none = 0;
     constexpr auto type = blas_type<Number>;
     read_tile<true>(m, chunk, tile);

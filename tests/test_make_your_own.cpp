@@ -37,11 +37,12 @@ static Outcome shell(const std::string &command) {
 struct Page {                           // a half of it
     std::string text, structure, list;  // the whole; its two blocks of C++
     std::string type, name;             // Int6, int6
-    std::string of;                     // the list is "using Precision = ..."
+    std::string of, file;               // the list is "using Precision = ...", in precision.h
 };
 
-static Page read_page(const std::string &of, size_t first_block) {
+static Page read_page(const std::string &of, const std::string &file, size_t first_block) {
     Page page;
+    page.file = file;
     page.of = "using " + of + " = ";
     page.text = slurp("docs/09_make_your_own.md");
     std::smatch found;
@@ -60,13 +61,13 @@ static Page read_page(const std::string &of, size_t first_block) {
     page.name = found[1];
     return page;
 }
-// Precisions and layouts of cache.h that the page does not know, such as "Int5": your own.
+// Precisions and layouts of the sources that the page does not know, such as "Int5": your own.
 static const std::vector<std::string> others = {};
 
-static Page precision_page() { return read_page("Precision", 0); }
-static Page layout_page() { return read_page("Layout", 2); }
+static Page precision_page() { return read_page("Precision", "precision.h", 0); }
+static Page layout_page() { return read_page("Layout", "cache.h", 2); }
 
-// The line of the list in cache.h, from "using" to its end.
+// The line of the list in its file, from "using" to its end.
 static std::string list_line(const Page &page, const std::string &header) {
     size_t begin = header.find(page.of);
     REQUIRE(begin != std::string::npos);
@@ -118,7 +119,8 @@ static const Built &built() {
             fs::copy("tests/" + file, scratch / "tests" / file);
         spill(scratch / "tests/reference.h", patched(built.precision, 1, slurp("tests/reference.h")));
         spill(scratch / "tests/test_memory.cpp", patched(built.precision, 0, slurp("tests/test_memory.cpp")));
-        spill(scratch / "cache.h", applied(built.layout, applied(built.precision, slurp("cache.h"))));
+        for (const Page &page : {built.precision, built.layout})
+            spill(scratch / page.file, applied(page, slurp(page.file)));
         std::string enter = "cd " + scratch.string() + " && ", libraries = " -lcjson -lonig -lutf8proc";
         std::string c = compile + "-x c -std=c11 ";
         built.program =
@@ -139,12 +141,12 @@ static const Built &built() {
 
 // ---- Tests ---------------------------------------------------------------------------------------------------
 
-TEST_CASE("the page's lists are those of cache.h and its own types") {
+TEST_CASE("the page's lists are those of the sources and its own types") {
     for (const Page &page : {precision_page(), layout_page()}) {
         auto without = [](const std::string &line, const std::string &type) {
             return std::regex_replace(line, std::regex(", " + type + "\\b"), "");
         };
-        std::string line = list_line(page, slurp("cache.h"));
+        std::string line = list_line(page, slurp(page.file));
         for (const std::string &other : others) line = without(line, other);
         CHECK(without(page.list, page.type) != page.list);
         INFO("what the page does not know has its place in `others` of this test");

@@ -1,0 +1,86 @@
+// Lists of types (layouts, precisions), each a std::variant: going through all, finding one by its name, carrying one
+// into a kernel.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <variant>
+
+#include "formats.h"
+#include "json.h"
+
+// Calls visit(Type{}) for each type of a list.
+template <class List, class Visit, size_t... index>
+void for_each_type(Visit visit, std::index_sequence<index...>) {
+    (visit(std::variant_alternative_t<index, List>{}), ...);
+}
+template <class List, class Visit>
+void for_each_type(Visit visit) {
+    for_each_type<List>(visit, std::make_index_sequence<std::variant_size_v<List>>{});
+}
+
+template <class List>
+const char *name_of(const List &choice) {
+    return std::visit([](auto type) { return decltype(type)::name; }, choice);
+}
+
+// "contiguous paged ring"
+template <class List>
+std::string names_of() {
+    std::string names;
+    for_each_type<List>([&](auto type) { names += std::string(names.empty() ? "" : " ") + type.name; });
+    return names;
+}
+
+// The entry of a list by its name; whether there is one.
+template <class List>
+bool find_name(List &found, const std::string &name) {
+    bool known = false;
+    for_each_type<List>([&](auto type) {
+        if (name == type.name) found = type, known = true;
+    });
+    return known;
+}
+
+// One of the types of a list, for both machines: the type's place in the list, and the bytes of its object.
+//   a Paged of 16 in std::variant<Contiguous, Paged, Ring>:   index 1, bytes {page 16, capacity, table ...}
+// Why not the std::variant itself: std::visit and std::get are host functions, which kernels cannot call. Two are equal
+// if their bytes are: the types have no padding.
+template <class List>
+struct Choice;
+template <class... Types>
+struct Choice<std::variant<Types...>> {
+    using List = std::variant<Types...>;
+    int index = 0;
+    alignas(Types...) char bytes[std::max({sizeof(Types)...})] = {};
+    Choice() = default;
+    Choice(const List &chosen) {
+        static_assert(((std::is_empty_v<Types> || std::has_unique_object_representations_v<Types>)&&...));
+        *this = std::visit([](auto &type) { return of(type); }, chosen);
+    }
+    // Of a type that is known when this is compiled. It is found in the list from place i on.
+    template <class T, size_t i = 0>
+    HOST_DEVICE static Choice of(const T &chosen) {
+        if constexpr (std::is_same_v<T, std::variant_alternative_t<i, List>>) {
+            Choice choice;
+            choice.index = (int)i;
+            if (!std::is_empty_v<T>) memcpy(choice.bytes, &chosen, sizeof chosen);
+            return choice;
+        } else {
+            return of<T, i + 1>(chosen);
+        }
+    }
+    bool operator==(const Choice &other) const {
+        return index == other.index && memcmp(bytes, other.bytes, sizeof bytes) == 0;
+    }
+    // use(chosen): the types are tried one after the other, from place i on. All threads of a warp take the same way.
+    CALLS_ITS_ARGUMENT
+    template <int i = 0, class Use>
+    HOST_DEVICE auto visit(Use use) const {
+        if constexpr (i + 1 < (int)sizeof...(Types))
+            if (index != i) return visit<i + 1>(use);
+        return use(*(const std::variant_alternative_t<i, List> *)bytes);
+    }
+};

@@ -1,0 +1,91 @@
+// What the command line asks for (flags.h reads it), and the names of layouts and types that it may say.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "../cache.h"
+
+inline std::string layout_names() { return names_of<Layout>(); }
+
+// "f32 (32 bits a value) f16 (16) ..."
+inline std::string precision_names() {
+    std::string names;
+    for_each_type<Precision>([&](auto type) {
+        char entry[64];
+        snprintf(entry, sizeof entry, names.empty() ? "%s (%g bits a value)" : " %s (%g)", type.name, type.bits);
+        names += entry;
+    });
+    return names;
+}
+
+// A layout or precision by its name. `flag` is where the name stood, for the message.
+inline Precision parse_precision(const std::string &flag, const std::string &name) {
+    Precision found;
+    if (!find_name(found, name))
+        fail("%s %s: unknown type; known are %s", flag.c_str(), name.c_str(), precision_names().c_str());
+    return found;
+}
+inline Layout parse_layout(const std::string &flag, const std::string &name) {
+    Layout found;
+    if (!find_name(found, name))
+        fail("%s %s: unknown layout; known are none (recompute everything) %s", flag.c_str(), name.c_str(),
+             layout_names().c_str());
+    return found;
+}
+
+// A cache that was asked for.
+struct CacheChoice {
+    Layout layout;
+    Precision type_k, type_v;
+};
+
+struct Options {
+    std::string command;                       // "generate"
+    std::map<std::string, std::string> given;  // flags that stood on the command line: first name -> value
+    bool help = false, version = false, json = false;
+
+    std::string directory;            // of the checkpoint; "": the built-in one
+    std::string prompt, prompt_file;  // the text of -p, or what stood in the file
+    std::vector<int> prompt_ids;
+    int count = 256, context = 0;  // tokens to generate at most; positions the cache holds, 0: as many as are needed
+    int threads = std::min(256, usable_threads());
+    int chunk = 0;  // tokens of a prefill pass at most; 0: as many as the machine likes
+    std::string device = "auto", weights = "stored", dump_logits;
+    bool ignore_end = false, hide_prompt = false;  // go on after an end id; print the new text alone
+
+    // The caches: all commands but generate take several.
+    bool naive = false;  // --cache none is among them, which has no cache
+    std::vector<Layout> layouts = {Contiguous{}};
+    std::vector<Precision> types_k = {F16{}}, types_v = {F16{}};
+    int page = 16, window = 0, sinks = -1;  // window 0, sinks -1: as the model has it
+
+    double temperature = 0, top_p = 1, min_p = 0;
+    int top_k = 0;
+    int64_t seed = 0;  // drawn where there is a temperature, but no seed
+
+    double tolerance = -1;                                                        // diff; -1: by the cache's types
+    std::string against = "naive";                                                // diff: what is held to be right
+    std::vector<int> depths = {0, 1024, 4096, 8000}, prompts = {128, 512, 2048};  // bench
+    int repeats = 3;                                                              // bench, eval
+    bool standard_set = false;                                                    // eval
+
+    int layer = 0, head = 0, position = 0;  // show; without --position: the last one
+
+    // memory: a shape in place of a model's; bytes; 10^9 bytes a second; 0: not given
+    int layers = 0, kv_heads = 0, head_dim = 0, batch = 1;
+    double weight_bytes = 0, budget = 0, bandwidth = 0;
+
+    bool has(const std::string &flag) const { return given.count(flag) > 0; }
+
+    // Each layout with each pair of types; --kv pairs a type with itself.
+    std::vector<CacheChoice> caches() const {
+        std::vector<CacheChoice> list;
+        for (const Layout &layout : layouts)
+            for (size_t k = 0; k < types_k.size(); k++)
+                for (size_t v = 0; v < types_v.size(); v++)
+                    if (!has("--kv") || k == v) list.push_back({layout, types_k[k], types_v[v]});
+        return list;
+    }
+};
