@@ -259,7 +259,8 @@ p > [tabindex="-1"] { left: -4px; line-height: 2; }
 pre a { color: inherit; text-decoration: underline dotted var(--grey); text-underline-offset: 2px; }
 pre a:hover { color: var(--teal); }
 .r > :only-child { grid-column: 1 / -1; }
-.drawn { background: none; align-self: end; overflow-x: auto; white-space: pre; padding: 4px 10px 10px; }
+.drawn { background: none; align-self: end; overflow-x: auto; white-space: pre; padding: 6px 9px; margin-bottom: 10px;
+  border: 1px solid var(--line); border-radius: 6px; }
 pre b { font-weight: normal; color: var(--teal); } pre i { font-style: normal; color: var(--soft); }
 pre u { text-decoration: none; color: var(--orange); } dfn { font-style: normal; font-weight: bold; }
 :target { background: var(--track); } span:has(> :target), p:has(> :target) { background: var(--track); }
@@ -271,7 +272,7 @@ pre u { text-decoration: none; color: var(--orange); } dfn { font-style: normal;
 @media (max-width: 1099px) { pre { border-radius: 6px; padding-block: 8px; } .r { margin-bottom: 10px; } .new { margin-top: 20px; } }
 @media (max-width: 600px) {
   header, main { padding: 0 12px; }
-  pre { font-size: 11px; padding-inline: 4px; }
+  pre, .drawn { font-size: 11px; padding-inline: 4px; }
   pre > span { --h: calc((min(var(--i, 0), 6) + 2) * 1ch); padding-left: calc(30px + var(--h)); }
   [tabindex="-1"] { width: 26px; font-size: 10px; }
   .r > div > p { padding-left: 32px; } p > [tabindex="-1"] { left: 0; line-height: 2.2; }
