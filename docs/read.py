@@ -4,8 +4,8 @@
     python3 docs/read.py        or: make read
 
 Each line of the story, which is the source files at the top of the repository, stands in it once. Lines that are
-nothing but comment become paragraphs; those of them that are set in, a drawing or a table, stay as they are. A type, and
-a name that is called, is a link to where the story defines it, if there is no doubt which one is meant.
+nothing but comment become paragraphs; those of them that are indented, a drawing or a table, stay as they are. A type,
+and a name that is called, is a link to where the story defines it, if there is no doubt which one is meant.
 """
 import html
 import itertools
@@ -26,9 +26,9 @@ CHAPTERS = [
     ("llm.cu", "The rest: the engine, sampling, the program", None),
 ]
 KEYWORDS = set("""auto bool break case catch char class const constexpr continue decltype default do double else enum
-explicit extern false float for if inline int int8_t int32_t int64_t namespace new nullptr operator private public return
-size_t sizeof static struct switch template this throw true try typedef typename uint8_t uint32_t uint64_t unsigned using
-void while HOST_DEVICE NULL""".split())
+explicit false float for if inline int int8_t int32_t int64_t namespace new nullptr operator private public return
+size_t sizeof static struct switch template throw true try typedef typename uint8_t uint32_t uint64_t using void while
+HOST_DEVICE NULL""".split())
 SECTION = re.compile(r"// -{4} (.*?) -+$")
 COMMENT = re.compile(r"\s*//( |$)")
 TYPE = re.compile(r"(?:struct|enum class|using) (\w+)(?=.*[{=])|\} (\w+);$")
@@ -52,7 +52,8 @@ def definitions(files):
             if re.match(r"\w|\}", line):
                 inside = line.startswith(("struct", "class", "typedef struct")) or inside and line.endswith(":")
                 plain = line == "namespace plain {" or plain and not line.startswith("}  //")
-            ends = (text for text in (re.sub(r"\s*//.*", "", later) for later in lines[at:]) if text.endswith(("{", "}", ";")))
+            later = (re.sub(r"\s*//.*", "", each) for each in lines[at:])
+            ends = (each for each in later if each.endswith(("{", "}", ";")))
             if named := TYPE.match(line):
                 found.setdefault(named[1] or named[2], []).append((file, at + 1, "type"))
             elif (call := FUNCTION.match(line)) and bool(call[1]) <= inside and not next(ends).endswith(";"):
@@ -133,8 +134,9 @@ def right(lines, file):
     out = ""
     for at, line in lines:
         indent = len(line) - len(line.lstrip())
-        out += f"<a id={file}-{at}></a>" if at > last else (
-            f"<span{f' style=--i:{indent}' if indent else ''}>{number(file, at)}{code(line, file, at, parameters)}\n</span>")
+        start = f"<span style=--i:{indent}>" if indent else "<span>"
+        shown = f"{start}{number(file, at)}{code(line, file, at, parameters)}\n</span>"
+        out += shown if at <= last else f"<a id={file}-{at}></a>"
     return f"<pre>{out}</pre>" if out else ""
 
 
@@ -176,7 +178,8 @@ def sections(file):
                 end_row()
             comment.append((at, re.sub(r"^\s*// ?", "", line)))
         elif line or code_:
-            if code_ and not code_[-1][1] and any(text for _, text in comment) and re.match(r"(?!private)[^\s#}]", line):
+            apart = code_ and not code_[-1][1] and re.match(r"(?!private)[^\s#}]", line)
+            if apart and any(text for _, text in comment):
                 end_row()
             code_.append((at, line))
         else:  # behind a comment that is about no code of its own
@@ -195,7 +198,8 @@ def page():
     for count, (file, title, names) in enumerate(CHAPTERS, 1):
         of_file = sections(file)
         names = names or [name for name in of_file if (file, name) not in named]
-        assert set(names) <= set(of_file), f"{file} has no section {set(names) - set(of_file)}: CHAPTERS in docs/read.py"
+        unknown = set(names) - set(of_file)
+        assert not unknown, f"{file} has no section {sorted(unknown)}: CHAPTERS in docs/read.py"
         id_ = file if f"id={file}>" not in body else f"{file}-more"
         text = "".join(of_file[name] for name in names)
         items = "".join(f"<li><a href=#{at}>{re.sub('<.*?>', '', heading)}</a></li>"
@@ -228,7 +232,9 @@ PAGE = """<!doctype html>
 }
 * { box-sizing: border-box; }
 html { scroll-padding-top: 60px; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+body {
+  margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere;
+}
 header, main { max-width: 1440px; margin: 0 auto; padding: 0 20px; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 24px 0 8px; }
 h2 { font-size: 1.35rem; line-height: 1.3; margin: 56px 0 8px; padding-top: 12px; border-top: 3px solid var(--teal); }
@@ -247,14 +253,18 @@ code { font-size: .875em; }
 #contents > li { break-inside: avoid; margin-bottom: 12px; }
 #contents ul { padding-left: 0; list-style: none; font-size: .875rem; }
 
-/* A row: a comment, and the code it is about. Lines of code wrap, continued under where they began and 4 columns more. */
+/* A row: a comment, and the code it is about. A line that is too long goes on below, 4 columns further in. */
 .r > div > p { position: relative; padding-left: 44px; font-size: 15px; }
 .new > :not(.drawn) { padding-top: 12px; }
 pre { margin: 0; font-size: 12px; line-height: 1.5; background: var(--card); white-space: pre-wrap; padding: 0 10px; }
-pre > span { display: block; position: relative; --h: calc((var(--i, 0) + 4) * 1ch); padding-left: calc(44px + var(--h));
-  text-indent: calc(0px - var(--h)); }
-[tabindex="-1"] { position: absolute; left: 0; width: 34px; text-align: right; text-indent: 0; color: var(--soft);
-  font: 11px/1.65 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; text-decoration: none; user-select: none; }
+pre > span {
+  --h: calc((var(--i, 0) + 4) * 1ch);
+  display: block; position: relative; padding-left: calc(44px + var(--h)); text-indent: calc(0px - var(--h));
+}
+[tabindex="-1"] {  /* the number of a line */
+  position: absolute; left: 0; width: 34px; text-align: right; text-indent: 0; color: var(--soft); user-select: none;
+  font: 11px/1.65 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; text-decoration: none;
+}
 p > [tabindex="-1"] { left: -4px; line-height: 2; }
 pre a { color: inherit; text-decoration: underline dotted var(--grey); text-underline-offset: 2px; }
 pre a:hover { color: var(--teal); }
@@ -269,7 +279,10 @@ pre u { text-decoration: none; color: var(--orange); } dfn { font-style: normal;
   .r { display: grid; grid-template-columns: minmax(300px, 1fr) minmax(0, 940px); gap: 0 24px; }
   .r > pre { grid-column: 2; }
 }
-@media (max-width: 1099px) { pre { border-radius: 6px; padding-block: 8px; } .r { margin-bottom: 10px; } .new { margin-top: 20px; } }
+@media (max-width: 1099px) {
+  pre { border-radius: 6px; padding-block: 8px; }
+  .r { margin-bottom: 10px; } .new { margin-top: 20px; }
+}
 @media (max-width: 600px) {
   header, main { padding: 0 12px; }
   pre, .drawn { font-size: 11px; padding-inline: 4px; }

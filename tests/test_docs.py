@@ -218,7 +218,7 @@ def check_numpy(scratch):
 
 
 class Book(html.parser.HTMLParser):
-    """What stands behind each id of docs/read.html, up to the next one, but for a line's number; and where links lead."""
+    """What stands behind each id of docs/read.html, up to the next one, without a line's number; and all links."""
     def __init__(self, text):
         super().__init__()
         self.ids, self.links, self.in_code, self.in_number, self.open = [], set(), False, False, []
