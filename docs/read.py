@@ -38,6 +38,7 @@ TOKEN = re.compile(r"""//.*|/\*.*?\*/|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])+'|^#\w+|
 NAME = re.compile(r"`([^`]+)`|(?<![\w/.])((?:[\w/]+\.(?:h|cu|cpp|c|py|md)(?!\w))|\w+(?:::\w+)*\(\)|\w+(?:::\w+)+|"
                   r"\w{2,}_\w{2,})|[<>&]")
 
+
 def read(folder):
     return {path.relative_to(ROOT).as_posix(): path.read_text().split("\n")[:-1] for path in sorted(folder.iterdir())
             if path.suffix in (".cu", ".h", ".c")}
@@ -56,7 +57,7 @@ def definitions(files):
             ends = (each for each in later if each.endswith(("{", "}", ";")))
             if named := TYPE.match(line):
                 found.setdefault(named[1] or named[2], []).append((file, at + 1, "type"))
-            elif (call := FUNCTION.match(line)) and bool(call[1]) <= inside and not next(ends).endswith(";"):
+            elif (call := FUNCTION.match(line)) and bool(call[1]) <= inside and not next(ends, ";").endswith(";"):
                 kind = "member" if call[1] else "plain" if plain else "function"
                 found.setdefault(call[2], []).append((file, at + 1, kind))
     return {name: places for name, places in found.items() if name not in KEYWORDS}
@@ -290,7 +291,11 @@ pre u { text-decoration: none; color: var(--orange); } dfn { font-style: normal;
   [tabindex="-1"] { width: 26px; font-size: 10px; }
   .r > div > p { padding-left: 32px; } p > [tabindex="-1"] { left: 0; line-height: 2.2; }
 }
-@media print { #bar, .skip { display: none; } h2, h3 { break-after: avoid; } pre > span { break-inside: avoid; } }
+@media print {
+  #bar, .skip { display: none; }
+  h2, h3 { break-after: avoid; } pre > span { break-inside: avoid; }
+  .drawn { font-size: 9px; overflow: visible; }
+}
 </style>
 </head>
 <body>
