@@ -3,6 +3,7 @@
 # make test     builds and runs all tests; the last line is "N passed, N failed"
 # make docs-check   the commands, outputs, code and links of README and docs/; make test-explorer: docs/explorer.html in
 #               a browser, beside the program. Both are parts of make test
+# make read     writes docs/read.html, the source as a book, from the sources as they are now
 # make plain    builds ./llm-plain, without fast/: the same program, slower
 # make asan     the tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz     libFuzzer on what comes from outside, FUZZ_SECONDS each
@@ -77,7 +78,7 @@ FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 FLAGS := $(NVCC) $(CC) $(CXX) $(KERNEL_CXX) $(CXXFLAGS) $(CFLAGS) $(shell echo '$(sort $(MACROS))' | cksum)
 $(shell mkdir -p build/asan build/gpu build/simd; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
 
-.PHONY: all run plain test docs-check test-explorer asan fuzz test-simd check-macos test-gpu sanitize-gpu \
+.PHONY: all run plain read test docs-check test-explorer asan fuzz test-simd check-macos test-gpu sanitize-gpu \
   bench-gpu need need-tests need-explorer need-fuzz need-simd need-zig need-nvcc found clean
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -98,6 +99,9 @@ run: all
 
 plain: need
 	$(AGAIN) found llm-plain
+
+read:
+	python3 docs/read.py
 
 test: need-explorer
 	$(AGAIN) found llm llm-plain $(TESTS:%=build/%)

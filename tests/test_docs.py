@@ -9,8 +9,10 @@ What stands in a page:
   ```cpp FILE          these lines stand in FILE; a line "..." leaves lines out.      ```python FILE   too.
   other blocks         lines that begin with ./llm, make or python3 are commands that are not refused.
   `name()`, `FILE.h`   the sources have such a function, and such a file.
-A chapter is a screen and a half. And docs/attention.py prints the numbers of llm show, from the same checkpoint.
+A chapter is a screen and a half. And docs/attention.py prints the numbers of llm show, from the same checkpoint; and
+docs/read.html is what docs/read.py writes now, with each line of the story once.
 """
+import html.parser
 import os
 import pathlib
 import re
@@ -20,6 +22,10 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.dont_write_bytecode = True
+sys.path.append(str(ROOT / "docs"))
+import read  # docs/read.py
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "weights_tools/README.md"]
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.]*\w)|-?\d+\.\d+")
 FILES = [path for path in subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True,
@@ -211,8 +217,69 @@ def check_numpy(scratch):
         f"docs/attention.py: {len(found)} lines, llm show {len(shown)}, expected {lines}:\n" + "\n".join(found[:9])]
 
 
+class Book(html.parser.HTMLParser):
+    """What stands behind each id of docs/read.html, up to the next one, without a line's number; and all links."""
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.links, self.in_code, self.in_number, self.open = [], set(), False, False, []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.in_code |= tag == "pre"
+        self.in_number = "tabindex" in attributes and tag == "a"
+        if "id" in attributes:
+            self.ids.append([attributes["id"], self.in_code, ""])
+        if "href" in attributes:
+            self.links.add(attributes["href"])
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, f"docs/read.html:{self.getpos()[0]}: </{tag}>"
+        self.in_code &= tag != "pre"
+        self.in_number &= tag != "a"
+
+    def handle_data(self, data):
+        if self.ids and not self.in_number:
+            self.ids[-1][2] += data
+
+
+def check_book(scratch):
+    """docs/read.html beside the sources: each line of the story once, as it is, or of a comment its words."""
+    path = ROOT / "docs/read.html"
+    try:
+        written = read.page()
+    except AssertionError as problem:
+        return [str(problem)]
+    text = path.read_text()
+    pairs = zip(text.split("\n"), written.split("\n"))
+    differ = next((number for number, (now, then) in enumerate(pairs, 1) if now != then), 0)
+    problems = [f"docs/read.html:{differ}: not what docs/read.py writes now: make read"] if text != written else []
+    book = Book(text)
+    names = [id for id, _, _ in book.ids]
+    problems += [f"docs/read.html: {link} leads nowhere" for link in sorted(book.links)
+                 if not (link[1:] in names if link[0] == "#" else (path.parent / link).is_file())]
+    problems += [f"docs/read.html: {name} stands there {names.count(name)} times"
+                 for name in sorted(set(names)) if names.count(name) > 1]
+    found = {id: (in_code, shown) for id, in_code, shown in book.ids}
+
+    def words(line):
+        return re.sub(r"^ *// ?(-{4} )?|-+$|[`\s]", "", line)
+    for file in (path for path in FILES if re.fullmatch(r"\w+\.(cu|h|c)", path)):
+        for number, line in enumerate((ROOT / file).read_text().split("\n")[:-1], 1):
+            in_code, shown = found.pop(f"{file}-{number}", (False, None))
+            good = shown is not None and (shown.rstrip() == line if in_code and "//" != line.strip()[:2] else
+                                          re.sub(r"\s", "", shown) == words(line))
+            if not good:
+                problems.append(f"{file}:{number}: docs/read.html has {shown!r} in its place: make read")
+    problems += [f"docs/read.html: {id}: there is no such line: make read" for id in found if re.search(r"-\d+$", id)]
+    return problems[:9]
+
+
 def main():
     pages = [pathlib.Path(page).resolve() for page in sys.argv[1:] if not page.startswith("-")] or PAGES
+    extra = [check_numpy, check_book]
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
         scratch = pathlib.Path(scratch)
@@ -228,12 +295,12 @@ def main():
         (scratch / "home/models/SmolLM2-135M").symlink_to(ROOT / "weights_tools/builtin")
         texts = [page.read_text() for page in PAGES]
         orphans = [path for path in FILES if path.endswith(".svg") and not any(path[5:] in text for text in texts)]
-        for page in [*pages, *([check_numpy] if pages == PAGES else [])]:
-            problems = check_numpy(scratch) if page == check_numpy else Page(page, scratch).check()
+        for page in [*pages, *(extra if pages == PAGES else [])]:
+            problems = page(scratch) if page in extra else Page(page, scratch).check()
             problems += [f"{path}: no page shows it" for path in orphans if page == PAGES[0]]
             failed += bool(problems)
             print("\n".join(problems), end="\n" if problems else "")
-    cases = len(pages) + (pages == PAGES)
+    cases = len(pages) + (pages == PAGES) * len(extra)
     print(f"[doctest] test cases: {cases} | {cases - failed} passed | {failed} failed | 0 skipped")
     return failed > 0
 

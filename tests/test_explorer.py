@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""docs/explorer.html, in a real browser, beside the program: run from the repository's root.
+"""docs/explorer.html, in a real browser, beside the program; and how docs/read.html looks. Run from the repository's
+root.
 
     python3 tests/test_explorer.py                      the tests; the environment variable LLM says which program
     python3 tests/test_explorer.py --picture NAME.png   and draws docs/explorer.png
@@ -28,6 +29,7 @@ import tempfile
 import traceback
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "explorer.html").resolve().as_uri()
+BOOK = PAGE.replace("explorer.html", "read.html")
 LLM = os.environ.get("LLM", "./llm")
 SETTINGS = 200
 
@@ -87,12 +89,12 @@ class Browser:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def open(self, address="", width=1200, colours="light"):
+    def open(self, address="", width=1200, colours="light", page=PAGE):
         """Loads the page anew; `address` is what follows its name."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": colours}])
         self.call("Page.navigate", url="about:blank")
-        self.call("Page.navigate", url=PAGE + address)
+        self.call("Page.navigate", url=page + address)
         self.wait("document.readyState === 'complete'")
 
     def wait(self, condition):
@@ -428,6 +430,22 @@ def test_named_for_screen_readers(browser, settings):
         assert {"slider", "spinbutton", "combobox", "button", "link", "form"} <= set(roles), roles
 
 
+def test_book(browser, settings):
+    """docs/read.html: no wider than the window, all text stands out, and what keys and links reach is seen."""
+    for width, colours in itertools.product((360, 800, 1400), ("light", "dark")):
+        browser.open("", width, colours, BOOK)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width, width
+        faint = browser.evaluate(FAINT_TEXT)
+        assert not faint, (width, colours, faint)
+        for name in ("Skip to the first chapter", "chapter 1 of the tutorial", "glossary", "1 llm.cu"):
+            browser.press("Tab")
+            assert browser.evaluate("document.activeElement.innerText") == name
+            assert browser.evaluate(FOCUS_IS_SEEN), (width, name)
+        browser.evaluate("document.querySelector('dfn').parentElement.firstChild.click()")
+        browser.wait("document.querySelector(':target') === document.activeElement")
+        assert browser.evaluate(FOCUS_IS_SEEN), width
+
+
 def test_says_and_fetches_nothing(browser, settings):
     """In all of the tests above."""
     browser.evaluate("1")
@@ -436,7 +454,7 @@ def test_says_and_fetches_nothing(browser, settings):
     assert not loud, loud
     fetched = {event["params"]["request"]["url"].split("#")[0] for event in browser.events
                if event["method"] == "Network.requestWillBeSent"}
-    assert fetched <= {PAGE, "about:blank"} and PAGE in fetched, fetched
+    assert fetched <= {PAGE, BOOK, "about:blank"} and PAGE in fetched, fetched
 
 
 def main():
