@@ -14,7 +14,8 @@
 namespace plain {
 
 // One query over `count` positions, whose keys and values are `stride` numbers apart. Each score is computed twice, for
-// the largest one and for its weight: so that no score is kept.
+// the largest one and for its weight: so that no score is kept. `team`: the threads that share a query's channels. On
+// the CPU it is one thread, and these are plain loops.
 template <class Team>
 HOST_DEVICE void attend_equation(float *out,           // (width)
                                  const float *query,   // (width)
@@ -60,7 +61,8 @@ struct PassVectors {
     }
 };
 
-// Where the keys or the values of a segment are: those of position t in row layout.row(sequence, t).
+// Where the keys or the values of a segment are: those of position t in row layout.row(sequence, t). A Choice is one of
+// the types of a list, in a form that a kernel can take (base/choice.h).
 struct Source {
     const char *start;  // row 0 of a layer and KV head
     size_t stride;      // bytes from a row to the next one's
@@ -73,8 +75,8 @@ struct Source {
     }
 };
 
-// Positions [begin, end). Keys are turned by the angles of `shift` positions more when they are read, or, if they are
-// unrotated, by those of their own position and `shift`: so sinks come to stand just before a window that has moved.
+// Positions [begin, end). When they are read, keys are rotated (layers.cu, rotary positions) by `shift` positions more,
+// or, if they are unrotated, by their own position and `shift`: so sinks come to stand just before a window that moved.
 struct Segment {
     int begin, end;
     Source keys, values;
@@ -189,8 +191,9 @@ struct Softmax {
     float max_score = -INFINITY, sum = 0;
 };
 
-// Number `channel` of the key at position t, turned on where the segment asks for it: k_i cos - k_(i + D/2) sin for the
-// first of a pair, k_i cos + k_(i - D/2) sin for the second (layers.cu, rotary positions).
+// Number `channel` of the key at position t, rotated where the segment asks for it, as in layers.cu:
+//   k_i cos - k_(i + D/2) sin      for the first of a pair
+//   k_i cos + k_(i - D/2) sin      for the second
 template <class Format>
 HOST_DEVICE float key_number(const Segment &segment, int t, int channel, const float *frequencies) {
     const Source &keys = segment.keys;

@@ -1,10 +1,11 @@
 // The KV cache: where does position 37 live. Layouts, then the bytes that their rows take, then growing and shrinking.
 //
 // A row is one position's vector of one KV head of one layer. A layout says in which row a position is, a precision
-// (precision.h) what bytes a row takes. K and V lie in memory of their own, each as
-//   (layer, row, kv_head) rows of row_bytes        so, of 3 tokens, 2 KV heads and 4 numbers in bf16,
-//   token 1, head 1 is at bytes (1 * 2 + 1) * 8 = 24..31.
-// The formula of the whole:  bytes = 2 * sequences * capacity * layers * kv_heads * head_dim * bytes_per_number.
+// (precision.h) what bytes a row takes. K and V lie in memory of their own, each as rows of row_bytes in the order
+// (layer, row, kv_head). Of 3 tokens, 2 KV heads and 4 numbers in bf16, 8 bytes a row:
+//   token 1, head 1 is at bytes (1 * 2 + 1) * 8 = 24 .. 31
+// The formula of the whole:
+//   bytes = 2 * sequences * capacity * layers * kv_heads * head_dim * bytes_per_number
 //
 // Another layout is one struct and one entry of `Layout` below: the flags, their help and error messages, the choice at
 // run time, the tables and the tests go through that list. docs/09_make_your_own.md adds one step by step.
@@ -32,7 +33,8 @@ struct CacheShape {
 };
 
 // What a query at `position` sees: everything before it, or the last `window` positions and the first `sinks`. Once
-// positions between the two are dropped, the sinks stand just before the window, with their keys rotated to there.
+// positions between the two are dropped, the sinks stand just before the window, with their keys rotated to there: no
+// distance is larger than window + sinks.
 struct Visible {
     int window = 0, sinks = 0;  // window 0: everything
     HOST_DEVICE bool dropped(int position) const { return window && position >= window + sinks; }
@@ -388,12 +390,12 @@ inline void shrink(Cache &cache, int sequence, int length) {
 }
 
 // Calls pass(), which lets sequences grow and stores their new positions: all of them or none. If it fails, for want of
-// pages or by Ctrl-C, each sequence has its old length and pages again, and may go on. Why not by a copy of what the
-// pass overwrites: all of it is written anew before it is read. Rows behind the old length are; and of a ring those
-// that it has to spare, since what they held is not seen from the old length on. `reached` stays, so that shrink()
-// knows of them. A residual block keeps what it had as long as a pass that begins within a block ends in it, too
-// (prefill_pass); where the old length ends a block, the pass used it for the next one: its positions come back as they
-// read.
+// pages or by Ctrl-C, each sequence has its old length and pages again, and may go on. What the failed pass overwrote
+// needs no copy:
+//   rows behind the old length   are written anew before they are read
+//   a ring's rows to spare       held what is not seen from there on; `reached` stays, so shrink() knows of them
+//   a residual block             is untouched while a pass that begins within a block ends in it, too (prefill_pass);
+//                                if the old length ends a block, the block is read back from its codes
 template <class Pass>
 void all_or_nothing(Cache &cache, Pass pass) {
     const std::vector<int> lengths = cache.lengths;

@@ -70,7 +70,7 @@ HOST_DEVICE inline float rope_angle(int position, float frequency) {
     return (float)remainder((double)position * frequency, 2 * M_PI);
 }
 
-// The first of equals.
+// The likeliest token: where the largest logit is, the first of equals.
 inline int argmax(const float *logits, int count) { return (int)(std::max_element(logits, logits + count) - logits); }
 
 enum class Store { set, add };  // y = W x, or y += W x (a residual connection)

@@ -18,6 +18,8 @@
 #include "cache.h"
 #include "commands/options.h"
 #include "layers.cu"
+// best::f is the twin of plain::f in fast/ where there is one, and else plain::f itself. `make plain` takes plain::f
+// everywhere, for the same text, more slowly.
 #ifdef PLAIN
 namespace best = plain;
 #else
@@ -84,7 +86,9 @@ struct Batch {
     }
 };
 
-// Each token as a span of 1, which knows the positions that its sequence has in the pass.
+// What a token must know of its batch: its row, sequence and position, and which positions of its sequence are in this
+// pass, [first, behind): what lies before is in the cache. Of A's 5 and 6 and B's 9: A, 5, [5, 7); A, 6, [5, 7); B, 9,
+// [9, 10).
 inline std::vector<Span> spans_of(const Batch &batch) {
     std::vector<Span> spans;
     for (int begin = 0; begin < batch.count();) {
@@ -120,7 +124,7 @@ inline Pass begin_pass(Engine &engine, const Batch &batch) {
 
 // All layers, for one batch: the equations of a decoder, line by line. What comes out is in engine.a.x. What is new is
 // stored in the cache, and the past is read from it. On the naive path `cache` is a view without memory: all that a
-// token sees is in the batch. After Ctrl-C it throws Interrupted; so does logits().
+// token sees is in the batch. `m` is the machine, Cpu or Gpu. After Ctrl-C it throws Interrupted; so does logits().
 template <class M>
 void forward(M &m, Engine &engine, const Batch &batch, const CacheView &cache) {
     const Model &model = engine.model;
@@ -143,9 +147,9 @@ void forward(M &m, Engine &engine, const Batch &batch, const CacheView &cache) {
             best::rms_norm(m, normed, x, w.attention_norm, count, epsilon);                      // n = RMSNorm(x)
             best::linear(m, normed, count, {{w.query, query}, {w.key, key}, {w.value, value}});  // q, k, v = W n + b
             best::norm_and_rope(m, query, key, w, epsilon, pass);                                // both rotated
-            if (cache.keys.data) best::store_rows(m, task, pass);
-            best::attention(m, task, pass);  // o = softmax(q K^T / sqrt(D)) V
-            if (cache.keys.data) best::keep_residual(m, task, pass);
+            if (cache.keys.data) best::store_rows(m, task, pass);     // before a query reads them
+            best::attention(m, task, pass);                           // o = softmax(q K^T / sqrt(D)) V
+            if (cache.keys.data) best::keep_residual(m, task, pass);  // after all have read: the newest block
             best::linear(m, attended, count, {{w.output, x}}, Store::add);  // x += W o
             best::rms_norm(m, normed, x, w.mlp_norm, count, epsilon);       // n = RMSNorm(x)
             best::linear(m, normed, count, {{w.gate, gate}, {w.up, up}});
@@ -212,7 +216,8 @@ inline int prefill_pass(Engine &engine, Cache &cache, int sequence, const std::v
     const bool blocks = has_blocks(cache.type_k) || has_blocks(cache.type_v);
     size_t chunk = std::min(engine.chunk, chunk_of(cache)), count = 0;
     for (size_t begin = 0; begin < tokens.size(); begin += count) {
-        // A chunk that begins within a block of 32 ends with it: all_or_nothing() asks for that.
+        // int4 and int2 encode 32 positions together. A chunk that begins within such a block ends with it: so if the
+        // pass fails, all_or_nothing() finds the residual block untouched.
         size_t in_block = blocks ? cache.lengths[sequence] % group_size : 0;
         count = std::min({in_block ? group_size - in_block : chunk, chunk, tokens.size() - begin});
         all_or_nothing(cache, [&] {
@@ -283,8 +288,8 @@ inline double draw(uint64_t seed, int position) {
 // The token after `position`. At temperature 0 the likeliest one, the first of equals. Otherwise drawn from
 // softmax(logits / T) after top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024) have cut its
 // tail. A point is drawn in the sum of what is kept: the token is the one that it falls on, from the likeliest on.
-// What is summed bucket by bucket may end a rounding of a double away from a sum token by token: of two neighbours,
-// another one may be drawn where the point falls between both sums.
+// base/ranking.h sums in buckets where others sort. Such a sum may end a rounding of a double away from a sum token by
+// token: of two neighbours, another one may be drawn where the point falls between both sums.
 inline int sample(const Sampler &sampler, const std::vector<float> &logits, int position) {
     if (sampler.temperature == 0) return argmax(logits.data(), (int)logits.size());
     const double largest = largest_logit(logits), scale = 1 / std::max(sampler.temperature, 1e-300);

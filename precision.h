@@ -127,7 +127,7 @@ HOST_DEVICE inline Group<bits> quantize(Numbers x, int count) {
 }
 
 // Groups of 32, as KIVI (Liu et al. 2024): values per token, keys per channel, because a few channels of the keys are
-// much larger than the others at every token.
+// much larger than the others at every token. They fill rows like any others: neither pages nor rings need to know.
 //
 // A row of values is n = ceil(width / 32) groups, each of 32 channels of its token. Keys are quantized 32 positions at
 // a time: a group is one channel at 32 positions. Such a block takes the rows of its 32 positions, and lies in them
@@ -138,8 +138,8 @@ HOST_DEVICE inline Group<bits> quantize(Numbers x, int count) {
 //   row 33   channels 2, 3 of positions 32 .. 63     position 33: channels 0 .. 31, channels 32 .. 63
 //   ...
 //   row 63   channels 62, 63 of positions 32 .. 63   position 63: channels 0 .. 31, channels 32 .. 63
-// and neither pages nor rings need to know of groups. Until its 32 positions are there, a block's keys and values are
-// kept at f16, in the sequence's residual block (CacheView::residual_keys, residual_values).
+// Until its 32 positions are there, a block's keys and values are kept at f16, in the sequence's residual block
+// (CacheView::residual_keys, residual_values).
 template <int bits>
 struct GroupedRow {
     static constexpr bool blocks = true;
@@ -165,7 +165,8 @@ struct GroupedRow {
     HOST_DEVICE static float number(const char *row, int channel) {
         return group(row, channel / group_size).number(channel % group_size);
     }
-    // A channel of a block's keys is in the block's row row_of_channel(); there key_number() is that of its position t.
+    // Channel c of a block's keys is in row row_of_channel(c) of the block; there key_number() reads that of the
+    // block's position t.
     HOST_DEVICE static int row_of_channel(int channel, int width) { return channel / groups(width); }
     HOST_DEVICE static float key_number(const char *row, int t, int channel, int width) {
         return group(row, channel % groups(width)).number(t);

@@ -1,6 +1,10 @@
 // Text <-> token ids. In the order a text travels: its characters, patterns over them, the merging, the steps before
 // the merging; then back from ids to text. base/tokenizer_json.h has the tables and the lists of steps that are walked
-// here.
+// here. With those of GPT-2:
+//   ADDED      "the sea"            no token is looked for whole, as <|endoftext|> would be
+//   SPLIT      "the", " sea"        words by a pattern
+//   BYTES      "the", "Ġsea"        each byte as a printable character
+//   merging    t h e -> the         the pairs of the list of merges, the first of the list first
 #include "base/tokenizer_json.h"
 
 #include <stdio.h>
@@ -199,7 +203,7 @@ static void push_symbol(Encoder *e, int *count, int id) {
 
 // The symbols a word starts from, linked from left to right: one a character; one a byte where the character has no
 // token but all of its bytes have; else the unknown token. That one waits for the next character with a token, so it
-// comes behind bytes that follow it: the library does so. Returns how many.
+// comes behind bytes that follow it: the `tokenizers` library does so. Returns how many.
 static int first_symbols(Encoder *e, const char *s, size_t n) {
     const Tokenizer *t = e->tokenizer;
     int count = 0;

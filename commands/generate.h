@@ -318,7 +318,7 @@ inline int run_tokenize(const Options &options) {
     std::string text = from_ids ? decode(tokenizer.get(), ids) : options.prompt, list = json_of(ids);
     Report report;
     list.erase(std::remove_if(list.begin(), list.end(), [](char c) { return strchr("[ ]", c); }), list.end());
-    if (!from_ids && isatty(fileno(stdout))) {  // for eyes: each piece beside its id; as spelled, if it is a part of one
+    if (!from_ids && isatty(fileno(stdout))) {  // each piece beside its id; as spelled, if it is a part of a character
         TextStream pieces(tokenizer.get(), false);
         list.clear();
         for (int id : ids) {
