@@ -96,18 +96,6 @@ inline void load_pairs(const f16 *p, Vec &even, Vec &odd) {
     odd = from_halves(hn::TruncateTo(As<uint16_t>(), hn::ShiftRight<16>(both)));
 }
 
-// 4 bytes of a row to each lane: one number, or two that are neighbours.
-template <class Number>
-inline Vec load_words(const Number *p) {
-    hn::Repartition<uint8_t, Lanes> bytes;
-    return hn::BitCast(Lanes(), hn::LoadU(bytes, (const uint8_t *)p));
-}
-template <class Number>
-inline Vec load_words_part(const Number *p, int count) {
-    Number padded[lanes * 4 / sizeof(Number)] = {};
-    memcpy(padded, p, (size_t)count * sizeof(Number));
-    return load_words(padded);
-}
 // The first or the second number of each lane.
 template <class Number, class Which>
 inline Vec number_in(Vec words, Which which) {
@@ -227,17 +215,31 @@ inline void sum4(float *out, Vec a, Vec b, Vec c, Vec d) {
     }
 }
 
-// Lane j of Vec i becomes lane i of Vec j. Each step takes what is at even and at odd places of two neighbours apart: the
-// lowest bit of the lane's number and that of the Vec's change places, as in a perfect shuffle of cards.
-inline void transpose(Vec (&v)[lanes]) {
-    for (int done = 1; done < lanes; done *= 2) {
-        Vec next[lanes];
-        unrolled<lanes / 2>([&](auto i) {
-            next[i] = hn::ConcatEven(Lanes(), v[2 * i + 1], v[2 * i]);
-            next[i + lanes / 2] = hn::ConcatOdd(Lanes(), v[2 * i + 1], v[2 * i]);
-        });
-        unrolled<lanes>([&](auto i) { v[i] = next[i]; });
+// The first four words of some rows, those of row 0, 4, 8, ... side by side.
+template <class D, class Word>
+inline auto load_blocks(D d, const Word *const *rows, int c) {
+    if constexpr (hn::MaxLanes(d) > 4) {
+        hn::Half<D> half;
+        return hn::Combine(d, load_blocks(half, rows + hn::MaxLanes(half), c), load_blocks(half, rows, c));
+    } else {
+        hn::Repartition<uint8_t, D> bytes;
+        return hn::BitCast(d, hn::LoadU(bytes, (const uint8_t *)(rows[0] + c)));
     }
+}
+
+// Lane r of out[i] = number i of four from rows[r] + c on; Word: a number of 4 bytes, or two of 2 bytes.
+template <class Word>
+inline void load_turned(Vec (&out)[4], const Word *const *rows, int c) {
+    Vec row[4];
+    unrolled<4>([&](auto i) { row[i] = load_blocks(Lanes(), rows + i, c); });
+    auto interleave = [](Vec a, Vec b, Vec &lower, Vec &upper) {
+        lower = hn::InterleaveLower(a, b), upper = hn::InterleaveUpper(Lanes(), a, b);
+    };
+    Vec even[2], odd[2];
+    interleave(row[0], row[2], even[0], even[1]);
+    interleave(row[1], row[3], odd[0], odd[1]);
+    interleave(even[0], odd[0], out[0], out[1]);
+    interleave(even[1], odd[1], out[2], out[3]);
 }
 
 // ---- Packed codes: 16-bit whole numbers, two to each lane ---------------------------------------------------------
