@@ -135,28 +135,31 @@ struct Turned {
     int width;
 };
 
-// `lanes` rows become lanes `first` and following of `to`. Zeros make their channels whole Vecs.
+// Up to `lanes` rows become lanes `first` and following of `to`. Zeros make their channels whole Vecs.
 template <class Number>
-__attribute__((flatten)) void turn(const Turned &to, int first, const Number *const *rows, int channels) {
+__attribute__((flatten)) void turn(const Turned &to, int first, const Number *from, int64_t stride, int rows,
+                                   int channels) {
     constexpr int together = 4 / sizeof(Number), block = together * lanes;
+    Number copy[lanes * block] = {};
     for (int c = 0; c < channels; c += block) {
-        Number padded[lanes * block];
-        const Number *ends[lanes];
-        const bool whole = c + block <= channels;
-        for (int r = 0; !whole && r < lanes; r++) {
-            ends[r] = padded + r * block;
-            memset(padded + r * block, 0, block * sizeof(Number));
-            memcpy(padded + r * block, rows[r] + c, (size_t)(channels - c) * sizeof(Number));
+        const Number *start = from + c;
+        int64_t apart = stride;
+        if (c + block > channels) {
+            memset(copy, 0, sizeof copy);
+            for (int r = 0; r < rows; r++)
+                memcpy(copy + r * block, start + r * stride, (size_t)(channels - c) * sizeof(Number));
+            start = copy, apart = block;
+        } else if (rows < lanes) {
+            for (int r = 0; r < rows; r++) memcpy(copy + r * block, start + r * stride, block * sizeof(Number));
+            start = copy, apart = block;
         }
-        const Number *const *from = whole ? rows : ends;
-        const int offset = whole ? c : 0;
-        float *start = to.numbers + (int64_t)(c / lanes) * to.width + first;
+        float *out = to.numbers + (int64_t)(c / lanes) * to.width + first;
         unrolled<lanes / 4>([&](auto four) {
             Vec words[4];
-            load_turned(words, from, offset + four * 4 * together);
+            load_turned(words, start + four * 4 * together, apart);
             unrolled<4 * together>([&](auto i) {
                 constexpr int channel = four * 4 * together + i;
-                store(start + reversed(channel % lanes) * to.apart + channel / lanes * to.width,
+                store(out + reversed(channel % lanes) * to.apart + channel / lanes * to.width,
                       number_in<Number>(words[i / together], std::integral_constant<int, i % together>()));
             });
         });
@@ -179,12 +182,8 @@ struct Tiles {
           apart((int64_t)steps * size + lanes) {
         numbers = m.shared<float>((size_t)tiles * lanes * apart);
         m.for_each(tiles, [&](int64_t tile, Alone) {
-            for (int t = 0; t < size; t += lanes) {
-                const float *rows[lanes];
-                for (int i = 0; i < lanes; i++)
-                    rows[i] = x + (int64_t)std::min(first((int)tile) + t + i, count - 1) * inputs;
-                turn(at((int)tile), t, rows, inputs);
-            }
+            for (int t = first((int)tile), i = 0; i < size; i += lanes)
+                turn(at((int)tile), i, x + (int64_t)(t + i) * inputs, inputs, std::min(lanes, count - t - i), inputs);
         });
     }
 };
@@ -232,9 +231,9 @@ void linear_panels(Cpu &m, const Number *weight, const Tiles &x, const Product &
         const int count = (int)std::min(near, pieces(end_row - row, panel_rows));
         auto at = [&](int i) { return Turned{panels.data() + i * size, apart, panel_rows}; };
         for (int i = 0; i < 2 * count; i++) {
-            const Number *rows[lanes];
-            for (int r = 0; r < lanes; r++) rows[r] = weight + std::min(row + i * lanes + r, end_row - 1) * x.inputs;
-            turn(at(i / 2), i % 2 * lanes, rows, x.inputs);
+            const int64_t first = row + i * lanes;
+            turn(at(i / 2), i % 2 * lanes, weight + first * x.inputs, x.inputs,
+                 (int)std::min<int64_t>(lanes, end_row - first), x.inputs);
         }
         for (int tile = 0; tile < x.tiles; tile++) {
             const int first = x.first(tile);

@@ -215,31 +215,32 @@ inline void sum4(float *out, Vec a, Vec b, Vec c, Vec d) {
     }
 }
 
-// The first four words of some rows, those of row 0, 4, 8, ... side by side.
-template <class D, class Word>
-inline auto load_blocks(D d, const Word *const *rows, int c) {
+// The first 16 bytes of rows that lie `apart` numbers from one another, as many as fill a D.
+template <class D, class Number>
+inline auto load_blocks(D d, const Number *row, int64_t apart) {
     if constexpr (hn::MaxLanes(d) > 4) {
         hn::Half<D> half;
-        return hn::Combine(d, load_blocks(half, rows + hn::MaxLanes(half), c), load_blocks(half, rows, c));
+        return hn::Combine(d, load_blocks(half, row + (int)hn::MaxLanes(half) / 4 * apart, apart),
+                           load_blocks(half, row, apart));
     } else {
         hn::Repartition<uint8_t, D> bytes;
-        return hn::BitCast(d, hn::LoadU(bytes, (const uint8_t *)(rows[0] + c)));
+        return hn::BitCast(d, hn::LoadU(bytes, (const uint8_t *)row));
     }
 }
 
-// Lane r of out[i] = number i of four from rows[r] + c on; Word: a number of 4 bytes, or two of 2 bytes.
-template <class Word>
-inline void load_turned(Vec (&out)[4], const Word *const *rows, int c) {
-    Vec row[4];
-    unrolled<4>([&](auto i) { row[i] = load_blocks(Lanes(), rows + i, c); });
-    auto interleave = [](Vec a, Vec b, Vec &lower, Vec &upper) {
-        lower = hn::InterleaveLower(a, b), upper = hn::InterleaveUpper(Lanes(), a, b);
+// Lane r of out[i] = word i of the first four in row r; rows lie `apart` numbers from one another. A word is a number
+// of 4 bytes or two neighbours of 2. Each Vec takes every fourth row, so that all else happens within 16 bytes.
+template <class Number>
+inline void load_turned(Vec (&out)[4], const Number *rows, int64_t apart) {
+    Vec row[4], even[2], odd[2];
+    unrolled<4>([&](auto i) { row[i] = load_blocks(Lanes(), rows + i * apart, 4 * apart); });
+    auto interleave = [](Vec a, Vec b, Vec *out) {
+        out[0] = hn::InterleaveLower(a, b), out[1] = hn::InterleaveUpper(Lanes(), a, b);
     };
-    Vec even[2], odd[2];
-    interleave(row[0], row[2], even[0], even[1]);
-    interleave(row[1], row[3], odd[0], odd[1]);
-    interleave(even[0], odd[0], out[0], out[1]);
-    interleave(even[1], odd[1], out[2], out[3]);
+    interleave(row[0], row[2], even);
+    interleave(row[1], row[3], odd);
+    interleave(even[0], odd[0], out);
+    interleave(even[1], odd[1], out + 2);
 }
 
 // ---- Packed codes: 16-bit whole numbers, two to each lane ---------------------------------------------------------
