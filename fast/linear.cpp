@@ -22,7 +22,7 @@ namespace fast {
 constexpr bool many_registers = HWY_ARCH_ARM || lanes == 16;
 constexpr int streams = 4, stream_tokens = many_registers ? 6 : 3;             // with channels in the lanes
 constexpr int panel_rows = 2 * lanes, tile_tokens = many_registers ? 12 : 6;  // with rows in them
-constexpr int few_tokens = 24;
+constexpr int few_tokens = many_registers ? 12 : 24;
 
 inline int64_t pieces(int64_t items, int64_t each) { return (items + each - 1) / each; }
 
@@ -42,18 +42,19 @@ inline void put(const Product &product, Store how, int64_t token, int64_t row, f
 template <int R, int T, class Number>
 inline void add_products(Vec (&totals)[T * R], const Number *const (&rows)[R], const float *const (&tokens)[T],
                          int64_t c) {
-    Vec row[R];
-    unrolled<R>([&](auto r) { row[r] = load(rows[r] + c); });
-    unrolled<T>([&](auto t) {
-        Vec token = load(tokens[t] + c);
-        unrolled<R>([&](auto r) { totals[t * R + r] = fma(row[r], token, totals[t * R + r]); });
+    constexpr bool once = T > 4 || (T == 4 && sizeof(Number) == 2);
+    Vec token[T];
+    unrolled<T>([&](auto t) { token[t] = once ? load_once(tokens[t] + c) : load(tokens[t] + c); });
+    unrolled<R>([&](auto r) {
+        Vec row = once ? load_once(rows[r] + c) : load(rows[r] + c);
+        unrolled<T>([&](auto t) { totals[t * R + r] = fma(row, token[t], totals[t * R + r]); });
     });
 }
 
-// sums (T, R) = R rows, `apart` numbers from one another, times T tokens. ask(p) is called for each line of the rows.
-template <int R, int T, class Number, class Ask>
+// sums (T, R) = R rows, `apart` numbers from one another, times T tokens.
+template <int R, int T, class Number>
 __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int64_t apart, const float *x,
-                                          int channels, Ask ask) {
+                                          int channels) {
     constexpr int line = cache_line / (int)sizeof(Number);
     const Number *rows[R];
     const float *tokens[T];
@@ -61,6 +62,14 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
     unrolled<R>([&](auto r) { rows[r] = weight + r * apart; });
     unrolled<T>([&](auto t) { tokens[t] = x + (int64_t)t * channels; });
     unrolled<T * R>([&](auto i) { totals[i] = set(0); });
+    // Where the processor's prefetcher is better off unasked (simd.h), lines that take many instructions are asked for all
+    // the same: few of them are begun before the first is there.
+    auto ask = [](const Number *p) {
+        if (prefetch_distance || T > 1)
+            __builtin_prefetch((const char *)p + 2048, 0, 2), __builtin_prefetch((const char *)p + 1024);
+        else if (sizeof(Number) == 2)
+            __builtin_prefetch((const char *)p + 384);
+    };
     int64_t c = 0;
     for (; c + line <= channels; c += line) {
         for (int r = 0; r < R; r++) ask(rows[r] + c);  // no lambda: g++ takes one that does only this for useless
@@ -83,41 +92,29 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
     unrolled<T * R - fours>([&](auto i) { sums[fours + i] = sum(totals[fours + i]); });
 }
 
-// The rows of a tile lie a fourth of the thread's share apart, so that memory is read as four streams that do not end
-// with a row: as one, it comes at 0.7 of the speed. More tokens than a tile holds come in equal batches, and find the
-// rows of the first in the caches.
-template <class Number>
+// T tokens, or up to twice as many: then the last T come once more over rows that are in the L1 by now, and what the two
+// have in common is computed twice. The rows of a tile lie a fourth of the thread's share apart, so that memory is read
+// as four streams that do not end with a row: as one, it comes at 0.7 of the speed.
+template <int T, class Number>
 void linear_streams(Cpu &m, const Number *weight, const float *x, int count, const Product &product, Store how) {
     const int64_t inputs = product.linear.weight.cols;
     const Share share = m.share(product.linear.weight.rows);
-    const int apart = share.count() / streams, batches = (int)pieces(count, stream_tokens);
+    const int apart = share.count() / streams;
     thread_local Floats out;  // (count, rows of the share)
     out.resize((size_t)count * share.count());
-    auto multiply = [&](auto rows, auto size, int first, int t, auto ask) {
-        float sums[size * rows];
-        stream_tile<rows, size>(sums, weight + (share.first + first) * inputs, apart * inputs, x + t * inputs,
-                                (int)inputs, ask);
-        for (int i = 0; i < size * rows; i++)
-            out[(size_t)(t + i / rows) * share.count() + first + i % rows * apart] = sums[i];
-    };
-    // Where the processor's prefetcher is better off unasked (simd.h), numbers of 16 bits are asked for all the same: a
-    // line of them takes so many instructions that few lines are begun before the first is there.
-    auto ask = [](const Number *p) {
-        if (prefetch_distance || sizeof(Number) > 2)
-            prefetch_twice(p);
-        else
-            __builtin_prefetch((const char *)p + 384);
-    };
-    auto all_tokens = [&](auto rows, int first) {
-        for (int b = 0; b < batches; b++) {
-            const int t = b * count / batches, size = (b + 1) * count / batches - t;
-            in_batches<stream_tokens>(size, [&](auto size, int) { multiply(rows, size, first, t, ask); });
+    float sums[T * streams];
+    auto multiply = [&](auto rows, int first) {
+        for (int next = 0; next < count; next += T) {
+            const int begin = std::min(next, count - T);
+            stream_tile<rows, T>(sums, weight + (share.first + first) * inputs, apart * inputs, x + begin * inputs,
+                                 (int)inputs);
+            for (int i = 0; i < T * rows; i++)
+                out[(size_t)(begin + i / rows) * share.count() + first + i % rows * apart] = sums[i];
         }
     };
-    for (int r = 0; r < apart; r++) all_tokens(std::integral_constant<int, streams>(), r);
-    for (int r = apart * streams; r < share.count(); r++) all_tokens(std::integral_constant<int, 1>(), r);
-    for (int t = 0; t < count; t++)
-        put(product, how, t, share.first, &out[(size_t)t * share.count()], share.count());
+    for (int r = 0; r < apart; r++) multiply(std::integral_constant<int, streams>(), r);
+    for (int r = apart * streams; r < share.count(); r++) multiply(std::integral_constant<int, 1>(), r);
+    for (int t = 0; t < count; t++) put(product, how, t, share.first, &out[(size_t)t * share.count()], share.count());
 }
 
 // ---- Many tokens: rows in the lanes --------------------------------------------------------------------------
@@ -356,8 +353,11 @@ void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> pr
         });
     } else {
         each([&](const Product &product) {
-            with_numbers(product.linear.weight,
-                         [&](auto *numbers) { linear_streams(m, numbers, x, count, product, how); });
+            with_numbers(product.linear.weight, [&](auto *numbers) {
+                in_batches<stream_tokens>((int)pieces(count, pieces(count, stream_tokens)), [&](auto size, int) {
+                    linear_streams<size>(m, numbers, x, count, product, how);
+                });
+            });
         });
     }
     m.wait();

@@ -89,6 +89,17 @@ inline Vec load(const fp8 *p) {
     return hn::PromoteTo(Lanes(), hn::BitCast(As<hwy::float16_t>(), wide));
 }
 
+// The same, for what is used more than once: g++ would rather load it again for each use, and loads are what a product
+// waits for.
+template <class Number>
+inline Vec load_once(const Number *p) {
+    Vec a = load(p);
+#if HWY_ARCH_X86 && HWY_STATIC_TARGET != HWY_EMU128
+    asm("" : "+v"(a.raw));
+#endif
+    return a;
+}
+
 // Of 2 * lanes numbers those at even and those at odd places.
 inline void load_pairs(const f16 *p, Vec &even, Vec &odd) {
     auto both = hn::LoadU(As<uint32_t>(), (const uint32_t *)p);
@@ -341,7 +352,7 @@ inline Ints add_products(Ints sums, const int8_t (*weights)[4], const Int8x4 &x)
 
 // How far ahead of its use a stream of memory is asked for, in bytes. Intel's own prefetcher fills the L2 only, and
 // stops at each page of 4 KiB. 0: a Zen's does better unasked (docs/where_the_time_goes.md).
-#if defined(__AVX512BW__) && !defined(__znver4__) && !defined(__znver5__)
+#if defined(__AVX512BW__) && !defined(__znver3__) && !defined(__znver4__) && !defined(__znver5__)
 constexpr int prefetch_distance = 1024;
 #else
 constexpr int prefetch_distance = 0;
