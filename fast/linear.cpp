@@ -1,11 +1,11 @@
 // Matrix products on the CPU: the twin of plain::linear.
 //
 // One order of sums (simd.h): a product of a row and a token is the same to the last bit however many rows, tokens and
-// threads it is computed among. Two things are left to choose, where the numbers come from and in which order tiles of
-// rows x tokens are gone through:
-//   few tokens: memory is what counts. Rows are read as stored, each once, as four streams.
-//   many: multiply-adds are. Blocks of tokens x rows x channels that the caches hold, the weights of a block widened to
-//   float32 once, and the lanes of sums that the channels of a block do not finish kept from one block to the next.
+// threads it is computed among. Two ways lead to the same sums:
+//   few tokens: memory is what counts. Channels are in the lanes, and rows are read as stored, each once, as four
+//   streams. At the end the lanes of each sum are folded.
+//   many: multiply-adds are. Rows are in the lanes, and what one token's lanes would hold comes one after the other; so
+//   nothing is left to fold, but rows and tokens must be turned first.
 // What that was predicted and measured to give: docs/where_the_time_goes.md.
 #include <algorithm>
 #include <initializer_list>
@@ -18,11 +18,12 @@
 
 namespace fast {
 
-// A tile of sums stays in registers, beside the numbers that it reads: of 32 registers, or of 16.
+// A tile of sums stays in registers, beside the numbers that it reads: of 32 registers, or of 16. With fewer registers
+// tiles of few tokens lose less to the others, so that the two ways are equally fast at more tokens.
 constexpr bool many_registers = HWY_ARCH_ARM || lanes == 16;
-constexpr int streams = 4, stream_tokens = many_registers ? 6 : 3;             // with channels in the lanes
-constexpr int panel_rows = 2 * lanes, tile_tokens = many_registers ? 12 : 6;  // with rows in them
-constexpr int few_tokens = many_registers ? 12 : 24;
+constexpr int streams = 4, stream_tokens = many_registers ? 6 : 3, few_tokens = many_registers ? 12 : 24;
+constexpr int panel_rows = 2 * lanes, tile_tokens = many_registers ? 12 : 6;
+constexpr int near_bytes = 256 << 10;  // of panels that stay in the L2 while all tokens pass
 
 inline int64_t pieces(int64_t items, int64_t each) { return (items + each - 1) / each; }
 
@@ -39,9 +40,11 @@ inline void put(const Product &product, Store how, int64_t token, int64_t row, f
 
 // ---- Few tokens: channels in the lanes -----------------------------------------------------------------------
 
+// Adds the products of a Vec of channels. No lambda in stream_tile(): g++ would keep the sums in memory, too.
 template <int R, int T, class Number>
 inline void add_products(Vec (&totals)[T * R], const Number *const (&rows)[R], const float *const (&tokens)[T],
                          int64_t c) {
+    // Loaded once, a tile is up to twice as fast; but where it waits for memory, that gains nothing and costs a tenth.
     constexpr bool once = T > 4 || (T == 4 && sizeof(Number) == 2);
     Vec token[T];
     unrolled<T>([&](auto t) { token[t] = once ? load_once(tokens[t] + c) : load(tokens[t] + c); });
@@ -51,7 +54,7 @@ inline void add_products(Vec (&totals)[T * R], const Number *const (&rows)[R], c
     });
 }
 
-// sums (T, R) = R rows, `apart` numbers from one another, times T tokens.
+// sums (T, R) = R rows, `apart` numbers from one another, times T tokens (T, channels).
 template <int R, int T, class Number>
 __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int64_t apart, const float *x,
                                           int channels) {
@@ -92,9 +95,9 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
     unrolled<T * R - fours>([&](auto i) { sums[fours + i] = sum(totals[fours + i]); });
 }
 
-// T tokens, or up to twice as many: then the last T come once more over rows that are in the L1 by now, and what the two
-// have in common is computed twice. The rows of a tile lie a fourth of the thread's share apart, so that memory is read
-// as four streams that do not end with a row: as one, it comes at 0.7 of the speed.
+// Tokens come in batches of T over the rows of a tile, which lie in the L1 by then; the last batch begins earlier where
+// it would be smaller, and computes some sums once more. The rows of a tile lie a fourth of the thread's share apart, so
+// that memory is read as four streams that do not end with a row: as one, it comes at 0.7 of the speed.
 template <int T, class Number>
 void linear_streams(Cpu &m, const Number *weight, const float *x, int count, const Product &product, Store how) {
     const int64_t inputs = product.linear.weight.cols;
@@ -119,35 +122,41 @@ void linear_streams(Cpu &m, const Number *weight, const float *x, int count, con
 
 // ---- Many tokens: rows in the lanes --------------------------------------------------------------------------
 
-constexpr int reversed(int lane) {  // its bits in the opposite order
+// A token's product with a row, when it is alone, has in lane j the sum of the channels j, j + lanes, j + 2 lanes, ...
+// Call that residue j. Lanes are folded in halves: with 8 of them 0 and 4, 2 and 6, 1 and 5, 3 and 7; then 0 and 2 of
+// those, 1 and 3; then 0 and 1. If rows are in the lanes, the residues of a row come one after the other. In the order
+// of their reversed bits, 0 4 2 6 1 5 3 7, each finds what it is added to among those that came just before:
+//   0  4: 0+4  2  6: 2+6, (0+4)+(2+6)  1  5: 1+5  3  7: 3+7, (1+5)+(3+7), all
+// So unfinished sums wait on a stack of at most as many tiles as there are halvings.
+constexpr int reversed(int lane) {
     int result = 0;
     for (int bit = 1; bit < lanes; bit *= 2) result = 2 * result + (lane & bit ? 1 : 0);
     return result;
 }
 
-// Rows as tiles read them: for each residue `apart` numbers, in them for each step `width`, one of each row.
+// Rows or tokens, turned: the residues in that order, `apart` numbers from one another; in each its steps (channel j,
+// then j + lanes, ...), and in each step `width` numbers, one of each row.
 struct Turned {
     float *numbers;
     int64_t apart;
     int width;
 };
 
-// Up to `lanes` rows become lanes `first` and following of `to`. Zeros make their channels whole Vecs.
+// Up to `lanes` rows, `stride` numbers from one another, become the numbers `first` and following of each step. Zeros
+// make the channels whole Vecs, as they do for one token. Numbers of 16 bits are turned as pairs, in half the time.
+// What is written behind `width` the next step overwrites; so a residue has `lanes` numbers more than its steps.
 template <class Number>
 __attribute__((flatten)) void turn(const Turned &to, int first, const Number *from, int64_t stride, int rows,
                                    int channels) {
     constexpr int together = 4 / sizeof(Number), block = together * lanes;
-    Number copy[lanes * block] = {};
+    Number copy[lanes * block] = {};  // of rows or channels that are not whole
     for (int c = 0; c < channels; c += block) {
         const Number *start = from + c;
         int64_t apart = stride;
-        if (c + block > channels) {
-            memset(copy, 0, sizeof copy);
-            for (int r = 0; r < rows; r++)
-                memcpy(copy + r * block, start + r * stride, (size_t)(channels - c) * sizeof(Number));
-            start = copy, apart = block;
-        } else if (rows < lanes) {
-            for (int r = 0; r < rows; r++) memcpy(copy + r * block, start + r * stride, block * sizeof(Number));
+        const int rest = std::min(block, channels - c);
+        if (rows < lanes || rest < block) {
+            if (rest < block) memset(copy, 0, sizeof copy);
+            for (int r = 0; r < rows; r++) memcpy(copy + r * block, start + r * stride, rest * sizeof(Number));
             start = copy, apart = block;
         }
         float *out = to.numbers + (int64_t)(c / lanes) * to.width + first;
@@ -163,10 +172,10 @@ __attribute__((flatten)) void turn(const Turned &to, int first, const Number *fr
     }
 }
 
-// The tokens, in tiles of equal size, turned.
+// x (count, inputs), turned: tiles of as equal a number of tokens as can be.
 struct Tiles {
     float *numbers;
-    int count, inputs, steps, tiles, size;
+    int count, inputs, steps, tiles, size;  // tokens of the largest
     int64_t apart;
     int first(int tile) const { return (int)((int64_t)tile * count / tiles); }
     Turned at(int tile) const { return {numbers + tile * lanes * apart, apart, size}; }
@@ -179,23 +188,24 @@ struct Tiles {
           apart((int64_t)steps * size + lanes) {
         numbers = m.shared<float>((size_t)tiles * lanes * apart);
         m.for_each(tiles, [&](int64_t tile, Alone) {
-            for (int t = first((int)tile), i = 0; i < size; i += lanes)
-                turn(at((int)tile), i, x + (int64_t)(t + i) * inputs, inputs, std::min(lanes, count - t - i), inputs);
+            for (int i = 0, t = first((int)tile); i < size; i += lanes, t += lanes)
+                turn(at((int)tile), i, x + (int64_t)t * inputs, inputs, std::min(lanes, count - t), inputs);
         });
     }
 };
 
-// sums (T, panel_rows) = a panel of rows times T tokens.
+// sums (T, panel_rows) = a panel of rows times T tokens. Meanwhile the next tile of tokens is asked for, and what lies
+// `ahead`: some bytes for each step.
 template <int T>
 __attribute__((flatten)) void panel_tile(float *sums, const Turned &panel, const Turned &tokens, int steps,
-                                         const char *ahead, int ahead_step) {
+                                         const char *ahead, int ahead_bytes) {
     constexpr int vecs = 2 * T;
-    alignas(64) float stack[4][vecs * lanes];
-    for (int residue = 0, depth = 0; residue < lanes; residue++) {
+    alignas(cache_line) float stack[4][vecs * lanes];
+    for (int i = 0, depth = 0; i < lanes; i++) {
         Vec totals[vecs];
-        unrolled<vecs>([&](auto i) { totals[i] = set(0); });
-        const float *row = panel.numbers + residue * panel.apart, *token = tokens.numbers + residue * tokens.apart;
-        for (int step = 0; step < steps; step++, row += panel_rows, token += tokens.width, ahead += ahead_step) {
+        unrolled<vecs>([&](auto v) { totals[v] = set(0); });
+        const float *row = panel.numbers + i * panel.apart, *token = tokens.numbers + i * tokens.apart;
+        for (int step = 0; step < steps; step++) {
             __builtin_prefetch(ahead, 0, 2);
             __builtin_prefetch(token + lanes * tokens.apart, 0, 2);
             Vec low = load(row), high = load(row + lanes);
@@ -204,49 +214,48 @@ __attribute__((flatten)) void panel_tile(float *sums, const Turned &panel, const
                 totals[2 * t] = fma(low, number, totals[2 * t]);
                 totals[2 * t + 1] = fma(high, number, totals[2 * t + 1]);
             });
+            row += panel_rows, token += tokens.width, ahead += ahead_bytes;
         }
-        for (int folds = residue; folds & 1; folds >>= 1) {
+        for (int folds = i; folds & 1; folds >>= 1) {  // each one at the end of the number is a fold
             depth--;
-            unrolled<vecs>([&](auto i) { totals[i] = add(load(stack[depth] + i * lanes), totals[i]); });
+            unrolled<vecs>([&](auto v) { totals[v] = add(load(stack[depth] + v * lanes), totals[v]); });
         }
-        float *to = residue == lanes - 1 ? sums : stack[depth++];
-        unrolled<vecs>([&](auto i) { store(to + i * lanes, totals[i]); });
+        float *to = i == lanes - 1 ? sums : stack[depth++];
+        unrolled<vecs>([&](auto v) { store(to + v * lanes, totals[v]); });
     }
 }
 
-constexpr int near_bytes = 256 << 10;
+// Threads share the rows. Panels that the L2 holds are turned, and all tokens pass over them, tile by tile; meanwhile
+// the rows of the next panels come from memory.
 template <class Number>
 void linear_panels(Cpu &m, const Number *weight, const Tiles &x, const Product &product, Store how) {
     const int64_t outputs = product.linear.weight.rows;
     const Share share = m.share(pieces(outputs, lanes));
-    const int64_t first_row = share.first * lanes, end_row = std::min(share.last * lanes, outputs);
-    const int64_t apart = (int64_t)(x.steps + 1) * panel_rows, size = apart * lanes;
-    const int64_t near = std::max<int64_t>(1, near_bytes / (size * (int)sizeof(float)));
+    const int64_t end_row = std::min(share.last * lanes, outputs);
+    const int64_t apart = (int64_t)(x.steps + 1) * panel_rows, panel_size = apart * lanes;
+    const int64_t near = std::max<int64_t>(1, near_bytes / (panel_size * (int)sizeof(float)));
+    const int ahead_bytes = panel_rows * (int)sizeof(Number) / x.tiles;
     thread_local Floats panels;
-    panels.resize(size * near);
-    for (int64_t row = first_row; row < end_row && !interrupted(); row += near * panel_rows) {
-        const int count = (int)std::min(near, pieces(end_row - row, panel_rows));
-        auto at = [&](int i) { return Turned{panels.data() + i * size, apart, panel_rows}; };
-        for (int i = 0; i < 2 * count; i++) {
-            const int64_t first = row + i * lanes;
-            turn(at(i / 2), i % 2 * lanes, weight + first * x.inputs, x.inputs,
-                 (int)std::min<int64_t>(lanes, end_row - first), x.inputs);
-        }
-        for (int tile = 0; tile < x.tiles; tile++) {
-            const int first = x.first(tile);
-            in_batches<tile_tokens>(x.first(tile + 1) - first, [&](auto size, int) {
-                for (int i = 0; i < count; i++) {
-                    alignas(64) float sums[size * panel_rows];
-                    const int64_t start = row + i * panel_rows;
-                    const int ahead_step = panel_rows * (int)sizeof(Number) / x.tiles;
-                    panel_tile<size>(sums, at(i), x.at(tile), x.steps,
-                        (const char *)(weight + (start + count * panel_rows) * x.inputs) + (int64_t)tile * ahead_step * x.inputs, ahead_step);
-                    for (int t = 0; t < size; t++)
-                        put(product, how, first + t, start, sums + t * panel_rows,
-                            (int)std::min<int64_t>(panel_rows, end_row - start));
-                }
-            });
-        }
+    panels.resize(near * panel_size);
+    auto at = [&](int64_t i) { return Turned{panels.data() + i * panel_size, apart, panel_rows}; };
+    for (int64_t row = share.first * lanes; row < end_row && !interrupted(); row += near * panel_rows) {
+        const int64_t stop = std::min(row + near * panel_rows, end_row);
+        for (int64_t r = row; r < stop; r += lanes)
+            turn(at((r - row) / panel_rows), (int)(r - row) % panel_rows, weight + r * x.inputs, x.inputs,
+                 (int)std::min<int64_t>(lanes, stop - r), x.inputs);
+        auto multiply = [&](auto size, int tile) {
+            alignas(cache_line) float sums[size * panel_rows];
+            for (int64_t r = row; r < stop; r += panel_rows) {
+                const Number *next = weight + (r + near * panel_rows) * x.inputs;
+                panel_tile<size>(sums, at((r - row) / panel_rows), x.at(tile), x.steps,
+                                 (const char *)next + (int64_t)tile * ahead_bytes * x.inputs, ahead_bytes);
+                for (int t = 0; t < size; t++)
+                    put(product, how, x.first(tile) + t, r, sums + t * panel_rows,
+                        (int)std::min<int64_t>(panel_rows, stop - r));
+            }
+        };
+        for (int tile = 0; tile < x.tiles && !interrupted(); tile++)
+            in_batches<tile_tokens>(x.first(tile + 1) - x.first(tile), [&](auto size, int) { multiply(size, tile); });
     }
 }
 
