@@ -41,17 +41,25 @@ inline void put(const Product &product, Store how, int64_t token, int64_t row, f
 // ---- Few tokens: channels in the lanes -----------------------------------------------------------------------
 
 // Adds the products of a Vec of channels. No lambda in stream_tile(): g++ would keep the sums in memory, too.
-template <int R, int T, class Number>
+template <int R, int T, class Number, class Load>
 inline void add_products(Vec (&totals)[T * R], const Number *const (&rows)[R], const float *const (&tokens)[T],
-                         int64_t c) {
-    // Loaded once, a tile is up to twice as fast; but where it waits for memory, that gains nothing and costs a tenth.
-    constexpr bool once = T > 4 || (T == 4 && sizeof(Number) == 2);
+                         Load load_from) {
     Vec token[T];
-    unrolled<T>([&](auto t) { token[t] = once ? load_once(tokens[t] + c) : load(tokens[t] + c); });
+    unrolled<T>([&](auto t) { token[t] = load_from(tokens[t]); });
     unrolled<R>([&](auto r) {
-        Vec row = once ? load_once(rows[r] + c) : load(rows[r] + c);
+        Vec row = load_from(rows[r]);
         unrolled<T>([&](auto t) { totals[t * R + r] = fma(row, token[t], totals[t * R + r]); });
     });
+}
+
+// Where the processor's prefetcher is better off unasked (simd.h), lines that take many instructions are asked for
+// nevertheless: few of them are begun before the first is there.
+template <int T, class Number>
+inline void ask_ahead(const Number *p) {
+    if (prefetch_distance || T > 1)
+        __builtin_prefetch((const char *)p + 2048, 0, 2), __builtin_prefetch((const char *)p + 1024);
+    else if (sizeof(Number) == 2)
+        __builtin_prefetch((const char *)p + 384);
 }
 
 // sums (T, R) = R rows, `apart` numbers from one another, times T tokens (T, channels).
@@ -65,39 +73,25 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
     unrolled<R>([&](auto r) { rows[r] = weight + r * apart; });
     unrolled<T>([&](auto t) { tokens[t] = x + (int64_t)t * channels; });
     unrolled<T * R>([&](auto i) { totals[i] = set(0); });
-    // Where the processor's prefetcher is better off unasked (simd.h), lines that take many instructions are asked for all
-    // the same: few of them are begun before the first is there.
-    auto ask = [](const Number *p) {
-        if (prefetch_distance || T > 1)
-            __builtin_prefetch((const char *)p + 2048, 0, 2), __builtin_prefetch((const char *)p + 1024);
-        else if (sizeof(Number) == 2)
-            __builtin_prefetch((const char *)p + 384);
-    };
+    // Loaded once, a tile is up to twice as fast; but where it waits for memory, that gains nothing and costs a tenth.
+    constexpr bool once = T > 4 || (T == 4 && sizeof(Number) == 2);
     int64_t c = 0;
-    for (; c + line <= channels; c += line) {
-        for (int r = 0; r < R; r++) ask(rows[r] + c);  // no lambda: g++ takes one that does only this for useless
-        unrolled<line / lanes>([&](auto i) { add_products<R, T>(totals, rows, tokens, c + i * lanes); });
+    for (; c + lanes <= channels; c += lanes) {
+        // No lambda: g++ takes one that does only this for useless.
+        for (int r = 0; r < R && c % line == 0; r++) ask_ahead<T>(rows[r] + c);
+        add_products<R, T>(totals, rows, tokens, [&](auto *p) { return once ? load_once(p + c) : load(p + c); });
     }
-    for (; c + lanes <= channels; c += lanes) add_products<R, T>(totals, rows, tokens, c);
-    if (c < channels) {  // copied, with zeros behind them
-        Number row_ends[R * lanes] = {};
-        float token_ends[T * lanes] = {};
-        const size_t rest = (size_t)(channels - c);
-        for (int r = 0; r < R; r++) memcpy(row_ends + r * lanes, rows[r] + c, rest * sizeof(Number));
-        for (int t = 0; t < T; t++) memcpy(token_ends + t * lanes, tokens[t] + c, rest * sizeof(float));
-        unrolled<R>([&](auto r) { rows[r] = row_ends + r * lanes; });
-        unrolled<T>([&](auto t) { tokens[t] = token_ends + t * lanes; });
-        add_products<R, T>(totals, rows, tokens, 0);
-    }
+    const int rest = (int)(channels - c);
+    if (rest > 0) add_products<R, T>(totals, rows, tokens, [&](auto *p) { return load_part(p + c, rest); });
     constexpr int fours = T * R / 4 * 4;
     unrolled<T * R / 4>(
         [&](auto i) { sum4(sums + 4 * i, totals[4 * i], totals[4 * i + 1], totals[4 * i + 2], totals[4 * i + 3]); });
     unrolled<T * R - fours>([&](auto i) { sums[fours + i] = sum(totals[fours + i]); });
 }
 
-// Tokens come in batches of T over the rows of a tile, which lie in the L1 by then; the last batch begins earlier where
-// it would be smaller, and computes some sums once more. The rows of a tile lie a fourth of the thread's share apart, so
-// that memory is read as four streams that do not end with a row: as one, it comes at 0.7 of the speed.
+// Batches of T tokens over the rows of a tile, which lie in the L1 by then; the last batch begins earlier where it would
+// be smaller. The rows of a tile lie a fourth of the thread's share apart, so that memory is read as four streams that
+// do not end with a row: as one, it comes at 0.7 of the speed.
 template <int T, class Number>
 void linear_streams(Cpu &m, const Number *weight, const float *x, int count, const Product &product, Store how) {
     const int64_t inputs = product.linear.weight.cols;
@@ -122,12 +116,10 @@ void linear_streams(Cpu &m, const Number *weight, const float *x, int count, con
 
 // ---- Many tokens: rows in the lanes --------------------------------------------------------------------------
 
-// A token's product with a row, when it is alone, has in lane j the sum of the channels j, j + lanes, j + 2 lanes, ...
-// Call that residue j. Lanes are folded in halves: with 8 of them 0 and 4, 2 and 6, 1 and 5, 3 and 7; then 0 and 2 of
-// those, 1 and 3; then 0 and 1. If rows are in the lanes, the residues of a row come one after the other. In the order
-// of their reversed bits, 0 4 2 6 1 5 3 7, each finds what it is added to among those that came just before:
-//   0  4: 0+4  2  6: 2+6, (0+4)+(2+6)  1  5: 1+5  3  7: 3+7, (1+5)+(3+7), all
-// So unfinished sums wait on a stack of at most as many tiles as there are halvings.
+// Alone, a token's product has in lane j of 8 the sum of channels j, j + 8, j + 16, ...: residue j. Lanes are folded in
+// halves: 0 + 4, 2 + 6, 1 + 5, 3 + 7, then the first two of these and the others, then both. With rows in the lanes, a
+// row's residues come one after the other, and in the order 0 4 2 6 1 5 3 7, of reversed bits, each is folded with what
+// came just before: unfinished sums wait on a stack of as many tiles as there are halvings.
 constexpr int reversed(int lane) {
     int result = 0;
     for (int bit = 1; bit < lanes; bit *= 2) result = 2 * result + (lane & bit ? 1 : 0);
@@ -151,18 +143,15 @@ __attribute__((flatten)) void turn(const Turned &to, int first, const Number *fr
     constexpr int together = 4 / sizeof(Number), block = together * lanes;
     Number copy[lanes * block] = {};  // of rows or channels that are not whole
     for (int c = 0; c < channels; c += block) {
-        const Number *start = from + c;
-        int64_t apart = stride;
         const int rest = std::min(block, channels - c);
-        if (rows < lanes || rest < block) {
-            if (rest < block) memset(copy, 0, sizeof copy);
-            for (int r = 0; r < rows; r++) memcpy(copy + r * block, start + r * stride, rest * sizeof(Number));
-            start = copy, apart = block;
-        }
+        const bool whole = rows >= lanes && rest == block;
+        if (rest < block) memset(copy, 0, sizeof copy);
+        for (int r = 0; !whole && r < rows; r++)
+            memcpy(copy + r * block, from + c + r * stride, rest * sizeof(Number));
         float *out = to.numbers + (int64_t)(c / lanes) * to.width + first;
         unrolled<lanes / 4>([&](auto four) {
             Vec words[4];
-            load_turned(words, start + four * 4 * together, apart);
+            load_turned(words, (whole ? from + c : copy) + four * 4 * together, whole ? stride : block);
             unrolled<4 * together>([&](auto i) {
                 constexpr int channel = four * 4 * together + i;
                 store(out + reversed(channel % lanes) * to.apart + channel / lanes * to.width,
@@ -349,24 +338,18 @@ inline const Int8Group *int8_inputs(Cpu &m, const float *x, int count, int64_t i
 void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Store how) {
     const Tensor &first = products.begin()->linear.weight;
     auto each = [&](auto use) {
-        for (const Product &product : products) use(product);
+        for (const Product &product : products)
+            with_numbers(product.linear.weight, [&](auto *numbers) { use(numbers, product); });
     };
     if (first.type == DType::int8) {
         const Int8Group *numbers = int8_inputs(m, x, count, first.cols);
-        each([&](const Product &product) { linear_int8(m, numbers, count, product, how); });
+        for (const Product &product : products) linear_int8(m, numbers, count, product, how);
     } else if (count > few_tokens) {
-        Tiles tokens(m, x, count, (int)first.cols);
-        each([&](const Product &product) {
-            with_numbers(product.linear.weight,
-                         [&](auto *numbers) { linear_panels(m, numbers, tokens, product, how); });
-        });
+        const Tiles tokens(m, x, count, (int)first.cols);
+        each([&](auto *numbers, const Product &product) { linear_panels(m, numbers, tokens, product, how); });
     } else {
-        each([&](const Product &product) {
-            with_numbers(product.linear.weight, [&](auto *numbers) {
-                in_batches<stream_tokens>((int)pieces(count, pieces(count, stream_tokens)), [&](auto size, int) {
-                    linear_streams<size>(m, numbers, x, count, product, how);
-                });
-            });
+        in_batches<stream_tokens>((int)pieces(count, pieces(count, stream_tokens)), [&](auto size, int) {
+            each([&](auto *numbers, const Product &p) { linear_streams<size>(m, numbers, x, count, p, how); });
         });
     }
     m.wait();

@@ -114,7 +114,8 @@ inline Vec number_in(Vec words, Which which) {
     if constexpr (sizeof(Number) == 4)
         return words;
     else if constexpr (std::is_same_v<Number, bf16>)
-        return hn::BitCast(Lanes(), which ? hn::And(bits, hn::Set(As<uint32_t>(), 0xffff0000u)) : hn::ShiftLeft<16>(bits));
+        return hn::BitCast(
+            Lanes(), which ? hn::And(bits, hn::Set(As<uint32_t>(), 0xffff0000u)) : hn::ShiftLeft<16>(bits));
     else
         return from_halves(hn::TruncateTo(As<uint16_t>(), which ? hn::ShiftRight<16>(bits) : bits));
 }
