@@ -1,11 +1,11 @@
 // Matrix products on the CPU: the twin of plain::linear.
 //
 // One order of sums (simd.h): a product of a row and a token is the same to the last bit however many rows, tokens and
-// threads it is computed among. Two things are left to choose, where the numbers come from and in which order tiles of
-// rows x tokens are gone through:
-//   few tokens: memory is what counts. Rows are read as stored, each once, as four streams.
-//   many: multiply-adds are. Blocks of tokens x rows x channels that the caches hold, the weights of a block widened to
-//   float32 once, and the lanes of sums that the channels of a block do not finish kept from one block to the next.
+// threads it is computed among. Two ways lead to the same sums:
+//   few tokens: memory is what counts. Channels are in the lanes, and rows are read as stored, each once, as four
+//   streams. At the end the lanes of each sum are folded.
+//   many: multiply-adds are. Rows are in the lanes, and what one token's lanes would hold comes one after the other; so
+//   nothing is left to fold, but rows and tokens must be turned first.
 // What that was predicted and measured to give: docs/where_the_time_goes.md.
 #include <algorithm>
 #include <initializer_list>
@@ -18,207 +18,233 @@
 
 namespace fast {
 
-// The tile of sums that stays in registers, beside the numbers of its tokens and of a row: of 32 registers, or of 16.
+// A tile of sums stays in registers, beside the numbers that it reads: of 32 registers, or of 16. With fewer registers
+// tiles of few tokens lose less to the others, so that the two ways are equally fast at more tokens.
 constexpr bool many_registers = HWY_ARCH_ARM || lanes == 16;
-constexpr int tile_rows = many_registers ? 8 : 6, tile_tokens = many_registers ? 3 : 2;
-constexpr int streams = 4, few_tokens = many_registers ? 6 : 3;  // a tile of these, where rows come from memory
+constexpr int streams = 4, stream_tokens = many_registers ? 6 : 3, few_tokens = many_registers ? 12 : 24;
+constexpr int panel_rows = 2 * lanes, tile_tokens = many_registers ? 12 : 6;
+constexpr int near_bytes = 256 << 10;  // of panels that stay in the L2 while all tokens pass
 
-// Numbers that a tile reads, a Vec of row or token i from channel c on: as they lie in a matrix, `stride` apart; or N
-// of them copied side by side, Vec for Vec.
-template <class Number>
-struct Strided {
-    const Number *start;
-    int64_t stride;
-    Vec at(int i, int c) const { return load(start + i * stride + c); }
-    Vec part(int i, int c, int count) const { return load_part(start + i * stride + c, count); }
-    // Where the processor's prefetcher is better off unasked (simd.h), numbers of 16 bits are asked for all the same: a
-    // line of them takes so many instructions that few lines are begun before the first is there.
-    void ask(int i, int c) const {
-        const Number *p = start + i * stride + c;
-        if (prefetch_distance || sizeof(Number) > 2)
-            prefetch_twice(p);
-        else
-            __builtin_prefetch((const char *)p + 384);
-    }
-};
-template <int N>
-struct SideBySide {
-    const float *start;
-    Vec at(int i, int c) const { return load(start + c * N + i * lanes); }
-    void ask(int i, int c) const { prefetch(start + c * N + i * lanes); }
-};
+inline int64_t pieces(int64_t items, int64_t each) { return (items + each - 1) / each; }
 
-// sums (T, R) = R rows times T tokens, over some channels. Lanes of sums that were begun in other channels come from
-// `partial` (T, R, lanes), and those that go on there, go to it.
-template <int R, int T, int line, class Rows, class Tokens>
-__attribute__((flatten)) void tile(float *sums, float *partial, bool first, bool last, Rows rows, Tokens tokens,
-                                   int channels) {
+// The results of a token with `count` rows from `row` on. Each loop is one that the compiler turns into Vecs.
+inline void put(const Product &product, Store how, int64_t token, int64_t row, float *sums, int count) {
+    const Tensor bias = product.linear.bias;
+    float *y = product.y + token * product.linear.weight.rows + row;
+    for (int i = 0; bias.data && i < count; i++) sums[i] += number_of(bias, row + i);
+    if (how == Store::add)
+        for (int i = 0; i < count; i++) y[i] += sums[i];
+    else
+        memcpy(y, sums, (size_t)count * sizeof(float));
+}
+
+// ---- Few tokens: channels in the lanes -----------------------------------------------------------------------
+
+// Adds the products of a Vec of channels. No lambda in stream_tile(): g++ would keep the sums in memory, too.
+template <int R, int T, class Number, class Load>
+inline void add_products(Vec (&totals)[T * R], const Number *const (&rows)[R], const float *const (&tokens)[T],
+                         Load load_from) {
+    Vec token[T];
+    unrolled<T>([&](auto t) { token[t] = load_from(tokens[t]); });
+    unrolled<R>([&](auto r) {
+        Vec row = load_from(rows[r]);
+        unrolled<T>([&](auto t) { totals[t * R + r] = fma(row, token[t], totals[t * R + r]); });
+    });
+}
+
+// Where the processor's prefetcher is better off unasked (simd.h), lines that take many instructions are asked for
+// nevertheless: few of them are begun before the first is there.
+template <int T, class Number>
+inline void ask_ahead(const Number *p) {
+    if (prefetch_distance || T > 1)
+        __builtin_prefetch((const char *)p + 2048, 0, 2), __builtin_prefetch((const char *)p + 1024);
+    else if (sizeof(Number) == 2)
+        __builtin_prefetch((const char *)p + 384);
+}
+
+// sums (T, R) = R rows, `apart` numbers from one another, times T tokens (T, channels).
+template <int R, int T, class Number>
+__attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int64_t apart, const float *x,
+                                          int channels) {
+    constexpr int line = cache_line / (int)sizeof(Number);
+    const Number *rows[R];
+    const float *tokens[T];
     Vec totals[T * R];
-    unrolled<T * R>([&](auto i) { totals[i] = first ? set(0) : load(partial + i * lanes); });
-    auto add_products = [&](auto row_at, auto token_at) {
-        Vec token[T];
-        unrolled<T>([&](auto t) { token[t] = token_at(t); });
-        unrolled<R>([&](auto r) {
-            Vec row = row_at(r);
-            unrolled<T>([&](auto t) { totals[t * R + r] = fma(row, token[t], totals[t * R + r]); });
-        });
-    };
-    auto add_channels = [&](int c) {
-        add_products([&](int r) { return rows.at(r, c); }, [&](int t) { return tokens.at(t, c); });
-    };
-    int c = 0;
-    if constexpr (line > 0) {
-        for (; c + line <= channels; c += line) {
-            for (int r = 0; r < R; r++) rows.ask(r, c);  // no lambda: g++ takes one that does only this for useless
-            unrolled<line / lanes>([&](auto i) { add_channels(c + i * lanes); });
-        }
-        for (; c + lanes <= channels; c += lanes) add_channels(c);
-        const int rest = channels - c;
-        if (rest > 0)
-            add_products([&](int r) { return rows.part(r, c, rest); }, [&](int t) { return tokens.part(t, c, rest); });
-    } else {
-        for (; c < channels; c += lanes) {
-            for (int t = 0; t < T; t++) tokens.ask(t, c);
-            add_channels(c);
-        }
+    unrolled<R>([&](auto r) { rows[r] = weight + r * apart; });
+    unrolled<T>([&](auto t) { tokens[t] = x + (int64_t)t * channels; });
+    unrolled<T * R>([&](auto i) { totals[i] = set(0); });
+    // Loaded once, a tile is up to twice as fast; but where it waits for memory, that gains nothing and costs a tenth.
+    constexpr bool once = T > 4 || (T == 4 && sizeof(Number) == 2);
+    int64_t c = 0;
+    for (; c + lanes <= channels; c += lanes) {
+        // No lambda: g++ takes one that does only this for useless.
+        for (int r = 0; r < R && c % line == 0; r++) ask_ahead<T>(rows[r] + c);
+        add_products<R, T>(totals, rows, tokens, [&](auto *p) { return once ? load_once(p + c) : load(p + c); });
     }
-    if (!last) return unrolled<T * R>([&](auto i) { store(partial + i * lanes, totals[i]); });
+    const int rest = (int)(channels - c);
+    if (rest > 0) add_products<R, T>(totals, rows, tokens, [&](auto *p) { return load_part(p + c, rest); });
     constexpr int fours = T * R / 4 * 4;
     unrolled<T * R / 4>(
         [&](auto i) { sum4(sums + 4 * i, totals[4 * i], totals[4 * i + 1], totals[4 * i + 2], totals[4 * i + 3]); });
     unrolled<T * R - fours>([&](auto i) { sums[fours + i] = sum(totals[fours + i]); });
 }
 
-// The results of a token with `count` rows from `row` on.
-inline void put(const Product &product, Store how, int64_t token, int64_t row, const float *sums, int count) {
-    const Tensor bias = product.linear.bias;
-    float *y = product.y + token * product.linear.weight.rows + row;
-    for (int i = 0; i < count; i++) {
-        float result = bias.data ? sums[i] + number_of(bias, row + i) : sums[i];
-        y[i] = how == Store::add ? y[i] + result : result;
-    }
-}
-
-// Few tokens. The rows of a tile lie a fourth of the thread's share apart, so that memory is read as four streams that
+// Batches of T tokens over the rows of a tile, which lie in the L1 by then; the last batch begins earlier where it would
+// be smaller. The rows of a tile lie a fourth of the thread's share apart, so that memory is read as four streams that
 // do not end with a row: as one, it comes at 0.7 of the speed.
 template <int T, class Number>
-void linear_streams(Cpu &m, const Number *weight, const float *x, const Product &product, Store how) {
+void linear_streams(Cpu &m, const Number *weight, const float *x, int count, const Product &product, Store how) {
     const int64_t inputs = product.linear.weight.cols;
     const Share share = m.share(product.linear.weight.rows);
     const int apart = share.count() / streams;
-    thread_local Floats out;  // (T, rows of the share)
-    out.resize((size_t)T * share.count());
+    thread_local Floats out;  // (count, rows of the share)
+    out.resize((size_t)count * share.count());
     float sums[T * streams];
-    auto compute = [&](auto rows, int first) {
-        tile<rows, T, cache_line / (int)sizeof(Number)>(
-            sums, nullptr, true, true, Strided<Number>{weight + (share.first + first) * inputs, apart * inputs},
-            Strided<float>{x, inputs}, (int)inputs);
-        for (int i = 0; i < T * rows; i++) out[i / rows * share.count() + first + i % rows * apart] = sums[i];
+    auto multiply = [&](auto rows, int first) {
+        for (int next = 0; next < count; next += T) {
+            const int begin = std::min(next, count - T);
+            stream_tile<rows, T>(sums, weight + (share.first + first) * inputs, apart * inputs, x + begin * inputs,
+                                 (int)inputs);
+            for (int i = 0; i < T * rows; i++)
+                out[(size_t)(begin + i / rows) * share.count() + first + i % rows * apart] = sums[i];
+        }
     };
-    for (int r = 0; r < apart; r++) compute(std::integral_constant<int, streams>(), r);
-    for (int r = apart * streams; r < share.count(); r++) compute(std::integral_constant<int, 1>(), r);
-    for (int t = 0; t < T; t++) put(product, how, t, share.first, &out[t * (size_t)share.count()], share.count());
+    for (int r = 0; r < apart; r++) multiply(std::integral_constant<int, streams>(), r);
+    for (int r = apart * streams; r < share.count(); r++) multiply(std::integral_constant<int, 1>(), r);
+    for (int t = 0; t < count; t++) put(product, how, t, share.first, &out[(size_t)t * share.count()], share.count());
 }
 
-// ---- Many tokens ---------------------------------------------------------------------------------------------
+// ---- Many tokens: rows in the lanes --------------------------------------------------------------------------
 
-// A number of items in equal parts of a multiple of `unit`, at most `most` each; the last may be smaller.
-inline int part_of(int64_t items, int64_t most, int64_t unit) {
-    int64_t parts = (items + most - 1) / most, each = (items + parts - 1) / parts;
-    return (int)((each + unit - 1) / unit * unit);
+// Alone, a token's product has in lane j of 8 the sum of channels j, j + 8, j + 16, ...: residue j. Lanes are folded in
+// halves: 0 + 4, 2 + 6, 1 + 5, 3 + 7, then the first two of these and the others, then both. With rows in the lanes, a
+// row's residues come one after the other, and in the order 0 4 2 6 1 5 3 7, of reversed bits, each is folded with what
+// came just before: unfinished sums wait on a stack of as many tiles as there are halvings.
+constexpr int reversed(int lane) {
+    int result = 0;
+    for (int bit = 1; bit < lanes; bit *= 2) result = 2 * result + (lane & bit ? 1 : 0);
+    return result;
 }
-inline int64_t pieces(int64_t items, int64_t each) { return (items + each - 1) / each; }
 
-// x (count, inputs), copied: blocks of tokens, in them blocks of channels, in those tiles of tokens, side by side.
-// Zeros make the channels whole Vecs.
-constexpr int block_tokens = 96, block_channels = 576, block_rows = 8 * tile_rows, near_bytes = 2 << 20;
-struct TokenBlocks {
-    const float *numbers;
-    int count, tokens, channels, inputs, padded;  // tokens and channels of a block
-    TokenBlocks(Cpu &m, const float *x, int count, int inputs)
-        : count(count),
-          tokens(part_of(count, block_tokens, tile_tokens)),
-          channels(part_of(inputs, block_channels, lanes)),
-          inputs(inputs),
-          padded((inputs + lanes - 1) / lanes * lanes) {
-        float *to = m.shared<float>((size_t)count * padded);
-        numbers = to;
-        m.for_each(pieces(count, tile_tokens), [&](int64_t item, Alone) {
-            int first = (int)item * tile_tokens, size = std::min(tile_tokens, count - first);
-            for (int c = 0; c < padded; c += lanes) {
-                float *vec = to + (at(first, c / channels * channels) - numbers) + c % channels * size;
-                for (int t = 0; t < size; t++) {
-                    const float *from = x + (size_t)(first + t) * inputs + c;
-                    store(vec + t * lanes, c + lanes <= inputs ? load(from) : load_part(from, inputs - c));
-                }
-            }
+// Rows or tokens, turned: the residues in that order, `apart` numbers from one another; in each its steps (channel j,
+// then j + lanes, ...), and in each step `width` numbers, one of each row.
+struct Turned {
+    float *numbers;
+    int64_t apart;
+    int width;
+};
+
+// Up to `lanes` rows, `stride` numbers from one another, become the numbers `first` and following of each step. Zeros
+// make the channels whole Vecs, as they do for one token. Numbers of 16 bits are turned as pairs, in half the time.
+// What is written behind `width` the next step overwrites; so a residue has `lanes` numbers more than its steps.
+template <class Number>
+__attribute__((flatten)) void turn(const Turned &to, int first, const Number *from, int64_t stride, int rows,
+                                   int channels) {
+    constexpr int together = 4 / sizeof(Number), block = together * lanes;
+    Number copy[lanes * block] = {};  // of rows or channels that are not whole
+    for (int c = 0; c < channels; c += block) {
+        const int rest = std::min(block, channels - c);
+        const bool whole = rows >= lanes && rest == block;
+        if (rest < block) memset(copy, 0, sizeof copy);
+        for (int r = 0; !whole && r < rows; r++)
+            memcpy(copy + r * block, from + c + r * stride, rest * sizeof(Number));
+        float *out = to.numbers + (int64_t)(c / lanes) * to.width + first;
+        unrolled<lanes / 4>([&](auto four) {
+            Vec words[4];
+            load_turned(words, (whole ? from + c : copy) + four * 4 * together, whole ? stride : block);
+            unrolled<4 * together>([&](auto i) {
+                constexpr int channel = four * 4 * together + i;
+                store(out + reversed(channel % lanes) * to.apart + channel / lanes * to.width,
+                      number_in<Number>(words[i / together], std::integral_constant<int, i % together>()));
+            });
         });
     }
-    // The tile that starts with token t in the channels of the block that starts with c.
-    const float *at(int t, int c) const {
-        int block = t / tokens * tokens, size = std::min(tokens, count - block), depth = std::min(channels, padded - c);
-        return numbers + (size_t)block * padded + (size_t)c * size + (size_t)(t - block) * depth;
+}
+
+// x (count, inputs), turned: tiles of as equal a number of tokens as can be.
+struct Tiles {
+    float *numbers;
+    int count, inputs, steps, tiles, size;  // tokens of the largest
+    int64_t apart;
+    int first(int tile) const { return (int)((int64_t)tile * count / tiles); }
+    Turned at(int tile) const { return {numbers + tile * lanes * apart, apart, size}; }
+    Tiles(Cpu &m, const float *x, int count, int inputs)
+        : count(count),
+          inputs(inputs),
+          steps((int)pieces(inputs, lanes)),
+          tiles((int)pieces(count, tile_tokens)),
+          size((int)pieces(count, tiles)),
+          apart((int64_t)steps * size + lanes) {
+        numbers = m.shared<float>((size_t)tiles * lanes * apart);
+        m.for_each(tiles, [&](int64_t tile, Alone) {
+            for (int i = 0, t = first((int)tile); i < size; i += lanes, t += lanes)
+                turn(at((int)tile), i, x + (int64_t)t * inputs, inputs, std::min(lanes, count - t), inputs);
+        });
     }
 };
 
-// wide = tile_rows rows of a matrix, side by side: those that there are, and the last of them for the others. Zeros
-// make the channels whole Vecs.
-template <class Number>
-inline void widen(float *wide, const Number *weight, int rows, int64_t stride, int channels) {
-    const Number *row[tile_rows];
-    for (int r = 0; r < tile_rows; r++) row[r] = weight + std::min(r, rows - 1) * stride;
-    int c = 0;
-    for (; c + lanes <= channels; c += lanes)
-        unrolled<tile_rows>([&](auto r) {
-            __builtin_prefetch(row[r] + tile_rows * stride + c, 0, 2);
-            store(wide + c * tile_rows + r * lanes, load(row[r] + c));
-        });
-    for (int r = 0; c < channels && r < tile_rows; r++)
-        store(wide + c * tile_rows + r * lanes, load_part(row[r] + c, channels - c));
+// sums (T, panel_rows) = a panel of rows times T tokens. Meanwhile the next tile of tokens is asked for, and what lies
+// `ahead`: some bytes for each step.
+template <int T>
+__attribute__((flatten)) void panel_tile(float *sums, const Turned &panel, const Turned &tokens, int steps,
+                                         const char *ahead, int ahead_bytes) {
+    constexpr int vecs = 2 * T;
+    alignas(cache_line) float stack[4][vecs * lanes];
+    for (int i = 0, depth = 0; i < lanes; i++) {
+        Vec totals[vecs];
+        unrolled<vecs>([&](auto v) { totals[v] = set(0); });
+        const float *row = panel.numbers + i * panel.apart, *token = tokens.numbers + i * tokens.apart;
+        for (int step = 0; step < steps; step++) {
+            __builtin_prefetch(ahead, 0, 2);
+            __builtin_prefetch(token + lanes * tokens.apart, 0, 2);
+            Vec low = load(row), high = load(row + lanes);
+            unrolled<T>([&](auto t) {
+                Vec number = set(token[t]);
+                totals[2 * t] = fma(low, number, totals[2 * t]);
+                totals[2 * t + 1] = fma(high, number, totals[2 * t + 1]);
+            });
+            row += panel_rows, token += tokens.width, ahead += ahead_bytes;
+        }
+        for (int folds = i; folds & 1; folds >>= 1) {  // each one at the end of the number is a fold
+            depth--;
+            unrolled<vecs>([&](auto v) { totals[v] = add(load(stack[depth] + v * lanes), totals[v]); });
+        }
+        float *to = i == lanes - 1 ? sums : stack[depth++];
+        unrolled<vecs>([&](auto v) { store(to + v * lanes, totals[v]); });
+    }
 }
 
-// Threads share the tiles of rows.
+// Threads share the rows. Panels that the L2 holds are turned, and all tokens pass over them, tile by tile; meanwhile
+// the rows of the next panels come from memory.
 template <class Number>
-void linear_blocks(Cpu &m, const Number *weight, const TokenBlocks &x, const Product &product, Store how) {
+void linear_panels(Cpu &m, const Number *weight, const Tiles &x, const Product &product, Store how) {
     const int64_t outputs = product.linear.weight.rows;
-    // (channels, tile_rows); (block_rows, tokens, lanes); (tokens, block_rows): results leave a token's rows at a time.
-    thread_local Floats wide, partials, out;
-    wide.resize((size_t)tile_rows * x.channels);
-    partials.resize((size_t)x.tokens * block_rows * lanes);
-    out.resize((size_t)x.tokens * block_rows);
-    // Tiles of tokens, from `begin` on, times the rows from `row` on, in some channels.
-    auto multiply_block = [&](int64_t row, int in_block, int begin, int count, int c) {
-        const int rows = (int)std::min<int64_t>(tile_rows, outputs - row),
-                  channels = std::min(x.channels, x.inputs - c);
-        const bool first = c == 0, last = c + channels == x.inputs;
-        widen(wide.data(), weight + row * x.inputs + c, rows, x.inputs, channels);
-        in_batches<tile_tokens>(count, [&](auto size, int t) {
-            float sums[size * tile_rows];
-            float *partial = &partials[((size_t)in_block * x.tokens + t * tile_rows) * lanes];
-            tile<tile_rows, size, 0>(sums, partial, first, last, SideBySide<tile_rows>{wide.data()},
-                                     SideBySide<size>{x.at(begin + t, c)}, channels);
-            for (int i = 0; last && i < size; i++)
-                memcpy(&out[(size_t)(t + i) * block_rows + in_block], sums + i * tile_rows, sizeof sums / size);
-        });
-    };
-    const Share share = m.share(pieces(outputs, tile_rows));
-    const int64_t first_row = share.first * tile_rows, end_row = std::min(share.last * tile_rows, outputs);
-    // From the outside in: tokens that the L2 holds for all rows; then blocks of rows, of tokens, of channels, and
-    // tiles.
-    const int64_t near = std::max<int64_t>(1, near_bytes / (x.padded * (int)sizeof(float) * x.tokens)) * x.tokens;
-    for (int64_t start = 0; start < x.count; start += near) {
-        const int stop = (int)std::min<int64_t>(start + near, x.count);
-        for (int64_t block = first_row; block < end_row; block += block_rows) {
-            const int64_t end = std::min<int64_t>(block + block_rows, end_row);
-            for (int begin = (int)start; begin < stop && !interrupted(); begin += x.tokens) {
-                const int count = std::min(x.tokens, stop - begin);
-                for (int c = 0; c < x.inputs; c += x.channels)
-                    for (int64_t row = block; row < end; row += tile_rows)
-                        multiply_block(row, (int)(row - block), begin, count, c);
-                for (int t = 0; t < count; t++)
-                    put(product, how, begin + t, block, &out[(size_t)t * block_rows], (int)(end - block));
+    const Share share = m.share(pieces(outputs, lanes));
+    const int64_t end_row = std::min(share.last * lanes, outputs);
+    const int64_t apart = (int64_t)(x.steps + 1) * panel_rows, panel_size = apart * lanes;
+    const int64_t near = std::max<int64_t>(1, near_bytes / (panel_size * (int)sizeof(float)));
+    const int ahead_bytes = panel_rows * (int)sizeof(Number) / x.tiles;
+    thread_local Floats panels;
+    panels.resize(near * panel_size);
+    auto at = [&](int64_t i) { return Turned{panels.data() + i * panel_size, apart, panel_rows}; };
+    for (int64_t row = share.first * lanes; row < end_row && !interrupted(); row += near * panel_rows) {
+        const int64_t stop = std::min(row + near * panel_rows, end_row);
+        for (int64_t r = row; r < stop; r += lanes)
+            turn(at((r - row) / panel_rows), (int)(r - row) % panel_rows, weight + r * x.inputs, x.inputs,
+                 (int)std::min<int64_t>(lanes, stop - r), x.inputs);
+        auto multiply = [&](auto size, int tile) {
+            alignas(cache_line) float sums[size * panel_rows];
+            for (int64_t r = row; r < stop; r += panel_rows) {
+                const Number *next = weight + (r + near * panel_rows) * x.inputs;
+                panel_tile<size>(sums, at((r - row) / panel_rows), x.at(tile), x.steps,
+                                 (const char *)next + (int64_t)tile * ahead_bytes * x.inputs, ahead_bytes);
+                for (int t = 0; t < size; t++)
+                    put(product, how, x.first(tile) + t, r, sums + t * panel_rows,
+                        (int)std::min<int64_t>(panel_rows, stop - r));
             }
-        }
+        };
+        for (int tile = 0; tile < x.tiles && !interrupted(); tile++)
+            in_batches<tile_tokens>(x.first(tile + 1) - x.first(tile), [&](auto size, int) { multiply(size, tile); });
     }
 }
 
@@ -312,23 +338,18 @@ inline const Int8Group *int8_inputs(Cpu &m, const float *x, int count, int64_t i
 void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Store how) {
     const Tensor &first = products.begin()->linear.weight;
     auto each = [&](auto use) {
-        for (const Product &product : products) use(product);
+        for (const Product &product : products)
+            with_numbers(product.linear.weight, [&](auto *numbers) { use(numbers, product); });
     };
     if (first.type == DType::int8) {
         const Int8Group *numbers = int8_inputs(m, x, count, first.cols);
-        each([&](const Product &product) { linear_int8(m, numbers, count, product, how); });
+        for (const Product &product : products) linear_int8(m, numbers, count, product, how);
     } else if (count > few_tokens) {
-        TokenBlocks tokens(m, x, count, (int)first.cols);
-        each([&](const Product &product) {
-            with_numbers(product.linear.weight,
-                         [&](auto *numbers) { linear_blocks(m, numbers, tokens, product, how); });
-        });
+        const Tiles tokens(m, x, count, (int)first.cols);
+        each([&](auto *numbers, const Product &product) { linear_panels(m, numbers, tokens, product, how); });
     } else {
-        each([&](const Product &product) {
-            with_numbers(product.linear.weight, [&](auto *numbers) {
-                in_batches<few_tokens>(count,
-                                       [&](auto size, int) { linear_streams<size>(m, numbers, x, product, how); });
-            });
+        in_batches<stream_tokens>((int)pieces(count, pieces(count, stream_tokens)), [&](auto size, int) {
+            each([&](auto *numbers, const Product &p) { linear_streams<size>(m, numbers, x, count, p, how); });
         });
     }
     m.wait();

@@ -89,11 +89,35 @@ inline Vec load(const fp8 *p) {
     return hn::PromoteTo(Lanes(), hn::BitCast(As<hwy::float16_t>(), wide));
 }
 
+// The same, for what is used more than once: g++ would rather load it again for each use, and loads are what a product
+// waits for.
+template <class Number>
+inline Vec load_once(const Number *p) {
+    Vec a = load(p);
+#if HWY_ARCH_X86 && HWY_STATIC_TARGET != HWY_EMU128
+    asm("" : "+v"(a.raw));
+#endif
+    return a;
+}
+
 // Of 2 * lanes numbers those at even and those at odd places.
 inline void load_pairs(const f16 *p, Vec &even, Vec &odd) {
     auto both = hn::LoadU(As<uint32_t>(), (const uint32_t *)p);
     even = from_halves(hn::TruncateTo(As<uint16_t>(), both));
     odd = from_halves(hn::TruncateTo(As<uint16_t>(), hn::ShiftRight<16>(both)));
+}
+
+// The first or the second number of each lane.
+template <class Number, class Which>
+inline Vec number_in(Vec words, Which which) {
+    auto bits = hn::BitCast(As<uint32_t>(), words);
+    if constexpr (sizeof(Number) == 4)
+        return words;
+    else if constexpr (std::is_same_v<Number, bf16>)
+        return hn::BitCast(
+            Lanes(), which ? hn::And(bits, hn::Set(As<uint32_t>(), 0xffff0000u)) : hn::ShiftLeft<16>(bits));
+    else
+        return from_halves(hn::TruncateTo(As<uint16_t>(), which ? hn::ShiftRight<16>(bits) : bits));
 }
 
 inline void store(float *p, Vec a) { hn::StoreU(a, Lanes(), p); }
@@ -203,6 +227,34 @@ inline void sum4(float *out, Vec a, Vec b, Vec c, Vec d) {
     }
 }
 
+// The first 16 bytes of rows that lie `apart` numbers from one another, as many as fill a D.
+template <class D, class Number>
+inline auto load_blocks(D d, const Number *row, int64_t apart) {
+    if constexpr (hn::MaxLanes(d) > 4) {
+        hn::Half<D> half;
+        return hn::Combine(d, load_blocks(half, row + (int)hn::MaxLanes(half) / 4 * apart, apart),
+                           load_blocks(half, row, apart));
+    } else {
+        hn::Repartition<uint8_t, D> bytes;
+        return hn::BitCast(d, hn::LoadU(bytes, (const uint8_t *)row));
+    }
+}
+
+// Lane r of out[i] = word i of the first four in row r; rows lie `apart` numbers from one another. A word is a number
+// of 4 bytes or two neighbours of 2. Each Vec takes every fourth row, so that all else happens within 16 bytes.
+template <class Number>
+inline void load_turned(Vec (&out)[4], const Number *rows, int64_t apart) {
+    Vec row[4], even[2], odd[2];
+    unrolled<4>([&](auto i) { row[i] = load_blocks(Lanes(), rows + i * apart, 4 * apart); });
+    auto interleave = [](Vec a, Vec b, Vec *out) {
+        out[0] = hn::InterleaveLower(a, b), out[1] = hn::InterleaveUpper(Lanes(), a, b);
+    };
+    interleave(row[0], row[2], even);
+    interleave(row[1], row[3], odd);
+    interleave(even[0], odd[0], out);
+    interleave(even[1], odd[1], out + 2);
+}
+
 // ---- Packed codes: 16-bit whole numbers, two to each lane ---------------------------------------------------------
 
 using Pairs = hn::Vec<hn::Repartition<int16_t, Lanes>>;
@@ -301,7 +353,7 @@ inline Ints add_products(Ints sums, const int8_t (*weights)[4], const Int8x4 &x)
 
 // How far ahead of its use a stream of memory is asked for, in bytes. Intel's own prefetcher fills the L2 only, and
 // stops at each page of 4 KiB. 0: a Zen's does better unasked (docs/where_the_time_goes.md).
-#if defined(__AVX512BW__) && !defined(__znver4__) && !defined(__znver5__)
+#if defined(__AVX512BW__) && !defined(__znver3__) && !defined(__znver4__) && !defined(__znver5__)
 constexpr int prefetch_distance = 1024;
 #else
 constexpr int prefetch_distance = 0;
