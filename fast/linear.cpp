@@ -18,76 +18,13 @@
 
 namespace fast {
 
-// The tile of sums that stays in registers, beside the numbers of its tokens and of a row: of 32 registers, or of 16.
+// A tile of sums stays in registers, beside the numbers that it reads: of 32 registers, or of 16.
 constexpr bool many_registers = HWY_ARCH_ARM || lanes == 16;
-constexpr int tile_rows = many_registers ? 8 : 6, tile_tokens = many_registers ? 3 : 2;
-constexpr int streams = 4, few_tokens = many_registers ? 6 : 3;  // a tile of these, where rows come from memory
+constexpr int streams = 4, stream_tokens = many_registers ? 6 : 3;             // with channels in the lanes
+constexpr int panel_rows = 2 * lanes, tile_tokens = many_registers ? 12 : 6;  // with rows in them
+constexpr int few_tokens = 24;
 
-// Numbers that a tile reads, a Vec of row or token i from channel c on: as they lie in a matrix, `stride` apart; or N
-// of them copied side by side, Vec for Vec.
-template <class Number>
-struct Strided {
-    const Number *start;
-    int64_t stride;
-    Vec at(int i, int c) const { return load(start + i * stride + c); }
-    Vec part(int i, int c, int count) const { return load_part(start + i * stride + c, count); }
-    // Where the processor's prefetcher is better off unasked (simd.h), numbers of 16 bits are asked for all the same: a
-    // line of them takes so many instructions that few lines are begun before the first is there.
-    void ask(int i, int c) const {
-        const Number *p = start + i * stride + c;
-        if (prefetch_distance || sizeof(Number) > 2)
-            prefetch_twice(p);
-        else
-            __builtin_prefetch((const char *)p + 384);
-    }
-};
-template <int N>
-struct SideBySide {
-    const float *start;
-    Vec at(int i, int c) const { return load(start + c * N + i * lanes); }
-    void ask(int i, int c) const { prefetch(start + c * N + i * lanes); }
-};
-
-// sums (T, R) = R rows times T tokens, over some channels. Lanes of sums that were begun in other channels come from
-// `partial` (T, R, lanes), and those that go on there, go to it.
-template <int R, int T, int line, class Rows, class Tokens>
-__attribute__((flatten)) void tile(float *sums, float *partial, bool first, bool last, Rows rows, Tokens tokens,
-                                   int channels) {
-    Vec totals[T * R];
-    unrolled<T * R>([&](auto i) { totals[i] = first ? set(0) : load(partial + i * lanes); });
-    auto add_products = [&](auto row_at, auto token_at) {
-        Vec token[T];
-        unrolled<T>([&](auto t) { token[t] = token_at(t); });
-        unrolled<R>([&](auto r) {
-            Vec row = row_at(r);
-            unrolled<T>([&](auto t) { totals[t * R + r] = fma(row, token[t], totals[t * R + r]); });
-        });
-    };
-    auto add_channels = [&](int c) {
-        add_products([&](int r) { return rows.at(r, c); }, [&](int t) { return tokens.at(t, c); });
-    };
-    int c = 0;
-    if constexpr (line > 0) {
-        for (; c + line <= channels; c += line) {
-            for (int r = 0; r < R; r++) rows.ask(r, c);  // no lambda: g++ takes one that does only this for useless
-            unrolled<line / lanes>([&](auto i) { add_channels(c + i * lanes); });
-        }
-        for (; c + lanes <= channels; c += lanes) add_channels(c);
-        const int rest = channels - c;
-        if (rest > 0)
-            add_products([&](int r) { return rows.part(r, c, rest); }, [&](int t) { return tokens.part(t, c, rest); });
-    } else {
-        for (; c < channels; c += lanes) {
-            for (int t = 0; t < T; t++) tokens.ask(t, c);
-            add_channels(c);
-        }
-    }
-    if (!last) return unrolled<T * R>([&](auto i) { store(partial + i * lanes, totals[i]); });
-    constexpr int fours = T * R / 4 * 4;
-    unrolled<T * R / 4>(
-        [&](auto i) { sum4(sums + 4 * i, totals[4 * i], totals[4 * i + 1], totals[4 * i + 2], totals[4 * i + 3]); });
-    unrolled<T * R - fours>([&](auto i) { sums[fours + i] = sum(totals[fours + i]); });
-}
+inline int64_t pieces(int64_t items, int64_t each) { return (items + each - 1) / each; }
 
 // The results of a token with `count` rows from `row` on.
 inline void put(const Product &product, Store how, int64_t token, int64_t row, const float *sums, int count) {
@@ -99,125 +36,194 @@ inline void put(const Product &product, Store how, int64_t token, int64_t row, c
     }
 }
 
-// Few tokens. The rows of a tile lie a fourth of the thread's share apart, so that memory is read as four streams that
-// do not end with a row: as one, it comes at 0.7 of the speed.
-template <int T, class Number>
-void linear_streams(Cpu &m, const Number *weight, const float *x, const Product &product, Store how) {
+// ---- Few tokens: channels in the lanes -----------------------------------------------------------------------
+
+// sums (T, R) = R rows, `apart` numbers from one another, times T tokens. ask(p) is called for each line of the rows.
+template <int R, int T, class Number, class Ask>
+__attribute__((flatten)) void stream_tile(float *sums, const Number *rows, int64_t apart, const float *tokens,
+                                          int channels, Ask ask) {
+    constexpr int line = cache_line / (int)sizeof(Number);
+    Vec totals[T * R];
+    unrolled<T * R>([&](auto i) { totals[i] = set(0); });
+    auto add_products = [&](auto row_at, auto token_at) {
+        Vec token[T];
+        unrolled<T>([&](auto t) { token[t] = token_at(tokens + (int64_t)t * channels); });
+        unrolled<R>([&](auto r) {
+            Vec row = row_at(rows + r * apart);
+            unrolled<T>([&](auto t) { totals[t * R + r] = fma(row, token[t], totals[t * R + r]); });
+        });
+    };
+    auto add_channels = [&](int c) {
+        auto at = [c](auto *p) { return load(p + c); };
+        add_products(at, at);
+    };
+    int c = 0;
+    for (; c + line <= channels; c += line) {
+        for (int r = 0; r < R; r++) ask(rows + r * apart + c);  // no lambda: g++ takes one that does only this for useless
+        unrolled<line / lanes>([&](auto i) { add_channels(c + i * lanes); });
+    }
+    for (; c + lanes <= channels; c += lanes) add_channels(c);
+    auto rest = [&](auto *p) { return load_part(p + c, channels - c); };
+    if (c < channels) add_products(rest, rest);
+    constexpr int fours = T * R / 4 * 4;
+    unrolled<T * R / 4>(
+        [&](auto i) { sum4(sums + 4 * i, totals[4 * i], totals[4 * i + 1], totals[4 * i + 2], totals[4 * i + 3]); });
+    unrolled<T * R - fours>([&](auto i) { sums[fours + i] = sum(totals[fours + i]); });
+}
+
+// The rows of a tile lie a fourth of the thread's share apart, so that memory is read as four streams that do not end
+// with a row: as one, it comes at 0.7 of the speed. More tokens than a tile holds come in equal batches, and find the
+// rows of the first in the caches.
+template <class Number>
+void linear_streams(Cpu &m, const Number *weight, const float *x, int count, const Product &product, Store how) {
     const int64_t inputs = product.linear.weight.cols;
     const Share share = m.share(product.linear.weight.rows);
-    const int apart = share.count() / streams;
-    thread_local Floats out;  // (T, rows of the share)
-    out.resize((size_t)T * share.count());
-    float sums[T * streams];
-    auto compute = [&](auto rows, int first) {
-        tile<rows, T, cache_line / (int)sizeof(Number)>(
-            sums, nullptr, true, true, Strided<Number>{weight + (share.first + first) * inputs, apart * inputs},
-            Strided<float>{x, inputs}, (int)inputs);
-        for (int i = 0; i < T * rows; i++) out[i / rows * share.count() + first + i % rows * apart] = sums[i];
+    const int apart = share.count() / streams, batches = (int)pieces(count, stream_tokens);
+    thread_local Floats out;  // (count, rows of the share)
+    out.resize((size_t)count * share.count());
+    auto multiply = [&](auto rows, auto size, int first, int t, auto ask) {
+        float sums[size * rows];
+        stream_tile<rows, size>(sums, weight + (share.first + first) * inputs, apart * inputs, x + t * inputs,
+                                (int)inputs, ask);
+        for (int i = 0; i < size * rows; i++)
+            out[(size_t)(t + i / rows) * share.count() + first + i % rows * apart] = sums[i];
     };
-    for (int r = 0; r < apart; r++) compute(std::integral_constant<int, streams>(), r);
-    for (int r = apart * streams; r < share.count(); r++) compute(std::integral_constant<int, 1>(), r);
-    for (int t = 0; t < T; t++) put(product, how, t, share.first, &out[t * (size_t)share.count()], share.count());
+    // Where the processor's prefetcher is better off unasked (simd.h), numbers of 16 bits are asked for all the same: a
+    // line of them takes so many instructions that few lines are begun before the first is there.
+    auto ask = [](const Number *p) {
+        if (prefetch_distance || sizeof(Number) > 2)
+            prefetch_twice(p);
+        else
+            __builtin_prefetch((const char *)p + 384);
+    };
+    auto all_tokens = [&](auto rows, int first) {
+        for (int b = 0; b < batches; b++) {
+            const int t = b * count / batches, size = (b + 1) * count / batches - t;
+            in_batches<stream_tokens>(size, [&](auto size, int) { multiply(rows, size, first, t, ask); });
+        }
+    };
+    for (int r = 0; r < apart; r++) all_tokens(std::integral_constant<int, streams>(), r);
+    for (int r = apart * streams; r < share.count(); r++) all_tokens(std::integral_constant<int, 1>(), r);
+    for (int t = 0; t < count; t++)
+        put(product, how, t, share.first, &out[(size_t)t * share.count()], share.count());
 }
 
-// ---- Many tokens ---------------------------------------------------------------------------------------------
+// ---- Many tokens: rows in the lanes --------------------------------------------------------------------------
 
-// A number of items in equal parts of a multiple of `unit`, at most `most` each; the last may be smaller.
-inline int part_of(int64_t items, int64_t most, int64_t unit) {
-    int64_t parts = (items + most - 1) / most, each = (items + parts - 1) / parts;
-    return (int)((each + unit - 1) / unit * unit);
+constexpr int reversed(int lane) {  // its bits in the opposite order
+    int result = 0;
+    for (int bit = 1; bit < lanes; bit *= 2) result = 2 * result + (lane & bit ? 1 : 0);
+    return result;
 }
-inline int64_t pieces(int64_t items, int64_t each) { return (items + each - 1) / each; }
 
-// x (count, inputs), copied: blocks of tokens, in them blocks of channels, in those tiles of tokens, side by side.
-// Zeros make the channels whole Vecs.
-constexpr int block_tokens = 96, block_channels = 576, block_rows = 8 * tile_rows, near_bytes = 2 << 20;
-struct TokenBlocks {
-    const float *numbers;
-    int count, tokens, channels, inputs, padded;  // tokens and channels of a block
-    TokenBlocks(Cpu &m, const float *x, int count, int inputs)
+// Rows as tiles read them: for each residue `apart` numbers, in them for each step `width`, one of each row.
+struct Turned {
+    float *numbers;
+    int64_t apart;
+    int width;
+};
+
+// Some channels of `lanes` rows become lanes: those of step `step` and, of numbers of 16 bits, of the next.
+template <class Number>
+inline void turn(const Turned &to, int first, const Number *const *rows, int step, int channels) {
+    constexpr int together = 4 / sizeof(Number);
+    const int rest = channels - step * lanes;
+    Vec words[lanes];
+    unrolled<lanes>([&](auto r) {
+        const Number *p = rows[r] + step * lanes;
+        words[r] = rest >= together * lanes ? load_words(p) : load_words_part(p, rest);
+    });
+    transpose(words);
+    float *start = to.numbers + (int64_t)step * to.width + first;
+    unrolled<lanes * together>([&](auto c) {
+        store(start + reversed(c % lanes) * to.apart + c / lanes * to.width,
+              number_in<Number>(words[c / together], std::integral_constant<int, c % together>()));
+    });
+}
+
+// The tokens, in tiles of equal size, turned.
+struct Tiles {
+    float *numbers;
+    int count, inputs, steps, tiles, size;
+    int64_t apart;
+    int first(int tile) const { return (int)((int64_t)tile * count / tiles); }
+    Turned at(int tile) const { return {numbers + tile * lanes * apart, apart, size}; }
+    Tiles(Cpu &m, const float *x, int count, int inputs)
         : count(count),
-          tokens(part_of(count, block_tokens, tile_tokens)),
-          channels(part_of(inputs, block_channels, lanes)),
           inputs(inputs),
-          padded((inputs + lanes - 1) / lanes * lanes) {
-        float *to = m.shared<float>((size_t)count * padded);
-        numbers = to;
-        m.for_each(pieces(count, tile_tokens), [&](int64_t item, Alone) {
-            int first = (int)item * tile_tokens, size = std::min(tile_tokens, count - first);
-            for (int c = 0; c < padded; c += lanes) {
-                float *vec = to + (at(first, c / channels * channels) - numbers) + c % channels * size;
-                for (int t = 0; t < size; t++) {
-                    const float *from = x + (size_t)(first + t) * inputs + c;
-                    store(vec + t * lanes, c + lanes <= inputs ? load(from) : load_part(from, inputs - c));
-                }
+          steps((int)pieces(inputs, lanes)),
+          tiles((int)pieces(count, tile_tokens)),
+          size((int)pieces(count, tiles)),
+          apart((int64_t)steps * size + lanes) {
+        numbers = m.shared<float>((size_t)tiles * lanes * apart);
+        m.for_each(tiles, [&](int64_t tile, Alone) {
+            for (int t = 0; t < size; t += lanes) {
+                const float *rows[lanes];
+                for (int i = 0; i < lanes; i++)
+                    rows[i] = x + (int64_t)std::min(first((int)tile) + t + i, count - 1) * inputs;
+                for (int step = 0; step < steps; step++) turn(at((int)tile), t, rows, step, inputs);
             }
         });
-    }
-    // The tile that starts with token t in the channels of the block that starts with c.
-    const float *at(int t, int c) const {
-        int block = t / tokens * tokens, size = std::min(tokens, count - block), depth = std::min(channels, padded - c);
-        return numbers + (size_t)block * padded + (size_t)c * size + (size_t)(t - block) * depth;
     }
 };
 
-// wide = tile_rows rows of a matrix, side by side: those that there are, and the last of them for the others. Zeros
-// make the channels whole Vecs.
-template <class Number>
-inline void widen(float *wide, const Number *weight, int rows, int64_t stride, int channels) {
-    const Number *row[tile_rows];
-    for (int r = 0; r < tile_rows; r++) row[r] = weight + std::min(r, rows - 1) * stride;
-    int c = 0;
-    for (; c + lanes <= channels; c += lanes)
-        unrolled<tile_rows>([&](auto r) {
-            __builtin_prefetch(row[r] + tile_rows * stride + c, 0, 2);
-            store(wide + c * tile_rows + r * lanes, load(row[r] + c));
-        });
-    for (int r = 0; c < channels && r < tile_rows; r++)
-        store(wide + c * tile_rows + r * lanes, load_part(row[r] + c, channels - c));
+// sums (T, panel_rows) = a panel of rows times T tokens.
+template <int T>
+__attribute__((flatten)) void panel_tile(float *sums, const Turned &panel, const Turned &tokens, int steps) {
+    constexpr int vecs = 2 * T;
+    alignas(64) float stack[4][vecs * lanes];
+    for (int residue = 0, depth = 0; residue < lanes; residue++) {
+        Vec totals[vecs];
+        unrolled<vecs>([&](auto i) { totals[i] = set(0); });
+        const float *row = panel.numbers + residue * panel.apart, *token = tokens.numbers + residue * tokens.apart;
+        for (int step = 0; step < steps; step++, row += panel_rows, token += tokens.width) {
+            Vec low = load(row), high = load(row + lanes);
+            unrolled<T>([&](auto t) {
+                Vec number = set(token[t]);
+                totals[2 * t] = fma(low, number, totals[2 * t]);
+                totals[2 * t + 1] = fma(high, number, totals[2 * t + 1]);
+            });
+        }
+        for (int folds = residue; folds & 1; folds >>= 1) {
+            depth--;
+            unrolled<vecs>([&](auto i) { totals[i] = add(load(stack[depth] + i * lanes), totals[i]); });
+        }
+        float *to = residue == lanes - 1 ? sums : stack[depth++];
+        unrolled<vecs>([&](auto i) { store(to + i * lanes, totals[i]); });
+    }
 }
 
-// Threads share the tiles of rows.
+constexpr int near_bytes = 256 << 10;
 template <class Number>
-void linear_blocks(Cpu &m, const Number *weight, const TokenBlocks &x, const Product &product, Store how) {
+void linear_panels(Cpu &m, const Number *weight, const Tiles &x, const Product &product, Store how) {
     const int64_t outputs = product.linear.weight.rows;
-    // (channels, tile_rows); (block_rows, tokens, lanes); (tokens, block_rows): results leave a token's rows at a time.
-    thread_local Floats wide, partials, out;
-    wide.resize((size_t)tile_rows * x.channels);
-    partials.resize((size_t)x.tokens * block_rows * lanes);
-    out.resize((size_t)x.tokens * block_rows);
-    // Tiles of tokens, from `begin` on, times the rows from `row` on, in some channels.
-    auto multiply_block = [&](int64_t row, int in_block, int begin, int count, int c) {
-        const int rows = (int)std::min<int64_t>(tile_rows, outputs - row),
-                  channels = std::min(x.channels, x.inputs - c);
-        const bool first = c == 0, last = c + channels == x.inputs;
-        widen(wide.data(), weight + row * x.inputs + c, rows, x.inputs, channels);
-        in_batches<tile_tokens>(count, [&](auto size, int t) {
-            float sums[size * tile_rows];
-            float *partial = &partials[((size_t)in_block * x.tokens + t * tile_rows) * lanes];
-            tile<tile_rows, size, 0>(sums, partial, first, last, SideBySide<tile_rows>{wide.data()},
-                                     SideBySide<size>{x.at(begin + t, c)}, channels);
-            for (int i = 0; last && i < size; i++)
-                memcpy(&out[(size_t)(t + i) * block_rows + in_block], sums + i * tile_rows, sizeof sums / size);
-        });
-    };
-    const Share share = m.share(pieces(outputs, tile_rows));
-    const int64_t first_row = share.first * tile_rows, end_row = std::min(share.last * tile_rows, outputs);
-    // From the outside in: tokens that the L2 holds for all rows; then blocks of rows, of tokens, of channels, and
-    // tiles.
-    const int64_t near = std::max<int64_t>(1, near_bytes / (x.padded * (int)sizeof(float) * x.tokens)) * x.tokens;
-    for (int64_t start = 0; start < x.count; start += near) {
-        const int stop = (int)std::min<int64_t>(start + near, x.count);
-        for (int64_t block = first_row; block < end_row; block += block_rows) {
-            const int64_t end = std::min<int64_t>(block + block_rows, end_row);
-            for (int begin = (int)start; begin < stop && !interrupted(); begin += x.tokens) {
-                const int count = std::min(x.tokens, stop - begin);
-                for (int c = 0; c < x.inputs; c += x.channels)
-                    for (int64_t row = block; row < end; row += tile_rows)
-                        multiply_block(row, (int)(row - block), begin, count, c);
-                for (int t = 0; t < count; t++)
-                    put(product, how, begin + t, block, &out[(size_t)t * block_rows], (int)(end - block));
-            }
+    const Share share = m.share(pieces(outputs, lanes));
+    const int64_t first_row = share.first * lanes, end_row = std::min(share.last * lanes, outputs);
+    const int64_t apart = (int64_t)(x.steps + 1) * panel_rows, size = apart * lanes;
+    const int64_t near = std::max<int64_t>(1, near_bytes / (size * (int)sizeof(float)));
+    thread_local Floats panels;
+    panels.resize(size * near);
+    for (int64_t row = first_row; row < end_row && !interrupted(); row += near * panel_rows) {
+        const int count = (int)std::min(near, pieces(end_row - row, panel_rows));
+        auto at = [&](int i) { return Turned{panels.data() + i * size, apart, panel_rows}; };
+        for (int i = 0; i < 2 * count; i++) {
+            const Number *rows[lanes];
+            for (int r = 0; r < lanes; r++) rows[r] = weight + std::min(row + i * lanes + r, end_row - 1) * x.inputs;
+            for (int step = 0; step < x.steps; step += 4 / sizeof(Number))
+                turn(at(i / 2), i % 2 * lanes, rows, step, x.inputs);
+        }
+        for (int tile = 0; tile < x.tiles; tile++) {
+            const int first = x.first(tile);
+            in_batches<tile_tokens>(x.first(tile + 1) - first, [&](auto size, int) {
+                for (int i = 0; i < count; i++) {
+                    alignas(64) float sums[size * panel_rows];
+                    panel_tile<size>(sums, at(i), x.at(tile), x.steps);
+                    const int64_t start = row + i * panel_rows;
+                    for (int t = 0; t < size; t++)
+                        put(product, how, first + t, start, sums + t * panel_rows,
+                            (int)std::min<int64_t>(panel_rows, end_row - start));
+                }
+            });
         }
     }
 }
@@ -318,17 +324,15 @@ void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> pr
         const Int8Group *numbers = int8_inputs(m, x, count, first.cols);
         each([&](const Product &product) { linear_int8(m, numbers, count, product, how); });
     } else if (count > few_tokens) {
-        TokenBlocks tokens(m, x, count, (int)first.cols);
+        Tiles tokens(m, x, count, (int)first.cols);
         each([&](const Product &product) {
             with_numbers(product.linear.weight,
-                         [&](auto *numbers) { linear_blocks(m, numbers, tokens, product, how); });
+                         [&](auto *numbers) { linear_panels(m, numbers, tokens, product, how); });
         });
     } else {
         each([&](const Product &product) {
-            with_numbers(product.linear.weight, [&](auto *numbers) {
-                in_batches<few_tokens>(count,
-                                       [&](auto size, int) { linear_streams<size>(m, numbers, x, product, how); });
-            });
+            with_numbers(product.linear.weight,
+                         [&](auto *numbers) { linear_streams(m, numbers, x, count, product, how); });
         });
     }
     m.wait();

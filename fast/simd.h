@@ -96,6 +96,30 @@ inline void load_pairs(const f16 *p, Vec &even, Vec &odd) {
     odd = from_halves(hn::TruncateTo(As<uint16_t>(), hn::ShiftRight<16>(both)));
 }
 
+// 4 bytes of a row to each lane: one number, or two that are neighbours.
+template <class Number>
+inline Vec load_words(const Number *p) {
+    hn::Repartition<uint8_t, Lanes> bytes;
+    return hn::BitCast(Lanes(), hn::LoadU(bytes, (const uint8_t *)p));
+}
+template <class Number>
+inline Vec load_words_part(const Number *p, int count) {
+    Number padded[lanes * 4 / sizeof(Number)] = {};
+    memcpy(padded, p, (size_t)count * sizeof(Number));
+    return load_words(padded);
+}
+// The first or the second number of each lane.
+template <class Number, class Which>
+inline Vec number_in(Vec words, Which which) {
+    auto bits = hn::BitCast(As<uint32_t>(), words);
+    if constexpr (sizeof(Number) == 4)
+        return words;
+    else if constexpr (std::is_same_v<Number, bf16>)
+        return hn::BitCast(Lanes(), which ? hn::And(bits, hn::Set(As<uint32_t>(), 0xffff0000u)) : hn::ShiftLeft<16>(bits));
+    else
+        return from_halves(hn::TruncateTo(As<uint16_t>(), which ? hn::ShiftRight<16>(bits) : bits));
+}
+
 inline void store(float *p, Vec a) { hn::StoreU(a, Lanes(), p); }
 // Rounds to whole numbers, ties to even; they must be ones that 16 bits hold. Between 2^23 and 2^24 float32 counts in
 // ones, so that the sum has them in its lowest bits.
@@ -200,6 +224,19 @@ inline void sum4(float *out, Vec a, Vec b, Vec c, Vec d) {
         alignas(64) constexpr int32_t sums[16] = {0, lanes / 2, lanes / 4, lanes / 2 + lanes / 4};
         x = hn::TableLookupLanes(x, hn::SetTableIndices(f, sums));
         hn::StoreU(first_four(x), hn::Full128<float>(), out);
+    }
+}
+
+// Lane j of Vec i becomes lane i of Vec j. Each step takes what is at even and at odd places of two neighbours apart: the
+// lowest bit of the lane's number and that of the Vec's change places, as in a perfect shuffle of cards.
+inline void transpose(Vec (&v)[lanes]) {
+    for (int done = 1; done < lanes; done *= 2) {
+        Vec next[lanes];
+        unrolled<lanes / 2>([&](auto i) {
+            next[i] = hn::ConcatEven(Lanes(), v[2 * i + 1], v[2 * i]);
+            next[i + lanes / 2] = hn::ConcatOdd(Lanes(), v[2 * i + 1], v[2 * i]);
+        });
+        unrolled<lanes>([&](auto i) { v[i] = next[i]; });
     }
 }
 
