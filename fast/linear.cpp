@@ -26,45 +26,57 @@ constexpr int few_tokens = 24;
 
 inline int64_t pieces(int64_t items, int64_t each) { return (items + each - 1) / each; }
 
-// The results of a token with `count` rows from `row` on.
-inline void put(const Product &product, Store how, int64_t token, int64_t row, const float *sums, int count) {
+// The results of a token with `count` rows from `row` on. Each loop is one that the compiler turns into Vecs.
+inline void put(const Product &product, Store how, int64_t token, int64_t row, float *sums, int count) {
     const Tensor bias = product.linear.bias;
     float *y = product.y + token * product.linear.weight.rows + row;
-    for (int i = 0; i < count; i++) {
-        float result = bias.data ? sums[i] + number_of(bias, row + i) : sums[i];
-        y[i] = how == Store::add ? y[i] + result : result;
-    }
+    for (int i = 0; bias.data && i < count; i++) sums[i] += number_of(bias, row + i);
+    if (how == Store::add)
+        for (int i = 0; i < count; i++) y[i] += sums[i];
+    else
+        memcpy(y, sums, (size_t)count * sizeof(float));
 }
 
 // ---- Few tokens: channels in the lanes -----------------------------------------------------------------------
 
+template <int R, int T, class Number>
+inline void add_products(Vec (&totals)[T * R], const Number *const (&rows)[R], const float *const (&tokens)[T],
+                         int64_t c) {
+    Vec row[R];
+    unrolled<R>([&](auto r) { row[r] = load(rows[r] + c); });
+    unrolled<T>([&](auto t) {
+        Vec token = load(tokens[t] + c);
+        unrolled<R>([&](auto r) { totals[t * R + r] = fma(row[r], token, totals[t * R + r]); });
+    });
+}
+
 // sums (T, R) = R rows, `apart` numbers from one another, times T tokens. ask(p) is called for each line of the rows.
 template <int R, int T, class Number, class Ask>
-__attribute__((flatten)) void stream_tile(float *sums, const Number *rows, int64_t apart, const float *tokens,
+__attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int64_t apart, const float *x,
                                           int channels, Ask ask) {
     constexpr int line = cache_line / (int)sizeof(Number);
+    const Number *rows[R];
+    const float *tokens[T];
     Vec totals[T * R];
+    unrolled<R>([&](auto r) { rows[r] = weight + r * apart; });
+    unrolled<T>([&](auto t) { tokens[t] = x + (int64_t)t * channels; });
     unrolled<T * R>([&](auto i) { totals[i] = set(0); });
-    auto add_products = [&](auto row_at, auto token_at) {
-        Vec token[T];
-        unrolled<T>([&](auto t) { token[t] = token_at(tokens + (int64_t)t * channels); });
-        unrolled<R>([&](auto r) {
-            Vec row = row_at(rows + r * apart);
-            unrolled<T>([&](auto t) { totals[t * R + r] = fma(row, token[t], totals[t * R + r]); });
-        });
-    };
-    auto add_channels = [&](int c) {
-        auto at = [c](auto *p) { return load(p + c); };
-        add_products(at, at);
-    };
-    int c = 0;
+    int64_t c = 0;
     for (; c + line <= channels; c += line) {
-        for (int r = 0; r < R; r++) ask(rows + r * apart + c);  // no lambda: g++ takes one that does only this for useless
-        unrolled<line / lanes>([&](auto i) { add_channels(c + i * lanes); });
+        for (int r = 0; r < R; r++) ask(rows[r] + c);  // no lambda: g++ takes one that does only this for useless
+        unrolled<line / lanes>([&](auto i) { add_products<R, T>(totals, rows, tokens, c + i * lanes); });
     }
-    for (; c + lanes <= channels; c += lanes) add_channels(c);
-    auto rest = [&](auto *p) { return load_part(p + c, channels - c); };
-    if (c < channels) add_products(rest, rest);
+    for (; c + lanes <= channels; c += lanes) add_products<R, T>(totals, rows, tokens, c);
+    if (c < channels) {  // copied, with zeros behind them
+        Number row_ends[R * lanes] = {};
+        float token_ends[T * lanes] = {};
+        const size_t rest = (size_t)(channels - c);
+        for (int r = 0; r < R; r++) memcpy(row_ends + r * lanes, rows[r] + c, rest * sizeof(Number));
+        for (int t = 0; t < T; t++) memcpy(token_ends + t * lanes, tokens[t] + c, rest * sizeof(float));
+        unrolled<R>([&](auto r) { rows[r] = row_ends + r * lanes; });
+        unrolled<T>([&](auto t) { tokens[t] = token_ends + t * lanes; });
+        add_products<R, T>(totals, rows, tokens, 0);
+    }
     constexpr int fours = T * R / 4 * 4;
     unrolled<T * R / 4>(
         [&](auto i) { sum4(sums + 4 * i, totals[4 * i], totals[4 * i + 1], totals[4 * i + 2], totals[4 * i + 3]); });
@@ -123,22 +135,35 @@ struct Turned {
     int width;
 };
 
-// Some channels of `lanes` rows become lanes: those of step `step` and, of numbers of 16 bits, of the next.
+// Up to `lanes` rows become lanes `first` and following of `to`. Zeros make their channels whole Vecs.
 template <class Number>
-inline void turn(const Turned &to, int first, const Number *const *rows, int step, int channels) {
-    constexpr int together = 4 / sizeof(Number);
-    const int rest = channels - step * lanes;
-    Vec words[lanes];
-    unrolled<lanes>([&](auto r) {
-        const Number *p = rows[r] + step * lanes;
-        words[r] = rest >= together * lanes ? load_words(p) : load_words_part(p, rest);
-    });
-    transpose(words);
-    float *start = to.numbers + (int64_t)step * to.width + first;
-    unrolled<lanes * together>([&](auto c) {
-        store(start + reversed(c % lanes) * to.apart + c / lanes * to.width,
-              number_in<Number>(words[c / together], std::integral_constant<int, c % together>()));
-    });
+__attribute__((flatten)) void turn(const Turned &to, int first, const Number *from, int64_t stride, int rows,
+                                   int channels) {
+    constexpr int together = 4 / sizeof(Number), block = together * lanes;
+    Number copy[lanes * block] = {};
+    for (int c = 0; c < channels; c += block) {
+        const Number *start = from + c;
+        int64_t apart = stride;
+        if (c + block > channels) {
+            memset(copy, 0, sizeof copy);
+            for (int r = 0; r < rows; r++)
+                memcpy(copy + r * block, start + r * stride, (size_t)(channels - c) * sizeof(Number));
+            start = copy, apart = block;
+        } else if (rows < lanes) {
+            for (int r = 0; r < rows; r++) memcpy(copy + r * block, start + r * stride, block * sizeof(Number));
+            start = copy, apart = block;
+        }
+        float *out = to.numbers + (int64_t)(c / lanes) * to.width + first;
+        unrolled<lanes / 4>([&](auto four) {
+            Vec words[4];
+            load_turned(words, start + four * 4 * together, apart);
+            unrolled<4 * together>([&](auto i) {
+                constexpr int channel = four * 4 * together + i;
+                store(out + reversed(channel % lanes) * to.apart + channel / lanes * to.width,
+                      number_in<Number>(words[i / together], std::integral_constant<int, i % together>()));
+            });
+        });
+    }
 }
 
 // The tokens, in tiles of equal size, turned.
@@ -157,26 +182,25 @@ struct Tiles {
           apart((int64_t)steps * size + lanes) {
         numbers = m.shared<float>((size_t)tiles * lanes * apart);
         m.for_each(tiles, [&](int64_t tile, Alone) {
-            for (int t = 0; t < size; t += lanes) {
-                const float *rows[lanes];
-                for (int i = 0; i < lanes; i++)
-                    rows[i] = x + (int64_t)std::min(first((int)tile) + t + i, count - 1) * inputs;
-                for (int step = 0; step < steps; step++) turn(at((int)tile), t, rows, step, inputs);
-            }
+            for (int t = first((int)tile), i = 0; i < size; i += lanes)
+                turn(at((int)tile), i, x + (int64_t)(t + i) * inputs, inputs, std::min(lanes, count - t - i), inputs);
         });
     }
 };
 
 // sums (T, panel_rows) = a panel of rows times T tokens.
 template <int T>
-__attribute__((flatten)) void panel_tile(float *sums, const Turned &panel, const Turned &tokens, int steps) {
+__attribute__((flatten)) void panel_tile(float *sums, const Turned &panel, const Turned &tokens, int steps,
+                                         const char *ahead, int ahead_step) {
     constexpr int vecs = 2 * T;
     alignas(64) float stack[4][vecs * lanes];
     for (int residue = 0, depth = 0; residue < lanes; residue++) {
         Vec totals[vecs];
         unrolled<vecs>([&](auto i) { totals[i] = set(0); });
         const float *row = panel.numbers + residue * panel.apart, *token = tokens.numbers + residue * tokens.apart;
-        for (int step = 0; step < steps; step++, row += panel_rows, token += tokens.width) {
+        for (int step = 0; step < steps; step++, row += panel_rows, token += tokens.width, ahead += ahead_step) {
+            __builtin_prefetch(ahead, 0, 2);
+            __builtin_prefetch(token + lanes * tokens.apart, 0, 2);
             Vec low = load(row), high = load(row + lanes);
             unrolled<T>([&](auto t) {
                 Vec number = set(token[t]);
@@ -207,18 +231,19 @@ void linear_panels(Cpu &m, const Number *weight, const Tiles &x, const Product &
         const int count = (int)std::min(near, pieces(end_row - row, panel_rows));
         auto at = [&](int i) { return Turned{panels.data() + i * size, apart, panel_rows}; };
         for (int i = 0; i < 2 * count; i++) {
-            const Number *rows[lanes];
-            for (int r = 0; r < lanes; r++) rows[r] = weight + std::min(row + i * lanes + r, end_row - 1) * x.inputs;
-            for (int step = 0; step < x.steps; step += 4 / sizeof(Number))
-                turn(at(i / 2), i % 2 * lanes, rows, step, x.inputs);
+            const int64_t first = row + i * lanes;
+            turn(at(i / 2), i % 2 * lanes, weight + first * x.inputs, x.inputs,
+                 (int)std::min<int64_t>(lanes, end_row - first), x.inputs);
         }
         for (int tile = 0; tile < x.tiles; tile++) {
             const int first = x.first(tile);
             in_batches<tile_tokens>(x.first(tile + 1) - first, [&](auto size, int) {
                 for (int i = 0; i < count; i++) {
                     alignas(64) float sums[size * panel_rows];
-                    panel_tile<size>(sums, at(i), x.at(tile), x.steps);
                     const int64_t start = row + i * panel_rows;
+                    const int ahead_step = panel_rows * (int)sizeof(Number) / x.tiles;
+                    panel_tile<size>(sums, at(i), x.at(tile), x.steps,
+                        (const char *)(weight + (start + count * panel_rows) * x.inputs) + (int64_t)tile * ahead_step * x.inputs, ahead_step);
                     for (int t = 0; t < size; t++)
                         put(product, how, first + t, start, sums + t * panel_rows,
                             (int)std::min<int64_t>(panel_rows, end_row - start));

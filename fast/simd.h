@@ -96,18 +96,6 @@ inline void load_pairs(const f16 *p, Vec &even, Vec &odd) {
     odd = from_halves(hn::TruncateTo(As<uint16_t>(), hn::ShiftRight<16>(both)));
 }
 
-// 4 bytes of a row to each lane: one number, or two that are neighbours.
-template <class Number>
-inline Vec load_words(const Number *p) {
-    hn::Repartition<uint8_t, Lanes> bytes;
-    return hn::BitCast(Lanes(), hn::LoadU(bytes, (const uint8_t *)p));
-}
-template <class Number>
-inline Vec load_words_part(const Number *p, int count) {
-    Number padded[lanes * 4 / sizeof(Number)] = {};
-    memcpy(padded, p, (size_t)count * sizeof(Number));
-    return load_words(padded);
-}
 // The first or the second number of each lane.
 template <class Number, class Which>
 inline Vec number_in(Vec words, Which which) {
@@ -227,17 +215,32 @@ inline void sum4(float *out, Vec a, Vec b, Vec c, Vec d) {
     }
 }
 
-// Lane j of Vec i becomes lane i of Vec j. Each step takes what is at even and at odd places of two neighbours apart: the
-// lowest bit of the lane's number and that of the Vec's change places, as in a perfect shuffle of cards.
-inline void transpose(Vec (&v)[lanes]) {
-    for (int done = 1; done < lanes; done *= 2) {
-        Vec next[lanes];
-        unrolled<lanes / 2>([&](auto i) {
-            next[i] = hn::ConcatEven(Lanes(), v[2 * i + 1], v[2 * i]);
-            next[i + lanes / 2] = hn::ConcatOdd(Lanes(), v[2 * i + 1], v[2 * i]);
-        });
-        unrolled<lanes>([&](auto i) { v[i] = next[i]; });
+// The first 16 bytes of rows that lie `apart` numbers from one another, as many as fill a D.
+template <class D, class Number>
+inline auto load_blocks(D d, const Number *row, int64_t apart) {
+    if constexpr (hn::MaxLanes(d) > 4) {
+        hn::Half<D> half;
+        return hn::Combine(d, load_blocks(half, row + (int)hn::MaxLanes(half) / 4 * apart, apart),
+                           load_blocks(half, row, apart));
+    } else {
+        hn::Repartition<uint8_t, D> bytes;
+        return hn::BitCast(d, hn::LoadU(bytes, (const uint8_t *)row));
     }
+}
+
+// Lane r of out[i] = word i of the first four in row r; rows lie `apart` numbers from one another. A word is a number
+// of 4 bytes or two neighbours of 2. Each Vec takes every fourth row, so that all else happens within 16 bytes.
+template <class Number>
+inline void load_turned(Vec (&out)[4], const Number *rows, int64_t apart) {
+    Vec row[4], even[2], odd[2];
+    unrolled<4>([&](auto i) { row[i] = load_blocks(Lanes(), rows + i * apart, 4 * apart); });
+    auto interleave = [](Vec a, Vec b, Vec *out) {
+        out[0] = hn::InterleaveLower(a, b), out[1] = hn::InterleaveUpper(Lanes(), a, b);
+    };
+    interleave(row[0], row[2], even);
+    interleave(row[1], row[3], odd);
+    interleave(even[0], odd[0], out);
+    interleave(even[1], odd[1], out + 2);
 }
 
 // ---- Packed codes: 16-bit whole numbers, two to each lane ---------------------------------------------------------
