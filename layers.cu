@@ -138,6 +138,20 @@ HOST_DEVICE float dot(const Int8Block *blocks, int64_t row, const float *x, int 
     return team.sum(total);
 }
 
+// --activations bf16: what bf16 weights are multiplied with is rounded to bf16, too, in pairs of neighbours.
+template <class Team>
+HOST_DEVICE float dot(const paired_bf16 *weight, int64_t row, const float *x, int n, Team team) {
+    const paired_bf16 *w = weight + row * n;
+    float total = 0;
+    for (int i = 2 * team.first(); i < n; i += 2 * team.step()) {
+        bf16 weights[2] = {w[i]}, inputs[2] = {};
+        from_float(inputs[0], x[i]);
+        if (i + 1 < n) weights[1] = w[i + 1], from_float(inputs[1], x[i + 1]);
+        total = add_pair(total, weights, inputs);
+    }
+    return team.sum(total);
+}
+
 template <class M, class Number>
 void product(M &m, const Number *weight, const float *x, int count, const Product &product, Store store) {
     int64_t outputs = product.linear.weight.rows;
@@ -159,6 +173,8 @@ void linear(M &m, const float *x, int count, std::initializer_list<Product> prod
         const Tensor &weight = each.linear.weight;
         if (weight.type == DType::int8)
             product(m, (const Int8Block *)weight.data, x, count, each, store);
+        else if (weight.type == DType::bf16_pairs)
+            product(m, (const paired_bf16 *)weight.data, x, count, each, store);
         else
             with_numbers(weight, [&](auto *numbers) { product(m, numbers, x, count, each, store); });
     }

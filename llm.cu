@@ -60,7 +60,9 @@ struct Engine {
 };
 
 // A model on a machine. `weights`: stored (where the file has them, if the machine can read that), copied or int8.
-inline Engine open_engine(Model model, std::unique_ptr<Machine> machine, const std::string &weights = "stored") {
+// `activations`: f32, or bf16, to which the inputs of matrices are rounded then.
+inline Engine open_engine(Model model, std::unique_ptr<Machine> machine, const std::string &weights = "stored",
+                          const std::string &activations = "f32") {
     Engine engine{std::move(machine), std::move(model)};
     const Config &config = engine.model.config;
     engine.heads = {config.heads, config.kv_heads, config.head_dim};
@@ -70,6 +72,14 @@ inline Engine open_engine(Model model, std::unique_ptr<Machine> machine, const s
     bool cpu = std::holds_alternative<Cpu>(*engine.machine);
     if (!cpu && weights == "int8") fail("--weights int8: these compute on the CPU only: add --device cpu");
     if (!cpu || weights != "stored") engine.weights = move_weights(engine.model, *engine.machine, weights == "int8");
+    if (activations == "f32") return engine;
+    if (!cpu || !multiplies_pairs)
+        fail("--activations bf16: %s: leave it out",
+             cpu ? "this processor has no instruction for it (AVX512_BF16)" : "is for the CPU");
+    round_inputs(engine.model, true);
+    if (engine.model.layers[0].query.weight.type != DType::bf16_pairs)
+        fail("--activations bf16: belongs to weights in bf16, here they are %s: leave it out",
+             dtype_name(engine.model.layers[0].query.weight.type));
     return engine;
 }
 

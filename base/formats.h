@@ -41,6 +41,7 @@ struct f16 {  // IEEE binary16: 1 sign, 5 exponent, 10 fraction bits; 6e-8 .. 65
 struct bf16 {  // the upper half of a float32: 1 sign, 8 exponent, 7 fraction bits
     uint16_t bits;
 };
+struct paired_bf16 : bf16 {};  // of a row of weights whose products take two neighbours at a time (add_pair)
 struct fp8 {  // e4m3 (Micikevicius et al. 2022, FP8 Formats): 1 sign, 4 exponent, 3 fraction bits; 2^-9 .. 448
     uint8_t bits;
 };
@@ -82,6 +83,22 @@ HOST_DEVICE inline void from_float(bf16 &to, float x) {
     uint32_t bits = bit_cast<uint32_t>(x);
     bool nan = (bits & 0x7fffffff) > 0x7f800000;
     to.bits = nan ? (uint16_t)(bits >> 16 | 0x40) : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Whether this processor has an instruction for add_pair(). Without it, that is slower than products of float32.
+#if defined(__AVX512BF16__)
+constexpr bool multiplies_pairs = true;
+#else
+constexpr bool multiplies_pairs = false;
+#endif
+
+// sum + a[0] b[0] + a[1] b[1] as x86's VDPBF16PS adds them: the second product first, each with one rounding, and what is
+// smaller than 2^-126 is zero.
+HOST_DEVICE inline float add_pair(float sum, const bf16 *a, const bf16 *b) {
+    auto normal = [](float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; };
+    for (int i = 1; i >= 0; i--)
+        sum = normal(fmaf(normal(to_float(a[i])), normal(to_float(b[i])), normal(sum)));
+    return sum;
 }
 
 // Rounds to nearest, ties to even. NaN stays NaN; 65,520 and more becomes infinity.

@@ -30,11 +30,13 @@
 
 // ---- What a checkpoint becomes -------------------------------------------------------------------------------------
 
-enum class DType { f32, f16, bf16, int8 };  // int8: never in a file; formats.h says how its numbers lie
+// The last two are never in a file. int8: formats.h says how its numbers lie. bf16_pairs: bf16, of which products take
+// two neighbours at a time, with inputs that are rounded to bf16, too.
+enum class DType { f32, f16, bf16, int8, bf16_pairs };
 
 inline int dtype_bytes(DType type) { return type == DType::f32 ? 4 : type == DType::int8 ? 1 : 2; }
 inline const char *dtype_name(DType type) {
-    const char *names[] = {"f32", "f16", "bf16", "int8"};
+    const char *names[] = {"f32", "f16", "bf16", "int8", "bf16"};
     return names[(int)type];
 }
 

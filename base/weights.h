@@ -18,7 +18,7 @@ void with_numbers(const Tensor &tensor, Use use) {
     if (tensor.type == DType::f32) return use((const float *)tensor.data);
     if (tensor.type == DType::f16) return use((const f16 *)tensor.data);
     if (tensor.type == DType::bf16) return use((const bf16 *)tensor.data);
-    fail("int8 weights where only numbers as a file stores them are read");
+    fail("%s weights where only numbers as a file stores them are read", dtype_name(tensor.type));
 }
 
 HOST_DEVICE inline float number_of(const Tensor &tensor, int64_t i) {
@@ -43,6 +43,14 @@ void for_each_tensor(Model &model, Use use) {
             use(linear->weight, true), use(linear->bias, false);
         for (Tensor *tensor : {&w.attention_norm, &w.query_norm, &w.key_norm, &w.mlp_norm}) use(*tensor, false);
     }
+}
+
+// Whether products with bf16 matrices round their inputs to bf16, too.
+inline void round_inputs(Model &model, bool rounded) {
+    for_each_tensor(model, [&](Tensor &tensor, bool matrix) {
+        if (matrix && (tensor.type == DType::bf16 || tensor.type == DType::bf16_pairs))
+            tensor.type = rounded ? DType::bf16_pairs : DType::bf16;
+    });
 }
 
 // Writes the int8 numbers of a matrix. Threads share its blocks of rows.

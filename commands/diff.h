@@ -70,10 +70,12 @@ inline void sum_up(DiffResult &result, const Config &config, int prompt) {
 }
 
 // Whether both paths multiply the same numbers. Otherwise a last digit that differs is made large: a GPU rounds a
-// prompt's activations to the 16 bits of such weights, and int8 weights ask for activations in whole numbers.
+// prompt's activations to the 16 bits of such weights, int8 weights ask for activations in whole numbers, and
+// --activations bf16 for 16 bits.
 inline bool exact_products(const Engine &engine) {
     const DType weights = engine.model.layers[0].query.weight.type;
-    return weights == DType::f32 || (std::holds_alternative<Cpu>(*engine.machine) && weights != DType::int8);
+    return weights == DType::f32 || (std::holds_alternative<Cpu>(*engine.machine) && weights != DType::int8 &&
+                                      weights != DType::bf16_pairs);
 }
 
 // What a cache changes is measured in two ways, over the steps that read something as it is stored:

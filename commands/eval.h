@@ -101,6 +101,7 @@ struct EvalResult {
     double loss = 0, loss_squares = 0, kl = 0;  // sums over the predicted tokens, nats
     int predicted = 0;
     int asked[recall_classes] = {}, right[recall_classes] = {};
+    std::string activations = "";    // f32 or bf16; "": as the model's weights have them
     int longest = 0;                 // tokens of the longest text
     double bytes_per_token = 0;      // of that text
     std::vector<double> rates = {};  // decode, tokens/s
@@ -120,6 +121,11 @@ struct Evaluation {
     size_t texts;
 };
 
+// The same weights serve rows with rounded activations and the row that they are held against.
+inline void use_activations(Engine &engine, const EvalResult &result) {
+    if (!result.activations.empty()) round_inputs(engine.model, result.activations == "bf16");
+}
+
 // One text through all caches, a chunk at a time: what the first, in f32, predicts is what the others are held against.
 // The true token comes next, whatever was predicted. After Ctrl-C the figures are of what all have read.
 inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const EvalText &text) {
@@ -132,6 +138,7 @@ inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const Ev
         end = std::min(begin + chunk, count);
         for (EvalResult &result : read) {
             int next = begin;
+            use_activations(engine, result);
             auto use = [&](const float *found, bool is_reference) {
                 require_finite({found, found + vocabulary}, next - 1, [&] {
                     blame_cache(engine, &result.cache, {text.tokens.begin(), text.tokens.begin() + next});
@@ -175,6 +182,7 @@ inline void eval_decode(Engine &engine, std::vector<EvalResult> &results, int re
     for (int round = 0; round <= repeats; round++) {
         for (EvalResult &result : results) {
             int room = limit_of(result.cache) - eval_steps;
+            use_activations(engine, result);
             if (result.cache.lengths[0] > room) shrink(result.cache, 0, room);
             double start = now();
             decode_some(engine, result.cache, eval_steps);
@@ -191,6 +199,7 @@ inline Report eval_row(const EvalResult &result, const EvalResult &f32) {
     const Cache &cache = result.cache;
     add_layout(report, cache, "%-18s", "cache");
     report.show("type_k", name_of(cache.type_k), " %-4s", "K").show("type_v", name_of(cache.type_v), " %-4s", "V");
+    if (!result.activations.empty()) report.show("activations", result.activations, " %-4s", "act.");
     report.show("bytes_per_token", result.bytes_per_token, " %8.1f", "B/token");
     report.show("times_smaller", f32.bytes_per_token / result.bytes_per_token, " %6.2f", "x");
     report.show("perplexity", result.perplexity(), " %9.4f", "perplex.");
@@ -230,7 +239,7 @@ inline Report report_of(const Evaluation &eval) {
     return report;
 }
 
-// The f32 cache, and those that the flags ask for; of --all each precision, some pairs that differ, a page table, and
+// The f32 cache, with --activations bf16 once more with these, and those that the flags ask for; of --all each precision, some pairs that differ, a page table, and
 // rings of a quarter of the context.
 inline std::vector<EvalResult> open_results(const Options &options, const Engine &engine, int capacity) {
     std::vector<EvalResult> results;
@@ -238,11 +247,13 @@ inline std::vector<EvalResult> open_results(const Options &options, const Engine
         Options with = options;
         if (window) with.window = window, with.sinks = sinks;
         results.push_back({open_cache(with, engine, choice, capacity)});
+        if (options.activations == "bf16") results.back().activations = results.size() > 1 ? "bf16" : "f32";
     };
     auto is_reference = [](const CacheChoice &choice) {
         return std::holds_alternative<Contiguous>(choice.layout) && types_of(choice.type_k, choice.type_v) == "f32";
     };
     add({Contiguous{}, F32{}, F32{}});
+    if (options.activations == "bf16") add({Contiguous{}, F32{}, F32{}});
     if (options.standard_set) {
         int window = std::max(8, engine.model.config.context / 4);
         for_each_type<Precision>([&](auto type) {

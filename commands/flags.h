@@ -91,6 +91,8 @@ inline const std::vector<Flag> &flags() {
          "float32 [positions, vocabulary]: a row for each prompt position, then one for each generated token"},
         {"--weights", "stored|copied|int8", run, &O::weights,
          "copied: to huge pages first, to decode faster; int8: groups of 32 with a scale (default stored)"},
+        {"--activations", "f32|bf16", run, &O::activations,
+         "bf16: rounds what bf16 weights are multiplied with to bf16, too; needs AVX512_BF16 (default f32)"},
         {"--device", "auto|cpu|cuda", run, &O::device, "auto: the GPU if there is one (default)"},
         {"--json", "", all, &O::json, "one JSON object on standard output"},
         {"-h --help", "", all, &O::help, "this text"},
@@ -267,6 +269,10 @@ inline void check_together(const Options &o) {
               "changes nothing at --temp 0, which takes the likeliest token: raise --temp, or drop it");
     refuse_if(o.device == "cuda" && o.weights != "stored", "--weights",
               "is for the CPU, found --device cuda: drop one of the two, or use --device auto");
+    refuse_if(o.device == "cuda" && o.activations == "bf16", "--activations",
+              "is for the CPU, found --device cuda: drop one of the two, or use --device auto");
+    refuse_if(o.weights == "int8" && o.activations == "bf16", "--activations",
+              "int8 weights are multiplied with int8 activations: drop one of the two");
     refuse_if((o.count == 0 && in("diff bench")) || (o.count < 0 && in("bench")), "-n",
               "expected 1 or more, or there is nothing to compare or time");
     refuse_if(shape > 0, "-m", "a model has a shape of its own: drop -m, or --layers --kv-heads --head-dim");

@@ -21,8 +21,10 @@ inline std::string checkpoint_directory(const Options &options) {
 }
 
 inline Engine open_engine(const Options &options, const std::string &directory) {
-    std::string device = options.weights == "int8" && options.device == "auto" ? "cpu" : options.device;
-    Engine engine = open_engine(load_model(directory), open_machine(device, options.threads), options.weights);
+    const bool of_cpu = options.weights == "int8" || options.activations == "bf16";
+    std::string device = of_cpu && options.device == "auto" ? "cpu" : options.device;
+    Engine engine = open_engine(load_model(directory), open_machine(device, options.threads), options.weights,
+                                options.activations);
     if (options.chunk) engine.chunk = options.chunk;
     return engine;
 }

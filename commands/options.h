@@ -52,7 +52,7 @@ struct Options {
     int count = 256, context = 0;  // tokens to generate at most; positions the cache holds, 0: as many as are needed
     int threads = std::min(256, usable_threads());
     int chunk = 0;  // tokens of a prefill pass at most; 0: as many as the machine likes
-    std::string device = "auto", weights = "stored", dump_logits;
+    std::string device = "auto", weights = "stored", activations = "f32", dump_logits;
     bool ignore_end = false, hide_prompt = false;  // go on after an end id; print the new text alone
 
     // The caches: all commands but generate take several.
