@@ -206,7 +206,7 @@ llm: build/llm.o $(OBJECTS)
 build/llm.o: $(SOURCES) build/flags
 	$(if $(NVCC),$(NVCC) -ccbin $(CXX) $(NVCCFLAGS),$(CXX) $(CXXFLAGS) -x c++) -c llm.cu -o $@
 
-build/%.o build/asan/%.o: fast/%.cpp fast/fast.h fast/simd.h $(STORY) build/flags
+build/%.o build/asan/%.o: fast/%.cpp $(wildcard fast/*.h) $(STORY) build/flags
 	$(CXX) $(CXXFLAGS) $(if $(findstring asan,$@),$(SANITIZE)) -c $< -o $@
 
 llm-plain: $(SOURCES) $(TOKENIZER) build/flags

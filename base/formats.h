@@ -2,6 +2,7 @@
 // number at a time: registers full of them are fast/simd.h's. Everything here runs on both machines.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>

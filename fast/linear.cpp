@@ -14,18 +14,14 @@
 
 #include "../layers.cu"
 #include "fast.h"
-#include "simd.h"
+#include "panels.h"
 
 namespace fast {
 
-// A tile of sums stays in registers, beside the numbers that it reads: of 32 registers, or of 16. With fewer registers
-// tiles of few tokens lose less to the others, so that the two ways are equally fast at more tokens.
-constexpr bool many_registers = HWY_ARCH_ARM || lanes == 16;
+// With fewer registers, tiles of few tokens lose less to the others (panels.h), so that the two ways are equally fast at
+// more tokens.
 constexpr int streams = 4, stream_tokens = many_registers ? 6 : 3, few_tokens = many_registers ? 12 : 24;
-constexpr int panel_rows = 2 * lanes, tile_tokens = many_registers ? 12 : 6;
 constexpr int near_bytes = 256 << 10;  // of panels that stay in the L2 while all tokens pass
-
-inline int64_t pieces(int64_t items, int64_t each) { return (items + each - 1) / each; }
 
 // The results of a token with `count` rows from `row` on. Each loop is one that the compiler turns into Vecs.
 inline void put(const Product &product, Store how, int64_t token, int64_t row, float *sums, int count) {
@@ -41,14 +37,14 @@ inline void put(const Product &product, Store how, int64_t token, int64_t row, f
 // ---- Few tokens: channels in the lanes -----------------------------------------------------------------------
 
 // Adds the products of a Vec of channels. No lambda in stream_tile(): g++ would keep the sums in memory, too.
-template <int R, int T, class Number, class Load>
-inline void add_products(Vec (&totals)[T * R], const Number *const (&rows)[R], const float *const (&tokens)[T],
+template <int R, int T, class Number, class Input, class Load>
+inline void add_products(Vec (&totals)[T * R], const Number *const (&rows)[R], const Input *const (&tokens)[T],
                          Load load_from) {
     Vec token[T];
     unrolled<T>([&](auto t) { token[t] = load_from(tokens[t]); });
     unrolled<R>([&](auto r) {
         Vec row = load_from(rows[r]);
-        unrolled<T>([&](auto t) { totals[t * R + r] = fma(row, token[t], totals[t * R + r]); });
+        unrolled<T>([&](auto t) { totals[t * R + r] = add_product<Number>(row, token[t], totals[t * R + r]); });
     });
 }
 
@@ -63,12 +59,12 @@ inline void ask_ahead(const Number *p) {
 }
 
 // sums (T, R) = R rows, `apart` numbers from one another, times T tokens (T, channels).
-template <int R, int T, class Number>
-__attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int64_t apart, const float *x,
+template <int R, int T, class Number, class Input>
+__attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int64_t apart, const Input *x,
                                           int channels) {
-    constexpr int line = cache_line / (int)sizeof(Number);
+    constexpr int line = cache_line / (int)sizeof(Number), step = lanes * per_lane<Number>;
     const Number *rows[R];
-    const float *tokens[T];
+    const Input *tokens[T];
     Vec totals[T * R];
     unrolled<R>([&](auto r) { rows[r] = weight + r * apart; });
     unrolled<T>([&](auto t) { tokens[t] = x + (int64_t)t * channels; });
@@ -76,7 +72,7 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
     // Loaded once, a tile is up to twice as fast; but where it waits for memory, that gains nothing and costs a tenth.
     constexpr bool once = T > 4 || (T == 4 && sizeof(Number) == 2);
     int64_t c = 0;
-    for (; c + lanes <= channels; c += lanes) {
+    for (; c + step <= channels; c += step) {
         // No lambda: g++ takes one that does only this for useless.
         for (int r = 0; r < R && c % line == 0; r++) ask_ahead<T>(rows[r] + c);
         add_products<R, T>(totals, rows, tokens, [&](auto *p) { return once ? load_once(p + c) : load(p + c); });
@@ -89,11 +85,19 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
     unrolled<T * R - fours>([&](auto i) { sums[fours + i] = sum(totals[fours + i]); });
 }
 
+// x as products with paired_bf16 read it, in memory of this thread.
+inline const paired_bf16 *rounded(const float *x, int64_t count) {
+    thread_local std::vector<paired_bf16> numbers;
+    numbers.resize((size_t)count);
+    for (int64_t i = 0; i < count; i++) from_float(numbers[i], x[i]);
+    return numbers.data();
+}
+
 // Batches of T tokens over the rows of a tile, which lie in the L1 by then; the last batch begins earlier where it would
 // be smaller. The rows of a tile lie a fourth of the thread's share apart, so that memory is read as four streams that
 // do not end with a row: as one, it comes at 0.7 of the speed.
-template <int T, class Number>
-void linear_streams(Cpu &m, const Number *weight, const float *x, int count, const Product &product, Store how) {
+template <int T, class Number, class Input>
+void linear_streams(Cpu &m, const Number *weight, const Input *x, int count, const Product &product, Store how) {
     const int64_t inputs = product.linear.weight.cols;
     const Share share = m.share(product.linear.weight.rows);
     const int apart = share.count() / streams;
@@ -116,104 +120,6 @@ void linear_streams(Cpu &m, const Number *weight, const float *x, int count, con
 
 // ---- Many tokens: rows in the lanes --------------------------------------------------------------------------
 
-// Alone, a token's product has in lane j of 8 the sum of channels j, j + 8, j + 16, ...: residue j. Lanes are folded in
-// halves: 0 + 4, 2 + 6, 1 + 5, 3 + 7, then the first two of these and the others, then both. With rows in the lanes, a
-// row's residues come one after the other, and in the order 0 4 2 6 1 5 3 7, of reversed bits, each is folded with what
-// came just before: unfinished sums wait on a stack of as many tiles as there are halvings.
-constexpr int reversed(int lane) {
-    int result = 0;
-    for (int bit = 1; bit < lanes; bit *= 2) result = 2 * result + (lane & bit ? 1 : 0);
-    return result;
-}
-
-// Rows or tokens, turned: the residues in that order, `apart` numbers from one another; in each its steps (channel j,
-// then j + lanes, ...), and in each step `width` numbers, one of each row.
-struct Turned {
-    float *numbers;
-    int64_t apart;
-    int width;
-};
-
-// Up to `lanes` rows, `stride` numbers from one another, become the numbers `first` and following of each step. Zeros
-// make the channels whole Vecs, as they do for one token. Numbers of 16 bits are turned as pairs, in half the time.
-// What is written behind `width` the next step overwrites; so a residue has `lanes` numbers more than its steps.
-template <class Number>
-__attribute__((flatten)) void turn(const Turned &to, int first, const Number *from, int64_t stride, int rows,
-                                   int channels) {
-    constexpr int together = 4 / sizeof(Number), block = together * lanes;
-    Number copy[lanes * block] = {};  // of rows or channels that are not whole
-    for (int c = 0; c < channels; c += block) {
-        const int rest = std::min(block, channels - c);
-        const bool whole = rows >= lanes && rest == block;
-        if (rest < block) memset(copy, 0, sizeof copy);
-        for (int r = 0; !whole && r < rows; r++)
-            memcpy(copy + r * block, from + c + r * stride, rest * sizeof(Number));
-        float *out = to.numbers + (int64_t)(c / lanes) * to.width + first;
-        unrolled<lanes / 4>([&](auto four) {
-            Vec words[4];
-            load_turned(words, (whole ? from + c : copy) + four * 4 * together, whole ? stride : block);
-            unrolled<4 * together>([&](auto i) {
-                constexpr int channel = four * 4 * together + i;
-                store(out + reversed(channel % lanes) * to.apart + channel / lanes * to.width,
-                      number_in<Number>(words[i / together], std::integral_constant<int, i % together>()));
-            });
-        });
-    }
-}
-
-// x (count, inputs), turned: tiles of as equal a number of tokens as can be.
-struct Tiles {
-    float *numbers;
-    int count, inputs, steps, tiles, size;  // tokens of the largest
-    int64_t apart;
-    int first(int tile) const { return (int)((int64_t)tile * count / tiles); }
-    Turned at(int tile) const { return {numbers + tile * lanes * apart, apart, size}; }
-    Tiles(Cpu &m, const float *x, int count, int inputs)
-        : count(count),
-          inputs(inputs),
-          steps((int)pieces(inputs, lanes)),
-          tiles((int)pieces(count, tile_tokens)),
-          size((int)pieces(count, tiles)),
-          apart((int64_t)steps * size + lanes) {
-        numbers = m.shared<float>((size_t)tiles * lanes * apart);
-        m.for_each(tiles, [&](int64_t tile, Alone) {
-            for (int i = 0, t = first((int)tile); i < size; i += lanes, t += lanes)
-                turn(at((int)tile), i, x + (int64_t)t * inputs, inputs, std::min(lanes, count - t), inputs);
-        });
-    }
-};
-
-// sums (T, panel_rows) = a panel of rows times T tokens. Meanwhile the next tile of tokens is asked for, and what lies
-// `ahead`: some bytes for each step.
-template <int T>
-__attribute__((flatten)) void panel_tile(float *sums, const Turned &panel, const Turned &tokens, int steps,
-                                         const char *ahead, int ahead_bytes) {
-    constexpr int vecs = 2 * T;
-    alignas(cache_line) float stack[4][vecs * lanes];
-    for (int i = 0, depth = 0; i < lanes; i++) {
-        Vec totals[vecs];
-        unrolled<vecs>([&](auto v) { totals[v] = set(0); });
-        const float *row = panel.numbers + i * panel.apart, *token = tokens.numbers + i * tokens.apart;
-        for (int step = 0; step < steps; step++) {
-            __builtin_prefetch(ahead, 0, 2);
-            __builtin_prefetch(token + lanes * tokens.apart, 0, 2);
-            Vec low = load(row), high = load(row + lanes);
-            unrolled<T>([&](auto t) {
-                Vec number = set(token[t]);
-                totals[2 * t] = fma(low, number, totals[2 * t]);
-                totals[2 * t + 1] = fma(high, number, totals[2 * t + 1]);
-            });
-            row += panel_rows, token += tokens.width, ahead += ahead_bytes;
-        }
-        for (int folds = i; folds & 1; folds >>= 1) {  // each one at the end of the number is a fold
-            depth--;
-            unrolled<vecs>([&](auto v) { totals[v] = add(load(stack[depth] + v * lanes), totals[v]); });
-        }
-        float *to = i == lanes - 1 ? sums : stack[depth++];
-        unrolled<vecs>([&](auto v) { store(to + v * lanes, totals[v]); });
-    }
-}
-
 // Threads share the rows. Panels that the L2 holds are turned, and all tokens pass over them, tile by tile; meanwhile
 // the rows of the next panels come from memory.
 template <class Number>
@@ -230,21 +136,21 @@ void linear_panels(Cpu &m, const Number *weight, const Tiles &x, const Product &
     for (int64_t row = share.first * lanes; row < end_row && !interrupted(); row += near * panel_rows) {
         const int64_t stop = std::min(row + near * panel_rows, end_row);
         for (int64_t r = row; r < stop; r += lanes)
-            turn(at((r - row) / panel_rows), (int)(r - row) % panel_rows, weight + r * x.inputs, x.inputs,
-                 (int)std::min<int64_t>(lanes, stop - r), x.inputs);
+            turn(at((r - row) / panel_rows), (int)(r - row) % panel_rows, weight + r * x.channels, x.channels,
+                 (int)std::min<int64_t>(lanes, stop - r), x.channels);
         auto multiply = [&](auto size, int tile) {
             alignas(cache_line) float sums[size * panel_rows];
             for (int64_t r = row; r < stop; r += panel_rows) {
-                const Number *next = weight + (r + near * panel_rows) * x.inputs;
-                panel_tile<size>(sums, at((r - row) / panel_rows), x.at(tile), x.steps,
-                                 (const char *)next + (int64_t)tile * ahead_bytes * x.inputs, ahead_bytes);
+                const Number *next = weight + (r + near * panel_rows) * x.channels;
+                panel_tile<Number, size>(sums, at((r - row) / panel_rows), x.at(tile), x.steps,
+                                 (const char *)next + (int64_t)tile * ahead_bytes * x.channels, ahead_bytes);
                 for (int t = 0; t < size; t++)
                     put(product, how, x.first(tile) + t, r, sums + t * panel_rows,
                         (int)std::min<int64_t>(panel_rows, stop - r));
             }
         };
         for (int tile = 0; tile < x.tiles && !interrupted(); tile++)
-            in_batches<tile_tokens>(x.first(tile + 1) - x.first(tile), [&](auto size, int) { multiply(size, tile); });
+            in_batches<tile_vectors>(x.first(tile + 1) - x.first(tile), [&](auto size, int) { multiply(size, tile); });
     }
 }
 
@@ -337,19 +243,33 @@ inline const Int8Group *int8_inputs(Cpu &m, const float *x, int count, int64_t i
 // y (count, outputs) = or += W x + bias for each of some matrices; x (count, inputs).
 void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Store how) {
     const Tensor &first = products.begin()->linear.weight;
+    const int inputs = (int)first.cols;
+    const bool pairs = multiplies_pairs && first.type == DType::bf16_pairs;
     auto each = [&](auto use) {
         for (const Product &product : products)
-            with_numbers(product.linear.weight, [&](auto *numbers) { use(numbers, product); });
+            if (pairs)
+                use((const paired_bf16 *)product.linear.weight.data, product);
+            else
+                with_numbers(product.linear.weight, [&](auto *numbers) { use(numbers, product); });
     };
     if (first.type == DType::int8) {
         const Int8Group *numbers = int8_inputs(m, x, count, first.cols);
         for (const Product &product : products) linear_int8(m, numbers, count, product, how);
     } else if (count > few_tokens) {
-        const Tiles tokens(m, x, count, (int)first.cols);
+        Tiles tokens(count, inputs, pairs ? 2 : 1);
+        tokens.numbers = m.shared<float>(tokens.floats());
+        m.for_each(tokens.tiles, [&](int64_t tile, Alone) {
+            pairs ? tokens.fill((int)tile, x, rounded) : tokens.fill((int)tile, x, [](auto *p, int64_t) { return p; });
+        });
         each([&](auto *numbers, const Product &product) { linear_panels(m, numbers, tokens, product, how); });
     } else {
         in_batches<stream_tokens>((int)pieces(count, pieces(count, stream_tokens)), [&](auto size, int) {
-            each([&](auto *numbers, const Product &p) { linear_streams<size>(m, numbers, x, count, p, how); });
+            each([&](auto *numbers, const Product &p) {
+                if constexpr (std::is_same_v<decltype(numbers), const paired_bf16 *>)
+                    linear_streams<size>(m, numbers, rounded(x, (int64_t)count * inputs), count, p, how);
+                else
+                    linear_streams<size>(m, numbers, x, count, p, how);
+            });
         });
     }
     m.wait();

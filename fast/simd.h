@@ -89,6 +89,11 @@ inline Vec load(const fp8 *p) {
     return hn::PromoteTo(Lanes(), hn::BitCast(As<hwy::float16_t>(), wide));
 }
 
+// Numbers of a row that a lane of a product takes: one, or of paired_bf16 two neighbours.
+template <class Number>
+constexpr int per_lane = std::is_same_v<Number, paired_bf16> ? 2 : 1;
+inline Vec load(const paired_bf16 *p) { return load((const float *)p); }
+
 // The same, for what is used more than once: g++ would rather load it again for each use, and loads are what a product
 // waits for.
 template <class Number>
@@ -111,7 +116,7 @@ inline void load_pairs(const f16 *p, Vec &even, Vec &odd) {
 template <class Number, class Which>
 inline Vec number_in(Vec words, Which which) {
     auto bits = hn::BitCast(As<uint32_t>(), words);
-    if constexpr (sizeof(Number) == 4)
+    if constexpr (sizeof(Number) == 4 || per_lane<Number> == 2)
         return words;
     else if constexpr (std::is_same_v<Number, bf16>)
         return hn::BitCast(
@@ -131,7 +136,7 @@ inline void store(int16_t *p, Vec a) {
 // The first `count` < lanes numbers, zeros behind them; reads nothing beyond.
 template <class Number>
 inline Vec load_part(const Number *p, int count) {
-    Number padded[lanes] = {};
+    Number padded[lanes * per_lane<Number>] = {};
     memcpy(padded, p, (size_t)count * sizeof(Number));
     return load(padded);
 }
@@ -148,6 +153,16 @@ inline Vec add(Vec a, Vec b) { return hn::Add(a, b); }
 inline Vec mul(Vec a, Vec b) { return hn::Mul(a, b); }
 inline Vec div(Vec a, Vec b) { return hn::Div(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return hn::MulAdd(a, b, c); }  // a * b + c
+// sum + row * x, as products with rows of Numbers have it.
+template <class Number>
+inline Vec add_product(Vec row, Vec x, Vec sum) {
+#if defined(__AVX512BF16__)
+    if constexpr (per_lane<Number> == 2)
+        return Vec{_mm512_dpbf16_ps(sum.raw, (__m512bh)_mm512_castps_si512(row.raw),
+                                    (__m512bh)_mm512_castps_si512(x.raw))};
+#endif
+    return fma(row, x, sum);
+}
 inline Vec max(Vec a, Vec b) {                                       // b where one of them is NaN, as x86's own
     constexpr bool own = HWY_ARCH_X86 && HWY_STATIC_TARGET != HWY_EMU128 && HWY_STATIC_TARGET != HWY_SCALAR;
     return own ? hn::Max(a, b) : hn::IfThenElse(hn::Gt(a, b), a, b);
