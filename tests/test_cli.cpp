@@ -845,6 +845,27 @@ TEST_CASE("generation stops at -n, at an end id or when the context is full, and
     }
 }
 
+TEST_CASE("--activations bf16: one arithmetic for prompts and tokens, on either path; else one line that says why not") {
+    const Words bf16{"--activations", "bf16"};
+    const std::string f32 = models + "llama_gqa_9_on_3", directory = multiplies_pairs ? f32 : builtin;
+    check_refused(run(Words{"generate", "-m", directory, "--ids", "1,2"} + bf16),
+                  {"--activations bf16: ", multiplies_pairs ? "belongs to weights in bf16, here they are f32"
+                                                            : "this processor has no instruction for it (AVX512_BF16)"});
+    if (!multiplies_pairs) return;
+    const Words line{"-m", builtin, "-p", "Once upon a time", "-n", "40", "--ignore-eos"};
+    Json root = run_json(Words{"diff", "--kv", "f32"} + line + bf16);
+    CHECK(text(root, "verdict") == "the same: all logits have the same bits");
+    Scratch scratch;
+    auto rows = [&](const Words &rest) {
+        run_well(Words{"generate", "--dump-logits", scratch / "rows.npy"} + line + rest);
+        return read_npy(scratch / "rows.npy").values;
+    };
+    const std::vector<float> once = rows(bf16);
+    CHECK(rows(bf16 + Words{"-ub", "3"}) == once);
+    CHECK(rows(bf16 + Words{"-t", "1", "--cache", "paged"}) == once);
+    CHECK(rows({}) != once);
+}
+
 TEST_CASE("an end that only tokenizer_config.json names ends the text, too, and is said") {
     Scratch scratch;
     std::string ending = copy_of(builtin, scratch);

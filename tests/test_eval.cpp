@@ -190,6 +190,21 @@ TEST_CASE("perplexity, its standard error and KL to f32 are those of the naive p
     check_figures(ring.results[1], figures(texts, naive_rows(texts, scene::opened_ring(48, 2)), f32), 1e-4);
 }
 
+TEST_CASE("--activations bf16: each cache beside the f32 cache with f32 activations, which the first row is") {
+    if (!multiplies_pairs) return;
+    std::string file = file_of("pairs", Words{stories()[0]});
+    Evaluation exact = eval({"-f", file, "--kv", "f16"});
+    Evaluation rounded = eval({"-f", file, "--kv", "f16", "--activations", "bf16"});
+    REQUIRE(names_of(rounded.results) == Words{"contiguous f32 f32", "contiguous f32 f32", "contiguous f16 f16"});
+    CHECK(rounded.results[0].loss == exact.results[0].loss);
+    CHECK(rounded.results[0].kl == 0);
+    for (int i : {1, 2}) {
+        CHECK(rounded.results[i].activations == "bf16");
+        CHECK(rounded.results[i].mean_kl() > 10 * exact.results[1].mean_kl());
+        CHECK(rounded.results[i].mean_kl() < 1e-2);
+    }
+}
+
 TEST_CASE("a layout changes no figure, a coarser precision does; bytes are those of the formula") {
     std::string file = file_of("three", Words{stories()[1], stories()[3], stories()[0]});  // 135, 149, 146 tokens
     Evaluation all =

@@ -116,6 +116,10 @@ TEST_CASE("every spelling of a flag and its value") {
         CHECK(parse_options(Words{"diff", "-p", "x"} + words).count == INT_MAX);
     CHECK(parse_options({"generate", "-p", "x", "-s", "5"}).temperature == 0);  // scripts give a seed to everything
     CHECK(parse_options({"bench"}).count == 64);
+    CHECK(parse_options({"bench", "--activations", "bf16"}).activations == "bf16");
+    check_refused({"bench", "--activations", "f16"}, {"--activations f16: expected f32|bf16"});
+    check_refused({"bench", "--activations", "bf16", "--device", "cuda"}, {"--activations bf16: is for the CPU"});
+    check_refused({"bench", "--activations", "bf16", "--weights", "int8"}, {"--activations bf16: int8 weights are"});
     CHECK(parse_options({"bench", "-n", "256"}).count == 256);
     CHECK(parse_options({"generate", "-p", "x"}).threads == usable_threads());
     CHECK(parse_options({"generate", "-p", "x", "-t", "1"}).threads == 1);

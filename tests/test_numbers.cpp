@@ -298,6 +298,41 @@ double exp_error(float got, float x) {
     return std::fabs(got - exact) / std::ldexp(1, std::max(exponent - 24, -127));
 }
 
+// Products of bf16 numbers are exact in double, and so is their sum with a float unless it is rounded once more.
+TEST_CASE("add_pair() adds the second product first, each with one rounding, and takes less than 2^-126 for 0") {
+    auto pair = [](float sum, float a0, float b0, float a1, float b1) {
+        bf16 a[2], b[2];
+        from_float(a[0], a0), from_float(a[1], a1), from_float(b[0], b0), from_float(b[1], b1);
+        return add_pair(sum, a, b);
+    };
+    CHECK(pair(1, 2, 3, 5, 7) == 42);
+    CHECK(pair(0x1p24f, 1, 1, 1, 1) == 0x1p24f);        // each 1 is lost by itself: ties to even
+    CHECK(pair(-0x1p24f, 1, 1, 0x1p12f, 0x1p12f) == 1);  // the second product goes first
+    CHECK(pair(-0x1p24f, 0x1p12f, 0x1p12f, 1, 1) == 1);
+    CHECK(pair(0x1p24f, -0x1p12f, 0x1p12f, 1, 1) == 0);
+    CHECK(pair(0x1p-127f, 0, 0, 0, 0) == 0);
+    CHECK(pair(0, 0x1p-127f, 0x1p10f, 0, 0) == 0);
+    CHECK(pair(0, 0x1p-70f, 0x1p-70f, 0, 0) == 0);
+    CHECK(std::isnan(pair(0, INFINITY, 0, 1, 1)));
+    // What the processor adds, to the last bit: small and large, denormal and infinite.
+    if (!multiplies_pairs) return;
+    Random random{17};
+    for (int round = 0; round < 20000; round++) {
+        paired_bf16 a[2 * lanes], b[2 * lanes];
+        float sums[lanes], found[lanes];
+        const uint32_t lowest = round % 3 == 0 ? 0 : 100, range = round % 3 == 2 ? 60 : 255 - lowest;
+        auto bits = [&] { return (uint32_t)random.bits(); };
+        auto number = [&] { return (bits() & 0x807fffff) | (lowest + bits() % range) << 23; };
+        for (int i = 0; i < 2 * lanes; i++) a[i].bits = (uint16_t)(number() >> 16), b[i].bits = (uint16_t)(number() >> 16);
+        for (float &sum : sums) sum = bit_cast<float>(number());
+        store(found, add_product<paired_bf16>(load(a), load(b), load(sums)));
+        for (int i = 0; i < lanes; i++) {
+            float expected = add_pair(sums[i], a + 2 * i, b + 2 * i);
+            REQUIRE((memcmp(&found[i], &expected, 4) == 0 || (std::isnan(found[i]) && std::isnan(expected))));
+        }
+    }
+}
+
 TEST_CASE("exp() is within 2 ulp, or 2^-126, from -104 to 88, and where its range reduction changes over") {
     std::vector<float> x;
     for (float end : {-104.0f, 88.0f})

@@ -114,6 +114,9 @@ TEST_CASE("every type of weights, a model with sliding windows, one with normed 
         CAPTURE(weights);
         check(engine_of(random_model({1, 97, 131, 3, 1, 34, 41, DType::bf16}), 1, weights), 140);
     }
+    if (!multiplies_pairs) return;
+    Model paired = random_model({1, 97, 131, 3, 1, 34, 41, DType::bf16});
+    check(open_engine(std::move(paired), open_machine("cpu", 1), "stored", "bf16"), 140);
 }
 
 // Heads as wide as real models have them: what is read together must not depend on how many rows a pass has.

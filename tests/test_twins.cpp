@@ -198,6 +198,34 @@ TEST_CASE("products: every type, narrow and wide rows, few and many vectors, wit
     }
 }
 
+// With inputs that are not bf16, so that it shows whether they are rounded: the bound is 2^-16 of what that changes.
+TEST_CASE("products of pairs: bf16 weights with inputs rounded to bf16") {
+    Random random{12};
+    for (int count : {1, 2, 5, 6, 7, 13, 24, 25, 33})
+        for (auto shape : {std::pair<int, int>{1, 2}, {5, 1}, {33, 31}, {70, 576}, {40, 64}, {15, 97}}) {
+            const int rows = shape.first, inputs = shape.second;
+            Stored weight(DType::bf16, random_floats(random, (size_t)rows * inputs));
+            Vector x = random_floats(random, (size_t)count * inputs, -2, 2), zeros((size_t)count * rows);
+            Stored rounded(DType::bf16, x);
+            Expected expected;
+            for (int t = 0; t < count; t++)
+                reference::linear(expected, weight.numbers, &rounded.numbers[(size_t)t * inputs], {}, nullptr, rows,
+                                  inputs);
+            for_each_twin([&](auto &m, auto operations, const Column &column) {
+                using Operations = decltype(operations);
+                if (column.fast && (column.gpu || !multiplies_pairs)) return;
+                Buffer<char> bytes = upload(m, weight.bytes);
+                Buffer<float> xs = upload(m, x), y = upload(m, zeros);
+                Linear linear = {{bytes.data(), DType::bf16_pairs, rows, inputs}, {}};
+                m.run([&] {
+                    std::initializer_list<Product> one = {{linear, y.data()}};
+                    Operations::linear(m, xs.data(), count, one, Store::set);
+                });
+                CHECK(worst(download(m, y, zeros.size()), expected) <= 1);
+            });
+        }
+}
+
 TEST_CASE("gates from -200 to 200") {
     Random random{11};
     Vector gates, ups = random_floats(random, 4001, -2, 2);
