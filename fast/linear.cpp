@@ -89,9 +89,9 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
     unrolled<T * R - fours>([&](auto i) { sums[fours + i] = sum(totals[fours + i]); });
 }
 
-// Batches of T tokens over the rows of a tile, which lie in the L1 by then; the last batch begins earlier where it would
-// be smaller. The rows of a tile lie a fourth of the thread's share apart, so that memory is read as four streams that
-// do not end with a row: as one, it comes at 0.7 of the speed.
+// Batches of T tokens over the rows of a tile, which lie in the L1 by then; the last batch begins earlier where it
+// would be smaller. The rows of a tile lie a fourth of the thread's share apart, so that memory is read as four streams
+// that do not end with a row: as one, it comes at 0.7 of the speed.
 template <int T, class Number>
 void linear_streams(Cpu &m, const Number *weight, const float *x, int count, const Product &product, Store how) {
     const int64_t inputs = product.linear.weight.cols;
