@@ -93,9 +93,9 @@ inline const paired_bf16 *rounded(const float *x, int64_t count) {
     return numbers.data();
 }
 
-// Batches of T tokens over the rows of a tile, which lie in the L1 by then; the last batch begins earlier where it would
-// be smaller. The rows of a tile lie a fourth of the thread's share apart, so that memory is read as four streams that
-// do not end with a row: as one, it comes at 0.7 of the speed.
+// Batches of T tokens over the rows of a tile, which lie in the L1 by then; the last batch begins earlier where it
+// would be smaller. The rows of a tile lie a fourth of the thread's share apart, so that memory is read as four streams
+// that do not end with a row: as one, it comes at 0.7 of the speed.
 template <int T, class Number, class Input>
 void linear_streams(Cpu &m, const Number *weight, const Input *x, int count, const Product &product, Store how) {
     const int64_t inputs = product.linear.weight.cols;

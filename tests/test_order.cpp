@@ -103,7 +103,7 @@ TEST_CASE("every type of weights, a model with sliding windows, one with normed 
         Tokens tokens = random_tokens(teams.of(1), count);
         for (auto [type_k, type_v] : {std::pair<Precision, Precision>{F32{}, F32{}}, {F16{}, Int4{}}, {Int2{}, FP8{}}})
             for (const Place &place : {Place{}, paged(16), ring(33, 4)})
-                check_ways({teams, type_k, type_v, place, tokens}, {1, 7, 64}, place.window == 33);
+                check_ways({teams, type_k, type_v, place, tokens}, {1, 7, 13, 25, 64}, place.window == 33);
     };
     for (const char *name : {"llama_bf16", "llama_f16", "mistral_window", "qwen3_layer_types", "llama_gqa_9_on_3"}) {
         CAPTURE(std::string(name));
