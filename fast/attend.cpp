@@ -17,7 +17,7 @@
 #include <type_traits>
 
 #include "fast.h"
-#include "simd.h"
+#include "panels.h"
 
 namespace fast {
 
@@ -85,14 +85,13 @@ __attribute__((always_inline)) inline void prefetch_rows(const SplitRows &then, 
 
 // ---- Rows of numbers ---------------------------------------------------------------------------------------
 //
-// A few of each stream at a time, which the L1 holds. For few queries they become lanes as they are read; for many they
-// are widened to float32 first, and so are rows that do not fill Vecs.
+// A few of each stream at a time, which the L1 holds. They become lanes as they are read; only rows that do not fill
+// Vecs are widened to float32 first.
 
-constexpr int near_positions = 16, near_rows = 4 * near_positions, many_queries = 16;
+constexpr int near_positions = 16, near_rows = 4 * near_positions;
 
 // Queries and Vecs of channels whose sums stay in registers, of which there are 32 or 16.
-constexpr bool wide_machine = HWY_ARCH_ARM || lanes == 16;
-constexpr int score_queries = wide_machine ? 6 : 3, value_queries = score_queries, value_vecs = wide_machine ? 4 : 3;
+constexpr int score_queries = many_registers ? 6 : 3, value_queries = score_queries, value_vecs = 4;
 constexpr int value_rows = 8;  // whose values are added up for one KV head before the next one's
 
 // The order in which a split's positions are read, and their values added up: of each stream the next one, in turn.
@@ -224,6 +223,23 @@ constexpr bool grouped(const GroupedRow<bits> *) {
 }
 constexpr bool grouped(const void *) { return false; }
 
+// to (padded width) = the row of position t, whose numbers are `offset` bytes on, zeros behind them.
+template <bool keys, class Format>
+inline void widen_row(float *to, const SplitRows &all, int t, size_t offset) {
+    using Number = typename decltype(stored_as((const Format *)nullptr))::Number;
+    const int width = all.width;
+    int c = 0;
+    if constexpr (std::is_void_v<Number>) {
+        auto row_at = [&](int k) { return all.row[k] + offset; };  // a split begins with a block
+        for (; c < width; c++) to[c] = stored_number<keys, Format>(row_at, t, c, width);
+        std::fill(to + width, to + padded(width, lanes), 0.0f);
+    } else {
+        auto *numbers = (const Number *)(all.row[t] + offset);
+        for (; c + lanes <= width; c += lanes) store(to + c, load(numbers + c));
+        if (c < width) store(to + c, load_part(numbers + c, width - c));
+    }
+}
+
 // The rows of a piece at places [first, first + near_positions) of the streams.
 struct NearRows {
     Rows rows;
@@ -241,33 +257,24 @@ struct NearRows {
     // Calls use(rows, Number(), head, heads) for those of `heads` KV heads from `head` on, with the type of their
     // numbers; offset: to the numbers of a row.
     template <bool keys, class Format, class Use>
-    void of_heads(const SplitRows &all, int heads, bool widen, Use use) {
+    void of_heads(const SplitRows &all, int heads, Use use) {
         using As = decltype(stored_as((const Format *)nullptr));
         rows.offset = As::scaled ? sizeof(f16) : 0;
         if constexpr (!std::is_void_v<typename As::Number>)
-            if (!widen) return use(rows, typename As::Number(), 0, heads);
+            if (all.width % lanes == 0) return use(rows, typename As::Number(), 0, heads);
         for (int head = 0; head < heads; head++) {
-            widen_rows<keys, Format, typename As::Number>(all, rows.part(0, near_rows, head));
+            widen_rows<keys, Format>(all, rows.part(0, near_rows, head));
             use(Rows{rows.at, rows.count, wide_row, wide_row, 0, 0}, float(), head, 1);
         }
     }
-    template <bool keys, class Format, class Number>
+    template <bool keys, class Format>
     void widen_rows(const SplitRows &all, const Rows &from) {
-        const int width = all.width, stride = padded(width, lanes);
+        const int stride = padded(all.width, lanes);
         wide.resize(near_rows * (size_t)stride);
-        for (int i = 0, c = 0; i < from.count; i++, c = 0) {
+        for (int i = 0; i < from.count; i++) {
             const int t = from.at[i], place = t / stream_positions * near_positions + t % stream_positions - first;
-            float *to = &wide[place * (size_t)stride];
-            wide_row[t] = (const char *)to;
-            if constexpr (std::is_void_v<Number>) {
-                auto row_at = [&](int k) { return all.row[k] + from.offset; };  // a split begins with a block
-                for (; c < width; c++) to[c] = stored_number<keys, Format>(row_at, t, c, width);
-                std::fill(to + width, to + stride, 0.0f);
-            } else {
-                auto *numbers = (const Number *)(from.row[t] + from.offset);
-                for (; c + lanes <= width; c += lanes) store(to + c, load(numbers + c));
-                if (c < width) store(to + c, load_part(numbers + c, width - c));
-            }
+            wide_row[t] = (const char *)&wide[place * (size_t)stride];
+            widen_row<keys, Format>(&wide[place * (size_t)stride], all, t, from.offset);
         }
     }
     // numbers (query, split_positions) times the scales of a KV head's rows, where they have some.
@@ -298,64 +305,48 @@ struct NearRows {
 };
 
 // ---- Many queries: keys of neighbouring positions side by side -----------------------------------------------
-//
-// A lane is a position then, and no sum has to be folded. The sums are the same: what would be lane i's of score_tile()
-// is summed up by itself, and then added in the order in which sum() folds lanes.
 
-constexpr int panel_rows = 2 * lanes;
+constexpr int many_queries = 32;  // of one KV head; for fewer, to turn the keys takes longer than it saves
 
-// sums (Queries, panel_rows) = the products of the channels i, i + n, i + 2 n, ...; panel (stride, panel_rows).
-template <int Queries, int n, int i, class Stride>
-inline void panel_products(Vec (&sums)[2 * Queries], const float *panel, const float *queries, Stride stride) {
-    if constexpr (n == lanes) {
-        unrolled<2 * Queries>([&](auto k) { sums[k] = set(0); });
-        for (int c = i; c < stride; c += lanes) {
-            Vec first = load(panel + c * panel_rows), second = load(panel + c * panel_rows + lanes);
-            unrolled<Queries>([&](auto q) {
-                Vec query = set(queries[q * stride + c]);
-                sums[2 * q] = fma(first, query, sums[2 * q]);
-                sums[2 * q + 1] = fma(second, query, sums[2 * q + 1]);
+// score_rows() of a piece of one KV head, times the rows' scales: a lane is a position (panels.h). Rows of numbers that
+// lie evenly are turned where they are, all others are widened first.
+template <class Format>
+void score_panels(float *scores, const Tiles &queries, const SplitRows &rows, const Piece &piece) {
+    using As = decltype(stored_as((const Format *)nullptr));
+    constexpr bool widen = As::scaled || std::is_void_v<typename As::Number>;
+    using Number = std::conditional_t<widen, float, typename As::Number>;
+    const int stride = padded(rows.width, lanes), apart = (queries.steps + 1) * panel_rows;
+    thread_local Floats numbers, wide;
+    numbers.resize(apart * lanes), wide.resize(panel_rows * stride);
+    const Turned panel = {numbers.data(), apart, panel_rows};
+    for (int first = piece.begin; first < piece.end; first += panel_rows) {
+        const int count = std::min(panel_rows, piece.end - first);
+        const char *const *row = rows.row + first;
+        const int64_t step = count > 1 ? row[1] - row[0] : 0;
+        bool even = !widen && step % (int)sizeof(Number) == 0;
+        for (int r = 1; even && r < count; r++) even = row[r] == row[0] + r * step;
+        for (int r = 0; !even && r < count; r++)
+            widen_row<true, Format>(&wide[r * stride], rows, first + r, As::scaled ? sizeof(f16) : 0);
+        for (int r = 0; r < count; r += lanes) {
+            const int some = std::min(lanes, count - r), numbers_apart = (int)(step / (int)sizeof(Number));
+            even ? turn(panel, r, (const Number *)row[r], numbers_apart, some, rows.width)
+                 : turn(panel, r, &wide[r * stride], stride, some, stride);
+        }
+        f16 scales[panel_rows];
+        for (int r = 0; As::scaled && r < panel_rows; r++) scales[r] = scale_of_row(row[std::min(r, count - 1)]);
+        for (int tile = 0; tile < queries.tiles; tile++) {
+            const int begin = queries.first(tile);
+            in_batches<tile_vectors>(queries.first(tile + 1) - begin, [&](auto size, int) {
+                alignas(cache_line) float sums[size * panel_rows];
+                panel_tile<float, size>(sums, panel, queries.at(tile), queries.steps, row[0], /*ahead_bytes=*/0);
+                for (int i = 0; As::scaled && i < size * panel_rows; i += lanes)
+                    store(sums + i, mul(load(sums + i), load(scales + i % panel_rows)));
+                for (int q = 0; q < size; q++) {
+                    float *from = sums + q * panel_rows, *to = scores + (begin + q) * split_positions + first;
+                    count == panel_rows ? std::copy_n(from, panel_rows, to) : std::copy_n(from, count, to);
+                }
             });
         }
-    } else {
-        Vec more[2 * Queries];
-        panel_products<Queries, 2 * n, i>(sums, panel, queries, stride);
-        panel_products<Queries, 2 * n, i + n>(more, panel, queries, stride);
-        unrolled<2 * Queries>([&](auto k) { sums[k] = add(sums[k], more[k]); });
-    }
-}
-
-// score_rows() of a piece's widened rows.
-template <class Stride>
-__attribute__((flatten, noinline)) void score_panels(float *scores, const float *queries, int count, Stride stride,
-                                                     const NearRows &near, const Piece &piece) {
-    const hn::Full128<float> four;
-    thread_local Floats panel;
-    panel.resize((size_t)stride * panel_rows);
-    for (int first = 0; first < near_rows; first += panel_rows) {
-        for (int i = 0; i < panel_rows * stride; i += 16) {  // 4 rows x 4 channels become 4 x 4
-            const int row = i / 4 / stride * 4, c = i / 4 % stride;
-            const float *from = &near.wide[(size_t)(first + row) * stride + c];
-            auto key = [&](int r) { return hn::LoadU(four, from + r * stride); };
-            auto put = [&](int channel, auto lower, auto upper) {
-                float *to = &panel[(c + channel) * panel_rows + row];
-                hn::StoreU(hn::InterleaveLower(four, lower, upper), four, to);
-                hn::StoreU(hn::InterleaveUpper(four, lower, upper), four, to + panel_rows);
-            };
-            put(0, hn::InterleaveLower(four, key(0), key(2)), hn::InterleaveLower(four, key(1), key(3)));
-            put(2, hn::InterleaveUpper(four, key(0), key(2)), hn::InterleaveUpper(four, key(1), key(3)));
-        }
-        in_batches<2>(count, [&](auto size, int q) {
-            Vec sums[2 * size];
-            panel_products<size, 1, 0>(sums, panel.data(), queries + (size_t)q * stride, stride);
-            unrolled<2 * size>([&](auto i) {
-                float lane[lanes], *to = scores + (size_t)(q + i / 2) * split_positions;
-                store(lane, sums[i]);
-                const int t = near.position(first + i % 2 * lanes);
-                const int begin = std::max(t, piece.begin), end = std::min(t + lanes, piece.end);
-                if (begin < end) std::copy(lane + begin - t, lane + end - t, to + begin);
-            });
-        });
     }
 }
 
@@ -462,27 +453,23 @@ struct Groups {
     }
 };
 
-// Calls use_groups(format, piece) for a piece of groups, and use_rows(format, near, rows, Number(), piece, head,
-// heads) for the rows of any other.
-template <bool keys, class UseGroups, class UseRows>
-void for_each_piece(const SplitRows &rows, int heads, const SplitRows &then, int queries, UseGroups use_groups,
-                    UseRows use_rows) {
-    const bool widen = queries >= many_queries || rows.width % lanes;
+// Calls use_piece(format, piece) for each piece; where it returns false, use_rows(format, near, rows, Number(), piece,
+// head, heads) for its rows.
+template <bool keys, class UsePiece, class UseRows>
+void for_each_piece(const SplitRows &rows, int heads, const SplitRows &then, UsePiece use_piece, UseRows use_rows) {
     thread_local NearRows near;
     for (int i = 0; i < rows.count; i++) {
         const Piece &piece = rows.pieces[i];
         piece.type.visit([&](auto format) {
             using Format = decltype(format);
-            if constexpr (grouped((Format *)nullptr)) {
-                use_groups(format, piece);
-            } else {
+            if (use_piece(format, piece)) return;
+            if constexpr (!grouped((Format *)nullptr)) {
                 for (int first = 0; first < stream_positions; first += near_positions) {
                     near.find(rows, piece, first, then);
                     if (near.rows.count == 0) continue;
-                    near.of_heads<keys, Format>(rows, heads, widen,
-                                                [&](const Rows &some, auto number, int head, int heads) {
-                                                    use_rows(format, near, some, number, piece, head, heads);
-                                                });
+                    near.of_heads<keys, Format>(rows, heads, [&](const Rows &some, auto number, int head, int heads) {
+                        use_rows(format, near, some, number, piece, head, heads);
+                    });
                 }
             }
         });
@@ -560,7 +547,7 @@ template <class Range>
 void attend_split(const Partials &to, const Attention &task, const Tile &tile, const Segments &seen, int origin,
                   int begin, int end, Range range) {
     thread_local SplitRows keys, values, next;
-    thread_local Floats queries, scores;
+    thread_local Floats queries, turned, scores;
     const int count = tile.queries(), all = tile.heads * count, width = task.heads.width;
     const int stride = padded(width, lanes), read = padded(std::max(0, end - origin), group_size);
     for (int i = 0; i < all; i++) {
@@ -579,17 +566,25 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
         const float *from = task.query + (row * task.heads.query + head) * width;
         std::copy(from, from + width, &queries[(size_t)i * stride]);
     }
+    Tiles tiles(count, stride);
+    const bool many = tile.heads == 1 && count >= many_queries;
+    turned.resize(many ? tiles.floats() : 0), tiles.numbers = turned.data();
+    for (int i = 0; many && i < tiles.tiles; i++)
+        tiles.fill(i, queries.data(), [](auto *p, int64_t) { return p; });
     for_each_piece<true>(
-        keys, tile.heads, values, count,
+        keys, tile.heads, values,
         [&](auto format, const Piece &piece) {
-            score_groups<decltype(format)>(scores.data(), queries.data(), count, keys, piece, tile.heads, values);
+            using Format = decltype(format);
+            if constexpr (grouped((Format *)nullptr))
+                score_groups<Format>(scores.data(), queries.data(), count, keys, piece, tile.heads, values);
+            else if (many)
+                score_panels<Format>(scores.data(), tiles, keys, piece);
+            return many || grouped((Format *)nullptr);
         },
-        [&](auto format, const NearRows &near, const Rows &rows, auto number, const Piece &piece, int head, int heads) {
+        [&](auto format, const NearRows &near, const Rows &rows, auto number, const Piece &, int head, int heads) {
             float *numbers = &scores[(size_t)head * count * split_positions];
             const float *query = &queries[(size_t)head * count * stride];
             auto score = [&](auto stride) {  // a constant where it is the usual one: then no loop over it is left
-                if constexpr (std::is_same_v<decltype(number), float>)
-                    if (count >= many_queries) return score_panels(numbers, query, count, stride, near, piece);
                 score_rows<decltype(number)>(numbers, query, heads, count, stride, rows);
             };
             stride == 64 ? score(std::integral_constant<int, 64>()) : score(stride);
@@ -609,10 +604,13 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
     // What a token does not see has no weight, but may be NaN.
     const int low = seen_by(tile.span.count - 1).first, high = seen_by(0).second;
     for_each_piece<false>(
-        values, tile.heads, next, count,
+        values, tile.heads, next,
         [&](auto format, const Piece &piece) {
-            accumulate_groups<decltype(format)>(to.values, to.step * to.stride, to.stride, scores.data(), count, values,
-                                                piece, tile.heads, next);
+            using Format = decltype(format);
+            if constexpr (grouped((Format *)nullptr))
+                accumulate_groups<Format>(to.values, to.step * to.stride, to.stride, scores.data(), count, values,
+                                          piece, tile.heads, next);
+            return grouped((Format *)nullptr);
         },
         [&](auto format, const NearRows &near, const Rows &rows, auto number, const Piece &, int first, int heads) {
             int list[near_rows];
