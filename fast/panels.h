@@ -36,7 +36,8 @@ struct Turned {
 
 // Up to `lanes` rows, `stride` numbers from one another, become the numbers `first` and following of each step. Zeros
 // make the channels whole Vecs, as they do for one token. Numbers of 16 bits are turned as pairs, in half the time.
-// What is written behind `width` the next step overwrites; so a residue has `lanes` numbers more than its steps.
+// What is written behind `width` is overwritten by the next step, and by rows before these, which come after them; so a
+// residue has `lanes` numbers more than its steps.
 template <class Number>
 __attribute__((flatten)) void turn(const Turned &to, int first, const Number *from, int64_t stride, int rows,
                                    int channels) {
@@ -79,8 +80,8 @@ struct Tiles {
     // as_read(p, n): n numbers from p on, in the type in which products read them.
     template <class AsRead>
     void fill(int tile, const float *vectors, AsRead as_read) const {
-        for (int i = 0, v = first(tile); i < size; i += lanes, v += lanes) {
-            const int some = std::min(lanes, count - v);
+        for (int i = (size - 1) / lanes * lanes; i >= 0; i -= lanes) {  // the last first: see turn()
+            const int v = first(tile) + i, some = std::min(lanes, count - v);
             turn(at(tile), i, as_read(vectors + (int64_t)v * channels, (int64_t)some * channels), channels, some,
                  channels);
         }
