@@ -136,7 +136,8 @@ struct Turned {
 
 // Up to `lanes` rows, `stride` numbers from one another, become the numbers `first` and following of each step. Zeros
 // make the channels whole Vecs, as they do for one token. Numbers of 16 bits are turned as pairs, in half the time.
-// What is written behind `width` the next step overwrites; so a residue has `lanes` numbers more than its steps.
+// What is written behind `width` is overwritten by the next step, and by rows before these, which come after them; so a
+// residue has `lanes` numbers more than its steps.
 template <class Number>
 __attribute__((flatten)) void turn(const Turned &to, int first, const Number *from, int64_t stride, int rows,
                                    int channels) {
@@ -177,8 +178,10 @@ struct Tiles {
           apart((int64_t)steps * size + lanes) {
         numbers = m.shared<float>((size_t)tiles * lanes * apart);
         m.for_each(tiles, [&](int64_t tile, Alone) {
-            for (int i = 0, t = first((int)tile); i < size; i += lanes, t += lanes)
+            for (int i = (size - 1) / lanes * lanes; i >= 0; i -= lanes) {  // the last first: see turn()
+                const int t = first((int)tile) + i;
                 turn(at((int)tile), i, x + (int64_t)t * inputs, inputs, std::min(lanes, count - t), inputs);
+            }
         });
     }
 };
