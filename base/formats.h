@@ -93,8 +93,8 @@ constexpr bool multiplies_pairs = true;
 constexpr bool multiplies_pairs = false;
 #endif
 
-// sum + a[0] b[0] + a[1] b[1] as x86's VDPBF16PS adds them: the second product first, each with one rounding, and what is
-// smaller than 2^-126 is zero.
+// sum + a[0] b[0] + a[1] b[1] as x86's VDPBF16PS adds them: the second product first, each with one rounding, and what
+// is smaller than 2^-126 is zero.
 HOST_DEVICE inline float add_pair(float sum, const bf16 *a, const bf16 *b) {
     auto normal = [](float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; };
     for (int i = 1; i >= 0; i--)

@@ -18,8 +18,8 @@
 
 namespace fast {
 
-// With fewer registers, tiles of few tokens lose less to the others (panels.h), so that the two ways are equally fast at
-// more tokens.
+// With fewer registers, tiles of few tokens lose less to the others (panels.h), so that the two ways are equally fast
+// at more tokens.
 constexpr int streams = 4, stream_tokens = many_registers ? 6 : 3, few_tokens = many_registers ? 12 : 24;
 constexpr int near_bytes = 256 << 10;  // of panels that stay in the L2 while all tokens pass
 

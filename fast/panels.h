@@ -1,6 +1,6 @@
-// Products of many rows with many vectors: of a matrix with tokens (linear.cpp), of keys with queries (attend.cpp). With a
-// row in each lane no sum has to be folded within a register, and a number of a vector serves two registers of rows.
-// The sums are those of simd.h to the last bit.
+// Products of many rows with many vectors: of a matrix with tokens (linear.cpp), of keys with queries (attend.cpp).
+// With a row in each lane no sum has to be folded within a register, and a number of a vector serves two registers of
+// rows. The sums are those of simd.h to the last bit.
 #pragma once
 
 #include <algorithm>
@@ -49,7 +49,7 @@ __attribute__((flatten)) void turn(const Turned &to, int first, const Number *fr
         if (rest < block) memset(copy, 0, sizeof copy);
         for (int r = 0; !whole && r < rows; r++)
             memcpy(copy + r * block, from + c + r * stride, rest * sizeof(Number));
-        float *out = to.numbers + (int64_t)(c / lanes / per_lane<Number>)*to.width + first;
+        float *out = to.numbers + (int64_t)(c / block) * parts * to.width + first;
         unrolled<lanes / 4>([&](auto four) {
             Vec words[4];
             load_turned(words, (whole ? from + c : copy) + four * 4 * together, whole ? stride : block);
@@ -88,8 +88,8 @@ struct Tiles {
     }
 };
 
-// sums (T, panel_rows) = a panel of rows times T vectors. Meanwhile the next tile of vectors is asked for, and what lies
-// `ahead`: some bytes for each step.
+// sums (T, panel_rows) = a panel of rows times T vectors. Meanwhile the next tile of vectors is asked for, and what
+// lies `ahead`: some bytes for each step.
 template <class Number, int T>
 __attribute__((flatten)) void panel_tile(float *sums, const Turned &panel, const Turned &vectors, int steps,
                                          const char *ahead, int ahead_bytes) {

@@ -845,12 +845,12 @@ TEST_CASE("generation stops at -n, at an end id or when the context is full, and
     }
 }
 
-TEST_CASE("--activations bf16: one arithmetic for prompts and tokens, on either path; else one line that says why not") {
+TEST_CASE("--activations bf16: one arithmetic for prompts and tokens, on either path; else a line that says why not") {
     const Words bf16{"--activations", "bf16"};
     const std::string f32 = models + "llama_gqa_9_on_3", directory = multiplies_pairs ? f32 : builtin;
-    check_refused(run(Words{"generate", "-m", directory, "--ids", "1,2"} + bf16),
-                  {"--activations bf16: ", multiplies_pairs ? "belongs to weights in bf16, here they are f32"
-                                                            : "this processor has no instruction for it (AVX512_BF16)"});
+    const std::string why = multiplies_pairs ? "belongs to weights in bf16, here they are f32"
+                                             : "this processor has no instruction for it (AVX512_BF16)";
+    check_refused(run(Words{"generate", "-m", directory, "--ids", "1,2"} + bf16), {"--activations bf16: ", why});
     if (!multiplies_pairs) return;
     const Words line{"-m", builtin, "-p", "Once upon a time", "-n", "40", "--ignore-eos"};
     Json root = run_json(Words{"diff", "--kv", "f32"} + line + bf16);
@@ -1380,7 +1380,8 @@ TEST_CASE("a key or value that its type cannot hold is named, and no weight blam
     const std::string directory = copy_of(models + "llama_bias", scratch);
     auto fill = [&](const std::string &side, float number) {
         std::vector<float> bias(16);
-        for (size_t i = 0; i < bias.size(); i++) bias[i] = i % 2 ? -number : 0.99f * number;  // no query has an infinite score
+        // Both signs: no query has an infinite score.
+        for (size_t i = 0; i < bias.size(); i++) bias[i] = i % 2 ? -number : 0.99f * number;
         fill_tensor(directory, "model.layers.1.self_attn." + side + "_proj.bias", bias);
     };
     auto refused = [&](const Words &command, const std::string &side, const std::string &type, const std::string &has) {

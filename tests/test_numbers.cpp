@@ -323,7 +323,8 @@ TEST_CASE("add_pair() adds the second product first, each with one rounding, and
         const uint32_t lowest = round % 3 == 0 ? 0 : 100, range = round % 3 == 2 ? 60 : 255 - lowest;
         auto bits = [&] { return (uint32_t)random.bits(); };
         auto number = [&] { return (bits() & 0x807fffff) | (lowest + bits() % range) << 23; };
-        for (int i = 0; i < 2 * lanes; i++) a[i].bits = (uint16_t)(number() >> 16), b[i].bits = (uint16_t)(number() >> 16);
+        for (paired_bf16 &x : a) x.bits = (uint16_t)(number() >> 16);
+        for (paired_bf16 &x : b) x.bits = (uint16_t)(number() >> 16);
         for (float &sum : sums) sum = bit_cast<float>(number());
         store(found, add_product<paired_bf16>(load(a), load(b), load(sums)));
         for (int i = 0; i < lanes; i++) {

@@ -337,8 +337,8 @@ TEST_CASE("decode() of several sequences stores all or none when the pool runs o
         CHECK(same_bits(decode(engine, small, {0, 1, 2}, {3, 4, 5}), decode(engine, large, {0, 1, 2}, {3, 4, 5})));
         const Before before{small};
         CHECK_THROWS_WITH_AS(decode(engine, small, {0, 2, 1}, {6, 7, 8}),
-                             "the cache has 0 free pages of 8 positions, 1 are needed: end a sequence, or make the pool "
-                             "larger",
+                             "the cache has 0 free pages of 8 positions, 1 are needed: end a sequence, or make the "
+                             "pool larger",
                              Error);
         before.check();
         CHECK_THROWS_AS(prefill(engine, small, 2, random_tokens(engine, 8)), Error);  // the second of its pages
