@@ -68,8 +68,8 @@ inline bool same_bits(const std::vector<float> &a, const std::vector<float> &b) 
 // ---- Formats -----------------------------------------------------------------------------------------------
 //
 // What is read of numbers that were stored, from the definitions alone. They round to float32 where precision.h
-// computes in it: differences and quotients. A double's quotient of two float32 numbers, rounded again, is float32's own (Figueroa
-// 1995), so every bit is determined.
+// computes in it: differences and quotients. A double's quotient of two float32 numbers, rounded again, is float32's
+// own (Figueroa 1995), so every bit is determined.
 
 // x rounded to a format of so many fraction bits whose smallest normal number is 2^least; nearest: ties to even.
 enum class Way { nearest, up, down };
