@@ -71,12 +71,15 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
     unrolled<T * R>([&](auto i) { totals[i] = set(0); });
     // Loaded once, a tile is up to twice as fast; but where it waits for memory, that gains nothing and costs a tenth.
     constexpr bool once = T > 4 || (T == 4 && sizeof(Number) == 2);
-    int64_t c = 0;
-    for (; c + step <= channels; c += step) {
-        // No lambda: g++ takes one that does only this for useless.
-        for (int r = 0; r < R && c % line == 0; r++) ask_ahead<T>(rows[r] + c);
+    auto add_channels = [&](int64_t c) {
         add_products<R, T>(totals, rows, tokens, [&](auto *p) { return once ? load_once(p + c) : load(p + c); });
+    };
+    int64_t c = 0;
+    for (; c + line <= channels; c += line) {
+        for (int r = 0; r < R; r++) ask_ahead<T>(rows[r] + c);  // no lambda: g++ takes one that does only this for useless
+        unrolled<line / step>([&](auto i) { add_channels(c + i * step); });
     }
+    for (; c + step <= channels; c += step) add_channels(c);
     const int rest = (int)(channels - c);
     if (rest > 0) add_products<R, T>(totals, rows, tokens, [&](auto *p) { return load_part(p + c, rest); });
     constexpr int fours = T * R / 4 * 4;

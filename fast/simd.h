@@ -368,7 +368,7 @@ inline Ints add_products(Ints sums, const int8_t (*weights)[4], const Int8x4 &x)
 
 // How far ahead of its use a stream of memory is asked for, in bytes. Intel's own prefetcher fills the L2 only, and
 // stops at each page of 4 KiB. 0: a Zen's does better unasked (docs/where_the_time_goes.md).
-#if defined(__AVX512BW__) && !defined(__znver3__) && !defined(__znver4__) && !defined(__znver5__)
+#if defined(__AVX512BW__) && !defined(__znver4__) && !defined(__znver5__)
 constexpr int prefetch_distance = 1024;
 #else
 constexpr int prefetch_distance = 0;
