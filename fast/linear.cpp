@@ -18,10 +18,15 @@
 
 namespace fast {
 
-// With fewer registers, tiles of few tokens lose less to the others (panels.h), so that the two ways are equally fast
-// at more tokens.
-constexpr int streams = 4, stream_tokens = many_registers ? 6 : 3, few_tokens = many_registers ? 12 : 24;
+constexpr int streams = 4, stream_tokens = many_registers ? 6 : 3;
 constexpr int near_bytes = 256 << 10;  // of panels that stay in the L2 while all tokens pass
+
+// Up to how many tokens the first way is the faster one: to turn a matrix takes as long as the products of some tokens,
+// and longer beside products of pairs, which are fast. With fewer registers its tiles lose less to the others.
+inline int few_tokens(DType type) {
+    if (!many_registers) return 24;
+    return type == DType::bf16_pairs ? 30 : type == DType::f32 ? 12 : 18;
+}
 
 // The results of a token with `count` rows from `row` on. Each loop is one that the compiler turns into Vecs.
 inline void put(const Product &product, Store how, int64_t token, int64_t row, float *sums, int count) {
@@ -258,7 +263,7 @@ void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> pr
     if (first.type == DType::int8) {
         const Int8Group *numbers = int8_inputs(m, x, count, first.cols);
         for (const Product &product : products) linear_int8(m, numbers, count, product, how);
-    } else if (count > few_tokens) {
+    } else if (count > few_tokens(first.type)) {
         Tiles tokens(count, inputs, pairs ? 2 : 1);
         tokens.numbers = m.shared<float>(tokens.floats());
         m.for_each(tokens.tiles, [&](int64_t tile, Alone) {
