@@ -89,9 +89,9 @@ struct Paged {
 // The last `window` positions and the first `sinks` (Xiao et al. 2024, StreamingLLM): a sequence goes on without end.
 // Position t is in row t % slots, where position t - slots was. Why not `window` slots: all of a pass is stored before
 // its first query reads, and must not overwrite what that one sees. With a window of 40, 3 sinks, and a pass of 32:
-//   58 .. 99     what the query at 100 sees at most before itself, window + sinks - 1: until positions are dropped, the
-//                sinks are read from the ring like all others
-//   100 .. 131   its pass: in all 74 rows at least, 96 in whole blocks of 32
+//   0 .. 41    what the query at 42 sees before itself. No query sees more in the ring: 42 is the last one for which
+//              nothing is dropped, and until then the sinks are read from the ring like all others.
+//   42 .. 73   a pass that begins there: in all 74 rows at least, 96 in whole blocks of 32
 // A key in the window keeps the rotation of its own position: only the distance to the query counts. The sinks, which
 // stand just before a window that moves, have rows of their own, too (CacheView::sink_keys), and are rotated when read.
 struct Ring {
@@ -394,8 +394,8 @@ inline void shrink(Cache &cache, int sequence, int length) {
 // needs no copy:
 //   rows behind the old length   are written anew before they are read
 //   a ring's rows to spare       held what is not seen from there on; `reached` stays, so shrink() knows of them
-//   a residual block             is untouched while a pass that begins within a block ends in it, too (prefill_pass);
-//                                if the old length ends a block, the block is read back from its codes
+//   a residual block             keeps its positions while a pass that begins within a block ends in it, too
+//                                (prefill_pass); if the old length ends a block, it is read back from its codes
 template <class Pass>
 void all_or_nothing(Cache &cache, Pass pass) {
     const std::vector<int> lengths = cache.lengths;

@@ -18,11 +18,12 @@ struct Heads {
     HOST_DEVICE int kv_head(int query_head) const { return query_head / per_kv(); }
 };
 
-// Some positions that follow one another in a sequence, and their rows in a pass.
+// Some positions of a sequence that follow one another, and their rows in a pass.
 struct Span {
-    int row, count;  // rows [row, row + count) of the pass
-    int sequence, position;
-    int first, end;  // positions [first, end) of the sequence are in this pass: what lies before is in the cache
+    int row, count;          // rows [row, row + count) of the pass
+    int sequence, position;  // positions [position, position + count) of this sequence
+    int first, end;          // not the span's: all that the pass has of the sequence, positions [first, end). What lies
+                             // before `first` is in the cache.
 };
 
 // The tokens of one pass, where the machine can read them. Those of a sequence stand together, in order.
@@ -63,8 +64,8 @@ inline std::vector<float> rope_frequencies(const Config &config) {
     return frequencies;
 }
 
-// The angle by which a pair is rotated at a position. Beyond 2^20 positions, where a ring may go, float32 cannot tell
-// neighbours apart.
+// The angle by which a pair is rotated at a position. From 2^20 positions on, where a ring may go, an angle in float32
+// may be off by 1/16 radian and more. There it is computed in double precision, and full turns are taken off.
 HOST_DEVICE inline float rope_angle(int position, float frequency) {
     if (position < 1 << 20) return (float)position * frequency;
     return (float)remainder((double)position * frequency, 2 * M_PI);

@@ -96,9 +96,9 @@ struct Batch {
     }
 };
 
-// What a token must know of its batch: its row, sequence and position, and which positions of its sequence are in this
-// pass, [first, behind): what lies before is in the cache. Of A's 5 and 6 and B's 9: A, 5, [5, 7); A, 6, [5, 7); B, 9,
-// [9, 10).
+// For each token of a batch: its row, its sequence, its position, and the positions [first, behind) that its sequence
+// has in this pass. What lies before `first` is in the cache. For positions 5 and 6 of sequence A and position 9 of B:
+//   row 0: A, position 5, [5, 7)     row 1: A, position 6, [5, 7)     row 2: B, position 9, [9, 10)
 inline std::vector<Span> spans_of(const Batch &batch) {
     std::vector<Span> spans;
     for (int begin = 0; begin < batch.count();) {
@@ -226,8 +226,9 @@ inline int prefill_pass(Engine &engine, Cache &cache, int sequence, const std::v
     const bool blocks = has_blocks(cache.type_k) || has_blocks(cache.type_v);
     size_t chunk = std::min(engine.chunk, chunk_of(cache)), count = 0;
     for (size_t begin = 0; begin < tokens.size(); begin += count) {
-        // int4 and int2 encode 32 positions together. A chunk that begins within such a block ends with it: so if the
-        // pass fails, all_or_nothing() finds the residual block untouched.
+        // int4 and int2 encode 32 positions together. A chunk that begins within such a block goes no further than its
+        // end. Positions of the next block would overwrite those of the residual block that are from before this chunk;
+        // and if the pass fails, these are still needed (all_or_nothing).
         size_t in_block = blocks ? cache.lengths[sequence] % group_size : 0;
         count = std::min({in_block ? group_size - in_block : chunk, chunk, tokens.size() - begin});
         all_or_nothing(cache, [&] {

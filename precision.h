@@ -35,8 +35,9 @@ struct PlainRow {
 
 // ---- Codes, one scale a row ---------------------------------------------------------------------------------
 //
-// An f16 scale stands at the beginning of a row, and its largest magnitude becomes the code `largest`. A number is
-// code * scale / divisor: the stored scale is `divisor` times as large, so that small rows have one.
+// An f16 scale stands at the beginning of a row. The largest magnitude of the row becomes the code `largest`, and a
+// number is code * scale / divisor. Why a divisor: f16 has no positive number below 2^-24. With a stored scale that is
+// `divisor` times as large, rows must be that much smaller before their scale gets there.
 HOST_DEVICE inline f16 scale_of_row(const char *row) {
     f16 scale;
     memcpy(&scale, row, sizeof scale);  // rows of an odd width are not aligned
