@@ -43,8 +43,8 @@ HOST_DEVICE void attend_equation(float *out,           // (width)
 // ---- What a query sees -------------------------------------------------------------------------------------
 //
 // Four words that cache.h and precision.h explain in full. Codes: small whole numbers that stand for a row's numbers. A
-// block: 32 positions that int4 and int2 encode together. The residual block: a sequence's newest positions, kept at f16
-// until there are 32. A ring: a cache that keeps the last positions, its window, and the first few, the sinks.
+// block: 32 positions that int4 and int2 encode together. The residual block: the newest positions of a sequence, kept
+// at f16 until there are 32. A ring: a cache that keeps the last positions, its window, and the first few, the sinks.
 //
 // A query reads a short list of segments: positions that follow one another, in one kind of memory. So the query at
 // position 100 of an int4 cache, decoded by itself, reads
