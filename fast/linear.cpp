@@ -41,7 +41,8 @@ inline void put(const Product &product, Store how, int64_t token, int64_t row, f
 
 // ---- Few tokens: channels in the lanes -----------------------------------------------------------------------
 
-// Adds the products of a Vec of channels. No lambda in stream_tile(): g++ would keep the sums in memory, too.
+// Adds the products of a Vec of channels. Not a lambda of stream_tile() with lambdas in it: g++ would keep the sums in
+// memory, too.
 template <int R, int T, class Number, class Input, class Load>
 inline void add_products(Vec (&totals)[T * R], const Number *const (&rows)[R], const Input *const (&tokens)[T],
                          Load load_from) {
@@ -81,7 +82,8 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
     };
     int64_t c = 0;
     for (; c + line <= channels; c += line) {
-        for (int r = 0; r < R; r++) ask_ahead<T>(rows[r] + c);  // no lambda: g++ takes one that does only this for useless
+        // No lambda: g++ takes one that does only this for useless.
+        for (int r = 0; r < R; r++) ask_ahead<T>(rows[r] + c);
         unrolled<line / step>([&](auto i) { add_channels(c + i * step); });
     }
     for (; c + step <= channels; c += step) add_channels(c);
