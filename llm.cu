@@ -77,9 +77,6 @@ inline Engine open_engine(Model model, std::unique_ptr<Machine> machine, const s
         fail("--activations bf16: %s: leave it out",
              cpu ? "this processor has no instruction for it (AVX512_BF16)" : "is for the CPU");
     round_inputs(engine.model, true);
-    if (engine.model.layers[0].query.weight.type != DType::bf16_pairs)
-        fail("--activations bf16: belongs to weights in bf16, here they are %s: leave it out",
-             dtype_name(engine.model.layers[0].query.weight.type));
     return engine;
 }
 

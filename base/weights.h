@@ -45,11 +45,14 @@ void for_each_tensor(Model &model, Use use) {
     }
 }
 
-// Whether products with bf16 matrices round their inputs to bf16, too.
+// Whether products with a model's matrices, all in bf16, round their inputs to bf16, too.
 inline void round_inputs(Model &model, bool rounded) {
     for_each_tensor(model, [&](Tensor &tensor, bool matrix) {
-        if (matrix && (tensor.type == DType::bf16 || tensor.type == DType::bf16_pairs))
-            tensor.type = rounded ? DType::bf16_pairs : DType::bf16;
+        if (!matrix) return;
+        if (tensor.type != DType::bf16 && tensor.type != DType::bf16_pairs)
+            fail("--activations bf16: belongs to weights in bf16, here are some in %s: leave it out",
+                 dtype_name(tensor.type));
+        tensor.type = rounded ? DType::bf16_pairs : DType::bf16;
     });
 }
 

@@ -256,11 +256,11 @@ void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> pr
     const int inputs = (int)first.cols;
     const bool pairs = multiplies_pairs && first.type == DType::bf16_pairs;
     auto each = [&](auto use) {
-        for (const Product &product : products)
-            if (pairs)
-                use((const paired_bf16 *)product.linear.weight.data, product);
-            else
-                with_numbers(product.linear.weight, [&](auto *numbers) { use(numbers, product); });
+        for (const Product &product : products) {
+            if constexpr (multiplies_pairs)
+                if (pairs) use((const paired_bf16 *)product.linear.weight.data, product);
+            if (!pairs) with_numbers(product.linear.weight, [&](auto *numbers) { use(numbers, product); });
+        }
     };
     if (first.type == DType::int8) {
         const Int8Group *numbers = int8_inputs(m, x, count, first.cols);

@@ -848,7 +848,7 @@ TEST_CASE("generation stops at -n, at an end id or when the context is full, and
 TEST_CASE("--activations bf16: one arithmetic for prompts and tokens, on either path; else a line that says why not") {
     const Words bf16{"--activations", "bf16"};
     const std::string f32 = models + "llama_gqa_9_on_3", directory = multiplies_pairs ? f32 : builtin;
-    const std::string why = multiplies_pairs ? "belongs to weights in bf16, here they are f32"
+    const std::string why = multiplies_pairs ? "belongs to weights in bf16, here are some in f32"
                                              : "this processor has no instruction for it (AVX512_BF16)";
     check_refused(run(Words{"generate", "-m", directory, "--ids", "1,2"} + bf16), {"--activations bf16: ", why});
     if (!multiplies_pairs) return;

@@ -117,6 +117,10 @@ TEST_CASE("every type of weights, a model with sliding windows, one with normed 
     if (!multiplies_pairs) return;
     Model paired = random_model({1, 97, 131, 3, 1, 34, 41, DType::bf16});
     check(open_engine(std::move(paired), open_machine("cpu", 1), "stored", "bf16"), 140);
+    Model mixed = random_model({1, 97, 131, 3, 1, 34, 41, DType::bf16});
+    mixed.layers[0].down.weight.type = DType::f16;
+    CHECK_THROWS_WITH_AS(open_engine(std::move(mixed), open_machine("cpu", 1), "stored", "bf16"),
+                         "--activations bf16: belongs to weights in bf16, here are some in f16: leave it out", Error);
 }
 
 // Heads as wide as real models have them: what is read together must not depend on how many rows a pass has.
