@@ -7,7 +7,7 @@
 # make plain    builds ./llm-plain, without fast/: the same program, slower
 # make asan     the tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz     libFuzzer on what comes from outside, FUZZ_SECONDS each
-# make test-simd     the number formats by other kinds of SIMD than this machine's; make check-macos, a part of it: do the
+# make test-simd     numbers and products by other kinds of SIMD than this machine's; make check-macos, a part of it: do the
 #               sources compile for macOS?
 # make test-gpu      the tests of the kernels on a real card; make sanitize-gpu: under compute-sanitizer
 # make bench-gpu     the table of docs/gpu.md, on this card
@@ -70,7 +70,7 @@ OBJECTS := build/attend.o build/linear.o $(TOKENIZER)
 TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
 ASAN_TESTS := $(filter-out test_cuda% test_twins test_plain,$(TESTS))
 GPU_TESTS := test_twins test_cuda_model
-SIMD_TESTS := $(addprefix build/simd/test_numbers.,sse2 avx2 neon)
+SIMD_TESTS := $(addprefix build/simd/test_numbers.,sse2 avx2 neon) $(addprefix build/simd/test_products.,sse2 avx2)
 MACOS_CHECKS := $(addprefix build/macos/,llm.cu plain/llm.cu fast/attend.cpp fast/linear.cpp tokenizer.c base/tokenizer_json.c)
 FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 
@@ -241,6 +241,10 @@ RUN.neon := qemu-aarch64 -L /usr/aarch64-linux-gnu
 build/simd/%: tests/test_numbers.cpp fast/simd.h $(STORY) $(wildcard tests/*.h) build/flags
 	$(SIMD$(suffix $*)) -std=c++17 -O1 -ffp-contract=off $(WARN) $< -o $@.program
 	printf '#!/bin/sh\nexec $(RUN$(suffix $*)) $@.program "$$@"\n' > $@ && chmod +x $@
+
+# Products with fewer lanes than this machine has.
+build/simd/test_products.%: tests/test_products.cpp fast/linear.cpp $(wildcard fast/*.h) $(STORY) build/flags
+	$(SIMD.$*) -std=c++17 -O1 -ffp-contract=off $(OPENMP) $(WARN) $< fast/linear.cpp $(LIBS) -o $@
 
 # The sources as macOS's compiler reads them: zig has its clang and its headers, to which come those of the libraries
 # alone. zig prepares the source, since its headers take options that only it knows.
