@@ -3,7 +3,8 @@
 //   o = softmax(q K^T / sqrt(D)) V        for each query head; K and V of the positions the query may see
 //
 // A query at position p sees 0 .. p, or what `Visible` (cache.h) says of windows and sinks. With grouped queries
-// (Ainslie et al. 2023, GQA), query head h reads KV head h / (heads / kv_heads).
+// (Ainslie et al. 2023, GQA), query head h reads KV head h / (heads / kv_heads). Some models learn a sink for each query
+// head: a score without a value, which takes its part of the softmax (OpenAI 2025, gpt-oss).
 #pragma once
 
 #include "cache.h"
@@ -21,14 +22,18 @@ HOST_DEVICE void attend_equation(float *out,           // (width)
                                  const float *query,   // (width)
                                  const float *keys,    // (count, width)
                                  const float *values,  // (count, width)
-                                 int count, int stride, int width, Team team) {
+                                 int count, int stride, int width,
+                                float scale,  // 1 / sqrt(D) in most models
+                                float sink,   // the head's learned one, or -INFINITY
+                                Team team) {
     auto score = [&](int t) {
         float sum = 0;
         for (int c = team.first(); c < width; c += team.step()) sum += query[c] * keys[(int64_t)t * stride + c];
-        return team.sum(sum) / sqrtf((float)width);
+        return team.sum(sum) * scale;
     };
-    float max_score = -INFINITY, total = 0;
+    float max_score = sink;
     for (int t = 0; t < count; t++) max_score = fmaxf(max_score, score(t));
+    float total = expf(sink - max_score);
     for (int c = team.first(); c < width; c += team.step()) out[c] = 0;
     for (int t = 0; t < count; t++) {
         float weight = expf(score(t) - max_score);
@@ -183,16 +188,21 @@ struct Attention {
     const float *query;        // (count, query_heads, D), rotated
     PassVectors keys, values;  // of this pass: (count, kv_heads, width), the keys rotated
     CacheView cache;           // without memory on the naive path: there is no past, all is in this pass
-    int layer;
+    int layer;                 // of its kind's store
     Visible visible;
     Heads heads;
+    float scale;   // what scores are multiplied with
+    Tensor sinks;  // (1, query_heads): learned ones, absent in most models
+    HOST_DEVICE float sink(int query_head) const { return sinks.data ? number_of(sinks, query_head) : -INFINITY; }
 };
 
 namespace plain {
 
-// Of the positions so far: the largest score, and the sum of e^(score - max_score).
+// Of the positions so far: the largest score, and the sum of e^(score - max_score). It begins with a learned sink, or
+// with nothing.
 struct Softmax {
     float max_score = -INFINITY, sum = 0;
+    HOST_DEVICE static Softmax begin(float sink) { return {sink, sink > -INFINITY ? 1.0f : 0.0f}; }
 };
 
 // Number `channel` of the key at position t, rotated where the segment asks for it, as in layers.cu:
@@ -213,7 +223,7 @@ HOST_DEVICE float key_number(const Segment &segment, int t, int channel, const f
 // One query goes on over one more segment, a position after the other: whenever a larger score comes, what was summed
 // up so far is rescaled (Milakov and Gimelshein 2018, online softmax). `out` is not yet divided by the sum.
 template <class Team>
-HOST_DEVICE void attend_segment(Softmax &softmax, float *out, const float *query, const Segment &segment,
+HOST_DEVICE void attend_segment(Softmax &softmax, float *out, const float *query, const Segment &segment, float scale,
                                 const float *frequencies, Team team) {
     const int width = segment.keys.width, value_width = segment.values.width;
     for (int t = segment.begin; t < segment.end; t++) {
@@ -221,7 +231,7 @@ HOST_DEVICE void attend_segment(Softmax &softmax, float *out, const float *query
             float sum = 0;
             for (int c = team.first(); c < width; c += team.step())
                 sum += query[c] * key_number<decltype(format)>(segment, t, c, frequencies);
-            return team.sum(sum) / sqrtf((float)width);
+            return team.sum(sum) * scale;
         });
         float max_score = fmaxf(softmax.max_score, score);
         float rescale = expf(softmax.max_score - max_score), weight = expf(score - max_score);
@@ -245,15 +255,17 @@ HOST_DEVICE void attend_query(const Attention &task, const Pass &pass, int row, 
     if (!task.cache.keys.data && !task.visible.dropped(span.position) && task.keys.width == width) {
         const float *keys = task.keys.at(span, first, kv_head), *values = task.values.at(span, first, kv_head);
         int count = span.position + 1 - first;
-        return attend_equation(out, query, keys, values, count, task.keys.heads * width, width, team);
+        return attend_equation(out, query, keys, values, count, task.keys.heads * width, width, task.scale,
+                               task.sink(head), team);
     }
     Segments seen;
     HeadRows rows = {task.cache, task.layer, kv_head, task.keys, task.values};
     add_sinks(seen, rows, span, task.visible);
     add_rows(seen, rows, span, task.visible);
-    Softmax softmax;
+    Softmax softmax = Softmax::begin(task.sink(head));
     for (int c = team.first(); c < width; c += team.step()) out[c] = 0;
-    for (int i = 0; i < seen.count; i++) attend_segment(softmax, out, query, seen.list[i], pass.frequencies, team);
+    for (int i = 0; i < seen.count; i++)
+        attend_segment(softmax, out, query, seen.list[i], task.scale, pass.frequencies, team);
     for (int c = team.first(); c < width; c += team.step()) out[c] /= softmax.sum;
 }
 
@@ -384,9 +396,9 @@ void keep_residual(M &m, const Attention &task, const Pass &pass) {
     });
 }
 
-// Runs body(), a pass's operations, which all who compute call.
+// Runs body(), a pass's operations, which all who compute call. `passes` and `stores` are those of each kind.
 template <class M, class Body>
-void run(M &m, const Pass &, const CacheView &, Body body) {
+void run(M &m, const std::vector<Pass> &, const std::vector<Store> &, Body body) {
     m.run(body);
 }
 

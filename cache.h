@@ -4,7 +4,9 @@
 // (precision.h) what bytes a row takes. K and V lie in memory of their own, each as rows of row_bytes in the order
 // (layer, row, kv_head). Of 3 tokens, 2 KV heads and 4 numbers in bf16, 8 bytes a row:
 //   token 1, head 1 is at bytes (1 * 2 + 1) * 8 = 24 .. 31
-// The formula of the whole:
+// Layers are of one kind or of several (base/model.h, Kind): some look back over a window only, some read rows that an
+// earlier one stored. A cache has one store for each kind, with a layout and rows of its own. The formula of the whole,
+// summed over the kinds, with the window in place of the capacity where that is less:
 //   bytes = 2 * sequences * capacity * layers * kv_heads * head_dim * bytes_per_number
 //
 // Another layout is one struct and one entry of `Layout` below: the flags, their help and error messages, the choice at
@@ -22,7 +24,7 @@
 
 // ---- Layout: which row holds position t of sequence s ------------------------------------------------------
 
-// What a cache is made for. The widths of K and V are apart: they need not be the same.
+// What the store of a kind of layers is made for. The widths of K and V are apart: they need not be the same.
 struct CacheShape {
     int layers = 0, kv_heads = 0;
     int key_width = 0, value_width = 0;  // numbers in a row
@@ -30,6 +32,7 @@ struct CacheShape {
     int page = 16;                       // paged: positions per page
     int pages = 0;                       // paged: in all; 0: enough for every sequence at its capacity
     int window = 1024, sinks = 4;        // ring
+    int local = 0;  // positions that these layers look back, and no more are kept; 0: all positions are
 };
 
 // What a query at `position` sees: everything before it, or the last `window` positions and the first `sinks`. Once
@@ -43,6 +46,12 @@ struct Visible {
     // By how many positions the sinks have moved.
     HOST_DEVICE int shift(int position) const { return dropped(position) ? first(position) - sinks : 0; }
 };
+
+// Positions of one pass where those behind a window make room for others: an eighth of it, so that the rows to spare
+// stay few, but enough to use each weight often.
+constexpr int chunk_beside(int window) {
+    return std::min(512, std::max(group_size, window / 8 / group_size * group_size));
+}
 
 // Each sequence has `capacity` rows of its own, reserved from the start: the simplest layout, and the one that
 // keeps memory for positions that may never come.
@@ -66,11 +75,13 @@ struct Paged {
     static constexpr const char *name = "paged";
     int page = 16;                   // P
     int capacity = 0;                // positions per sequence
+    int window = 0;                  // pages that lie wholly behind it are given back; 0: none is
     int64_t pages_per_sequence = 0;  // entries of a sequence's table
     const int *table = nullptr;      // (sequence, pages_per_sequence): physical page, or -1 where none was handed out
     void open(const CacheShape &shape) {
         page = shape.page;
         capacity = shape.capacity;
+        window = shape.local;
         pages_per_sequence = ((int64_t)capacity + page - 1) / page;
     }
     HOST_DEVICE int64_t row(int sequence, int position) const {
@@ -79,8 +90,11 @@ struct Paged {
     HOST_DEVICE int run(int position) const { return page - position % page; }
     int64_t rows(const CacheShape &shape) const { return pages(shape) * page; }
     int limit() const { return capacity; }
-    int chunk() const { return INT_MAX; }
+    int chunk() const { return window ? chunk_beside(window) : INT_MAX; }
+    // Behind a window as many as it and a pass may touch, so that there is always one.
     int64_t pages(const CacheShape &shape) const {
+        const int64_t touched = ((int64_t)window + chunk() + group_size - 2) / page + 2;
+        if (window) return shape.sequences * std::min(pages_per_sequence, touched);
         return shape.pages ? shape.pages : shape.sequences * pages_per_sequence;
     }
     HOST_DEVICE Visible visible(int layer_window) const { return {layer_window, 0}; }
@@ -97,7 +111,8 @@ struct Paged {
 struct Ring {
     static constexpr const char *name = "ring";
     int window = 0, sinks = 0;
-    int slots = 0;  // rows per sequence, a multiple of 32
+    int slots = 0;       // rows per sequence, a multiple of 32
+    int most = INT_MAX;  // positions a sequence can grow to
     void open(const CacheShape &shape) {
         window = shape.window;
         sinks = shape.sinks;
@@ -106,8 +121,8 @@ struct Ring {
     HOST_DEVICE int64_t row(int sequence, int position) const { return (int64_t)sequence * slots + position % slots; }
     HOST_DEVICE int run(int position) const { return slots - position % slots; }
     int64_t rows(const CacheShape &shape) const { return (int64_t)shape.sequences * slots; }
-    int limit() const { return INT_MAX; }
-    int chunk() const { return std::min(512, std::max(group_size, window / 8 / group_size * group_size)); }
+    int limit() const { return most; }
+    int chunk() const { return chunk_beside(window); }
     // A layer that looks back no further than the ring needs no sinks: it never saw what the ring drops.
     HOST_DEVICE Visible visible(int layer_window) const {
         return layer_window && layer_window <= window ? Visible{layer_window, 0} : Visible{window, sinks};
@@ -116,8 +131,18 @@ struct Ring {
 
 using Layout = std::variant<Contiguous, Paged, Ring>;
 
-// What a layout answers, whichever was chosen.
-inline Layout open_layout(const CacheShape &shape, Layout layout) {
+// The layout of a kind's store, where `layout` is that of the layers that see everything. Layers that look back over a
+// window keep what they can see, and room for a pass: in a ring without sinks, unless all positions take fewer rows; or
+// in pages, of which those behind the window are given back.
+inline Layout open_layout(CacheShape shape, Layout layout) {
+    const bool paged = std::holds_alternative<Paged>(layout), ring = std::holds_alternative<Ring>(layout);
+    if (shape.local && !paged && (!ring || shape.local <= shape.window)) {
+        Ring local;
+        shape.window = shape.local, shape.sinks = 0;
+        local.open(shape);
+        if (!ring) local.most = shape.capacity;
+        if (ring || local.slots < shape.capacity) return local;
+    }
     std::visit([&](auto &chosen) { chosen.open(shape); }, layout);
     return layout;
 }
@@ -161,50 +186,73 @@ struct CacheView {
     }
 };
 
+// The rows of all layers of a kind. Without memory it is the naive path's: nothing is stored, and the layout says what a
+// query sees.
+struct Store {
+    CacheShape shape = {};
+    Layout layout = {};
+    CacheView view = {};
+    std::shared_ptr<PagePool> pool = nullptr;  // of a paged one
+    int *page_table = nullptr;                 // where the machine reads it: a copy of pool->table
+};
+
 struct Cache {
-    CacheShape shape;
-    Layout layout;
+    std::vector<Store> stores;  // (kind)
+    Layout layout;              // of layers that see everything
     Precision type_k, type_v;
-    CacheView view;
     std::vector<int> lengths;                  // (sequence): positions that are filled
     std::vector<int> reached;                  // (sequence): the most that were filled since it was empty
     std::vector<std::shared_ptr<void>> owned;  // the memory of all of them
-    std::shared_ptr<PagePool> pool;            // of a paged cache
     Memory *memory = nullptr;                  // the machine's
-    int *page_table = nullptr;                 // there: a copy of pool->table
 };
 
-inline int64_t row_of(const Cache &cache, int sequence, int position) {
-    return std::visit([&](auto &layout) { return layout.row(sequence, position); }, cache.layout);
+inline int64_t row_of(const Store &store, int sequence, int position) {
+    return std::visit([&](auto &layout) { return layout.row(sequence, position); }, store.layout);
 }
 
+// The least of what the stores answer, each by its layout.
+template <class Answer>
+int least_of(const Cache &cache, Answer answer) {
+    int least = INT_MAX;
+    for (const Store &store : cache.stores) least = std::min(least, std::visit(answer, store.layout));
+    return least;
+}
 inline int limit_of(const Cache &cache) {
-    return std::visit([](auto &layout) { return layout.limit(); }, cache.layout);
+    return least_of(cache, [](auto &layout) { return layout.limit(); });
 }
-
 inline int chunk_of(const Cache &cache) {
-    return std::visit([](auto &layout) { return layout.chunk(); }, cache.layout);
+    return least_of(cache, [](auto &layout) { return layout.chunk(); });
 }
 
 // ---- How many bytes ------------------------------------------------------------------------------------------
 
-// Bytes of a cache. Payload: the numbers at their precision, the formula on top of this file. Metadata: all that
-// is needed beside them, which is scales, zero points, residual blocks at f16, sinks at f32, page tables.
+// Bytes of a cache. Payload: the numbers at their precision, the formula on top of this file. Metadata: all that is
+// needed beside them, which is scales, zero points, residual blocks at f16, sinks at f32, page tables, and where only a
+// window is kept its rows to spare.
 struct CacheBytes {
     double payload = 0, metadata = 0;
     double total() const { return payload + metadata; }
+    void operator+=(const CacheBytes &more) { payload += more.payload, metadata += more.metadata; }
 };
 
-// What a cache of `rows` rows takes; `rows` of a layer, all sequences together.
+// Positions of a sequence that a layout keeps for its queries; INT_MAX: all.
+inline int kept_by(const Layout &layout) {
+    if (auto *ring = std::get_if<Ring>(&layout)) return ring->window + ring->sinks;
+    auto *paged = std::get_if<Paged>(&layout);
+    return paged && paged->window ? paged->window : INT_MAX;
+}
+
+// What a store of `rows` rows takes; `rows` of a layer, all sequences together.
 inline CacheBytes bytes_of(const CacheShape &shape, const Layout &layout, const Precision &type_k,
                            const Precision &type_v, double rows) {
     CacheBytes bytes;
     auto add = [&](const Precision &type, int width) {
         if (width == 0) return;  // MLA: a value is a part of its key
         double heads = (double)shape.layers * shape.kv_heads, sinks = 0;
+        double kept = std::min(rows, (double)shape.sequences * kept_by(layout));
         if (auto *ring = std::get_if<Ring>(&layout)) sinks = ring->sinks;
-        bytes.payload += heads * rows * row_payload(type, width);
-        bytes.metadata += heads * rows * ((double)row_bytes(type, width) - row_payload(type, width));
+        bytes.payload += heads * kept * row_payload(type, width);
+        bytes.metadata += heads * (rows * (double)row_bytes(type, width) - kept * row_payload(type, width));
         bytes.metadata += heads * shape.sequences * sinks * width * sizeof(float);
         if (has_blocks(type)) bytes.metadata += heads * shape.sequences * group_size * width * sizeof(f16);
     };
@@ -217,88 +265,124 @@ inline CacheBytes bytes_of(const CacheShape &shape, const Layout &layout, const 
 }
 
 // What a cache takes now: of a paged one the pages that were handed out, of the others all rows.
+inline CacheBytes bytes_of(const Store &store, const Precision &type_k, const Precision &type_v) {
+    double rows = store.pool ? (double)store.pool->used() * store.pool->page : (double)store.view.keys.rows_per_layer;
+    return bytes_of(store.shape, store.layout, type_k, type_v, rows);
+}
 inline CacheBytes bytes_of(const Cache &cache) {
-    double rows = cache.pool ? (double)cache.pool->used() * cache.pool->page : (double)cache.view.keys.rows_per_layer;
-    return bytes_of(cache.shape, cache.layout, cache.type_k, cache.type_v, rows);
+    CacheBytes bytes;
+    for (const Store &store : cache.stores) bytes += bytes_of(store, cache.type_k, cache.type_v);
+    return bytes;
 }
 
 // ---- Opening ---------------------------------------------------------------------------------------------------
 
 // Memory for `count` rows of each layer at a precision; none if it is 0. `what` is said where it cannot be had.
-inline CacheRows open_rows(Cache &cache, const std::string &what, const Precision &type, int width, int64_t count) {
-    CacheRows rows = {nullptr, row_bytes(type, width), width, cache.shape.kv_heads, count};
+inline CacheRows open_rows(Cache &cache, const CacheShape &shape, const std::string &what, const Precision &type,
+                           int width, int64_t count) {
+    CacheRows rows = {nullptr, row_bytes(type, width), width, shape.kv_heads, count};
     if (count == 0) return rows;
     cache.owned.push_back(
-        cache.memory->reserve(rows.bytes(cache.shape.layers), what.c_str(), "lower -c or --window, or free some"));
+        cache.memory->reserve(rows.bytes(shape.layers), what.c_str(), "lower -c or --window, or free some"));
     rows.data = (char *)cache.owned.back().get();
     return rows;
 }
 
-// The pool of a paged cache, and its page table twice: where the host counts pages, and where the machine reads rows.
-inline void open_page_table(Cache &cache, Paged &paged) {
-    int64_t most = INT_MAX, wanted = paged.pages(cache.shape);
+// The pool of a paged store, and its page table twice: where the host counts pages, and where the machine reads rows.
+inline void open_page_table(Cache &cache, Store &store, Paged &paged) {
+    int64_t most = INT_MAX, wanted = paged.pages(store.shape);
     if (wanted > most)
         fail("the KV cache has %lld pages, expected at most %lld: raise --page", (long long)wanted, (long long)most);
-    cache.pool = std::make_shared<PagePool>(
-        open_pages(cache.shape.sequences, paged.pages_per_sequence, paged.page, (int)wanted));
-    std::vector<int> &table = cache.pool->table;
+    store.pool = std::make_shared<PagePool>(
+        open_pages(store.shape.sequences, paged.pages_per_sequence, paged.page, (int)wanted));
+    std::vector<int> &table = store.pool->table;
     cache.owned.push_back(cache.memory->reserve(table.size() * sizeof(int), "the page table", "raise --page"));
-    cache.page_table = (int *)cache.owned.back().get();
-    cache.memory->write(cache.page_table, table.data(), table.size() * sizeof(int));
+    store.page_table = (int *)cache.owned.back().get();
+    cache.memory->write(store.page_table, table.data(), table.size() * sizeof(int));
     Paged there = paged;
-    paged.table = table.data(), there.table = cache.page_table;
-    cache.view.layout = Layout(there);
+    paged.table = table.data(), there.table = store.page_table;
+    store.view.layout = Layout(there);
 }
 
-// An empty cache. Its memory is a machine's, which lives longer.
-inline Cache open_cache(Memory &memory, const CacheShape &shape, Layout layout, Precision type_k, Precision type_v) {
-    Cache cache;
-    cache.memory = &memory, cache.shape = shape, cache.layout = open_layout(shape, layout);
-    cache.type_k = type_k, cache.type_v = type_v;
-    cache.lengths.assign(shape.sequences, 0);
-    cache.reached.assign(shape.sequences, 0);
-    int64_t rows = rows_of(shape, cache.layout), sequences = shape.sequences;
-    double bytes = bytes_of(shape, cache.layout, type_k, type_v, (double)rows).total();
-    Room room = memory.room();
-    if (bytes > room.bytes)
-        fail(
-            "the KV cache needs %.1f GiB for %lld positions, %s has %.1f GiB, enough for %.0f: lower -c or --window, "
-            "or "
-            "choose a smaller --kv type",
-            bytes / 0x1p30, (long long)rows, room.name.c_str(), room.bytes / 0x1p30,
-            std::floor((double)rows * room.bytes / bytes));
-    CacheView &view = cache.view;
-    view.layout = cache.layout, view.type_k = type_k, view.type_v = type_v;
-    const std::string what = formatted("the KV cache of %.1f GiB, its keys or values", bytes / 0x1p30);
+inline void open_store(Cache &cache, Store &store, const std::string &what) {
+    const CacheShape &shape = store.shape;
+    const int64_t rows = rows_of(shape, store.layout), sequences = shape.sequences;
+    CacheView &view = store.view;
+    view.layout = store.layout, view.type_k = cache.type_k, view.type_v = cache.type_v;
     auto open = [&](const Precision &type, int width, int64_t count) {
-        return open_rows(cache, what, type, width, count);
+        return open_rows(cache, shape, what, type, width, count);
     };
-    view.keys = open(type_k, shape.key_width, rows);
-    view.values = open(type_v, shape.value_width, rows);
-    view.residual_keys = open(F16{}, shape.key_width, has_blocks(type_k) ? sequences * group_size : 0);
-    view.residual_values = open(F16{}, shape.value_width, has_blocks(type_v) ? sequences * group_size : 0);
-    if (auto *ring = std::get_if<Ring>(&cache.layout)) {
+    view.keys = open(cache.type_k, shape.key_width, rows);
+    view.values = open(cache.type_v, shape.value_width, rows);
+    view.residual_keys = open(F16{}, shape.key_width, has_blocks(cache.type_k) ? sequences * group_size : 0);
+    view.residual_values = open(F16{}, shape.value_width, has_blocks(cache.type_v) ? sequences * group_size : 0);
+    if (auto *ring = std::get_if<Ring>(&store.layout)) {
         view.sinks = ring->sinks;
         view.sink_keys = open(F32{}, shape.key_width, sequences * ring->sinks);
         view.sink_values = open(F32{}, shape.value_width, sequences * ring->sinks);
     }
-    if (auto *paged = std::get_if<Paged>(&cache.layout)) open_page_table(cache, *paged);
+    if (auto *paged = std::get_if<Paged>(&store.layout)) open_page_table(cache, store, *paged);
+}
+
+// What a cache of some shapes takes with all its rows.
+inline CacheBytes full_bytes(const std::vector<CacheShape> &shapes, const Layout &layout, const Precision &type_k,
+                             const Precision &type_v) {
+    CacheBytes bytes;
+    for (const CacheShape &shape : shapes) {
+        const Layout opened = open_layout(shape, layout);
+        bytes += bytes_of(shape, opened, type_k, type_v, (double)rows_of(shape, opened));
+    }
+    return bytes;
+}
+
+// An empty cache, with a store for each kind of layers. Its memory is a machine's, which lives longer.
+inline Cache open_cache(Memory &memory, const std::vector<CacheShape> &shapes, Layout layout, Precision type_k,
+                        Precision type_v) {
+    Cache cache;
+    cache.memory = &memory, cache.layout = layout, cache.type_k = type_k, cache.type_v = type_v;
+    std::visit([&](auto &chosen) { chosen.open(shapes[0]); }, cache.layout);
+    cache.lengths.assign(shapes[0].sequences, 0);
+    cache.reached.assign(shapes[0].sequences, 0);
+    const double bytes = full_bytes(shapes, layout, type_k, type_v).total();
+    const int64_t rows = rows_of(shapes[0], cache.layout);
+    Room room = memory.room();
+    if (bytes > room.bytes)
+        fail("the KV cache needs %.1f GiB for %lld positions, %s has %.1f GiB, enough for %.0f: lower -c or --window, "
+             "or choose a smaller --kv type",
+             bytes / 0x1p30, (long long)rows, room.name.c_str(), room.bytes / 0x1p30,
+             std::floor((double)rows * room.bytes / bytes));
+    const std::string what = formatted("the KV cache of %.1f GiB, its keys or values", bytes / 0x1p30);
+    for (const CacheShape &shape : shapes) cache.stores.push_back({shape, open_layout(shape, layout)});
+    for (Store &store : cache.stores) open_store(cache, store, what);
     return cache;
 }
 
 // ---- Growing and shrinking ---------------------------------------------------------------------------------
 
-// Fails unless the cache has room for `count` more positions of a sequence.
+// Fails unless the cache has room for `count` more positions of a sequence. Where pages behind a window are given back,
+// there is one for each pass.
 inline void require_room(const Cache &cache, int sequence, int count) {
-    int first = cache.lengths.at(sequence);
-    if (count > limit_of(cache) - first)
-        fail("the cache holds %d positions, %lld are needed: shorten the prompt or raise -c", limit_of(cache),
+    int first = cache.lengths.at(sequence), limit = limit_of(cache);
+    if (count > limit - first)
+        fail("the cache holds %d positions, %lld are needed: shorten the prompt or raise -c", limit,
              (long long)first + count);
-    if (!cache.pool) return;
-    const PagePool &pool = *cache.pool;
-    if (int pages = pool.between(first, first + count); pages > (int)pool.free.size())
-        fail("the cache has %zu free pages of %d positions, %d are needed: end a sequence, or make the pool larger",
-             pool.free.size(), pool.page, pages);
+    for (const Store &store : cache.stores) {
+        if (!store.pool || store.shape.local) continue;
+        const PagePool &pool = *store.pool;
+        if (int pages = pool.between(first, first + count); pages > (int)pool.free.size())
+            fail("the cache has %zu free pages of %d positions, %d are needed: end a sequence, or make the pool larger",
+                 pool.free.size(), pool.page, pages);
+    }
+}
+
+// In tests nothing of a page that is free can be read: every precision reads these bytes as NaN.
+inline void poison([[maybe_unused]] const Store &store, [[maybe_unused]] const std::vector<int> &pages) {
+#ifdef POISON_FREED_PAGES
+    for (int page : pages)
+        for (const CacheRows *rows : {&store.view.keys, &store.view.values})
+            for (int layer = 0; layer < store.shape.layers; layer++)
+                memset(rows->at(layer, (int64_t)page * store.pool->page, 0), 0xff, store.pool->page * rows->stride());
+#endif
 }
 
 // Makes room for `count` more positions of a sequence and returns the first of them; they are then to be stored. Why
@@ -308,25 +392,25 @@ inline int grow(Cache &cache, int sequence, int count) {
     require_room(cache, sequence, count);
     const int first = cache.lengths[sequence], end = cache.lengths[sequence] += count;
     cache.reached[sequence] = std::max(cache.reached[sequence], end);
-    if (!cache.pool) return first;
-    PagePool &pool = *cache.pool;
-    if (const int taken = take_pages(pool, sequence, first, end)) {  // the machine's table follows
-        const int *changed = &pool.entry(sequence, pages_for(first, pool.page));
-        cache.memory->write(cache.page_table + (changed - pool.table.data()), changed, taken * sizeof(int));
+    for (Store &store : cache.stores) {
+        if (!store.pool) continue;
+        PagePool &pool = *store.pool;
+        if (store.shape.local) {  // whole blocks of 32, as int4 and int2 read them
+            const int seen = std::max(0, first - store.shape.local + 1);
+            poison(store, release_before(pool, sequence, seen / group_size * group_size));
+        }
+        if (const int taken = take_pages(pool, sequence, first, end)) {  // the machine's table follows
+            const int *changed = &pool.entry(sequence, pages_for(first, pool.page));
+            cache.memory->write(store.page_table + (changed - pool.table.data()), changed, taken * sizeof(int));
+        }
     }
     return first;
 }
 
 // Gives back a sequence's pages behind `length` positions.
 inline void shrink_pages(Cache &cache, int sequence, int from, int length) {
-    if (!cache.pool) return;
-    [[maybe_unused]] const std::vector<int> freed = release_pages(*cache.pool, sequence, from, length);
-#ifdef POISON_FREED_PAGES  // in tests: every precision reads these bytes as NaN
-    for (int page : freed)
-        for (const CacheRows *rows : {&cache.view.keys, &cache.view.values})
-            for (int layer = 0; layer < cache.shape.layers; layer++)
-                memset(rows->at(layer, (int64_t)page * cache.pool->page, 0), 0xff, cache.pool->page * rows->stride());
-#endif
+    for (Store &store : cache.stores)
+        if (store.pool) poison(store, release_pages(*store.pool, sequence, from, length));
 }
 
 // The keys or the values of a cut sequence's last block go from codes to the residual block, as they read: where a cut
@@ -335,16 +419,16 @@ inline void shrink_pages(Cache &cache, int sequence, int from, int length) {
 //   after    [0, 32) codes   [32, 40) residual block
 // Why row by row through the machine's memory, without a kernel: cuts are rare.
 template <bool keys>
-void restore_residual(Cache &cache, int sequence, int length) {
-    const CacheRows &rows = keys ? cache.view.keys : cache.view.values;
-    const CacheRows &residual = keys ? cache.view.residual_keys : cache.view.residual_values;
+void restore_residual(Memory &memory, const Store &store, int sequence, int length) {
+    const CacheRows &rows = keys ? store.view.keys : store.view.values;
+    const CacheRows &residual = keys ? store.view.residual_keys : store.view.residual_values;
     const int begin = (length - 1) / group_size * group_size, width = rows.width;
     std::vector<char> block(group_size * rows.stride());      // (32, kv_heads): its rows
     std::vector<f16> vectors((size_t)rows.kv_heads * width);  // (kv_heads, width): those of a position
     auto restore = [&](auto format, int layer) {
         for (int i = 0; i < group_size; i++)
-            cache.memory->read(&block[i * rows.stride()], rows.at(layer, row_of(cache, sequence, begin + i), 0),
-                               rows.stride());
+            memory.read(&block[i * rows.stride()], rows.at(layer, row_of(store, sequence, begin + i), 0),
+                        rows.stride());
         for (int t = begin; t < length; t++) {
             for (int i = 0; i < rows.kv_heads * width; i++) {
                 auto row_at = [&](int at) { return &block[(at - begin) * rows.stride() + i / width * rows.row_bytes]; };
@@ -352,37 +436,45 @@ void restore_residual(Cache &cache, int sequence, int length) {
                 // The largest f16 may read as half a step more, which f16 has not.
                 from_float(vectors[i], x > 65504 ? 65504 : x < -65504 ? -65504 : x);
             }
-            cache.memory->write(residual.at(layer, sequence * group_size + t - begin, 0), vectors.data(),
-                                residual.stride());
+            memory.write(residual.at(layer, sequence * group_size + t - begin, 0), vectors.data(), residual.stride());
         }
     };
     auto restore_layers = [&](auto format) {
-        for (int layer = 0; decltype(format)::blocks && layer < cache.shape.layers; layer++) restore(format, layer);
+        for (int layer = 0; decltype(format)::blocks && layer < store.shape.layers; layer++) restore(format, layer);
     };
-    std::visit(restore_layers, keys ? cache.type_k : cache.type_v);
+    (keys ? store.view.type_k : store.view.type_v).visit(restore_layers);
 }
 
 inline void restore_residuals(Cache &cache, int sequence, int length) {
-    restore_residual<true>(cache, sequence, length);
-    restore_residual<false>(cache, sequence, length);
+    for (const Store &store : cache.stores) {
+        restore_residual<true>(*cache.memory, store, sequence, length);
+        restore_residual<false>(*cache.memory, store, sequence, length);
+    }
+}
+
+// The first position of a sequence whose row a store still holds. Positions before it were overwritten in a ring, or
+// their pages were given back.
+inline int first_kept(const Cache &cache, const Store &store, int sequence) {
+    if (auto *ring = std::get_if<Ring>(&store.layout)) return std::max(0, cache.reached[sequence] - ring->slots);
+    return store.pool ? store.pool->first[sequence] * store.pool->page : 0;
 }
 
 // Forgets the positions of a sequence from `length` on. Why not by its length alone: pages go back to the pool; a block
-// of codes that is cut goes back to the residual block; and a ring cannot go back further than its rows. It holds the
-// positions [reached - slots, reached), and the last one that stays has seen back to length - sinks - window:
+// of codes that is cut goes back to the residual block; and layers that keep a window only cannot go back further than
+// their rows. The last position that stays has seen back to length - sinks - window:
 //
-//   ----|--------------------|------------------------|-------------|
-//       reached - slots  <=  length - sinks - window  length        reached
+//   ----|--------------|------------------------|-------------|
+//       first_kept <=  length - sinks - window  length        reached
 inline void shrink(Cache &cache, int sequence, int length) {
     const int from = cache.lengths.at(sequence);
     if (length >= from) return;
-    if (auto *ring = std::get_if<Ring>(&cache.layout)) {
-        int &reached = cache.reached[sequence];
-        if (length > 0 && reached > ring->slots && reached - length > ring->slots - ring->sinks - ring->window)
-            fail("a ring of %d rows cannot go back from %d positions to %d: the rows were used again", ring->slots,
-                 reached, length);
-        if (length == 0) reached = 0;
+    for (const Store &store : cache.stores) {
+        const int kept = first_kept(cache, store, sequence), window = kept_by(store.layout);
+        if (length > 0 && kept > std::max(0, length - window))
+            fail("the cache cannot go back from %d positions to %d: layers that see %d keep only those from %d on",
+                 cache.reached[sequence], length, window, kept);
     }
+    if (length == 0) cache.reached[sequence] = 0;
     if (length > 0 && (length - 1) / group_size != (from - 1) / group_size)
         restore_residuals(cache, sequence, length);  // while its pages are there
     shrink_pages(cache, sequence, from, length);
@@ -393,7 +485,8 @@ inline void shrink(Cache &cache, int sequence, int length) {
 // pages or by Ctrl-C, each sequence has its old length and pages again, and may go on. What the failed pass overwrote
 // needs no copy:
 //   rows behind the old length   are written anew before they are read
-//   a ring's rows to spare       held what is not seen from there on; `reached` stays, so shrink() knows of them
+//   a ring's rows to spare       held what is not seen from there on, as pages did that were given back; `reached`
+//                                stays, so shrink() knows of them
 //   a residual block             keeps its positions while a pass that begins within a block ends in it, too
 //                                (prefill_pass); if the old length ends a block, it is read back from its codes
 template <class Pass>
@@ -402,7 +495,7 @@ void all_or_nothing(Cache &cache, Pass pass) {
     try {
         pass();
     } catch (...) {
-        for (int sequence = cache.shape.sequences - 1; sequence >= 0; sequence--) {
+        for (int sequence = (int)lengths.size() - 1; sequence >= 0; sequence--) {
             int from = cache.lengths[sequence], length = lengths[sequence];
             shrink_pages(cache, sequence, from, length);
             cache.lengths[sequence] = length;

@@ -26,7 +26,8 @@ struct Span {
                              // before `first` is in the cache.
 };
 
-// The tokens of one pass, where the machine can read them. Those of a sequence stand together, in order.
+// The tokens of one pass, where the machine can read them, and what a kind of layers knows of them. Those of a sequence
+// stand together, in order.
 struct Pass {
     int count = 0;
     const int *tokens = nullptr;         // (count)
@@ -35,6 +36,7 @@ struct Pass {
     const float *frequencies = nullptr;  // (D / 2): radians a position
     Heads heads = {};
     const Span *spans_on_host = nullptr;  // the same spans, where a GPU computes: for what is planned on the host
+    int kind = 0;                         // of the layers that the last but one line is about
 };
 
 // Rotary positions (Su et al. 2021, RoFormer). Of a head's D numbers x_i and x_(i + D/2) are a pair, which at position
@@ -45,11 +47,12 @@ struct Pass {
 // angles of -p, a key is as it was; by those of s more, it stands at p + s.
 
 // The f_i, in radians a position, rescaled as the checkpoint asks (RopeScaling).
-inline std::vector<float> rope_frequencies(const Config &config) {
-    std::vector<float> frequencies(config.head_dim / 2);
-    const RopeScaling &rope = config.rope;
+inline std::vector<float> rope_frequencies(const Kind &kind) {
+    std::vector<float> frequencies(kind.key_width / 2, 0.0f);
+    const RopeScaling &rope = kind.rope;
+    if (kind.rope_theta == 0) return frequencies;
     for (size_t i = 0; i < frequencies.size(); i++) {
-        float frequency = 1 / std::pow((float)config.rope_theta, 2 * (float)i / config.head_dim);
+        float frequency = 1 / std::pow((float)kind.rope_theta, 2 * (float)i / kind.key_width);
         if (rope.kind == RopeScaling::linear) frequency /= (float)rope.factor;
         if (rope.kind == RopeScaling::llama3) {
             // Waves longer than the original context are stretched by `factor`, short ones are left alone, and
@@ -74,7 +77,7 @@ HOST_DEVICE inline float rope_angle(int position, float frequency) {
 // The likeliest token: where the largest logit is, the first of equals.
 inline int argmax(const float *logits, int count) { return (int)(std::max_element(logits, logits + count) - logits); }
 
-enum class Store { set, add };  // y = W x, or y += W x (a residual connection)
+enum class Into { set, add };  // y = W x, or y += W x (a residual connection)
 
 struct Product {  // of a list of matrices that read the same vectors
     const Linear &linear;
@@ -83,13 +86,13 @@ struct Product {  // of a list of matrices that read the same vectors
 
 namespace plain {
 
-// x (count, hidden): row t is the embedding of token t.
+// x (count, hidden): row t is `scale` times the embedding of token t.
 template <class M>
-void embed(M &m, float *x, const Tensor &embedding, const Pass &pass) {
+void embed(M &m, float *x, const Tensor &embedding, float scale, const Pass &pass) {
     int64_t hidden = embedding.cols;
     m.for_each(pass.count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
         for (int64_t i = team.first(); i < hidden; i += team.step())
-            x[t * hidden + i] = number_of(embedding, pass.tokens[t] * hidden + i);
+            x[t * hidden + i] = number_of(embedding, pass.tokens[t] * hidden + i) * scale;
     });
 }
 
@@ -153,8 +156,20 @@ HOST_DEVICE float dot(const paired_bf16 *weight, int64_t row, const float *x, in
     return team.sum(total);
 }
 
+// x += y / sqrt(mean(y^2) + epsilon) * weight: where what is added to the residual stream is normed first.
+template <class M>
+void add_rms_norm(M &m, float *x, const float *y, const Tensor &weight, int64_t count, double epsilon) {
+    int width = (int)weight.cols;
+    m.for_each(count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
+        const float *in = y + t * width;
+        float factor = 1 / sqrtf(dot(in, 0, in, width, team) / width + (float)epsilon);
+        for (int i = team.first(); i < width; i += team.step())
+            x[t * width + i] += in[i] * factor * number_of(weight, i);
+    });
+}
+
 template <class M, class Number>
-void product(M &m, const Number *weight, const float *x, int count, const Product &product, Store store) {
+void product(M &m, const Number *weight, const float *x, int count, const Product &product, Into into) {
     int64_t outputs = product.linear.weight.rows;
     int inputs = (int)product.linear.weight.cols;
     Tensor bias = product.linear.bias;
@@ -163,30 +178,30 @@ void product(M &m, const Number *weight, const float *x, int count, const Produc
         int64_t o = item % outputs;
         float result = dot(weight, o, x + item / outputs * inputs, inputs, team);
         if (bias.data) result += number_of(bias, o);
-        if (team.first() == 0) y[item] = store == Store::add ? y[item] + result : result;
+        if (team.first() == 0) y[item] = into == Into::add ? y[item] + result : result;
     });
 }
 
 // y (count, outputs) = or += W x + bias for each of some matrices; x (count, inputs).
 template <class M>
-void linear(M &m, const float *x, int count, std::initializer_list<Product> products, Store store = Store::set) {
+void linear(M &m, const float *x, int count, std::initializer_list<Product> products, Into into = Into::set) {
     for (const Product &each : products) {
         const Tensor &weight = each.linear.weight;
         if (weight.type == DType::int8)
-            product(m, (const Int8Block *)weight.data, x, count, each, store);
+            product(m, (const Int8Block *)weight.data, x, count, each, into);
         else if (weight.type == DType::bf16_pairs)
-            product(m, (const paired_bf16 *)weight.data, x, count, each, store);
+            product(m, (const paired_bf16 *)weight.data, x, count, each, into);
         else
-            with_numbers(weight, [&](auto *numbers) { product(m, numbers, x, count, each, store); });
+            with_numbers(weight, [&](auto *numbers) { product(m, numbers, x, count, each, into); });
     }
 }
 
 // ---- Rotary positions --------------------------------------------------------------------------------------
 
-// Fills pass.cos_sin, for all layers.
+// Fills pass.cos_sin, for all layers of a kind.
 template <class M>
-void rope_angles(M &m, const Pass &pass, int head_dim) {
-    int half = head_dim / 2;
+void rope_angles(M &m, const Pass &pass) {
+    int half = pass.heads.width / 2;
     m.for_each(pass.count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
         for (int i = team.first(); i < half; i += team.step()) {
             float angle = rope_angle(pass.spans[t].position, pass.frequencies[i]);
@@ -197,7 +212,7 @@ void rope_angles(M &m, const Pass &pass, int head_dim) {
 }
 
 // One head (D), in place: RMSNorm where the layer has one (Qwen3), then its pairs turned by the angles of the token's
-// position. A thread reads nothing that another one writes.
+// position; a value is not turned, and has no cos_sin. A thread reads nothing that another one writes.
 template <class Team>
 HOST_DEVICE void norm_and_rope_head(float *head, const Tensor &norm, const float *cos_sin, int width, double epsilon,
                                     Team team) {
@@ -207,21 +222,29 @@ HOST_DEVICE void norm_and_rope_head(float *head, const Tensor &norm, const float
         squares += head[i] * head[i] + head[i + half] * head[i + half];
     if (norm.data) factor = 1 / sqrtf(team.sum(squares) / width + (float)epsilon);
     for (int i = team.first(); i < half; i += team.step()) {
-        float a = head[i], b = head[i + half], cosine = cos_sin[i], sine = cos_sin[i + half];
+        float a = head[i], b = head[i + half];
+        float cosine = cos_sin ? cos_sin[i] : 1, sine = cos_sin ? cos_sin[i + half] : 0;
         if (norm.data) a *= factor * number_of(norm, i), b *= factor * number_of(norm, i + half);
         head[i] = a * cosine - b * sine;
         head[i + half] = b * cosine + a * sine;
     }
 }
 
-// Each head of query (count, query_heads, D) and key (count, kv_heads, D). Why not one loop for each: on a GPU that is
-// one more kernel. So the items are all heads of `query`, and after them all of `key`.
+// Each head of query (count, query_heads, D) and, if the layer has some, of key (count, kv_heads, D); and of value where
+// it is normed (Gemma 4). Why not one loop for each: on a GPU that is one more kernel. So the items are all heads of
+// `query`, after them all of `key`, and after them all of `value`.
 template <class M>
-void norm_and_rope(M &m, float *query, float *key, const LayerWeights &w, double epsilon, const Pass &pass) {
+void norm_and_rope(M &m, float *query, float *key, float *value, const LayerWeights &w, double epsilon,
+                   const Pass &pass) {
     const Heads heads = pass.heads;
-    const int64_t queries = (int64_t)pass.count * heads.query, keys = (int64_t)pass.count * heads.kv;
-    const Tensor query_norm = w.query_norm, key_norm = w.key_norm;
-    m.for_each(queries + keys, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
+    const int64_t queries = (int64_t)pass.count * heads.query, all = (int64_t)pass.count * heads.kv;
+    const int64_t keys = w.key.weight.data ? all : 0, values = w.value_norm.data ? keys : 0;
+    const Tensor query_norm = w.query_norm, key_norm = w.key_norm, value_norm = w.value_norm;
+    m.for_each(queries + keys + values, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
+        if (item >= queries + keys) {
+            float *head = value + (item - queries - keys) * heads.width;
+            return norm_and_rope_head(head, value_norm, nullptr, heads.width, epsilon, team);
+        }
         const bool is_query = item < queries;
         const int64_t head = is_query ? item : item - queries, token = head / (is_query ? heads.query : heads.kv);
         norm_and_rope_head((is_query ? query : key) + head * heads.width, is_query ? query_norm : key_norm,
@@ -231,14 +254,21 @@ void norm_and_rope(M &m, float *query, float *key, const LayerWeights &w, double
 
 // ---- SwiGLU ------------------------------------------------------------------------------------------------
 
-// out = silu(gate) * up, silu(x) = x / (1 + e^-x) (Shazeer 2020), for `count` numbers; `out` may be `gate`.
+// x / (1 + e^-z): SiLU, where z is x; or GELU (Hendrycks and Gimpel 2016), whose tanh form x (1 + tanh(z / 2)) / 2 is
+// the same with z = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+HOST_DEVICE inline float gated(float x, bool gelu) {
+    const float z = gelu ? x * (1.5957691f + 0.071354814f * (x * x)) : x;
+    return x / (1 + expf(-z));
+}
+
+// out = silu(gate) * up (Shazeer 2020), or with GELU in its place, for `count` numbers; `out` may be `gate`.
 template <class M>
-void swiglu(M &m, float *out, const float *gate, const float *up, int64_t count) {
+void swiglu(M &m, float *out, const float *gate, const float *up, int64_t count, bool gelu = false) {
     constexpr int piece = 256;
     m.for_each((count + piece - 1) / piece, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
         int64_t first = item * piece, end = first + piece < count ? first + piece : count;
         for (int64_t i = first + team.first(); i < end; i += team.step())
-            out[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
+            out[i] = gated(gate[i], gelu) * up[i];
     });
 }
 

@@ -34,21 +34,23 @@ struct Activations {
     Buffer<float> x;                // (count, hidden): the residual stream
     Buffer<float> normed;           // (count, hidden)
     Buffer<float> query, attended;  // (count, heads, D)
-    Buffer<float> key, value;       // (count, kv_heads, D)
     Buffer<float> gate, up;         // (count, ffn)
-    Buffer<float> cos_sin;          // (count, D)
     Buffer<float> logits;           // (count, vocabulary)
-    Buffer<float> frequencies;      // (D / 2)
     Buffer<int> tokens;             // (count)
     Buffer<Span> spans;             // (count)
     std::vector<Span> spans_on_host;
+    struct OfKind {
+        Buffer<float> key, value;   // (count, kv_heads, D): of its newest layer that has some
+        Buffer<float> cos_sin;      // (count, D)
+        Buffer<float> frequencies;  // (D / 2)
+    };
+    std::vector<OfKind> kinds;
 };
 
 struct Engine {
     std::unique_ptr<Machine> machine;  // outlives what is kept in its memory
     Model model;
     std::shared_ptr<void> weights = nullptr;  // where the model's tensors are, if they were moved
-    Heads heads = {};
     Activations a = {};
     int chunk = 512;  // tokens of a prefill pass: enough to use each weight often, few enough to stay small
     Memory &memory() const {
@@ -65,10 +67,12 @@ inline Engine open_engine(Model model, std::unique_ptr<Machine> machine, const s
                           const std::string &activations = "f32") {
     Engine engine{std::move(machine), std::move(model)};
     const Config &config = engine.model.config;
-    engine.heads = {config.heads, config.kv_heads, config.head_dim};
-    std::vector<float> frequencies = rope_frequencies(config);
-    engine.a.frequencies.resize(engine.memory(), frequencies.size());
-    engine.memory().write(engine.a.frequencies.data(), frequencies.data(), frequencies.size() * sizeof(float));
+    for (const Kind &kind : config.kinds) {
+        const std::vector<float> frequencies = rope_frequencies(kind);
+        Buffer<float> &there = engine.a.kinds.emplace_back().frequencies;
+        there.resize(engine.memory(), frequencies.size());
+        engine.memory().write(there.data(), frequencies.data(), frequencies.size() * sizeof(float));
+    }
     bool cpu = std::holds_alternative<Cpu>(*engine.machine);
     if (!cpu && weights == "int8") fail("--weights int8: these compute on the CPU only: add --device cpu");
     if (!cpu || weights != "stored") engine.weights = move_weights(engine.model, *engine.machine, weights == "int8");
@@ -109,65 +113,99 @@ inline std::vector<Span> spans_of(const Batch &batch) {
     return spans;
 }
 
-// Takes a batch to the machine, with room for all that its pass computes.
-inline Pass begin_pass(Engine &engine, const Batch &batch) {
+inline Heads heads_of(const Config &config, const Kind &kind) { return {config.heads, kind.kv_heads, kind.key_width}; }
+
+// Takes a batch to the machine, with room for all that its pass computes. What is returned is for each kind of layers.
+inline std::vector<Pass> begin_pass(Engine &engine, const Batch &batch) {
     const Config &config = engine.model.config;
     Memory &memory = engine.memory();
     Activations &a = engine.a;
-    size_t count = (size_t)batch.count(), head_dim = (size_t)config.head_dim;
+    size_t count = (size_t)batch.count();
     for (auto *buffer : {&a.x, &a.normed}) buffer->resize(memory, count * config.hidden);
-    for (auto *buffer : {&a.query, &a.attended}) buffer->resize(memory, count * config.heads * head_dim);
-    for (auto *buffer : {&a.key, &a.value}) buffer->resize(memory, count * config.kv_heads * head_dim);
     for (auto *buffer : {&a.gate, &a.up}) buffer->resize(memory, count * config.ffn);
-    a.cos_sin.resize(memory, count * head_dim);
     a.tokens.resize(memory, count);
     a.spans.resize(memory, count);
     a.spans_on_host = spans_of(batch);
     memory.write(a.tokens.data(), batch.tokens.data(), count * sizeof(int));
     memory.write(a.spans.data(), a.spans_on_host.data(), count * sizeof(Span));
-    return {(int)count,           a.tokens.data(), a.spans.data(),        a.cos_sin.data(),
-            a.frequencies.data(), engine.heads,    a.spans_on_host.data()};
+    std::vector<Pass> passes;
+    for (size_t i = 0; i < config.kinds.size(); i++) {
+        const Kind &kind = config.kinds[i];
+        Activations::OfKind &of = a.kinds[i];
+        const size_t width = (size_t)kind.key_width;
+        for (auto *buffer : {&a.query, &a.attended})
+            buffer->resize(memory, std::max(buffer->size(), count * config.heads * width));
+        for (auto *buffer : {&of.key, &of.value}) buffer->resize(memory, count * kind.kv_heads * width);
+        of.cos_sin.resize(memory, count * width);
+        passes.push_back({(int)count, a.tokens.data(), a.spans.data(), of.cos_sin.data(), of.frequencies.data(),
+                          heads_of(config, kind), a.spans_on_host.data(), (int)i});
+    }
+    return passes;
+}
+
+// What attention of a layer reads and writes: in the store of its kind, and of the pass.
+inline Attention attention_of(Engine &engine, int layer, const std::vector<Store> &stores) {
+    const Config &config = engine.model.config;
+    const LayerRows &rows = config.rows[layer];
+    const Kind &kind = config.kinds[rows.kind];
+    Activations::OfKind &of = engine.a.kinds[rows.kind];
+    const float scale = config.score_scale ? (float)config.score_scale : 1 / std::sqrt((float)kind.key_width);
+    const CacheView &cache = stores[rows.kind].view;
+    return {engine.a.attended.data(), engine.a.query.data(), {of.key.data(), kind.kv_heads, kind.key_width},
+            {of.value.data(), kind.kv_heads, kind.key_width}, cache, rows.index,
+            visible_of(cache.layout, kind.window), heads_of(config, kind), scale, engine.model.layers[layer].sinks};
 }
 
 // All layers, for one batch: the equations of a decoder, line by line. What comes out is in engine.a.x. What is new is
-// stored in the cache, and the past is read from it. On the naive path `cache` is a view without memory: all that a
-// token sees is in the batch. `m` is the machine, Cpu or Gpu. After Ctrl-C it throws Interrupted; so does logits().
+// stored in the cache's stores, and the past is read from them. On the naive path they have no memory: all that a token
+// sees is in the batch. `m` is the machine, Cpu or Gpu. After Ctrl-C it throws Interrupted; so does logits().
 template <class M>
-void forward(M &m, Engine &engine, const Batch &batch, const CacheView &cache) {
+void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> &stores) {
     const Model &model = engine.model;
-    Pass pass = begin_pass(engine, batch);
-    int count = pass.count, head_dim = engine.heads.width;
-    double epsilon = model.config.norm_epsilon;
-    const Heads &heads = engine.heads;
+    const Config &config = model.config;
+    const std::vector<Pass> passes = begin_pass(engine, batch);
+    const int count = batch.count();
+    const double epsilon = config.norm_epsilon;
     Activations &a = engine.a;
     float *x = a.x.data(), *normed = a.normed.data(), *gate = a.gate.data(), *up = a.up.data();
-    float *query = a.query.data(), *key = a.key.data(), *value = a.value.data(), *attended = a.attended.data();
-    best::run(m, pass, cache, [&] {
-        best::embed(m, x, model.embedding, pass);
-        best::rope_angles(m, pass, head_dim);
-        for (int layer = 0; layer < model.config.layers; layer++) {
-            Progress::at((double)count * layer / model.config.layers);
+    float *query = a.query.data(), *attended = a.attended.data();
+    // x += W y, or x += RMSNorm(W y) in models that have a norm there.
+    auto add = [&](const float *y, const Linear &matrix, const Tensor &norm) {
+        if (!norm.data) return best::linear(m, y, count, {{matrix, x}}, Into::add);
+        best::linear(m, y, count, {{matrix, normed}});
+        best::add_rms_norm(m, x, normed, norm, count, epsilon);
+    };
+    best::run(m, passes, stores, [&] {
+        best::embed(m, x, model.embedding, (float)config.embedding_scale, passes[0]);
+        for (const Pass &pass : passes) best::rope_angles(m, pass);
+        for (int layer = 0; layer < config.layers; layer++) {
+            Progress::at((double)count * layer / config.layers);
             const LayerWeights &w = model.layers[layer];
-            Visible visible = visible_of(cache.layout, w.window);
-            Attention task = {attended, query, {key, heads.kv, head_dim}, {value, heads.kv, head_dim}, cache, layer,
-                              visible,  heads};
-            best::rms_norm(m, normed, x, w.attention_norm, count, epsilon);                      // n = RMSNorm(x)
-            best::linear(m, normed, count, {{w.query, query}, {w.key, key}, {w.value, value}});  // q, k, v = W n + b
-            best::norm_and_rope(m, query, key, w, epsilon, pass);                                // both rotated
-            if (cache.keys.data) best::store_rows(m, task, pass);     // before a query reads them
-            best::attention(m, task, pass);                           // o = softmax(q K^T / sqrt(D)) V
-            if (cache.keys.data) best::keep_residual(m, task, pass);  // after all have read: the newest block
-            best::linear(m, attended, count, {{w.output, x}}, Store::add);  // x += W o
-            best::rms_norm(m, normed, x, w.mlp_norm, count, epsilon);       // n = RMSNorm(x)
+            const LayerRows &rows = config.rows[layer];
+            const Pass &pass = passes[rows.kind];
+            const Attention task = attention_of(engine, layer, stores);
+            const bool stores_rows = rows.own && task.cache.keys.data;
+            float *key = task.keys.start, *value = task.values.start;
+            best::rms_norm(m, normed, x, w.attention_norm, count, epsilon);  // n = RMSNorm(x)
+            if (rows.own)
+                best::linear(m, normed, count, {{w.query, query}, {w.key, key}, {w.value, value}});  // q, k, v = W n + b
+            else
+                best::linear(m, normed, count, {{w.query, query}});  // k and v are an earlier layer's
+            best::norm_and_rope(m, query, key, value, w, epsilon, pass);  // q and k rotated
+            if (stores_rows) best::store_rows(m, task, pass);     // before a query reads them
+            best::attention(m, task, pass);                       // o = softmax(q K^T / sqrt(D)) V
+            if (stores_rows) best::keep_residual(m, task, pass);  // after its queries have read: the newest block
+            add(attended, w.output, w.attention_out_norm);                   // x += W o
+            best::rms_norm(m, normed, x, w.mlp_norm, count, epsilon);        // n = RMSNorm(x)
             best::linear(m, normed, count, {{w.gate, gate}, {w.up, up}});
-            best::swiglu(m, gate, gate, up, (int64_t)count * w.down.weight.cols);
-            best::linear(m, gate, count, {{w.down, x}}, Store::add);  // x += W (silu(W n) * W n)
+            best::swiglu(m, gate, gate, up, (int64_t)count * w.down.weight.cols, config.gelu);
+            add(gate, w.down, w.mlp_out_norm);  // x += W (silu(W n) * W n)
         }
     });
 }
 
-inline void forward(Engine &engine, const Batch &batch, const CacheView &cache) {
-    std::visit([&](auto &m) { forward(m, engine, batch, cache); }, *engine.machine);
+inline void forward(Engine &engine, const Batch &batch, const std::vector<Store> &stores) {
+    std::visit([&](auto &m) { forward(m, engine, batch, stores); }, *engine.machine);
     stop_if_interrupted();
     Progress::add(batch.count());
 }
@@ -195,15 +233,19 @@ inline std::vector<float> logits(Engine &engine, int first, int count) {
 
 // ---- Prefill and decode ------------------------------------------------------------------------------------
 
+// What the naive path stores: nothing. `layout` says what each token sees: with a ring, what the ring would still hold.
+inline std::vector<Store> nothing_stored(const Config &config, const Layout &layout = Contiguous{}) {
+    Store nothing;
+    nothing.view.layout = layout;
+    return std::vector<Store>(config.kinds.size(), nothing);
+}
+
 // The naive path: a pass over all tokens so far. Nothing is kept, so the next token costs all of this again, and more.
-// `layout` says what each token sees: with a ring, what the ring would still hold.
 inline void naive_pass(Engine &engine, const std::vector<int> &tokens, const Layout &layout = Contiguous{}) {
     Progress progress("naive pass", (double)tokens.size());
     Batch batch;
     for (size_t t = 0; t < tokens.size(); t++) batch.add(tokens[t], 0, (int)t);
-    CacheView nothing;
-    nothing.layout = layout;
-    forward(engine, batch, nothing);
+    forward(engine, batch, nothing_stored(engine.model.config, layout));
 }
 
 // The naive path's logits of the last token.
@@ -232,7 +274,7 @@ inline int prefill_pass(Engine &engine, Cache &cache, int sequence, const std::v
             Batch batch;
             int first = grow(cache, sequence, (int)count);
             for (size_t t = 0; t < count; t++) batch.add(tokens[begin + t], sequence, first + (int)t);
-            forward(engine, batch, cache.view);
+            forward(engine, batch, cache.stores);
             if (after_chunk) after_chunk((int)count);
         });
     }
@@ -257,7 +299,7 @@ inline void decode_pass(Engine &engine, Cache &cache, const std::vector<int> &se
     Batch batch;
     all_or_nothing(cache, [&] {
         for (size_t i = 0; i < sequences.size(); i++) batch.add(tokens[i], sequences[i], grow(cache, sequences[i], 1));
-        forward(engine, batch, cache.view);
+        forward(engine, batch, cache.stores);
     });
 }
 

@@ -20,6 +20,7 @@ struct PagePool {
     std::vector<int> table;       // (sequence, pages_per_sequence): the page, or -1 where none was handed out
     std::vector<int> references;  // (page): sequences whose table holds it; 0: free
     std::vector<int> free;        // pages that nobody holds; the last one is handed out next
+    std::vector<int> first;       // (sequence): its first logical page; those before it were given back
 
     int used() const { return (int)(references.size() - free.size()); }
     // Pages that a sequence takes, or gives back, from one length to another.
@@ -29,8 +30,10 @@ struct PagePool {
 
 // All are free; page 0 is handed out first.
 inline PagePool open_pages(int sequences, int64_t pages_per_sequence, int page, int pages) {
-    PagePool pool = {
-        page, pages_per_sequence, std::vector<int>(sequences * pages_per_sequence, -1), std::vector<int>(pages, 0), {}};
+    PagePool pool = {page, pages_per_sequence};
+    pool.table.assign(sequences * pages_per_sequence, -1);
+    pool.references.assign(pages, 0);
+    pool.first.assign(sequences, 0);
     for (int i = pages - 1; i >= 0; i--) pool.free.push_back(i);
     return pool;
 }
@@ -46,14 +49,27 @@ inline int take_pages(PagePool &pool, int sequence, int from, int to) {
     return count;
 }
 
-// Takes a sequence's pages behind `length` positions from its table, the last one first, so that they are handed out
-// again in the order of its positions. Returns those that no table holds any more: they are free.
-inline std::vector<int> release_pages(PagePool &pool, int sequence, int from, int length) {
+// Takes the pages [begin, end) of a sequence from its table, the last one first, so that they are handed out again in the
+// order of its positions. Returns those that no table holds any more: they are free.
+inline std::vector<int> release(PagePool &pool, int sequence, int begin, int end) {
     std::vector<int> freed;
-    for (int logical = pages_for(from, pool.page) - 1; logical >= pages_for(length, pool.page); logical--) {
+    for (int logical = end - 1; logical >= begin; logical--) {
         int page = std::exchange(pool.entry(sequence, logical), -1);
         if (--pool.references[page] == 0) freed.push_back(page);
     }
     pool.free.insert(pool.free.end(), freed.begin(), freed.end());
     return freed;
+}
+
+// Those behind the first `length` positions, of `from`.
+inline std::vector<int> release_pages(PagePool &pool, int sequence, int from, int length) {
+    const int begin = std::max(pages_for(length, pool.page), pool.first[sequence]);
+    if (length == 0) pool.first[sequence] = 0;
+    return release(pool, sequence, begin, pages_for(from, pool.page));
+}
+
+// Those that lie wholly before a position, from which on a window sees.
+inline std::vector<int> release_before(PagePool &pool, int sequence, int position) {
+    const int end = std::max(pool.first[sequence], position / pool.page);
+    return release(pool, sequence, std::exchange(pool.first[sequence], end), end);
 }

@@ -52,18 +52,20 @@ struct Linear {     // y = weight x + bias
     Tensor bias;    // (1, outputs), absent in most families
 };
 
-// With D = head_dim. Rows of query, key and value are head after head, D rows each; a head's rows are in the half-split
-// order of RoPE: component i turns together with component i + D / 2.
+// With D the width of its kind's keys. Rows of query, key and value are head after head, D rows each; a head's rows are
+// in the half-split order of RoPE: component i turns together with component i + D / 2.
 struct LayerWeights {
-    Tensor attention_norm;        // (1, hidden)
-    Linear query;                 // (heads * D, hidden)
-    Linear key, value;            // (kv_heads * D, hidden)
-    Linear output;                // (hidden, heads * D)
-    Tensor query_norm, key_norm;  // (1, D): RMSNorm of each head before RoPE (Qwen3), absent elsewhere
-    Tensor mlp_norm;              // (1, hidden)
-    Linear gate, up;              // (ffn, hidden)
-    Linear down;                  // (hidden, ffn)
-    int window = 0;  // the query at position p sees positions max(0, p - window + 1) .. p; 0: all of 0 .. p
+    Tensor attention_norm;                  // (1, hidden)
+    Linear query;                           // (heads * D, hidden)
+    Linear key, value;                      // (kv_heads * D, hidden); absent where another layer's rows are read
+    Linear output;                          // (hidden, heads * D)
+    Tensor query_norm, key_norm;            // (1, D): RMSNorm of each head before RoPE (Qwen3), absent elsewhere
+    Tensor value_norm;                      // (1, D): likewise (Gemma 4)
+    Tensor sinks;                           // (1, heads): learned sinks, scores without a value (gpt-oss)
+    Tensor mlp_norm;                        // (1, hidden)
+    Linear gate, up;                        // (ffn, hidden)
+    Linear down;                            // (hidden, ffn)
+    Tensor attention_out_norm, mlp_out_norm;  // (1, hidden): RMSNorm of what is added to x (Gemma 3), absent elsewhere
 };
 
 // How the frequencies f_i = theta^(-2i/D) are stretched so that a model reads further than it was trained at first.
@@ -77,20 +79,58 @@ struct RopeScaling {
     int original_context = 0;
 };
 
+// What layers have in common whose rows are alike: a cache keeps the rows of a kind in one store (cache.h).
+struct Kind {
+    int kv_heads = 0;
+    int key_width = 0, value_width = 0;  // numbers of a head's row: D. MLA: rank + rope, and 0: the value is in the key
+    int window = 0;         // the query at position p sees positions max(0, p - window + 1) .. p; 0: all of 0 .. p
+    double rope_theta = 0;  // 0: nothing turns, whatever the position
+    RopeScaling rope = {};
+    int layers = 0;  // that store rows
+};
+
+// Where a layer's rows are.
+struct LayerRows {
+    int kind = 0, index = 0;  // in Config::kinds, and among the layers of that kind that store rows
+    bool own = true;          // false: the layer reads rows that an earlier one stored
+};
+
 struct Config {
     std::string architecture, model_type;  // "LlamaForCausalLM", "llama"
     std::string dtype;                     // what the config says of the weights; each Tensor knows its own type
-    int layers = 0, hidden = 0, ffn = 0, heads = 0, kv_heads = 0, head_dim = 0, vocabulary = 0;
+    int layers = 0, hidden = 0, ffn = 0, heads = 0, vocabulary = 0;
     int context = 0;  // positions the model was made for
-    double norm_epsilon = 0, rope_theta = 0;
-    RopeScaling rope;
+    double norm_epsilon = 0;
+    double embedding_scale = 1;  // of what a token's embedding enters x with
+    double score_scale = 0;      // q k is multiplied with; 0: 1 / sqrt(D)
+    bool gelu = false;           // the gate of the MLP: GELU by tanh, otherwise SiLU
+    std::vector<Kind> kinds;
+    std::vector<LayerRows> rows;  // (layers)
     bool tied = false;         // in a Model: the head is the embedding, not a matrix of its own
     std::vector<int> end_ids;  // generation stops after any of them; empty: it never does
     int bos_id = -1;           // -1: none
-    int window = 0;            // sliding window in positions of the layers that have one; 0: no layer has
-    std::vector<int> windows;  // (layers): LayerWeights::window of each
     bool qkv_bias = false, output_bias = false, mlp_bias = false, qk_norm = false;
+    const Kind &kind(int layer) const { return kinds[(size_t)rows[(size_t)layer].kind]; }
 };
+
+inline bool same_scaling(const RopeScaling &a, const RopeScaling &b) {
+    return a.kind == b.kind && a.factor == b.factor && a.low_freq_factor == b.low_freq_factor &&
+           a.high_freq_factor == b.high_freq_factor && a.original_context == b.original_context;
+}
+
+// One more layer, of a kind that others may have, too. Without rows of its own it reads those of the last layer of its
+// kind that has some.
+inline void add_layer(std::vector<Kind> &kinds, std::vector<LayerRows> &rows, const Kind &kind, bool own = true) {
+    auto alike = [&](const Kind &other) {
+        return kind.kv_heads == other.kv_heads && kind.key_width == other.key_width &&
+               kind.value_width == other.value_width && kind.window == other.window &&
+               kind.rope_theta == other.rope_theta && same_scaling(kind.rope, other.rope);
+    };
+    const size_t at = (size_t)(std::find_if(kinds.begin(), kinds.end(), alike) - kinds.begin());
+    if (at == kinds.size()) kinds.push_back(kind), kinds.back().layers = 0;
+    kinds[at].layers += own;
+    rows.push_back({(int)at, kinds[at].layers - 1, own});
+}
 
 // Move-only: tensors point into files (or copies), which live as long as the model.
 struct Model {
@@ -174,7 +214,7 @@ inline bool is_neutral(const cJSON *item, double neutral) {
 // embedding, residual stream, scores or logits; Gemma 2 and OLMo cut them off; SmolLM3, Llama 4, MPT and DeepSeek place
 // tokens in other ways; then experts, the order of a layer's steps, and norms of q and k. By the value that changes
 // nothing:
-inline void refuse_foreign_keys(const Section &config, const Family &family, const Config &sizes) {
+inline void refuse_foreign_keys(const Section &config, const Family &family, const Config &sizes, const Kind &kind) {
     const std::pair<double, const char *> table[] = {
         {1,
          "embedding_multiplier residual_multiplier logits_scaling logit_scale scale_emb lm_head_multiplier "
@@ -185,8 +225,8 @@ inline void refuse_foreign_keys(const Section &config, const Family &family, con
          "nope_layer_interval attention_chunk_size attn_temperature_tuning rope_interleave alibi kv_lora_rank "
          "num_experts num_local_experts n_routed_experts use_parallel_residual parallel_attn"},
         {family.qk_norm, "use_qk_norm qk_layernorm"},
-        {1 / std::sqrt(sizes.head_dim), "attention_multiplier"},
-        {sizes.head_dim, "query_pre_attn_scalar"},
+        {1 / std::sqrt(kind.key_width), "attention_multiplier"},
+        {kind.key_width, "query_pre_attn_scalar"},
         {std::sqrt(sizes.layers), "scale_depth"},
         {sizes.hidden, "dim_model_base"}};
     for (const auto &[neutral, keys] : table) {
@@ -200,7 +240,8 @@ inline void refuse_foreign_keys(const Section &config, const Family &family, con
     }
 }
 
-inline void read_sizes(const Section &config, const Family &family, Config &out) {
+// `kind` is what the layers have in common.
+inline void read_sizes(const Section &config, const Family &family, Config &out, Kind &kind) {
     const char *name = config.name.c_str();
     out.layers = config.integer("num_hidden_layers", 1, max_layers);
     out.hidden = config.integer("hidden_size", 1, max_size);
@@ -210,30 +251,31 @@ inline void read_sizes(const Section &config, const Family &family, Config &out)
     out.heads = config.integer("num_attention_heads", 1, max_size);
     // A null asks for as many KV heads as heads; only a key that is not there takes the family's default.
     bool as_heads = config.has_null("num_key_value_heads") || family.kv_heads == 0;
-    out.kv_heads = config.integer("num_key_value_heads", 1, max_size, as_heads ? out.heads : family.kv_heads);
-    if (out.heads % out.kv_heads) {
+    kind.kv_heads = config.integer("num_key_value_heads", 1, max_size, as_heads ? out.heads : family.kv_heads);
+    if (out.heads % kind.kv_heads) {
         fail("%s: num_attention_heads is %d, expected a multiple of num_key_value_heads, %d", name, out.heads,
-             out.kv_heads);
+             kind.kv_heads);
     }
-    out.head_dim = config.integer("head_dim", 1, max_size, family.head_dim);
-    if (out.head_dim == 0) {
+    int &width = kind.key_width = config.integer("head_dim", 1, max_size, family.head_dim);
+    if (width == 0) {
         if (out.hidden % out.heads) {
             fail("%s: hidden_size is %d, expected a multiple of num_attention_heads, %d (or a head_dim)", name,
                  out.hidden, out.heads);
         }
-        out.head_dim = out.hidden / out.heads;
+        width = out.hidden / out.heads;
     }
-    if (out.head_dim % 2) fail("%s: head_dim is %d, expected an even number: RoPE turns pairs", name, out.head_dim);
-    if (out.head_dim > max_size / out.heads) {
+    if (width % 2) fail("%s: head_dim is %d, expected an even number: RoPE turns pairs", name, width);
+    if (width > max_size / out.heads) {
         fail("%s: num_attention_heads * head_dim is %lld, expected at most %d", name,
-             (long long)out.heads * out.head_dim, max_size);
+             (long long)out.heads * width, max_size);
     }
+    kind.value_width = width;
     out.norm_epsilon = config.number("rms_norm_eps", 1e-30, 1, 1e-6);
 }
 
 // Two spellings: rope_theta beside rope_scaling {type or rope_type, factor, ...}, or all of it in rope_parameters.
 // As in Transformers, rope_scaling goes before rope_parameters, and a theta in either before the one beside them.
-inline void read_rope(const Section &config, Config &out) {
+inline void read_rope(const Section &config, int context, Kind &kind) {
     Section rope = config.section("rope_scaling");
     if (!rope.object || !rope.object->child) rope = config.section("rope_parameters");
     const char *name = rope.name.c_str();
@@ -243,59 +285,67 @@ inline void read_rope(const Section &config, Config &out) {
     }
     if (rope.number("partial_rotary_factor", 0, 1, 1) != 1)
         fail("%s: partial_rotary_factor is not supported; supported is 1", name);
-    out.rope_theta = rope.number("rope_theta", 1, 1e15, config.number("rope_theta", 1, 1e15, 10000));
+    kind.rope_theta = rope.number("rope_theta", 1, 1e15, config.number("rope_theta", 1, 1e15, 10000));
 
     std::string type = rope.text("rope_type", rope.text("type", "default"));
     if (type == "default") return;
     require_known(rope, "rope_type", type, "default linear llama3");
-    out.rope.kind = type == "linear" ? RopeScaling::linear : RopeScaling::llama3;
-    out.rope.factor = rope.number("factor", 1e-6, 1e6);
+    kind.rope.kind = type == "linear" ? RopeScaling::linear : RopeScaling::llama3;
+    kind.rope.factor = rope.number("factor", 1e-6, 1e6);
     if (type == "linear") return;
-    out.rope.low_freq_factor = rope.number("low_freq_factor", 1e-6, 1e6);
-    out.rope.high_freq_factor = rope.number("high_freq_factor", 1e-6, 1e6);
-    if (out.rope.high_freq_factor <= out.rope.low_freq_factor) {
-        fail("%s: high_freq_factor is %g, expected more than low_freq_factor, %g", name, out.rope.high_freq_factor,
-             out.rope.low_freq_factor);
+    kind.rope.low_freq_factor = rope.number("low_freq_factor", 1e-6, 1e6);
+    kind.rope.high_freq_factor = rope.number("high_freq_factor", 1e-6, 1e6);
+    if (kind.rope.high_freq_factor <= kind.rope.low_freq_factor) {
+        fail("%s: high_freq_factor is %g, expected more than low_freq_factor, %g", name, kind.rope.high_freq_factor,
+             kind.rope.low_freq_factor);
     }
-    int original = rope.integer("original_max_position_embeddings", 1, 1 << 30, out.context);
-    out.rope.original_context = config.integer("original_max_position_embeddings", 1, 1 << 30, original);
+    int original = rope.integer("original_max_position_embeddings", 1, 1 << 30, context);
+    kind.rope.original_context = config.integer("original_max_position_embeddings", 1, 1 << 30, original);
 }
 
 // How far the layers look back that look furthest; 0: some to the first position.
-inline int widest_window(const std::vector<int> &windows) {
-    if (windows.empty() || *std::min_element(windows.begin(), windows.end()) == 0) return 0;
-    return *std::max_element(windows.begin(), windows.end());
+inline int widest_window(const std::vector<Kind> &kinds) {
+    int widest = 0;
+    for (const Kind &kind : kinds) {
+        if (kind.window == 0) return 0;
+        widest = std::max(widest, kind.window);
+    }
+    return widest;
 }
 
 // Mistral: every layer slides. Qwen: only with use_sliding_window, and then the layers from max_window_layers on, or
 // those that layer_types names. Llama: none. Of these two, layer_types may say nothing else.
-inline void read_windows(const Section &config, const Family &family, Config &out) {
-    bool qwen = out.model_type == "qwen2" || out.model_type == "qwen3";
+inline std::vector<int> read_windows(const Section &config, const Family &family, int layers) {
+    const std::string model_type = family.model_type;
+    bool qwen = model_type == "qwen2" || model_type == "qwen3";
+    int window = 0;
     if (family.window > 0 && (!qwen || config.flag("use_sliding_window", false))) {
-        out.window =
+        window =
             config.integer("sliding_window", 1, 1 << 30, config.has_null("sliding_window") ? 0 : family.window);
     }
     int first = qwen ? config.integer("max_window_layers", 0, max_layers, 28) : 0;
-    for (int layer = 0; layer < out.layers; layer++) out.windows.push_back(layer < first ? 0 : out.window);
+    std::vector<int> windows;
+    for (int layer = 0; layer < layers; layer++) windows.push_back(layer < first ? 0 : window);
 
     const cJSON *types = config.find("layer_types");
-    if (!types) return;
-    if (!cJSON_IsArray(types) || cJSON_GetArraySize(types) != out.layers) {
-        config.refuse("layer_types", types, "a list of " + std::to_string(out.layers) + " (num_hidden_layers) names");
+    if (!types) return windows;
+    if (!cJSON_IsArray(types) || cJSON_GetArraySize(types) != layers) {
+        config.refuse("layer_types", types, "a list of " + std::to_string(layers) + " (num_hidden_layers) names");
     }
     const cJSON *type = types->child;
-    for (int &window : out.windows) {
+    for (int &layer : windows) {
         std::string word = cJSON_IsString(type) ? type->valuestring : "";
-        const char *other = qwen || window ? "sliding_attention" : "full_attention";
+        const char *other = qwen || layer ? "sliding_attention" : "full_attention";
         if (word != other && (!qwen || word != "full_attention"))
             config.refuse("an entry of layer_types", type, (qwen ? "full_attention or " : "") + std::string(other));
-        window = word == "full_attention" ? 0 : out.window;
-        if (word == "sliding_attention" && window == 0) {
+        layer = word == "full_attention" ? 0 : window;
+        if (word == "sliding_attention" && layer == 0) {
             fail("%s: layer_types has sliding_attention, but use_sliding_window and sliding_window give no window",
                  config.name.c_str());
         }
         type = type->next;
     }
+    return windows;
 }
 
 // generation_config.json goes before config.json; a family's default counts only where neither has the key.
@@ -338,11 +388,14 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     }
     if (const cJSON *item = config.find("quantization_config"))
         config.refuse("quantization_config", item, "weights as they were trained, in F32 F16 BF16, and no such key");
-    read_sizes(config, family, out);
-    refuse_foreign_keys(config, family, out);
-    read_rope(config, out);
-    read_windows(config, family, out);
-    out.window = *std::max_element(out.windows.begin(), out.windows.end());
+    Kind kind;
+    read_sizes(config, family, out, kind);
+    refuse_foreign_keys(config, family, out, kind);
+    read_rope(config, out.context, kind);
+    for (int window : read_windows(config, family, out.layers)) {
+        kind.window = window;
+        add_layer(out.kinds, out.rows, kind);
+    }
     read_special_ids(config, generation, family, out);
     out.tied = config.flag("tie_word_embeddings", false);
     bool attention_bias = config.flag("attention_bias", false);
@@ -605,7 +658,8 @@ struct Binder {
 inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) {
     const std::string layer = "model.layers." + std::to_string(index) + ".", attention = layer + "self_attn.",
                       mlp = layer + "mlp.";
-    const int query_width = config.heads * config.head_dim, kv_width = config.kv_heads * config.head_dim;
+    const Kind &kind = config.kind(index);
+    const int width = kind.key_width, query_width = config.heads * width, kv_width = kind.kv_heads * width;
     LayerWeights out;
     out.attention_norm = binder.take(layer + "input_layernorm.weight", {config.hidden});
     out.query = binder.linear(attention + "q_proj", query_width, config.hidden, config.qkv_bias);
@@ -613,14 +667,13 @@ inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) 
     out.value = binder.linear(attention + "v_proj", kv_width, config.hidden, config.qkv_bias);
     out.output = binder.linear(attention + "o_proj", config.hidden, query_width, config.output_bias);
     if (config.qk_norm) {
-        out.query_norm = binder.take(attention + "q_norm.weight", {config.head_dim});
-        out.key_norm = binder.take(attention + "k_norm.weight", {config.head_dim});
+        out.query_norm = binder.take(attention + "q_norm.weight", {width});
+        out.key_norm = binder.take(attention + "k_norm.weight", {width});
     }
     out.mlp_norm = binder.take(layer + "post_attention_layernorm.weight", {config.hidden});
     out.gate = binder.linear(mlp + "gate_proj", config.ffn, config.hidden, config.mlp_bias);
     out.up = binder.linear(mlp + "up_proj", config.ffn, config.hidden, config.mlp_bias);
     out.down = binder.linear(mlp + "down_proj", config.hidden, config.ffn, config.mlp_bias);
-    out.window = config.windows[(size_t)index];
     return out;
 }
 
@@ -670,244 +723,4 @@ inline Model load_model(const std::string &directory) {
     Model model = bind_weights(std::move(config), table);
     model.files = std::move(files);
     return model;
-}
-
-// ---- The cache of any checkpoint -----------------------------------------------------------------------------------
-
-// What a cache's size follows from, also of architectures that do not run here.
-struct CacheSizes {
-    std::string architecture, why_not;  // why_not: the line that load_model() fails with; "": it runs
-    std::string no_size;                // why nothing below is known; "": it is
-    int layers = 0;                     // with keys and values: not those of linear attention or convolutions
-    int kv_heads = 0, key_width = 0, value_width = 0;  // MLA: 1, rank + rope, 0: a value is a part of its key
-    int context = 0;                                   // 0: the config does not say
-    std::vector<int> windows;                          // (layers), as in Config
-};
-
-// What Transformers takes where a config is silent, as those of models that also see mostly are.
-struct Defaults {
-    const char *model_type;
-    int layers, hidden, heads, kv_heads, head_dim, context;  // kv_heads, head_dim 0: as in Family
-    int window, pattern;  // every pattern-th layer sees everything, the others look back over the window; 0: none does
-};
-constexpr Defaults known_defaults[] = {
-    {"llama", 32, 4096, 32, 0, 0, 2048, 0, 0},
-    {"mistral", 32, 4096, 32, 8, 0, 131072, 4096, 0},
-    {"mixtral", 32, 4096, 32, 8, 0, 131072, 0, 0},
-    {"phi3", 32, 3072, 32, 0, 0, 4096, 0, 0},
-    {"phimoe", 32, 4096, 32, 8, 0, 131072, 0, 0},
-    {"starcoder2", 30, 3072, 24, 2, 0, 4096, 0, 0},
-    {"qwen2", 32, 4096, 32, 32, 0, 32768, 4096, 0},
-    {"qwen3", 32, 4096, 32, 32, 128, 32768, 4096, 0},
-    {"gemma", 28, 3072, 16, 16, 256, 8192, 0, 0},
-    {"gemma2", 26, 2304, 8, 4, 256, 8192, 4096, 2},
-    {"gemma3_text", 26, 2304, 8, 4, 256, 131072, 4096, 6},
-    {"cohere2", 40, 8192, 64, 0, 0, 8192, 4096, 4},
-};
-
-// Others whose heads have a width of their own, hidden_size / heads only by chance: it must be said.
-inline const std::set<std::string> fixed_width = {
-    "ernie4_5",     "gemma3n_text",     "gemma4_text", "glm",        "glm4",       "gpt_oss",
-    "helium",       "internlm3",        "llama4_text", "minimax_m2", "ministral3", "nemotron_h",
-    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",  "seed_oss",   "vaultgemma"};
-
-// Whether `text` has one of the parts, words with a blank between.
-inline bool has_part(const std::string &text, const char *parts) {
-    std::istringstream words(parts);
-    for (std::string part; words >> part;)
-        if (text.find(part) != std::string::npos) return true;
-    return false;
-}
-
-// New architectures come with keys of their own, and a size that leaves one out is wrong without a word. So a key that
-// sounds like attention or layers must be one that is read here, or of a sort that no size follows from; or it asks for
-// nothing. `mixed`: the config says which layers attend, so those of the others do not matter.
-inline void refuse_unknown_shape(const Section &config, bool mixed) {
-    const std::string read =
-        " num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads num_heads "
-        "num_key_value_heads num_kv_heads n_kv_heads n_head_kv kv_n_heads multi_query_group_num head_dim kv_channels "
-        "attention_head_dim v_head_dim qk_head_dim kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim use_mla "
-        "num_kv_shared_layers layer_types layers_block_type attention_layers attention_types hybrid_override_pattern "
-        "full_attn_idxs attn_layer_indices full_attention_interval attn_layer_period attn_layer_offset sliding_window "
-        "sliding_window_size sliding_window_pattern _sliding_window_pattern max_window_layers use_sliding_window "
-        "multi_query_attention attn_config attn_type ";
-    for (const cJSON *item = config.object->child; item; item = item->next) {
-        const std::string key = item->string;
-        bool shape = has_part(key,
-                              "attn attention layer head kv_ _kv key_value window swa latent block_type block_config "
-                              "mamba ssm state recurrent lru linear_ conv_ _conv hybrid sparse compress_ use_cla "
-                              "index_ loop");
-        bool harmless =
-            has_part(key,
-                     "drop bias norm _eps scal softcap softmax temperature rope rotary mlp moe expert _gate "
-                     "ffn vision image visual audio video speech use_cache mtp nextn flash logn impl "
-                     "lm_head classification_head prediction_head embd per_layer_input layer_switch "
-                     "interleaved_layers dense_ full_attn_mod multiplier upcast fp32 sparsity sparse_step num_ln "
-                     "parallel output_ initializer key_value_groups") ||
-            (mixed &&
-             has_part(key,
-                      "mamba ssm state lru linear_ conv window_size window_pattern global_attn attn_alpha attn_beta"));
-        if (!shape || harmless || is_neutral(item, 0) || read.find(" " + key + " ") != std::string::npos) continue;
-        fail("%s: %s is %s: what that does to the size of a cache is not known here", config.name.c_str(),
-             printable(key).c_str(), printable(item).c_str());
-    }
-}
-
-// A word for each layer, "attention", "mamba", "sliding_attention", where a config says which layers attend; or none.
-inline std::vector<std::string> layer_words(const Section &config, int layers) {
-    std::vector<std::string> words;
-    for (const char *key : {"layer_types", "layers_block_type", "attention_layers", "hybrid_override_pattern"}) {
-        const cJSON *list = config.find(key);
-        if (!list) continue;
-        for (const char *c = cJSON_IsString(list) ? list->valuestring : ""; *c; c++)  // Nemotron-H: "M-M*-"
-            words.push_back(*c == '*' ? "attention" : strchr("ME-", *c) ? "mamba" : std::string(1, *c));
-        for (const cJSON *item = cJSON_IsArray(list) ? list->child : nullptr; item; item = item->next)
-            words.push_back(cJSON_IsString(item) ? item->valuestring : "");
-        if ((int)words.size() != layers)
-            config.refuse(key, list, "a list of " + std::to_string(layers) + " (num_hidden_layers) names");
-        return words;
-    }
-    for (const char *key : {"full_attn_idxs", "attn_layer_indices"}) {
-        const cJSON *list = config.find(key);
-        if (!list) continue;
-        words.assign((size_t)layers, "conv");
-        for (const cJSON *item = list->child; item; item = item->next)
-            is_whole(item, 0, layers - 1) ? words[(size_t)item->valuedouble] = "attention"
-                                          : (config.refuse(key, list, "a list of layers"), "");
-        return words;
-    }
-    const bool period = config.find("attn_layer_period");  // Jamba; the other is Qwen3-Next's
-    if (!period && !config.find("full_attention_interval")) return words;
-    int every = config.integer(period ? "attn_layer_period" : "full_attention_interval", 1, max_layers);
-    int first = config.integer("attn_layer_offset", 0, max_layers, period ? 0 : every - 1);
-    for (int i = 0; i < layers; i++) words.push_back(i % every == first ? "attention" : "mamba");
-    return words;
-}
-
-// `model_type`: whose defaults count. A config inside another must say all that has none.
-inline void read_any_sizes(Section config, const std::string &model_type, bool inside, CacheSizes &out) {
-    const Defaults *known = nullptr;
-    for (const Defaults &defaults : known_defaults)
-        if (model_type == defaults.model_type) known = &defaults;
-    // The first of these spellings that is there; without `otherwise` one must be.
-    auto size = [&](std::initializer_list<const char *> keys, int most, std::optional<int> otherwise = {}) {
-        for (const char *key : keys)
-            if (config.find(key)) return config.integer(key, 1, most);
-        return config.integer(*keys.begin(), 1, most, otherwise);
-    };
-    auto or_default = [&](int Defaults::*value) { return known ? std::optional<int>(known->*value) : std::nullopt; };
-    const int layers =
-        size({"num_hidden_layers", "n_layer", "n_layers", "num_layers"}, max_layers, or_default(&Defaults::layers));
-    out.context = size({"max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"},
-                       1 << 30, known ? known->context : 0);
-    std::vector<std::string> words = layer_words(config, layers);
-    refuse_unknown_shape(config, !words.empty() || model_type == "falcon_h1");  // all its layers attend
-
-    int window = known && !config.has_null("sliding_window") ? known->window : 0;
-    for (const char *key : {"window_size", "sliding_window_size", "sliding_window"})
-        if (config.find(key)) window = config.integer(key, 0, 1 << 30);
-    if (model_type == "qwen2" || model_type == "qwen3") {
-        Config qwen;
-        qwen.layers = layers, qwen.model_type = model_type;
-        read_windows(config, families[model_type == "qwen2" ? 2 : 3], qwen);
-        out.windows = qwen.windows;
-    } else if (words.empty()) {
-        if (!config.flag("use_sliding_window", true) || (!known && window >= out.context)) window = 0;
-        int pattern =
-            size({"sliding_window_pattern", "_sliding_window_pattern"}, max_layers, known ? known->pattern : -1);
-        if (window && pattern < 0)
-            config.refuse("sliding_window", config.find("sliding_window"),
-                          "layer_types beside it: which layers slide?");
-        for (int i = 1; i <= layers; i++) out.windows.push_back(pattern > 0 && i % pattern == 0 ? 0 : window);
-    }
-    for (const std::string &word : out.windows.empty() ? words : std::vector<std::string>{}) {
-        const bool slides = word == "sliding_attention" || word == "local";
-        if (slides && !window) config.need("sliding_window");
-        if (slides || word == "full_attention" || word == "attention" || word == "global")
-            out.windows.push_back(slides ? window : 0);
-        else if (!has_part(" " + word + " ", "linear_attention mamba mamba2 conv recurrent moe mlp"))
-            fail("%s: a layer of the kind %s is not known here", config.name.c_str(), printable(word).c_str());
-    }
-    int shared = config.integer("num_kv_shared_layers", 0, (int)out.windows.size(), 0);  // read those of layers before
-    out.windows.resize(out.windows.size() - (size_t)shared);
-    out.layers = (int)out.windows.size();
-    if (!out.layers) fail("%s: no layer has keys and values", config.name.c_str());
-
-    const cJSON *rank = config.find("kv_lora_rank");
-    if (rank && !is_neutral(rank, 0)) {  // DeepSeek-AI 2024, DeepSeek-V2, section 2.1: one row for all heads
-        out.kv_heads = 1;
-        out.key_width = config.integer("kv_lora_rank", 1, max_size) + config.integer("qk_rope_head_dim", 0, max_size);
-        return;
-    }
-    const int heads =
-        size({"num_attention_heads", "n_head", "n_heads", "num_heads"}, max_size, or_default(&Defaults::heads));
-    std::optional<int> kv_heads = heads;
-    if (!config.has_null("num_key_value_heads") && known && known->kv_heads) kv_heads = known->kv_heads;
-    if (inside && !known && !config.has_null("num_key_value_heads")) kv_heads = {};
-    const Section attention = config.section("attn_config");  // MPT, DBRX
-    if (attention.object) refuse_unknown_shape(attention, false);
-    const bool falcon = model_type == "falcon" || model_type == "gpt_bigcode";
-    const bool one = (config.flag("multi_query", falcon) && !config.flag("new_decoder_architecture", false)) ||
-                     attention.text("attn_type", "") == "multiquery_attention";
-    if (one)
-        out.kv_heads = 1;
-    else if (attention.find("kv_n_heads"))
-        out.kv_heads = attention.integer("kv_n_heads", 1, max_size);
-    else if (config.flag("multi_query_attention", false))  // ChatGLM
-        out.kv_heads = size({"multi_query_group_num"}, max_size, 1);
-    else
-        out.kv_heads = size({"num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv"}, max_size, kv_heads);
-    out.key_width = size({"head_dim", "kv_channels", "attention_head_dim"}, max_size, known ? known->head_dim : 0);
-    if (!out.key_width) {
-        const int hidden =
-            size({"hidden_size", "n_embd", "n_embed", "d_model"}, max_size, or_default(&Defaults::hidden));
-        if (hidden % heads || fixed_width.count(model_type)) config.need("head_dim");
-        out.key_width = hidden / heads;
-    }
-    const cJSON *values = config.find("v_head_dim");
-    out.value_width = values && !is_neutral(values, 0) ? size({"v_head_dim"}, max_size) : out.key_width;
-}
-
-inline CacheSizes read_cache_sizes(const std::string &name, const std::string &text) {
-    CacheSizes out;
-    try {
-        Config c = parse_config(name, text, "", "");
-        return {c.architecture, "", "", c.layers, c.kv_heads, c.head_dim, c.head_dim, c.context, c.windows};
-    } catch (const Error &error) {
-        out.why_not = error.what();
-    }
-    Json root = parse_json(name, text, /*as_python=*/true);
-    Section config{name, root.get()};
-    const cJSON *names = config.find("architectures");
-    bool named = cJSON_IsArray(names) && cJSON_IsString(names->child), inside = false;
-    try {
-        std::string model_type = config.text("model_type", "");
-        out.architecture = named ? names->child->valuestring : config.text("model_type", "unknown");
-        for (const Family &family : families)
-            if (model_type.empty() && out.architecture == family.architecture) model_type = family.model_type;
-        for (const char *key : {"text_config", "llm_config", "language_config"}) {  // of models that also see or hear
-            if (inside || !config.find(key)) continue;
-            config = config.section(key), model_type = config.text("model_type", ""), inside = true;
-        }
-        read_any_sizes(config, model_type, inside, out);
-    } catch (const Error &error) {
-        CacheSizes none;
-        none.architecture = out.architecture, none.why_not = out.why_not;
-        out = none;
-        out.no_size =
-            error.what() + std::string("; `llm memory` takes a shape: --layers N --kv-heads N --head-dim N -c N");
-    }
-    return out;
-}
-
-// Refuses only what is no JSON; what load_model() refuses stands in why_not.
-inline CacheSizes load_cache_sizes(const std::string &directory) {
-    auto [name, text] = read_config_file(directory);
-    CacheSizes sizes = read_cache_sizes(name, text);
-    try {
-        if (sizes.why_not.empty()) load_model(directory);
-    } catch (const Error &error) {
-        sizes.why_not = error.what();
-    }
-    return sizes;
 }

@@ -41,14 +41,16 @@ void for_each_tensor(Model &model, Use use) {
     for (LayerWeights &w : model.layers) {
         for (Linear *linear : {&w.query, &w.key, &w.value, &w.output, &w.gate, &w.up, &w.down})
             use(linear->weight, true), use(linear->bias, false);
-        for (Tensor *tensor : {&w.attention_norm, &w.query_norm, &w.key_norm, &w.mlp_norm}) use(*tensor, false);
+        for (Tensor *tensor : {&w.attention_norm, &w.query_norm, &w.key_norm, &w.value_norm, &w.sinks, &w.mlp_norm,
+                               &w.attention_out_norm, &w.mlp_out_norm})
+            use(*tensor, false);
     }
 }
 
 // Whether products with a model's matrices, all in bf16, round their inputs to bf16, too.
 inline void round_inputs(Model &model, bool rounded) {
     for_each_tensor(model, [&](Tensor &tensor, bool matrix) {
-        if (!matrix) return;
+        if (!matrix || !tensor.data) return;
         if (tensor.type != DType::bf16 && tensor.type != DType::bf16_pairs)
             fail("--activations bf16: belongs to weights in bf16, here are some in %s: leave it out",
                  dtype_name(tensor.type));

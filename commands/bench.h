@@ -131,14 +131,16 @@ struct BenchRow {
 inline double operations_of(const Model &model, const Layout &layout, int depth, int count, int heads_of) {
     const Config &config = model.config;
     double weights = 0, seen = 0;
-    for (const LayerWeights &w : model.layers) {
+    for (int layer = 0; layer < config.layers; layer++) {
+        const LayerWeights &w = model.layers[layer];
+        const Kind &kind = config.kind(layer);
         for (const Linear *linear : {&w.query, &w.key, &w.value, &w.output, &w.gate, &w.up, &w.down})
             weights += (double)linear->weight.rows * linear->weight.cols;
-        Visible visible = visible_of(layout, w.window);
+        Visible visible = visible_of(layout, kind.window);
         for (int t = depth; t < depth + count; t++)
-            seen += t + 1 - visible.first(t) + (visible.dropped(t) ? visible.sinks : 0);
+            seen += (double)kind.key_width * (t + 1 - visible.first(t) + (visible.dropped(t) ? visible.sinks : 0));
     }
-    return 2 * (weights * count + 2 * seen * config.heads * config.head_dim +
+    return 2 * (weights * count + 2 * seen * config.heads +
                 (double)model.head.rows * model.head.cols * heads_of);
 }
 
@@ -152,24 +154,27 @@ inline std::vector<int> bench_tokens(int count, int vocabulary) {
 // Fills a cache up to `depth` positions with random numbers in place of a prompt's keys and values: what they are does
 // not change the time that reading them takes.
 inline void fill(Engine &engine, Cache &cache, int depth) {
-    const Heads &heads = engine.heads;
-    int chunk = std::min(engine.chunk, chunk_of(cache));
-    std::vector<float> numbers((size_t)chunk * heads.kv * heads.width);
+    int chunk = std::min(engine.chunk, chunk_of(cache)), widest = 0;
+    for (const Store &store : cache.stores) widest = std::max(widest, store.shape.kv_heads * store.shape.key_width);
+    std::vector<float> numbers((size_t)chunk * widest);
     std::mt19937 random(0);
     for (float &number : numbers) number = (float)random() * 0x1p-31f - 1;
     Buffer<float> there;
     there.resize(engine.memory(), numbers.size());
     engine.memory().write(there.data(), numbers.data(), numbers.size() * sizeof(float));
-    PassVectors vectors = {there.data(), heads.kv, heads.width};
     while (cache.lengths[0] < depth) {
         Batch batch;
         int count = std::min(chunk, depth - cache.lengths[0]), first = grow(cache, 0, count);
         for (int t = 0; t < count; t++) batch.add(0, 0, first + t);
-        Pass pass = begin_pass(engine, batch);
+        const std::vector<Pass> passes = begin_pass(engine, batch);
         auto store = [&](auto &m) {
-            best::rope_angles(m, pass, heads.width);
+            for (const Pass &pass : passes) best::rope_angles(m, pass);
             for (int layer = 0; layer < engine.model.config.layers; layer++) {
-                Attention task = {nullptr, nullptr, vectors, vectors, cache.view, layer, {}, heads};
+                const LayerRows &rows = engine.model.config.rows[layer];
+                const Pass &pass = passes[rows.kind];
+                Attention task = attention_of(engine, layer, cache.stores);
+                task.keys.start = task.values.start = there.data();
+                if (!rows.own) continue;
                 best::store_rows(m, task, pass);
                 best::keep_residual(m, task, pass);
             }
@@ -255,7 +260,10 @@ struct Bench {
             double bytes = weights_read(engine.model) * steps;
             for (int step = 1; step <= steps; step++) bytes += cache_read(engine.model, cache, depth + step);
             auto go_back = [=, &cache] {
-                if (limit_of(cache) < INT_MAX) shrink(cache, 0, depth);  // a ring goes on
+                if (limit_of(cache) == INT_MAX) return;  // a ring goes on
+                for (const Store &store : cache.stores)  // what is behind a window is gone: once more
+                    if (kept_by(store.layout) < INT_MAX) return shrink(cache, 0, 0), fill(engine, cache, depth);
+                shrink(cache, 0, depth);
             };
             rows.push_back({"decode", &cache, steps, depth, bytes,
                             operations_of(engine.model, cache.layout, depth, steps, steps),

@@ -36,15 +36,16 @@ inline int read_as_stored(const Cache &cache, const Config &config, int position
     const bool blocks = has_blocks(cache.type_k) || has_blocks(cache.type_v);
     const int end = blocks ? position / group_size * group_size : position + 1;
     int most = 0;
-    for (int window : config.windows) most = std::max(most, end - visible_of(cache.layout, window).first(position));
+    for (const Kind &kind : config.kinds)
+        most = std::max(most, end - visible_of(cache.layout, kind.window).first(position));
     return most;
 }
 
 // Positions that a layer of the model sees from there, and with this cache does not.
 inline int dropped_before(const Cache &cache, const Config &config, int position) {
     int most = 0;
-    for (int window : config.windows) {
-        const Visible seen = visible_of(cache.layout, window), all = {window, 0};
+    for (const Kind &kind : config.kinds) {
+        const Visible seen = visible_of(cache.layout, kind.window), all = {kind.window, 0};
         most = std::max(most, seen.first(position) - std::max(all.first(position), seen.sinks));
     }
     return most;

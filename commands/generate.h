@@ -31,25 +31,31 @@ inline Engine open_engine(const Options &options, const std::string &directory) 
 
 // What a cache for this model is made for. Unless --window says less, a ring sees what the layers see that look back
 // furthest: their sliding window, or as far as the model was trained to.
-inline CacheShape cache_shape(const Options &options, const Config &config, int capacity) {
+inline std::vector<CacheShape> cache_shapes(const Options &options, const std::vector<Kind> &kinds, int context,
+                                            int capacity) {
     CacheShape shape;
-    shape.layers = config.layers;
-    shape.kv_heads = config.kv_heads;
-    shape.key_width = shape.value_width = config.head_dim;
     shape.capacity = capacity;
     shape.page = options.page;
-    const int widest = widest_window(config.windows);
-    shape.sinks = options.sinks >= 0 ? options.sinks : widest ? 0 : std::min(4, (config.context - 1) / 2);
-    int all = widest ? widest : std::max(1, config.context - shape.sinks);
+    const int widest = widest_window(kinds);
+    shape.sinks = options.sinks >= 0 ? options.sinks : widest ? 0 : std::min(4, (context - 1) / 2);
+    int all = widest ? widest : std::max(1, context - shape.sinks);
     shape.window = options.window ? options.window : all;
     if (shape.sinks >= shape.window)
         fail("--sinks %d: a window of %d positions, expected fewer sinks than that: lower --sinks or raise --window",
              shape.sinks, shape.window);
-    return shape;
+    std::vector<CacheShape> shapes;
+    for (const Kind &kind : kinds) {
+        shape.layers = kind.layers, shape.kv_heads = kind.kv_heads;
+        shape.key_width = kind.key_width, shape.value_width = kind.value_width;
+        shape.local = options.keep_all ? 0 : kind.window;
+        shapes.push_back(shape);
+    }
+    return shapes;
 }
 
 inline Cache open_cache(const Options &options, const Engine &engine, const CacheChoice &choice, int capacity) {
-    return open_cache(engine.memory(), cache_shape(options, engine.model.config, capacity), choice.layout,
+    const Config &config = engine.model.config;
+    return open_cache(engine.memory(), cache_shapes(options, config.kinds, config.context, capacity), choice.layout,
                       choice.type_k, choice.type_v);
 }
 
@@ -150,8 +156,11 @@ inline double layer_read(const CacheShape &shape, const CacheChoice &opened, int
 
 inline double cache_read(const Model &model, const Cache &cache, int positions) {
     double bytes = 0;
-    for (int window : model.config.windows)
-        bytes += layer_read(cache.shape, {cache.layout, cache.type_k, cache.type_v}, window, positions);
+    for (const LayerRows &rows : model.config.rows) {
+        const Store &store = cache.stores[rows.kind];
+        bytes += layer_read(store.shape, {store.layout, cache.type_k, cache.type_v},
+                            model.config.kinds[rows.kind].window, positions);
+    }
     return bytes;
 }
 

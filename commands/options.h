@@ -59,6 +59,7 @@ struct Options {
     bool naive = false;  // --cache none is among them, which has no cache
     std::vector<Layout> layouts = {Contiguous{}};
     std::vector<Precision> types_k = {F16{}}, types_v = {F16{}};
+    bool keep_all = false;  // --swa-full
     int page = 16, window = 0, sinks = -1;  // window 0, sinks -1: as the model has it
 
     double temperature = 0, top_p = 1, min_p = 0;

@@ -419,7 +419,7 @@ struct Groups {
     // zeros[q], for the codes of Vecs p and p + group_vecs / 2, which come out of the same bytes. Half of a group's
     // sums or less at a time: with 16 registers there is no room for more.
     template <int Queries, int p>
-    __attribute__((noinline)) void add_codes(Store how, float *to, size_t to_stride) const {
+    __attribute__((noinline)) void add_codes(Into how, float *to, size_t to_stride) const {
         Ints low[Queries], high[Queries];
         unrolled<Queries>([&](auto q) { low[q] = high[q] = to_ints(set(0)); });
         const int16_t *factor = whole.data();
@@ -437,7 +437,7 @@ struct Groups {
             auto put = [&](int vec, Ints sum) {
                 float *at = to + q * to_stride + vec * lanes;
                 Vec total = fma(to_floats(sum), set(units[q]), set(zeros[q]));
-                store(at, how == Store::add ? add(load(at), total) : total);
+                store(at, how == Into::add ? add(load(at), total) : total);
             };
             put(p, low[q]);
             put(p + group_vecs / 2, high[q]);
@@ -445,7 +445,7 @@ struct Groups {
     }
 
     // The same for all codes.
-    void add_to(float *to, size_t to_stride, Store how, const float *numbers, size_t numbers_stride, int queries) {
+    void add_to(float *to, size_t to_stride, Into how, const float *numbers, size_t numbers_stride, int queries) {
         in_batches<value_queries, value_queries / 2>(queries, [&](auto size, int q) {
             fold_scales<size>(numbers + q * numbers_stride, numbers_stride);
             unrolled<group_vecs / 2>([&](auto p) { add_codes<size, p>(how, to + q * to_stride, to_stride); });
@@ -490,7 +490,7 @@ void score_groups(float *scores, const float *queries, int count, const SplitRow
         for (int head = 0; head < heads; head++) {
             for (int i = head; i < group_size / 4; i += heads) prefetch_rows(then, t / 4 + i);
             groups.find(channel.data(), head * piece.head_step, 0, width);
-            groups.add_to(scores + (size_t)head * count * split_positions + t, split_positions, Store::set,
+            groups.add_to(scores + (size_t)head * count * split_positions + t, split_positions, Into::set,
                           queries + (size_t)head * count * stride, stride, count);
         }
     }
@@ -507,7 +507,7 @@ void accumulate_groups(float *values, size_t step, size_t stride, const float *w
         const int head = pass / n;
         for (int i = pass; i < stream_positions; i += passes) prefetch_rows(then, i);
         groups.find(rows.row, head * piece.head_step + pass % n * sizeof(typename Format::G), piece.begin, piece.end);
-        groups.add_to(values + head * step + pass % n * group_size, stride, Store::add,
+        groups.add_to(values + head * step + pass % n * group_size, stride, Into::add,
                       weights + (size_t)head * count * split_positions, split_positions, count);
     }
 }
@@ -598,7 +598,7 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
     for (int i = 0; i < all; i++) {
         auto [low, high] = seen_by(i % count / tile.per_kv);
         to.partials[i / count * to.step + i % count] =
-            softmax_split(&scores[(size_t)i * split_positions], low, high, read, 1 / std::sqrt((float)width));
+            softmax_split(&scores[(size_t)i * split_positions], low, high, read, task.scale);
     }
     find_rows<true>(next, seen, task.heads.kv, tile.heads, origin + split_positions, end, end + split_positions);
     // What a token does not see has no weight, but may be NaN.
@@ -739,21 +739,28 @@ inline void attend_part(const Partials &to, const Attention &task, const Attenti
     });
 }
 
-void plan(Cpu &m, const Pass &pass, const CacheView &cache) {
-    if (!m.plan) m.plan = std::make_shared<AttentionPlan>();  // its memory is used again
-    plan_attention(*(AttentionPlan *)m.plan.get(), pass, cache, m.threads);
+using Plans = std::vector<AttentionPlan>;  // (kind)
+
+void plan(Cpu &m, const std::vector<Pass> &passes, const std::vector<Store> &stores) {
+    if (!m.plan) m.plan = std::make_shared<Plans>();  // its memory is used again
+    Plans &plans = *(Plans *)m.plan.get();
+    if (plans.size() < passes.size()) plans.resize(passes.size());
+    for (size_t i = 0; i < passes.size(); i++) plan_attention(plans[i], passes[i], stores[i].view, m.threads);
 }
 
-void attention(Cpu &m, const Attention &task, const Pass &) {
-    AttentionPlan &plan = *(AttentionPlan *)m.plan.get();
+void attention(Cpu &m, const Attention &task, const Pass &pass) {
+    AttentionPlan &plan = (*(Plans *)m.plan.get())[pass.kind];
     const Heads &heads = task.heads;
     const int width = task.values.width;
-    auto finish = [&](int tile, int kv_head, int q) {  // a query's values, divided by the sum
+    // A query's values, divided by the sum, in which a learned sink has its part.
+    auto finish = [&](int tile, int kv_head, int q) {
         const Partials total = plan.at(tile, kv_head, 0).from(q);
-        const int per_kv = heads.per_kv();
-        float *out = task.out + width * ((plan.tiles[tile].row + q / per_kv) * (int64_t)heads.query + kv_head * per_kv +
-                                         q % per_kv);
-        for (int c = 0; c < width; c++) out[c] = total.values[c] / total.partials->sum;
+        const int per_kv = heads.per_kv(), head = kv_head * per_kv + q % per_kv;
+        float *out = task.out + width * ((plan.tiles[tile].row + q / per_kv) * (int64_t)heads.query + head);
+        const float sink = task.sink(head), most = std::max(total.partials->max_score, sink);
+        const float rescale = std::exp(total.partials->max_score - most);
+        const float sum = total.partials->sum * rescale + std::exp(sink - most);
+        for (int c = 0; c < width; c++) out[c] = total.values[c] * rescale / sum;
     };
     auto attend = [&](int64_t item, Alone) {
         thread_local std::vector<Partial> partials;  // of one part

@@ -80,11 +80,11 @@ inline void merge_parts(Gpu &m, const Attention &task, const Pass &pass, const P
         float *out = task.out + item * width;
         for (int c = team.first(); c < width; c += team.step()) out[c] = 0;
         Segments sinks;
-        plain::Softmax softmax;
+        plain::Softmax softmax = plain::Softmax::begin(task.sink((int)(item % task.heads.query)));
         add_sinks(sinks, {task.cache, task.layer, kv_head, task.keys, task.values}, span, task.visible);
         if (sinks.count > 0)
-            plain::attend_segment(softmax, out, task.query + item * task.heads.width, sinks.list[0], pass.frequencies,
-                                  team);
+            plain::attend_segment(softmax, out, task.query + item * task.heads.width, sinks.list[0], task.scale,
+                                  pass.frequencies, team);
         float before = softmax.max_score * log2_e, max_score = before;
         const plain::Softmax *partials = from.partials + from.index(item, 0);
         for (int i = 0; i < used; i++) max_score = fmaxf(max_score, partials[i].max_score);
@@ -258,7 +258,7 @@ struct WarpHeads {
     // scores = q K^T, of the lane's position.
     template <class Format>
     __device__ void score(float (&scores)[batch_heads], const Format &format, const Tile &keys,
-                          const float *queries) const {
+                          const float *queries, float scale) const {
         int width = keys.stored.width;
         for (int c = 0; c < width; c += together) {
             float x[together];
@@ -271,7 +271,7 @@ struct WarpHeads {
                 scores[h] += b.x * x[4] + b.y * x[5] + b.z * x[6] + b.w * x[7];
             }
         }
-        float factor = row_scale(format, keys) * log2_e / sqrtf((float)width);
+        float factor = row_scale(format, keys) * log2_e * scale;
         UNROLL for (int h = 0; h < batch_heads; h++) scores[h] *= factor;
     }
 
@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(attend_threads, 3) decode_kernel(Attention tas
         float scores[batch_heads] = {};
         wait_copies<1>();  // the keys have come, the values are on their way
         __syncwarp();
-        keys.visit(cache.type_k, [&](auto format) { heads.score(scores, format, keys, queries); });
+        keys.visit(cache.type_k, [&](auto format) { heads.score(scores, format, keys, queries, task.scale); });
         __syncwarp();
         keys.ask<true>(task, row, kv_head, begin + attend_threads, low, high);
         heads.softmax(scores, low <= begin + lane_id() && begin + lane_id() < high);

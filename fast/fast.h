@@ -10,17 +10,19 @@
 
 namespace fast {
 // Of the CPU: attend.cpp, linear.cpp.
-void plan(Cpu &m, const Pass &pass, const CacheView &cache);  // for the attention of all layers
+// For the attention of all layers.
+void plan(Cpu &m, const std::vector<Pass> &passes, const std::vector<Store> &stores);
 void attention(Cpu &m, const Attention &task, const Pass &pass);
-void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Store store = Store::set);
-void swiglu(Cpu &m, float *out, const float *gate, const float *up, int64_t count);
+void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Into into = Into::set);
+void swiglu(Cpu &m, float *out, const float *gate, const float *up, int64_t count, bool gelu = false);
 
 template <class Body>
-void run(Cpu &m, const Pass &pass, const CacheView &cache, Body body) {
-    plan(m, pass, cache);
+void run(Cpu &m, const std::vector<Pass> &passes, const std::vector<Store> &stores, Body body) {
+    plan(m, passes, stores);
     m.run(body);
 }
 
+using plain::add_rms_norm;
 using plain::attention;
 using plain::embed;
 using plain::keep_residual;

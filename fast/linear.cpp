@@ -29,11 +29,11 @@ inline int few_tokens(DType type) {
 }
 
 // The results of a token with `count` rows from `row` on. Each loop is one that the compiler turns into Vecs.
-inline void put(const Product &product, Store how, int64_t token, int64_t row, float *sums, int count) {
+inline void put(const Product &product, Into how, int64_t token, int64_t row, float *sums, int count) {
     const Tensor bias = product.linear.bias;
     float *y = product.y + token * product.linear.weight.rows + row;
     for (int i = 0; bias.data && i < count; i++) sums[i] += number_of(bias, row + i);
-    if (how == Store::add)
+    if (how == Into::add)
         for (int i = 0; i < count; i++) y[i] += sums[i];
     else
         memcpy(y, sums, (size_t)count * sizeof(float));
@@ -107,7 +107,7 @@ inline const paired_bf16 *rounded(const float *x, int64_t count) {
 // would be smaller. The rows of a tile lie a fourth of the thread's share apart, so that memory is read as four streams
 // that do not end with a row: as one, it comes at 0.7 of the speed.
 template <int T, class Number, class Input>
-void linear_streams(Cpu &m, const Number *weight, const Input *x, int count, const Product &product, Store how) {
+void linear_streams(Cpu &m, const Number *weight, const Input *x, int count, const Product &product, Into how) {
     const int64_t inputs = product.linear.weight.cols;
     const Share share = m.share(product.linear.weight.rows);
     const int apart = share.count() / streams;
@@ -133,7 +133,7 @@ void linear_streams(Cpu &m, const Number *weight, const Input *x, int count, con
 // Threads share the rows. Panels that the L2 holds are turned, and all tokens pass over them, tile by tile; meanwhile
 // the rows of the next panels come from memory.
 template <class Number>
-void linear_panels(Cpu &m, const Number *weight, const Tiles &x, const Product &product, Store how) {
+void linear_panels(Cpu &m, const Number *weight, const Tiles &x, const Product &product, Into how) {
     const int64_t outputs = product.linear.weight.rows;
     const Share share = m.share(pieces(outputs, lanes));
     const int64_t end_row = std::min(share.last * lanes, outputs);
@@ -202,7 +202,7 @@ __attribute__((flatten)) void int8_tile(float *sums, const Int8Block *blocks, si
 }
 
 // Panels are shared by the threads: for one token each reads four streams of them, for more two stay in the caches.
-inline void linear_int8(Cpu &m, const Int8Group *x, int count, const Product &product, Store how) {
+inline void linear_int8(Cpu &m, const Int8Group *x, int count, const Product &product, Into how) {
     constexpr int most_tokens = 4, block = 2;
     const int64_t outputs = product.linear.weight.rows, groups = int8_groups(product.linear.weight.cols);
     const Int8Block *blocks = (const Int8Block *)product.linear.weight.data;
@@ -251,7 +251,7 @@ inline const Int8Group *int8_inputs(Cpu &m, const float *x, int count, int64_t i
 }
 
 // y (count, outputs) = or += W x + bias for each of some matrices; x (count, inputs).
-void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Store how) {
+void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Into how) {
     const Tensor &first = products.begin()->linear.weight;
     const int inputs = (int)first.cols;
     const bool pairs = multiplies_pairs && first.type == DType::bf16_pairs;
@@ -286,7 +286,7 @@ void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> pr
 }
 
 // out = silu(gate) * up; `out` may be `gate`.
-void swiglu(Cpu &m, float *out, const float *gate, const float *up, int64_t count) {
+void swiglu(Cpu &m, float *out, const float *gate, const float *up, int64_t count, bool gelu) {
     constexpr int piece = 256;
     m.for_each((count + piece - 1) / piece, [=](int64_t item, Alone) {
         const int64_t end = std::min(count, (item + 1) * piece);
@@ -294,7 +294,8 @@ void swiglu(Cpu &m, float *out, const float *gate, const float *up, int64_t coun
             int rest = (int)std::min<int64_t>(lanes, end - i);
             Vec x = rest == lanes ? load(gate + i) : load_part(gate + i, rest);
             Vec y = rest == lanes ? load(up + i) : load_part(up + i, rest);
-            Vec result = mul(div(x, add(set(1), exp(mul(max(set(-88), x), set(-1))))), y);
+            Vec z = gelu ? mul(x, fma(set(0.071354814f), mul(x, x), set(1.5957691f))) : x;
+            Vec result = mul(div(x, add(set(1), exp(mul(max(set(-88), z), set(-1))))), y);
             rest == lanes ? store(out + i, result) : store_part(out + i, result, rest);
         }
     });

@@ -14,15 +14,16 @@ constexpr int block_threads = 256;
 
 HOST_DEVICE inline int blocks_for(int64_t items, int each) { return (int)((items + each - 1) / each); }
 
-// What products read: x (count, width) as it is, or RMSNorm(x), or silu(x) * up.
+// What products read: x (count, width) as it is, or RMSNorm(x), or silu(x) * up, or gelu(x) * up.
 struct Input {
     const float *x = nullptr, *up = nullptr;
     Tensor norm;  // (1, width), or absent
     float epsilon = 0;
+    bool gelu = false;
     bool as_it_is() const { return !up && !norm.data; }
     // Number i of all, which is number `channel` of a vector whose norm's factor is `factor`.
     HOST_DEVICE float number(int64_t i, int channel, float factor) const {
-        if (up) return x[i] / (1 + expf(-x[i])) * up[i];
+        if (up) return gated(x[i], gelu) * up[i];
         return norm.data ? x[i] * factor * number_of(norm, channel) : x[i];
     }
 };
@@ -47,7 +48,9 @@ inline void rms_norm(Gpu &m, float *out, const float *x, const Tensor &weight, i
     note(m, out, {x, nullptr, weight, (float)epsilon});
 }
 
-inline void swiglu(Gpu &m, float *out, const float *gate, const float *up, int64_t) { note(m, out, {gate, up, {}, 0}); }
+inline void swiglu(Gpu &m, float *out, const float *gate, const float *up, int64_t, bool gelu = false) {
+    note(m, out, {gate, up, {}, 0, gelu});
+}
 
 // to (count, width) = the input. A warp takes a vector that is to be normed, else a piece of one.
 template <class Number>
@@ -78,7 +81,7 @@ struct Streams {
     int matrices = 0;
     Input input;
     int inputs = 0;
-    Store store = Store::set;
+    Into into = Into::set;
     HOST_DEVICE int rows() const {  // of all matrices
         int total = 0;
         for (int m = 0; m < matrices; m++) total += (int)matrix[m].linear.weight.rows;
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(block_threads) linear_kernel(Streams task) {
             const Matrix &matrix = task.find(v, row);
             float &y = matrix.y[(int64_t)blockIdx.y * matrix.linear.weight.rows + row];
             if (matrix.linear.bias.data) sum += number_of(matrix.linear.bias, row);
-            y = task.store == Store::add ? y + sum : sum;
+            y = task.into == Into::add ? y + sum : sum;
         }
         __syncthreads();
     }
@@ -240,10 +243,10 @@ constexpr cudaDataType_t blas_type = std::is_same_v<Number, float> ? CUDA_R_32F
 // within 2^-9 (bf16) or 2^-12 (f16) of itself; sums are float32. The library's matrices are column by column: it
 // computes y^T = weight^T^T x^T.
 template <class Number>
-void multiply(Gpu &m, const Number *x, int count, const Matrix &product, Store store) {
+void multiply(Gpu &m, const Number *x, int count, const Matrix &product, Into into) {
     const Tensor &weight = product.linear.weight, bias = product.linear.bias;
     int64_t outputs = weight.rows, inputs = weight.cols;
-    const float one = 1, keep = store == Store::add ? 1 : 0;
+    const float one = 1, keep = into == Into::add ? 1 : 0;
     float *y = product.y;
     check(CUBLAS(cublasGemmEx_64)(m.blas, CUBLAS_OP_T, CUBLAS_OP_N, outputs, count, inputs, &one, weight.data,
                                   blas_type<Number>, inputs, x, blas_type<Number>, inputs, &keep, y, CUDA_R_32F,
@@ -278,19 +281,19 @@ void multiply(Gpu &m, float *x, int count, Streams &task) {
     for (int i = 0; i < task.matrices; i++) {
         const Matrix &matrix = task.matrix[i];
         if (streams)
-            plain::linear(m, task.input.x, count, {{matrix.linear, matrix.y}}, task.store);
+            plain::linear(m, task.input.x, count, {{matrix.linear, matrix.y}}, task.into);
         else
-            multiply(m, (const Number *)input, count, matrix, task.store);
+            multiply(m, (const Number *)input, count, matrix, task.into);
     }
 }
 
 inline void linear(Gpu &m, const float *x, int count, std::initializer_list<Product> products,
-                   Store store = Store::set) {
+                   Into into = Into::set) {
     Between &between = m.kept<Between>();
     if (between.out && between.out != x) fail("the GPU: a product that reads past a norm: this program is at fault");
     Streams task;
     task.input = between.out ? between.input : Input{x, nullptr, {}, 0};
-    task.store = store;
+    task.into = into;
     between.out = nullptr;
     for (const Product *next = products.begin(); next != products.end();) {
         const Tensor &first = next->linear.weight;

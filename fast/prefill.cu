@@ -67,12 +67,13 @@ struct ChunkMemory {
     Buffer<plain::Softmax> softmax;
 };
 
-// The queries, times log2(e) / sqrt(D), and what each has of the sinks, in float32: few rows see one, none sees many,
+// The queries, times log2(e) and the scores' scale, and what each has of the sinks, in float32: few rows see one, none sees many,
 // and each sees their keys rotated to another place.
 template <class Number>
 void begin_rows(Gpu &m, const Chunk<Number> &chunk) {
     int rows = chunk.rows(), width = chunk.task.keys.width, value_width = chunk.task.values.width;
-    float factor = log2_e / sqrtf((float)width);
+    int per_kv = chunk.task.heads.per_kv();
+    float factor = log2_e * chunk.task.scale;
     m.for_each((int64_t)chunk.task.heads.kv * rows, [=] HOST_DEVICE(int64_t item, Warp team) {
         int kv_head = (int)(item / rows), row = (int)(item % rows);
         const float *query = chunk.task.query + chunk.query_head(kv_head, row) * width;
@@ -81,9 +82,10 @@ void begin_rows(Gpu &m, const Chunk<Number> &chunk) {
             from_float(chunk.queries[item * width + c], query[c] * factor);
         for (int c = team.first(); c < value_width; c += team.step()) out[c] = 0;
         Segments sinks;
-        plain::Softmax softmax;
+        plain::Softmax softmax = plain::Softmax::begin(chunk.task.sink(kv_head * per_kv + row % per_kv));
         add_sinks(sinks, chunk.head_rows(kv_head), chunk.token(chunk.position(row)), chunk.task.visible);
-        if (sinks.count > 0) plain::attend_segment(softmax, out, query, sinks.list[0], chunk.frequencies, team);
+        if (sinks.count > 0)
+            plain::attend_segment(softmax, out, query, sinks.list[0], chunk.task.scale, chunk.frequencies, team);
         if (team.first() == 0) chunk.softmax[item] = {softmax.max_score * log2_e, softmax.sum};
     });
 }

@@ -12,12 +12,16 @@ namespace fast {
 
 struct StepGraph {
     Pass pass;
-    CacheView cache;
+    std::vector<Store> stores;
     std::shared_ptr<void> step = nullptr;  // nullptr: such a pass ran once, and took the memory that it needs
-    bool is_for(const Pass &other, const CacheView &view) const {
-        static_assert(std::has_unique_object_representations_v<CacheRows>, "equal if their bytes are");
+    bool is_for(const Pass &other, const std::vector<Store> &others) const {
         bool same = pass.count == other.count && pass.tokens == other.tokens && pass.spans == other.spans;
-        same = same && cache.sinks == view.sinks && cache.layout == view.layout;
+        for (size_t i = 0; i < stores.size(); i++) same = same && is_same(stores[i].view, others[i].view);
+        return same && stores.size() == others.size();
+    }
+    static bool is_same(const CacheView &cache, const CacheView &view) {
+        static_assert(std::has_unique_object_representations_v<CacheRows>, "equal if their bytes are");
+        bool same = cache.sinks == view.sinks && cache.layout == view.layout;
         same = same && cache.type_k == view.type_k && cache.type_v == view.type_v;
         for (auto side : {&CacheView::keys, &CacheView::values, &CacheView::residual_keys, &CacheView::residual_values,
                           &CacheView::sink_keys, &CacheView::sink_values})
@@ -34,17 +38,18 @@ struct StepGraphs {
 
 // The first pass with a cache runs as it is, the second one is recorded.
 template <class Body>
-void run(Gpu &m, const Pass &pass, const CacheView &cache, Body body) {
+void run(Gpu &m, const std::vector<Pass> &passes, const std::vector<Store> &stores, Body body) {
+    const Pass &pass = passes[0];
     Between &between = m.kept<Between>();
     between.out = nullptr;
     auto one_token = [](const Span &span) { return span.end == span.first + 1; };
-    between.decoding = cache.keys.data && std::all_of(pass.spans_on_host, pass.spans_on_host + pass.count, one_token);
+    between.decoding = stores[0].view.keys.data && std::all_of(pass.spans_on_host, pass.spans_on_host + pass.count, one_token);
     if (!between.decoding) return body();
     StepGraphs &graphs = m.kept<StepGraphs>();
     if (graphs.reservations != m.reservations) graphs.list.clear();
     graphs.reservations = m.reservations;
     for (StepGraph &known : graphs.list) {
-        if (!known.is_for(pass, cache)) continue;
+        if (!known.is_for(pass, stores)) continue;
         if (!known.step) {
             cudaGraph_t graph = nullptr;
             cudaGraphExec_t step = nullptr;
@@ -61,7 +66,7 @@ void run(Gpu &m, const Pass &pass, const CacheView &cache, Body body) {
     if (graphs.reservations != m.reservations) graphs.list.clear();
     graphs.reservations = m.reservations;
     if (graphs.list.size() == graphs.most) graphs.list.pop_back();
-    graphs.list.push_front({pass, cache});
+    graphs.list.push_front({pass, stores});
 }
 
 }  // namespace fast

@@ -45,7 +45,7 @@ TEST_CASE("a product has the bits of one token alone, among any number of tokens
                 Cpu cpu(threads);
                 const float *from = &x[(size_t)first * inputs];
                 cpu.run([&] {
-                    fast::linear(cpu, from, count, {{linear, &y[(size_t)first * outputs]}}, Store::add);
+                    fast::linear(cpu, from, count, {{linear, &y[(size_t)first * outputs]}}, Into::add);
                 });
             };
             for (int t = 0; t < most; t++) multiply(1, t, 1, alone);

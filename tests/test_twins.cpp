@@ -108,7 +108,7 @@ struct Products {
     std::vector<int> outputs;  // of each matrix
     Before before = Before::nothing;
     bool bias = false;
-    Store store = Store::set;
+    Into into = Into::set;
 };
 
 static void check_products(const Products &c, uint64_t seed) {
@@ -172,7 +172,7 @@ static void check_products(const Products &c, uint64_t seed) {
             for (int t = 0; t < c.count; t++)
                 reference::linear(
                     expected, weights[i].numbers, &inputs[(size_t)t * c.inputs], c.bias ? biases[i].numbers : Vector(),
-                    c.store == Store::add ? &earlier[i][(size_t)t * outputs] : nullptr, outputs, c.inputs);
+                    c.store == Into::add ? &earlier[i][(size_t)t * outputs] : nullptr, outputs, c.inputs);
             double size = 1 / reference::gamma(c.inputs + 2);  // of a bound: the sum of the magnitudes
             for (double &bound : expected.bound)
                 bound *= 1 + size * (off + reference::unit + (rounds ? unit_of(c.type) : 0));
@@ -189,8 +189,8 @@ TEST_CASE("products: every type, narrow and wide rows, few and many vectors, wit
         for (int count : {1, 3, 4, 5, 13, 33}) {
             CAPTURE(count);
             check_products({type, 64, count, {70, 9, 9}, Before::norm, true}, seed++);
-            check_products({type, 96, count, {33}, Before::swiglu, false, Store::add}, seed++);
-            check_products({type, 72, count, {130}, Before::nothing, true, Store::add}, seed++);
+            check_products({type, 96, count, {33}, Before::swiglu, false, Into::add}, seed++);
+            check_products({type, 72, count, {130}, Before::nothing, true, Into::add}, seed++);
         }
         check_products({type, 37, 2, {6, 5, 4}, Before::norm, true}, seed++);  // no whole 16 bytes
         check_products({type, 37, 6, {7}, Before::swiglu}, seed++);
@@ -219,7 +219,7 @@ TEST_CASE("products of pairs: bf16 weights with inputs rounded to bf16") {
                 Linear linear = {{bytes.data(), DType::bf16_pairs, rows, inputs}, {}};
                 m.run([&] {
                     std::initializer_list<Product> one = {{linear, y.data()}};
-                    Operations::linear(m, xs.data(), count, one, Store::set);
+                    Operations::linear(m, xs.data(), count, one, Into::set);
                 });
                 CHECK(worst(download(m, y, zeros.size()), expected) <= 1);
             });
