@@ -76,16 +76,16 @@ struct Paged {
     int page = 16;                   // P
     int capacity = 0;                // positions per sequence
     int window = 0;                  // pages that lie wholly behind it are given back; 0: none is
-    int64_t pages_per_sequence = 0;  // entries of a sequence's table
+    int pages_per_sequence = 0;      // entries of a sequence's table
     const int *table = nullptr;      // (sequence, pages_per_sequence): physical page, or -1 where none was handed out
     void open(const CacheShape &shape) {
         page = shape.page;
         capacity = shape.capacity;
         window = shape.local;
-        pages_per_sequence = ((int64_t)capacity + page - 1) / page;
+        pages_per_sequence = pages_for(capacity, page);
     }
     HOST_DEVICE int64_t row(int sequence, int position) const {
-        return (int64_t)table[sequence * pages_per_sequence + position / page] * page + position % page;
+        return (int64_t)table[(int64_t)sequence * pages_per_sequence + position / page] * page + position % page;
     }
     HOST_DEVICE int run(int position) const { return page - position % page; }
     int64_t rows(const CacheShape &shape) const { return pages(shape) * page; }
@@ -94,8 +94,8 @@ struct Paged {
     // Behind a window as many as it and a pass may touch, so that there is always one.
     int64_t pages(const CacheShape &shape) const {
         const int64_t touched = ((int64_t)window + chunk() + group_size - 2) / page + 2;
-        if (window) return shape.sequences * std::min(pages_per_sequence, touched);
-        return shape.pages ? shape.pages : shape.sequences * pages_per_sequence;
+        if (window) return shape.sequences * std::min<int64_t>(pages_per_sequence, touched);
+        return shape.pages ? shape.pages : (int64_t)shape.sequences * pages_per_sequence;
     }
     HOST_DEVICE Visible visible(int layer_window) const { return {layer_window, 0}; }
 };

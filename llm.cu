@@ -134,7 +134,7 @@ inline std::vector<Pass> begin_pass(Engine &engine, const Batch &batch) {
         Activations::OfKind &of = a.kinds[i];
         const size_t width = (size_t)kind.key_width;
         for (auto *buffer : {&a.query, &a.attended})
-            buffer->resize(memory, std::max(buffer->size(), count * config.heads * width));
+            buffer->resize(memory, count * config.heads * width);
         for (auto *buffer : {&of.key, &of.value}) buffer->resize(memory, count * kind.kv_heads * width);
         of.cos_sin.resize(memory, count * width);
         passes.push_back({(int)count, a.tokens.data(), a.spans.data(), of.cos_sin.data(), of.frequencies.data(),

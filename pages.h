@@ -30,7 +30,8 @@ struct PagePool {
 
 // All are free; page 0 is handed out first.
 inline PagePool open_pages(int sequences, int64_t pages_per_sequence, int page, int pages) {
-    PagePool pool = {page, pages_per_sequence};
+    PagePool pool;
+    pool.page = page, pool.pages_per_sequence = pages_per_sequence;
     pool.table.assign(sequences * pages_per_sequence, -1);
     pool.references.assign(pages, 0);
     pool.first.assign(sequences, 0);

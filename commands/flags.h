@@ -57,6 +57,8 @@ inline const std::vector<Flag> &flags() {
         {"-ctk --cache-type-k", "TYPE", caches, &O::types_k, "cache type of K alone"},
         {"-ctv --cache-type-v", "TYPE", caches, &O::types_v, "cache type of V alone"},
         {"--page", "N", caches, Int{&O::page, 1, 1 << 16}, "paged: positions per page (default 16)"},
+        {"--swa-full", "", caches, &O::keep_all,
+         "layers that look back over a window keep all positions (to measure what the window saves)"},
         {"--window", "N", caches, Int{&O::window, 1, 1 << 24},
          "ring: positions that stay visible (default: as far as any of the model's layers looks back)"},
         {"--sinks", "N", caches, Int{&O::sinks, 0, 1 << 16},

@@ -2,18 +2,22 @@
 #pragma once
 
 #include "generate.h"
+#include "sizes.h"
 
 inline void add_config(Report &report, const Model &model, int tokenizer_ids) {
     const Config &config = model.config;
-    const std::string rope = std::vector<std::string>{"none", "linear", "llama3"}[config.rope.kind];
+    const Kind &kind = config.kinds[0];
+    int window = 0;
+    for (const Kind &each : config.kinds) window = std::max(window, each.window);
+    const std::string rope = std::vector<std::string>{"none", "linear", "llama3"}[kind.rope.kind];
     report.add("tied", config.tied, config.tied ? ", tied" : "");
     report.say(formatted(", %s weights\n", dtype_name(model.layers[0].query.weight.type)));
     report.add("parameters", model.parameters, formatted("  parameters     %.4g M", (double)model.parameters / 1e6));
     report.add("weight_bytes", model.weight_bytes, " in " + in_units((double)model.weight_bytes) + "\n");
     report.add("hidden", config.hidden, formatted("  layers         %d, %d wide", config.layers, config.hidden));
-    report.show("ffn", config.ffn, ", ffn %d").add("head_dim", config.head_dim);
-    report.show("heads", config.heads, ", %d query heads\n").add("window", config.window);
-    report.show("rope_theta", config.rope_theta, "  RoPE           theta %g");
+    report.show("ffn", config.ffn, ", ffn %d").add("head_dim", kind.key_width);
+    report.show("heads", config.heads, ", %d query heads\n").add("window", window);
+    report.show("rope_theta", kind.rope_theta, "  RoPE           theta %g");
     report.add("rope_scaling", rope, ", scaling " + rope + "\n");
     report.show("vocabulary", config.vocabulary, "  vocabulary     %d");
     report.show("tokenizer_size", tokenizer_ids, " (tokenizer: %d), end ids:");
@@ -39,21 +43,24 @@ inline int run_info(const Options &options) {
     report.add("architecture", sizes.architecture, directory + "\n  architecture   " + sizes.architecture);
     if (runs) add_config(report, model, tokenizer_ids);
 
-    int furthest = 0;
-    for (int window : sizes.windows) furthest = std::max(furthest, window);
-    int windowed = (int)(sizes.windows.size() - (size_t)std::count(sizes.windows.begin(), sizes.windows.end(), 0));
-    double a_token = 2.0 * sizes.layers * sizes.kv_heads * (sizes.key_width + sizes.value_width);  // in f16
+    int furthest = 0, windowed = 0, layers = 0;
+    double a_token = 0;  // in f16
+    for (const Kind &kind : sizes.kinds) {
+        furthest = std::max(furthest, kind.window), layers += kind.layers, windowed += kind.window ? kind.layers : 0;
+        a_token += 2.0 * kind.layers * kind.kv_heads * (kind.key_width + kind.value_width);
+    }
+    const Kind first = sizes.kinds.empty() ? Kind{} : sizes.kinds[0];
     double whole = a_token * sizes.context, weights = (double)model.weight_bytes;
     FreeMemory free = free_memory_of_host();
     auto known = [&](double number) { return sizes.no_size.empty() ? number : NAN; };
     report.add("context", sizes.context ? sizes.context : NAN);
     report.say("\n  positions      " + (sizes.context ? std::to_string(sizes.context) : "not said"));
     const std::string above = report.say("\n  KV cache       ").text;
-    report.add("layers", known(sizes.layers), counted(sizes.layers, "layer"));
-    report.add("kv_heads", known(sizes.kv_heads), ", " + counted(sizes.kv_heads, "KV head"));
-    report.add("key_width", known(sizes.key_width), formatted(" of %d", sizes.key_width));
-    report.add("value_width", known(sizes.value_width),
-               sizes.value_width ? "" : ", whose values are a part of them (MLA)");
+    report.add("layers", known(layers), counted(layers, "layer"));
+    report.add("kv_heads", known(first.kv_heads), ", " + counted(first.kv_heads, "KV head"));
+    report.add("key_width", known(first.key_width), formatted(" of %d", first.key_width));
+    report.add("value_width", known(first.value_width),
+               first.value_width ? "" : ", whose values are a part of them (MLA)");
     if (windowed) report.say(formatted("; %d of the layers look back %d", windowed, furthest));
     report.add("cache_bytes_per_token_f16", known(a_token),
                "\n                 " + in_units(a_token) + " a token in f16");

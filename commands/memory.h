@@ -7,25 +7,23 @@
 // the first position.
 struct MemoryQuestion {
     std::string model;  // its directory; "": the flags give the shape
-    CacheShape shape;
-    std::map<int, int> windows;  // positions that a layer looks back, 0: to the first -> layers that do
-    double weights = 0;          // bytes that a decoding step reads of them; 0: not known
+    std::vector<Kind> kinds;
+    std::vector<LayerRows> rows;  // of the layers with keys and values
+    std::vector<CacheShape> shapes;  // (kind)
+    double weights = 0;              // bytes that a decoding step reads of them; 0: not known
 };
 
 inline MemoryQuestion memory_question(const Options &options) {
     MemoryQuestion question;
     CacheSizes sizes;
     if (options.has("--layers")) {
-        sizes.layers = options.layers;
-        sizes.kv_heads = options.kv_heads;
-        sizes.key_width = sizes.value_width = options.head_dim;
-        sizes.windows.resize(1);
-        question.windows[0] = sizes.layers;
+        sizes.context = options.context;
+        for (int layer = 0; layer < options.layers; layer++)
+            add_layer(sizes.kinds, sizes.rows, {options.kv_heads, options.head_dim, options.head_dim});
     } else {
         question.model = checkpoint_directory(options);
         sizes = load_cache_sizes(question.model);
         if (!sizes.no_size.empty()) fail("%s", sizes.no_size.c_str());
-        for (int window : sizes.windows) question.windows[window]++;
         if (sizes.why_not.empty()) question.weights = weights_read(load_model(question.model));
     }
     if (question.weights && options.weight_bytes)
@@ -33,31 +31,29 @@ inline MemoryQuestion memory_question(const Options &options) {
     if (!question.weights) question.weights = options.weight_bytes;
     if (!options.context && !sizes.context)
         fail("%s: config.json does not say for how many positions: add -c N", question.model.c_str());
-    if (!sizes.value_width && options.has("-ctv"))
+    if (!sizes.kinds[0].value_width && options.has("-ctv"))
         fail("-ctv: the values of %s are a part of its keys (MLA): use --kv", question.model.c_str());
-    Config config;
-    config.layers = sizes.layers;
-    config.kv_heads = sizes.kv_heads;
-    config.head_dim = sizes.key_width;
-    config.context = options.context && options.has("--layers") ? options.context : sizes.context;
-    config.windows = sizes.windows;
-    question.shape = cache_shape(options, config, options.context ? options.context : config.context);
-    question.shape.value_width = sizes.value_width;
-    question.shape.sequences = options.batch;
+    question.kinds = sizes.kinds, question.rows = sizes.rows;
+    question.shapes =
+        cache_shapes(options, sizes.kinds, sizes.context, options.context ? options.context : sizes.context);
+    for (CacheShape &shape : question.shapes) shape.sequences = options.batch;
     return question;
 }
 
-// Of `rows` rows of a layer, all sequences together.
-inline CacheBytes bytes_in(const CacheShape &shape, const CacheChoice &cache, double rows) {
-    return bytes_of(shape, open_layout(shape, cache.layout), cache.type_k, cache.type_v, rows);
-}
-inline double bytes_per_token(const CacheShape &shape, const CacheChoice &cache) {
-    return bytes_in(shape, cache, 1).total() - bytes_in(shape, cache, 0).total();
+// What a position takes in all layers.
+inline double bytes_per_token(const std::vector<CacheShape> &shapes, const CacheChoice &cache) {
+    double bytes = 0;
+    for (const CacheShape &shape : shapes) {
+        const Layout layout = open_layout(shape, cache.layout);
+        auto of = [&](double rows) { return bytes_of(shape, layout, cache.type_k, cache.type_v, rows).total(); };
+        bytes += of(1) - of(0);
+    }
+    return bytes;
 }
 
 // The whole of a cache: of a paged one all pages. Allocates nothing.
-inline CacheBytes full_bytes(const CacheShape &shape, const CacheChoice &cache) {
-    return bytes_in(shape, cache, (double)rows_of(shape, open_layout(shape, cache.layout)));
+inline CacheBytes full_bytes(const std::vector<CacheShape> &shapes, const CacheChoice &cache) {
+    return full_bytes(shapes, cache.layout, cache.type_k, cache.type_v);
 }
 
 // ---- What fits in a budget ----
@@ -66,35 +62,39 @@ inline CacheBytes full_bytes(const CacheShape &shape, const CacheChoice &cache) 
 // A unit is a position of every sequence; paged: a page of the pool, which the sequences share evenly; ring: a position
 // of the window beyond as many as there are sinks.
 struct Sized {
-    CacheShape shape;
+    std::vector<CacheShape> shapes;
     int64_t most;
     double tokens;
 };
 
-inline Sized sized(CacheShape shape, const Layout &layout, int64_t count) {
-    const int64_t limit = 1 << 30, sequences = shape.sequences;  // positions of a sequence: -c goes no further
-    if (std::holds_alternative<Paged>(layout)) {
-        shape.pages = (int)count;
-        shape.capacity = (int)((count + sequences - 1) / sequences * shape.page);
-        return {shape, std::min(limit, limit / shape.page * sequences), (double)count * shape.page};
+inline Sized sized(const std::vector<CacheShape> &shapes, const Layout &layout, int64_t count) {
+    const int64_t limit = 1 << 30, sequences = shapes[0].sequences;  // positions of a sequence: -c goes no further
+    const int page = shapes[0].page, sinks = shapes[0].sinks;
+    Sized result = {shapes, limit, (double)sequences * (double)count};
+    for (CacheShape &shape : result.shapes) {
+        if (std::holds_alternative<Paged>(layout)) {
+            shape.pages = (int)count;
+            shape.capacity = (int)((count + sequences - 1) / sequences * page);
+            result.most = std::min(limit, limit / page * sequences), result.tokens = (double)count * page;
+        } else if (std::holds_alternative<Ring>(layout)) {
+            shape.window = sinks + (int)count;
+            result.most = limit - 2 * sinks, result.tokens = (double)sequences * (shape.window + sinks);
+        } else {
+            shape.capacity = (int)count;
+        }
     }
-    if (std::holds_alternative<Ring>(layout)) {
-        shape.window = shape.sinks + (int)count;
-        return {shape, limit - 2 * shape.sinks, (double)sequences * (shape.window + shape.sinks)};
-    }
-    shape.capacity = (int)count;
-    return {shape, limit, (double)sequences * (double)count};
+    return result;
 }
 
 // Positions in the largest cache that takes at most `budget` bytes; 0: not even the smallest does.
-inline double tokens_in(double budget, const CacheShape &shape, const CacheChoice &cache) {
-    int64_t fits = 0, above = sized(shape, cache.layout, 1).most + 1;
+inline double tokens_in(double budget, const std::vector<CacheShape> &shapes, const CacheChoice &cache) {
+    int64_t fits = 0, above = sized(shapes, cache.layout, 1).most + 1;
     while (above - fits > 1) {
         int64_t middle = fits + (above - fits) / 2;
-        bool enough = full_bytes(sized(shape, cache.layout, middle).shape, cache).total() <= budget;
+        bool enough = full_bytes(sized(shapes, cache.layout, middle).shapes, cache).total() <= budget;
         (enough ? fits : above) = middle;
     }
-    return fits ? sized(shape, cache.layout, fits).tokens : 0;
+    return fits ? sized(shapes, cache.layout, fits).tokens : 0;
 }
 
 // ---- The table ----
@@ -104,14 +104,15 @@ inline std::string in_figures(double number) {
 }
 
 // Refuses what no page table, or no double, can tell.
-inline void check_size(const CacheShape &shape, const CacheChoice &cache) {
+inline void check_size(const std::vector<CacheShape> &shapes, const CacheChoice &cache) {
+    const CacheShape &shape = shapes[0];
     if (auto *paged = std::get_if<Paged>(&cache.layout)) {
         double pages = (double)shape.sequences * pages_for(shape.capacity, paged->page);
         if (pages > INT_MAX)
             fail("--batch %d: needs %.0f pages, a page table numbers %d: raise --page, or lower --batch or -c",
                  shape.sequences, pages, INT_MAX);
     }
-    double bytes = full_bytes(shape, cache).total();
+    double bytes = full_bytes(shapes, cache).total();
     if (bytes >= 0x1p53)
         fail("%s %s/%s: %.3g bytes, fewer than 2^53 can be told: lower --layers, --kv-heads, --head-dim, --batch or -c",
              name_of(cache.layout), name_of(cache.type_k), name_of(cache.type_v), bytes);
@@ -119,16 +120,20 @@ inline void check_size(const CacheShape &shape, const CacheChoice &cache) {
 
 // The cells of a cache's row, and its part of the JSON.
 inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cache, const Options &options) {
-    const CacheShape &shape = question.shape;
+    const std::vector<CacheShape> &shapes = question.shapes;
+    const CacheShape &shape = shapes[0];
     const CacheChoice opened = {open_layout(shape, cache.layout), cache.type_k, cache.type_v};
-    check_size(shape, opened);
+    check_size(shapes, opened);
     CacheShape one_layer = shape, no_layer = shape;  // page tables, which all layers share, are in both
     one_layer.layers = 1, no_layer.layers = 0;
-    const CacheBytes bytes = full_bytes(shape, cache);
+    const CacheBytes bytes = full_bytes(shapes, cache);
     double percent = 100 * bytes.metadata / bytes.payload, read = question.weights;
-    double smaller = full_bytes(shape, {cache.layout, F32{}, F32{}}).total() / bytes.total();
-    for (auto &[window, layers] : question.windows)
-        read += (double)shape.sequences * layers * layer_read(shape, opened, window, shape.capacity);
+    double smaller = full_bytes(shapes, {cache.layout, F32{}, F32{}}).total() / bytes.total();
+    for (const LayerRows &layer : question.rows) {
+        const CacheShape &of = shapes[layer.kind];
+        read += shape.sequences * layer_read(of, {open_layout(of, cache.layout), cache.type_k, cache.type_v},
+                                             question.kinds[layer.kind].window, shape.capacity);
+    }
 
     Report row;
     auto add = [&](const char *key, double value, const std::string &shown, const char *head) {
@@ -142,8 +147,8 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cach
     add_bytes("bytes", bytes.total(), "total");
     add("metadata_percent", percent, in_figures(percent), "metad. %");
     add("times_smaller", smaller, in_figures(smaller), "smaller");
-    add_bytes("bytes_per_token", bytes_per_token(shape, cache), "a token");
-    add_bytes("bytes_per_layer", full_bytes(one_layer, cache).total() - full_bytes(no_layer, cache).total(), "a layer");
+    add_bytes("bytes_per_token", bytes_per_token(shapes, cache), "a token");
+    add_bytes("bytes_per_layer", full_bytes({one_layer}, cache).total() - full_bytes({no_layer}, cache).total(), "a layer");
     row.add("rows", rows_of(shape, opened.layout)).add("bytes_read_per_step", read);
     if (auto *paged = std::get_if<Paged>(&opened.layout)) row.add("pages", paged->pages(shape));
     add_bytes("bytes_read_per_token", read / shape.sequences, "read");
@@ -152,14 +157,14 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cach
         add("tokens_per_second", rate, in_figures(rate), "tokens/s");
     else if (options.bandwidth)
         row.add("cache_only_tokens_per_second", rate, formatted(" %12s", in_figures(rate).c_str()), "cache only/s");
-    if (options.budget) row.show("tokens_in_budget", tokens_in(options.budget, shape, cache), " %11.0f", "fits");
+    if (options.budget) row.show("tokens_in_budget", tokens_in(options.budget, shapes, cache), " %11.0f", "fits");
     return row;
 }
 
 // The lines above the table; in the JSON the question, and the bytes of the cache that the flags name.
 inline void add_question(Report &report, const MemoryQuestion &question, const CacheChoice &named,
                          const Options &options) {
-    const CacheShape &shape = question.shape;
+    const CacheShape &shape = question.shapes[0];
     const std::string all = shape.sequences > 1 ? ", " + counted(shape.sequences, "sequence") + " together" : "";
     auto times = [](int count, const char *what) { return " x " + counted(count, what); };
     if (!question.model.empty()) report.add("model", question.model, question.model + "\n");
@@ -179,9 +184,9 @@ inline void add_question(Report &report, const MemoryQuestion &question, const C
     if (options.budget) report.add("budget_bytes", options.budget, fits + "; paged: pages; ring: window and sinks\n");
     report.add("layout", name_of(named.layout));
     report.add("type_k", name_of(named.type_k)).add("type_v", name_of(named.type_v));
-    CacheBytes bytes = full_bytes(shape, named);
+    CacheBytes bytes = full_bytes(question.shapes, named);
     report.add("bytes", bytes.total()).add("payload_bytes", bytes.payload).add("metadata_bytes", bytes.metadata);
-    report.add("bytes_per_token", bytes_per_token(shape, named));
+    report.add("bytes_per_token", bytes_per_token(question.shapes, named));
 }
 
 inline std::string layout_line(const CacheShape &shape, const Layout &layout) {
@@ -195,7 +200,7 @@ inline std::string layout_line(const CacheShape &shape, const Layout &layout) {
 
 inline int run_memory(const Options &options) {
     MemoryQuestion question = memory_question(options);
-    const CacheShape &shape = question.shape;
+    const CacheShape &shape = question.shapes[0];
     std::vector<CacheChoice> caches = options.caches();
     auto named = caches[0];
     if (!options.has("--kv") && !options.has("-ctk") && !options.has("-ctv")) {
@@ -211,7 +216,7 @@ inline int run_memory(const Options &options) {
         std::string line = layout_line(shape, open_layout(shape, cache.layout));
         if (line != above) rows.back().above = line;
         above = line;
-        least = std::min(least, full_bytes(sized(shape, cache.layout, 1).shape, cache).total());
+        least = std::min(least, full_bytes(sized(question.shapes, cache.layout, 1).shapes, cache).total());
     }
     if (options.budget && options.budget < least)
         fail("--budget: %.0f bytes; the smallest of these needs %.0f: raise it, or lower --kv, --page or --batch",

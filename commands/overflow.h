@@ -26,14 +26,19 @@ inline float largest_of(const Precision &type) {
 inline void blame_cache(Engine &engine, const Cache *cache, const std::vector<int> &tokens,
                         const std::function<void(Cache &)> &begin) {
     if (!cache) return;  // the naive path keeps nothing
-    double bytes = bytes_of(cache->shape, cache->layout, F32{}, F32{}, (double)cache->view.keys.rows_per_layer).total();
-    if (bytes > engine.memory().room().bytes) return;
-    Cache exact = open_cache(engine.memory(), cache->shape, cache->layout, F32{}, F32{});
+    std::vector<CacheShape> shapes;
+    for (const Store &store : cache->stores) shapes.push_back(store.shape);
+    if (full_bytes(shapes, cache->layout, F32{}, F32{}).total() > engine.memory().room().bytes) return;
+    Cache exact = open_cache(engine.memory(), shapes, cache->layout, F32{}, F32{});
     if (begin) begin(exact);
     int first = exact.lengths[0];
-    auto look = [&](const char *what, const CacheRows &rows, const Precision &type, int layer, int position) {
+    const Config &config = engine.model.config;
+    auto look = [&](const char *what, CacheRows CacheView::*side, const Precision &type, int layer, int position) {
+        const LayerRows &at = config.rows[layer];
+        const Store &store = exact.stores[at.kind];
+        const CacheRows &rows = store.view.*side;
         std::vector<float> row((size_t)rows.kv_heads * rows.width);
-        engine.memory().read(row.data(), rows.at(layer, row_of(exact, 0, position), 0), rows.stride());
+        engine.memory().read(row.data(), rows.at(at.index, row_of(store, 0, position), 0), rows.stride());
         float most = 0, holds = largest_of(type);
         for (float x : row)
             if (std::fabs(x) <= FLT_MAX && std::fabs(x) > std::fabs(most)) most = x;
@@ -42,10 +47,10 @@ inline void blame_cache(Engine &engine, const Cache *cache, const std::vector<in
                  position, what, layer, most, name_of(type), holds);
     };
     prefill_pass(engine, exact, 0, tokens, [&](int count) {
-        for (int layer = 0; layer < cache->shape.layers; layer++)
-            for (int t = first; t < first + count; t++) {
-                look("key", exact.view.keys, cache->type_k, layer, t);
-                look("value", exact.view.values, cache->type_v, layer, t);
+        for (int layer = 0; layer < config.layers; layer++)
+            for (int t = first; config.rows[layer].own && t < first + count; t++) {
+                look("key", &CacheView::keys, cache->type_k, layer, t);
+                look("value", &CacheView::values, cache->type_v, layer, t);
             }
         first += count;
     });

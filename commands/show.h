@@ -18,38 +18,46 @@ inline void stop_after(Session &session, int layer) {
     int all = std::exchange(engine.model.config.layers, layer + 1), last = (int)session.tokens.size() - 1;
     Batch batch;
     batch.add(session.tokens[last], 0, last);
-    session.caches.empty() ? naive_pass(engine, session.tokens) : forward(engine, batch, session.caches[0].view);
+    session.caches.empty() ? naive_pass(engine, session.tokens) : forward(engine, batch, session.caches[0].stores);
     engine.model.config.layers = all;
 }
 
-// What the query of a head reads, as plain::attend_query does, and what it makes of it. `query` (D).
-inline std::vector<SeenPosition> look_back(Session &session, int layer, int kv_head, const float *query) {
+// What attention of a layer read in the last token's pass, and wrote.
+inline Attention attention_in(Session &session, int layer) {
+    Engine &engine = session.engine;
+    return attention_of(engine, layer,
+                        session.caches.empty() ? nothing_stored(engine.model.config) : session.caches[0].stores);
+}
+
+// What the query of a head reads, as plain::attend_query does, and what it makes of it.
+inline std::vector<SeenPosition> look_back(Session &session, int layer, int head) {
     Activations &a = session.engine.a;
-    Heads heads = session.engine.heads;
-    CacheView cache = session.caches.empty() ? CacheView{} : session.caches[0].view;
-    Visible visible = visible_of(cache.layout, session.engine.model.layers[layer].window);
-    HeadRows rows = {
-        cache, layer, kv_head, {a.key.data(), heads.kv, heads.width}, {a.value.data(), heads.kv, heads.width}};
+    const Attention task = attention_in(session, layer);
+    const Span &span = a.spans_on_host.back();
+    const float *query = task.query + (span.row * (int64_t)task.heads.query + head) * task.heads.width;
+    const float *frequencies = a.kinds[session.engine.model.config.rows[layer].kind].frequencies.data();
+    HeadRows rows = {task.cache, task.layer, task.heads.kv_head(head), task.keys, task.values};
     Segments segments;
-    add_sinks(segments, rows, a.spans_on_host.back(), visible);
-    add_rows(segments, rows, a.spans_on_host.back(), visible);
+    add_sinks(segments, rows, span, task.visible);
+    add_rows(segments, rows, span, task.visible);
     std::vector<SeenPosition> seen;
-    double largest = -INFINITY, total = 0;
+    double largest = task.sink(head);
     for (int i = 0; i < segments.count; i++) {
         const Segment &segment = segments.list[i];
         for (int t = segment.begin; t < segment.end; t++) {
             SeenPosition one{t, 0, 0, {}, {}};
-            for (int c = 0; c < heads.width; c++) {
+            for (int c = 0; c < task.heads.width; c++) {
                 one.key.push_back(segment.keys.type.visit([&](auto format) {
-                    return plain::key_number<decltype(format)>(segment, t, c, a.frequencies.data());
+                    return plain::key_number<decltype(format)>(segment, t, c, frequencies);
                 }));
                 one.value.push_back(segment.values.type.visit(
                     [&](auto format) { return decltype(format)::number(segment.values.row(t), c); }));
-                one.score += (double)query[c] * one.key[c] / std::sqrt(heads.width);
+                one.score += (double)query[c] * one.key[c] * task.scale;
             }
             largest = std::max(largest, seen.emplace_back(one).score);
         }
     }
+    double total = std::exp(task.sink(head) - largest);
     for (SeenPosition &one : seen) total += one.weight = std::exp(one.score - largest);
     for (SeenPosition &one : seen) one.weight /= total;
     return seen;
@@ -64,14 +72,15 @@ inline std::string first_of(const std::vector<float> &numbers, size_t most = 8) 
 
 inline void add_attention(Report &report, Session &session, const Options &options,
                           const std::vector<std::string> &texts) {
-    const Heads heads = session.engine.heads;
+    const Attention task = attention_in(session, options.layer);
+    const Heads heads = task.heads;
     const int width = heads.width, kv_head = heads.kv_head(options.head);
     const int64_t row = session.engine.a.spans_on_host.back().row;
-    auto vector_at = [&](const Buffer<float> &of) {
-        const float *start = of.data() + (row * heads.query + options.head) * width;
+    auto vector_at = [&](const float *of) {
+        const float *start = of + (row * heads.query + options.head) * width;
         return std::vector<float>(start, start + width);
     };
-    std::vector<float> query = vector_at(session.engine.a.query), output = vector_at(session.engine.a.attended);
+    std::vector<float> query = vector_at(task.query), output = vector_at(task.out);
     report.say(formatted("\nAttention of query head %d, layer %d, at position %zu. It reads KV head %d.\n",
                          options.head, options.layer, texts.size() - 1, kv_head));
     report.add("layer", options.layer).add("head", options.head).add("kv_head", kv_head);
@@ -84,7 +93,7 @@ inline void add_attention(Report &report, Session &session, const Options &optio
                       "fastest\n        pairs of RoPE; --layer 1 and beyond were trained)\n",
                       options.head, options.head + 1));
     std::vector<Report> rows;
-    for (const SeenPosition &one : look_back(session, options.layer, kv_head, query.data())) {
+    for (const SeenPosition &one : look_back(session, options.layer, options.head)) {
         Report line;
         line.add("position", one.position, formatted("%8d", one.position), "position");
         line.say("  " + texts[one.position] + std::string(12 - std::min<size_t>(12, texts[one.position].size()), ' '));
@@ -104,13 +113,14 @@ inline void add_attention(Report &report, Session &session, const Options &optio
 template <bool keys>
 struct CacheSide {
     const Cache &cache;
-    const CacheRows &rows = keys ? cache.view.keys : cache.view.values,
-                    &residual = keys ? cache.view.residual_keys : cache.view.residual_values;
-    // A precision with blocks keeps the positions of the newest one, until it is full, at f16.
+    const Store &store;
+    const CacheRows &rows = keys ? store.view.keys : store.view.values,
+                    &residual = keys ? store.view.residual_keys : store.view.residual_values;
+    // `layer` is one of the store's. A precision with blocks keeps the positions of the newest one, until it is full, at f16.
     bool in_residual(int t) const { return residual.data && t / group_size == cache.lengths[0] / group_size; }
     const char *row(int layer, int kv_head, int t) const {
         if (in_residual(t)) return residual.at(layer, t % group_size, kv_head);
-        return rows.at(layer, row_of(cache, 0, t), kv_head);
+        return rows.at(layer, row_of(store, 0, t), kv_head);
     }
     std::vector<float> read(int layer, int kv_head, int t) const {
         std::vector<float> numbers;
@@ -126,13 +136,13 @@ struct CacheSide {
 };
 
 // Layout, page, row of a position.
-inline Report place_of(const Cache &cache, int position) {
+inline Report place_of(const Store &cache, int length, int position) {
     Report report;
     std::string sum;
     int64_t row = row_of(cache, 0, position);
     report.add("layout", name_of(cache.layout), formatted("%s: ", name_of(cache.layout)));
     if (auto *paged = std::get_if<Paged>(&cache.layout)) {
-        std::vector<int> table(paged->table, paged->table + pages_for(cache.lengths[0], paged->page));
+        std::vector<int> table(paged->table, paged->table + pages_for(length, paged->page));
         int logical = position / paged->page, offset = position % paged->page;
         report.add("page_table", table, "page table " + json_of(table));
         report.add("logical_page", logical, formatted("; position %d is in logical page %d", position, logical));
@@ -148,14 +158,15 @@ inline Report place_of(const Cache &cache, int position) {
 template <bool keys>
 Report stored_report(const Session &session, int layer, int kv_head) {
     const Cache &cache = session.caches[0];
-    const CacheSide<keys> side = {cache};
+    const LayerRows &at = session.engine.model.config.rows[layer];
+    const CacheSide<keys> side = {cache, cache.stores[at.kind]};
     const int position = cache.lengths[0] - 1;
-    const Buffer<float> &of = keys ? session.engine.a.key : session.engine.a.value;
-    const float *before = of.data() + (int64_t)kv_head * side.rows.width;
+    const Activations::OfKind &of = session.engine.a.kinds[at.kind];
+    const float *before = (keys ? of.key : of.value).data() + (int64_t)kv_head * side.rows.width;
     const bool residual = side.in_residual(position);
     const CacheRows &rows = residual ? side.residual : side.rows;
-    const char *row = side.row(layer, kv_head, position);
-    std::vector<float> reads = side.read(layer, kv_head, position), was(before, before + rows.width);
+    const char *row = side.row(at.index, kv_head, position);
+    std::vector<float> reads = side.read(at.index, kv_head, position), was(before, before + rows.width);
     std::string hex, name = keys ? "K" : "V", type = residual ? "f16" : name_of(keys ? cache.type_k : cache.type_v);
     for (size_t i = 0; i < rows.row_bytes; i++) hex += formatted("%02x", (unsigned char)row[i]);
     Report report;
@@ -178,14 +189,15 @@ inline void add_errors(Report &report, const Session &session, const Cache &exac
     const Cache &cache = session.caches[0];
     std::vector<std::pair<double, Report>> list;
     const Config &config = session.engine.model.config;
-    auto add_head = [&](auto keys, int i) {
+    auto add_head = [&](auto keys, int layer, int head) {
         stop_if_interrupted();
-        const int layer = i / config.kv_heads, head = i % config.kv_heads;
-        const CacheSide<decltype(keys)::value> stored = {cache}, true_side = {exact};
-        const Visible visible = visible_of(cache.view.layout, session.engine.model.layers[layer].window);
+        const LayerRows &rows = config.rows[layer];
+        const Store &store = cache.stores[rows.kind], &true_store = exact.stores[rows.kind];
+        const CacheSide<decltype(keys)::value> stored = {cache, store}, true_side = {exact, true_store};
+        const Visible visible = visible_of(store.view.layout, config.kinds[rows.kind].window);
         double squares = 0, truth = 0, worst = -1, channel = 0, at = 0;
         for (int t = visible.first(cache.lengths[0] - 1); t < cache.lengths[0]; t++) {
-            std::vector<float> is = stored.read(layer, head, t), was = true_side.read(layer, head, t);
+            std::vector<float> is = stored.read(rows.index, head, t), was = true_side.read(rows.index, head, t);
             for (size_t c = 0; c < is.size(); c++) {
                 double error = std::fabs((double)is[c] - was[c]);
                 squares += error * error, truth += (double)was[c] * was[c];
@@ -203,8 +215,9 @@ inline void add_errors(Report &report, const Session &session, const Cache &exac
         row.add("position", at, formatted("%10.0f", at), "position");
         list.push_back({relative, row});
     };
-    for (int i = 0; i < config.layers * config.kv_heads; i++)
-        add_head(std::true_type(), i), add_head(std::false_type(), i);
+    for (int layer = 0; layer < config.layers; layer++)
+        for (int head = 0; config.rows[layer].own && head < config.kind(layer).kv_heads; head++)
+            add_head(std::true_type(), layer, head), add_head(std::false_type(), layer, head);
     std::stable_sort(list.begin(), list.end(), [](auto &a, auto &b) { return a.first > b.first; });
     std::vector<Report> rows;
     for (auto &entry : list) rows.push_back(entry.second);
@@ -227,7 +240,7 @@ inline int run_show(const Options &given) {
     check("--head", options.head, config.heads);
     check("--position", options.position, session.prompt);
     if (options.has("--position")) session.tokens.resize(options.position + 1);
-    const int last = (int)session.tokens.size() - 1, kv_head = session.engine.heads.kv_head(options.head);
+    const int last = (int)session.tokens.size() - 1, kv_head = heads_of(config, config.kind(options.layer)).kv_head(options.head);
     TextStream stream(session.tokenizer.get());
     std::vector<std::string> texts;
     std::vector<Report> tokens;
@@ -249,7 +262,7 @@ inline int run_show(const Options &given) {
         add_attention(report, session, options, texts);
         if (cache) {
             report.say(formatted("\nThe row of position %d, KV head %d, layer %d\n", last, kv_head, options.layer));
-            report.add("place", place_of(*cache, last));
+            report.add("place", place_of(cache->stores[config.rows[options.layer].kind], last + 1, last));
             report.add("key", stored_report<true>(session, options.layer, kv_head));
             report.add("value", stored_report<false>(session, options.layer, kv_head));
             Cache exact =

@@ -1,6 +1,11 @@
 // Which rows the cache of any checkpoint has, from its config.json alone: also of architectures that do not run here.
 #pragma once
 
+#include <map>
+#include <optional>
+#include <set>
+#include <sstream>
+
 #include "../base/model.h"
 
 // What a cache's size follows from, also of architectures that do not run here.
