@@ -1327,7 +1327,8 @@ TEST_CASE("what is no directory of a checkpoint is named with its cure; old spel
     fs::create_directories(root + "/snapshots/empty");
     refused(root, {"it holds no whole snapshot"});
     fs::copy(model, snapshot);
-    refused(root, {root, "give its snapshot: -m " + snapshot});
+    for (const char *end : {"", "/", "/snapshots", "/snapshots/"})
+        refused(root + end, {root, "give its snapshot: -m " + snapshot});
     spill(snapshot + "/tokenizer.model", "x");
     for (const char *command : {"generate", "tokenize", "diff"})
         program::check_refused(run({command, "-m", snapshot, "-p", "x"}),
