@@ -341,7 +341,8 @@ inline int sample(const Sampler &sampler, const std::vector<float> &logits, int 
     if (sampler.temperature == 0) return argmax(logits.data(), (int)logits.size());
     const double largest = largest_logit(logits), scale = 1 / std::max(sampler.temperature, 1e-300);
     std::vector<double> p(logits.size());  // not normalised: the likeliest has 1
-    for (size_t i = 0; i < p.size(); i++) p[i] = exp_below_one((logits[i] - largest) * scale);
+    for (size_t i = 0; i < p.size(); i++) p[i] = std::max((logits[i] - largest) * scale, -693.0);  // 2^-999
+    for (double &x : p) x = exp_below_one(x);
     if (sampler.top_k > 0 && (size_t)sampler.top_k < p.size()) {
         std::vector<int> ids(p.size());
         for (size_t i = 0; i < p.size(); i++) ids[i] = (int)i;

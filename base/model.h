@@ -415,10 +415,13 @@ inline std::string directory_cure(const std::string &given) {
     if (length > 5 && given.compare(length - 5, 5, ".gguf") == 0)
         return "GGUF is not read here: fetch the checkpoint it was made from, with its safetensors, and name its "
                "directory";
-    if (DIR *snapshots = opendir(join_path(given, "snapshots").c_str())) {  // models--org--name of the hub's cache
+    // models--org--name of the hub's cache, or its snapshots.
+    std::string all = given.substr(0, given.find_last_not_of('/') + 1);
+    if (all.size() < 9 || all.compare(all.size() - 9, 9, "snapshots")) all = join_path(given, "snapshots");
+    if (DIR *snapshots = opendir(all.c_str())) {
         std::string found;
         while (const dirent *entry = readdir(snapshots)) {
-            std::string directory = join_path(given, std::string("snapshots/") + entry->d_name);
+            std::string directory = join_path(all, entry->d_name);
             if (entry->d_name[0] != '.' && file_exists(join_path(directory, "config.json")))
                 found = std::max(found, directory);
         }

@@ -37,7 +37,7 @@ inline void erase_progress() {
     if (progress_stands.exchange(false) && write(2, "\033[J", 3) < 0) return;
 }
 
-// How far some work is, from its second half second on: "prefill: 1,536 of 6,000 tokens, 312 tokens/s, 14 s left".
+// How far some work is, from its second half second on: "prefill: 1536 of 6000 tokens, 312 tokens/s, 14 s left".
 class Progress {
 public:
     // Inside another one it says nothing, but counts for that.
@@ -62,7 +62,8 @@ private:
         double time = now(), due = due_, done = done_ + part;
         if (time < due || !due_.compare_exchange_strong(due, time + 0.1) || done <= 0) return;
         double rate = done / (time - start_), left = (total_ - done) / rate;
-        show_progress(what_ + formatted(": %.0f of %.0f %s, %.3g %s/s, ", done, total_, unit_, rate, unit_) +
+        show_progress(what_ + formatted(": %.0f of %.0f %s, ", done, total_, unit_) +
+                      formatted(rate < 100 ? "%.3g %s/s, " : "%.0f %s/s, ", rate, unit_) +
                       formatted(left < 100 ? "%.0f s left" : "%.0f min left", left < 100 ? left : left / 60));
     }
     static inline Progress *current_ = nullptr;

@@ -8,11 +8,11 @@
 #include <utility>
 #include <vector>
 
-// e^x for x <= 0, off by a few units of its last digit; at most 2^-999 below -693. A compiler computes several at a
-// time in a loop of it, which it cannot with the library's: x = n ln 2 + r, and e^r by its series.
+// e^x for x from -693 to 0, off by a few units of its last digit: x = n ln 2 + r, and e^r by its series. A compiler
+// computes several at a time in a loop of it, which it cannot with the library's, nor where x is bounded in here: of a
+// bound g++ makes a branch.
 inline double exp_below_one(double x) {
     constexpr double shift = 0x1.8p52, ln2_high = 0x1.62e42fee00000p-1, ln2_low = 0x1.a39ef35793c76p-33;
-    x = x > -693 ? x : -693;
     double shifted = x * M_LOG2E + shift, n = shifted - shift, r = x - n * ln2_high - n * ln2_low;
     double power = 1.0 / 479001600;
     auto horner = [&](auto... factorials) { ((power = power * r + 1 / factorials), ...); };
@@ -38,9 +38,16 @@ public:
         memcpy(&most, &one, sizeof most);
         for (size_t i = 0; i < p_.size(); i++) {
             memcpy(&bits, &p_[i], sizeof bits);  // as whole numbers they have the order of p
-            bucket_[i] = (uint16_t)std::min<uint64_t>((most - bits) >> 45, buckets - 1);
+            bucket_[i] = (uint16_t)std::min((int)((most - bits) >> 45), last);
         }
-        for (size_t i = 0; i < p_.size(); i++) sums_[bucket_[i]] += p_[i];
+        // Most of a vocabulary may be in the last bucket, and one sum would wait for each addition.
+        const size_t side = 8, whole = p_.size() / side * side;
+        double tiny[side] = {};
+        for (size_t i = 0; i < whole; i += side)
+            for (size_t j = 0; j < side; j++) tiny[j] += bucket_[i + j] == last ? p_[i + j] : 0;
+        for (size_t i = 0; i < p_.size(); i++)
+            if (i >= whole || bucket_[i] < last) sums_[bucket_[i]] += p_[i];
+        for (double sum : tiny) sums_[last] += sum;
         for (double sum : sums_) total += sum;
     }
     struct Place {
@@ -52,11 +59,16 @@ public:
     Place find(Reached reached) const {
         Place place;
         double sum = 0;  // of the buckets before
-        for (size_t b = 0; b < buckets; sum += sums_[b++]) {
+        for (int b = 0; b < buckets; sum += sums_[b++]) {
             if (sums_[b] == 0 || !reached(sum + sums_[b])) continue;
             std::vector<std::pair<double, int>> tokens;  // -p, token
-            for (size_t i = 0; i < p_.size(); i++)
-                if (bucket_[i] == b) tokens.push_back({-p_[i], (int)i});
+            for (size_t i = 0, end; i < p_.size(); i = end) {  // most stretches hold none: several compared at a time
+                end = std::min(p_.size(), i + 64);
+                uint16_t some = 0;
+                for (size_t j = i; j < end; j++) some |= bucket_[j] == (uint16_t)b;
+                for (size_t j = some ? i : end; j < end; j++)
+                    if (bucket_[j] == b) tokens.push_back({-p_[j], (int)j});
+            }
             std::sort(tokens.begin(), tokens.end());
             place.sum = sum;
             for (auto &[minus_p, token] : tokens) {
@@ -68,7 +80,7 @@ public:
     }
 
 private:
-    static constexpr size_t buckets = 40 * 128;  // the last one: all below 2^-40
+    static constexpr int buckets = 40 * 128, last = buckets - 1;  // the last one: all below 2^-40
     std::vector<double> p_;
     std::vector<uint16_t> bucket_;
     std::vector<double> sums_;  // (bucket): of p

@@ -340,6 +340,7 @@ TEST_CASE("tokens that only the files beside tokenizer.json name are tokens, as 
         {R"({"eos_token":"<|i|>"})", "<|i|>hi", "14 13 3 ", "hi"},
         {R"({"image_token":"<|i|>","bos_token":"<s>","pad_token":null})", "<|i|>hi", "14 13 3 ", "hi"},
         {R"({"eos_token":"h"})", "<s>hi", "0 13 3 ", "i"},
+        {R"({"model_max_length":Infinity,"x":[NaN, -Infinity],"eos_token":"NaN"})", "NaNi", "14 3 ", "i"},  // by Python
         {R"({"pad_token":{"__type":"AddedToken","content":"<|i|>","rstrip":true}})", "<|i|> hi", "14 13 3 ", "hi"}};
     for (const auto &one : cases) {
         INFO(std::string(one.config));
@@ -361,6 +362,10 @@ TEST_CASE("tokens that only the files beside tokenizer.json name are tokens, as 
         CHECK_FALSE(folder.load("{}"));
     }
     fs::remove(map);
+    for (const char *bad : {R"({"<|i|>":NaN})", R"({"<|i|>":Infinity})", R"({"<|i|>":-Infinity})", R"({"x":1NaN})"}) {
+        spill(folder.scratch / "added_tokens.json", bad);
+        CHECK_FALSE(folder.load("{}"));
+    }
     spill(folder.scratch / "added_tokens.json", R"({"<|i|>":15,"<m>":14,"<s>":0})");
     Loaded t = folder.load(R"({"eos_token":"<m>"})");
     REQUIRE_MESSAGE(t, folder.error);
