@@ -169,11 +169,11 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
     Activations &a = engine.a;
     float *x = a.x.data(), *normed = a.normed.data(), *gate = a.gate.data(), *up = a.up.data();
     float *query = a.query.data(), *attended = a.attended.data();
-    // x += W y, or x += RMSNorm(W y) in models that have a norm there.
-    auto add = [&](const float *y, const Linear &matrix, const Tensor &norm) {
+    // x += W y, or x = (x + RMSNorm(W y)) * scale in models that have a norm there.
+    auto add = [&](const float *y, const Linear &matrix, const Tensor &norm, float scale) {
         if (!norm.data) return best::linear(m, y, count, {{matrix, x}}, Into::add);
         best::linear(m, y, count, {{matrix, normed}});
-        best::add_rms_norm(m, x, normed, norm, count, epsilon);
+        best::add_rms_norm(m, x, normed, norm, count, epsilon, scale);
     };
     best::run(m, passes, stores, [&] {
         best::embed(m, x, model.embedding, (float)config.embedding_scale, passes[0]);
@@ -195,11 +195,11 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
             if (stores_rows) best::store_rows(m, task, pass);     // before a query reads them
             best::attention(m, task, pass);                       // o = softmax(q K^T / sqrt(D)) V
             if (stores_rows) best::keep_residual(m, task, pass);  // after its queries have read: the newest block
-            add(attended, w.output, w.attention_out_norm);                   // x += W o
+            add(attended, w.output, w.attention_out_norm, 1);                // x += W o
             best::rms_norm(m, normed, x, w.mlp_norm, count, epsilon);        // n = RMSNorm(x)
             best::linear(m, normed, count, {{w.gate, gate}, {w.up, up}});
             best::swiglu(m, gate, gate, up, (int64_t)count * w.down.weight.cols, config.gelu);
-            add(gate, w.down, w.mlp_out_norm);  // x += W (silu(W n) * W n)
+            add(gate, w.down, w.mlp_out_norm, w.scale);  // x += W (silu(W n) * W n)
         }
     });
 }

@@ -39,7 +39,7 @@ static std::string small_checkpoint(const Family &family) {
         const char *name, *shape;
         int bytes;
     };
-    const bool bias = family.qkv_bias == Family::always;
+    const bool bias = has(family.has, "qkv");
     std::vector<Entry> entries = {{"model.embed_tokens.weight", "[3,4]", 48}, {"model.norm.weight", "[4]", 16}};
     std::vector<Entry> layer = {
         {"input_layernorm.weight", "[4]", 16},    {"self_attn.q_proj.weight", "[4,4]", 64},
@@ -50,8 +50,8 @@ static std::string small_checkpoint(const Family &family) {
     if (bias) layer.push_back({"self_attn.q_proj.bias", "[4]", 16});
     if (bias) layer.push_back({"self_attn.k_proj.bias", "[2]", 8});
     if (bias) layer.push_back({"self_attn.v_proj.bias", "[2]", 8});
-    if (family.qk_norm) layer.push_back({"self_attn.q_norm.weight", "[2]", 8});
-    if (family.qk_norm) layer.push_back({"self_attn.k_norm.weight", "[2]", 8});
+    if (has(family.has, "norms")) layer.push_back({"self_attn.q_norm.weight", "[2]", 8});
+    if (has(family.has, "norms")) layer.push_back({"self_attn.k_norm.weight", "[2]", 8});
 
     std::string header;
     int offset = 0;
