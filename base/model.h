@@ -156,7 +156,7 @@ struct Model {
     int64_t weight_bytes = 0, parameters = 0;  // of all tensors above; a tied head counts once
     std::vector<Mapping> files;
     std::vector<std::unique_ptr<char[]>> copies;  // tensors that lie at an odd address in their file, or were 1 less
-    std::string beside;  // names of the file's that are none of the text model's: "score.weight", "17 tensors, ..."
+    std::string beside;  // the file's tensors that are none of the text model's: "score.weight and 2 others"
 };
 
 // ---- config.json ---------------------------------------------------------------------------------------------------
@@ -170,9 +170,10 @@ struct Family {
     int context, window;
     int pattern;         // n: every n-th layer sees everything, the others slide; -n: the first of every n; 0: all alike
     int bos_id, end_id;  // -1: none
-    const char *has;     // biases, with a ? where the config's attention_bias or mlp_bias asks; norms of q and k
-    enum Style { plain, gemma3, gemma4, granite } style = plain;  // what else is done otherwise
-    bool gemma() const { return style == gemma3 || style == gemma4; }
+    // Biases, with a ? where the config's attention_bias or mlp_bias asks; norms of q and k; keys of a config that others
+    // do not know; and what is done otherwise than in Llama: has("gemma3").
+    const char *words;
+    bool has(const char *word) const { return ::has(words, word); }
 };
 
 // clang-format off
@@ -183,11 +184,11 @@ constexpr Family families[] = {
     {"Qwen2ForCausalLM",   "qwen2",    0, 32,   0,     0,  32768, 4096, 0, -1, -1, "qkv"},
     {"Qwen3ForCausalLM",   "qwen3",    0, 32, 128,     0,  32768, 4096, 0, -1, -1, "qkv? output? norms"},
     {"Gemma3ForCausalLM", "gemma3_text", 8, 4, 256, 262208, 131072, 4096, 6, 2, 1,
-     "qkv? output? norms", Family::gemma3},
+     "qkv? output? norms gemma gemma3 query_pre_attn_scalar"},
     {"Gemma4ForCausalLM", "gemma4_text", 8, 4, 256, 262144, 131072,  512, 6, 2, 1,
-     "qkv? output? norms", Family::gemma4},
+     "qkv? output? norms gemma gemma4 num_kv_shared_layers"},
     {"GraniteSWAForCausalLM", "granite_swa", 20, 4, 0, 100352, 8192, 128, -4, 100257, 100257,
-     "qkv? output? mlp?", Family::granite},
+     "qkv? output? mlp? granite embedding_multiplier attention_multiplier layer_rope_theta"},
 };
 // clang-format on
 
@@ -245,29 +246,27 @@ inline bool is_neutral(const cJSON *item, double neutral) {
 // tokens in other ways; then experts, the order of a layer's steps, norms of q and k, and what Gemma 4 may do besides.
 // By the value that changes nothing:
 inline void refuse_foreign_keys(const Section &config, const Family &family, const Config &sizes, const Kind &kind) {
-    const bool granite = family.style == Family::granite;
     const std::pair<double, const char *> table[] = {
-        {1, granite ? "" : "embedding_multiplier"},
         {1,
-         "residual_multiplier logits_scaling logit_scale scale_emb lm_head_multiplier "
+         "embedding_multiplier residual_multiplier logits_scaling logit_scale scale_emb lm_head_multiplier "
          "key_multiplier attention_in_multiplier attention_out_multiplier mlp_multipliers no_rope_layers "
          "partial_rotary_factor rotary_pct"},
         {0,
          "attn_logit_softcapping final_logit_softcapping attn_logit_softcap clip_qkv no_rope_layer_interval "
          "nope_layer_interval attention_chunk_size attn_temperature_tuning rope_interleave alibi kv_lora_rank "
          "num_experts num_local_experts n_routed_experts use_parallel_residual parallel_attn attention_k_eq_v "
-         "enable_moe_block use_double_wide_mlp hidden_size_per_layer_input use_bidirectional_attention"},
-        {has(family.has, "norms"), "use_qk_norm qk_layernorm"},
-        {1 / std::sqrt(kind.key_width), granite ? "" : "attention_multiplier"},
-        {kind.key_width, family.style == Family::gemma3 ? "" : "query_pre_attn_scalar"},
-        {0, family.style == Family::gemma4 ? "" : "num_kv_shared_layers"},
+         "enable_moe_block use_double_wide_mlp hidden_size_per_layer_input use_bidirectional_attention "
+         "num_kv_shared_layers layer_rope_theta"},
+        {family.has("norms"), "use_qk_norm qk_layernorm"},
+        {1 / std::sqrt(kind.key_width), "attention_multiplier"},
+        {kind.key_width, "query_pre_attn_scalar"},
         {std::sqrt(sizes.layers), "scale_depth"},
         {sizes.hidden, "dim_model_base"}};
     for (const auto &[neutral, keys] : table) {
         std::istringstream words(keys);
         for (std::string key; words >> key;) {
             const cJSON *item = config.find(key.c_str());
-            if (item && !is_neutral(item, neutral))
+            if (item && !family.has(key.c_str()) && !is_neutral(item, neutral))
                 config.refuse(key.c_str(), item,
                               formatted("%g, or no such key: %s computes without it", neutral, family.architecture));
         }
@@ -307,7 +306,7 @@ inline void read_sizes(const Section &config, const Family &family, Config &out,
         width = out.hidden / out.heads;
     }
     check_heads(config.name.c_str(), out.heads, kind);
-    out.norm_epsilon = config.number("rms_norm_eps", 1e-30, 1, family.style == Family::granite ? 1e-5 : 1e-6);
+    out.norm_epsilon = config.number("rms_norm_eps", 1e-30, 1, family.has("granite") ? 1e-5 : 1e-6);
 }
 
 // Two spellings: rope_theta beside rope_scaling {type or rope_type, factor, ...}, or all of it in rope_parameters.
@@ -315,7 +314,7 @@ inline void read_sizes(const Section &config, const Family &family, Config &out,
 // Gemma's local layers turn in another way: in the old spelling by rope_local_base_freq alone, in the new one there is
 // an object for each kind.
 inline void read_rope(const Section &config, const Family &family, int context, Kind &kind) {
-    const bool by_kind = family.gemma(), local = by_kind && kind.window;
+    const bool by_kind = family.has("gemma"), local = by_kind && kind.window;
     Section rope = config.section("rope_scaling");
     if (local || !rope.object || !rope.object->child) {
         rope = config.section("rope_parameters");
@@ -329,7 +328,7 @@ inline void read_rope(const Section &config, const Family &family, int context, 
     kind.rope_theta = local ? config.number("rope_local_base_freq", 1, 1e15, 10000)
                             : config.number("rope_theta", 1, 1e15, by_kind ? 1e6 : 10000);
     kind.rope_theta = rope.number("rope_theta", 1, 1e15, kind.rope_theta);
-    const bool partial = family.style == Family::gemma4 && !local && !rope.object;
+    const bool partial = family.has("gemma4") && !local && !rope.object;
 
     std::string type = rope.text("rope_type", rope.text("type", partial ? "proportional" : "default"));
     kind.rope = {};
@@ -405,11 +404,11 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
 // What differs from layer to layer: window, RoPE, and heads, as Transformers 5 says it in per_layer_config, for any
 // family. The last num_kv_shared_layers read the rows of others.
 inline void read_layers(const Section &config, const Family &family, const Kind &common, Config &out) {
-    const bool gemma4 = family.style == Family::gemma4;
+    const bool gemma4 = family.has("gemma4");
     const std::vector<int> windows = read_windows(config, family, out.layers);
-    const int own = out.layers - (gemma4 ? config.integer("num_kv_shared_layers", 0, out.layers - 1, 0) : 0);
+    const int own = out.layers - config.integer("num_kv_shared_layers", 0, out.layers - 1, 0);
     const Section by_layer = config.section("per_layer_config");
-    const cJSON *thetas = family.style == Family::granite ? config.find("layer_rope_theta") : nullptr;
+    const cJSON *thetas = family.has("layer_rope_theta") ? config.find("layer_rope_theta") : nullptr;
     if (thetas && (!cJSON_IsArray(thetas) || cJSON_GetArraySize(thetas) != out.layers))
         config.refuse("layer_rope_theta", thetas, "a number for each of the layers");
     const cJSON *theta = thetas ? thetas->child : nullptr;
@@ -424,7 +423,7 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
             kind.key_width = config.integer("global_head_dim", 1, max_size, 512);
         kind.kv_heads = mine.integer("num_key_value_heads", 1, max_size, kind.kv_heads);
         kind.value_width = kind.key_width = mine.integer("head_dim", 1, max_size, kind.key_width);
-        check_heads(mine.name.c_str(), out.heads, kind);
+        check_heads((mine.object ? mine : config).name.c_str(), out.heads, kind);
         read_rope(config, family, out.context, kind);
         if (theta && !(cJSON_IsNumber(theta) && theta->valuedouble >= 0 && theta->valuedouble <= 1e15))
             config.refuse("layer_rope_theta", theta, "numbers from 0 to 1e15");
@@ -475,10 +474,13 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     if (out.dtype.rfind("torch.", 0) == 0) out.dtype = out.dtype.substr(6);
     if (out.dtype == "auto") out.dtype = "";  // as it is stored
     if (!out.dtype.empty()) require_known(config, "dtype", out.dtype, "float32 float16 bfloat16");
-    const char *key = family.gemma() ? "hidden_activation" : "hidden_act";
-    const std::string activation = config.text(key, family.gemma() ? "gelu_pytorch_tanh" : "silu");
-    require_known(config, key, activation == "swish" ? "silu" : activation, "silu gelu_pytorch_tanh");  // two names
-    out.gelu = activation == "gelu_pytorch_tanh";
+    const char *keys[] = {"hidden_act", "hidden_activation"}, *key = keys[family.has("gemma")], *other = keys[!family.has("gemma")];
+    std::string activation = config.text(key, family.has("gemma") ? "gelu_pytorch_tanh" : "silu");
+    if (config.text(other, activation) != activation)
+        config.refuse(other, config.find(other), activation + ", as " + key + " says");
+    if (activation == "swish") activation = "silu";  // two names: x * sigmoid(x)
+    require_known(config, key, activation, "silu gelu_pytorch_tanh");
+    out.gelu = activation != "silu";
     for (const Section &section : {config, whole})
         if (const cJSON *item = section.find("quantization_config"))
             section.refuse("quantization_config", item,
@@ -488,22 +490,21 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     refuse_foreign_keys(config, family, out, kind);
     read_layers(config, family, kind, out);
     read_special_ids(whole, config, generation, family, out);
-    if (family.gemma()) out.embedding_scale = std::sqrt(out.hidden);
-    if (family.style == Family::gemma3)
-        out.score_scale = 1 / std::sqrt(config.number("query_pre_attn_scalar", 1e-6, 1e9, 256));
-    if (family.style == Family::gemma4) out.score_scale = 1;
-    if (family.style == Family::granite) {
+    if (family.has("gemma")) out.embedding_scale = std::sqrt(out.hidden);
+    if (family.has("gemma3")) out.score_scale = 1 / std::sqrt(config.number("query_pre_attn_scalar", 1e-6, 1e9, 256));
+    if (family.has("gemma4")) out.score_scale = 1, config.need("hidden_size_per_layer_input");  // or it is 256
+    if (family.has("granite")) {
         out.embedding_scale = config.number("embedding_multiplier", -1e9, 1e9, 1);
         out.score_scale = config.number("attention_multiplier", 1e-9, 1e9, 1);
     }
-    out.tied = config.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", family.style != Family::plain));
+    out.tied = config.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", family.heads > 0));
     auto biased = [&](const std::string &what, const char *asked) {
-        return has(family.has, what) || (has(family.has, what + "?") && config.flag(asked, false));
+        return family.has(what.c_str()) || (family.has((what + "?").c_str()) && config.flag(asked, false));
     };
     out.qkv_bias = biased("qkv", "attention_bias");
     out.output_bias = biased("output", "attention_bias");
     out.mlp_bias = biased("mlp", "mlp_bias");
-    out.qk_norm = has(family.has, "norms");
+    out.qk_norm = family.has("norms");
     return out;
 }
 
@@ -760,7 +761,7 @@ struct Binder {
     // What RMSNorm multiplies with. Gemma 3 stores what is to be added to 1.
     Tensor norm(const std::string &name, int width) {
         const Tensor stored = take(name + ".weight", {width});
-        if (model.config.family->style != Family::gemma3) return stored;
+        if (!model.config.family->has("gemma3")) return stored;
         return made(width, [&](int i) { return 1 + number_of(stored, i); });
     }
     Linear linear(const std::string &name, int outputs, int inputs, bool bias) {
@@ -783,24 +784,24 @@ inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) 
         out.key = binder.linear(attention + "k_proj", kv_width, hidden, config.qkv_bias);
         out.value = binder.linear(attention + "v_proj", kv_width, hidden, config.qkv_bias);
         if (config.qk_norm) out.key_norm = binder.norm(attention + "k_norm", width);
-        if (family.style == Family::gemma4) out.value_norm = binder.made(width, [](int) { return 1.0f; });
+        if (family.has("gemma4")) out.value_norm = binder.made(width, [](int) { return 1.0f; });
     } else {  // files may have them all the same
         for (const char *unused : {"k_proj", "v_proj", "k_norm", "v_norm"})
             binder.taken.insert(attention + unused + ".weight");
     }
     out.output = binder.linear(attention + "o_proj", hidden, query_width, config.output_bias);
     if (config.qk_norm) out.query_norm = binder.norm(attention + "q_norm", width);
-    if (family.style == Family::granite) out.sinks = binder.take(attention + "sinks", {config.heads});
-    if (family.gemma()) {  // Llama's name for the norm before the MLP is that of another one here
+    if (family.has("granite")) out.sinks = binder.take(attention + "sinks", {config.heads});
+    if (family.has("gemma")) {  // Llama's name for the norm before the MLP is that of another one here
         out.attention_out_norm = binder.norm(layer + "post_attention_layernorm", hidden);
         out.mlp_out_norm = binder.norm(layer + "post_feedforward_layernorm", hidden);
     }
     out.mlp_norm =
-        binder.norm(layer + (family.gemma() ? "pre_feedforward_layernorm" : "post_attention_layernorm"), hidden);
+        binder.norm(layer + (family.has("gemma") ? "pre_feedforward_layernorm" : "post_attention_layernorm"), hidden);
     out.gate = binder.linear(mlp + "gate_proj", config.ffn, hidden, config.mlp_bias);
     out.up = binder.linear(mlp + "up_proj", config.ffn, hidden, config.mlp_bias);
     out.down = binder.linear(mlp + "down_proj", hidden, config.ffn, config.mlp_bias);
-    if (family.style == Family::gemma4) out.scale = number_of(binder.take(layer + "layer_scalar", {1}), 0);
+    if (family.has("gemma4")) out.scale = number_of(binder.take(layer + "layer_scalar", {1}), 0);
     return out;
 }
 
