@@ -103,6 +103,7 @@ struct Kind {
 struct LayerRows {
     int kind = 0, index = 0;  // in Config::kinds, and among the layers of that kind that store rows
     bool own = true;          // false: the layer reads rows that an earlier one stored
+    bool last = true;         // no later layer reads them
 };
 
 struct Family;
@@ -143,6 +144,8 @@ inline void add_layer(std::vector<Kind> &kinds, std::vector<LayerRows> &rows, co
     const size_t at = (size_t)(std::find_if(kinds.begin(), kinds.end(), alike) - kinds.begin());
     if (at == kinds.size()) kinds.push_back(kind), kinds.back().layers = 0;
     kinds[at].layers += own;
+    for (LayerRows &earlier : rows)
+        if (!own && earlier.kind == (int)at && earlier.index == kinds[at].layers - 1) earlier.last = false;
     rows.push_back({(int)at, kinds[at].layers - 1, own});
 }
 
@@ -168,10 +171,10 @@ struct Family {
     const char *architecture, *model_type;
     int heads, kv_heads, head_dim, vocabulary;  // 0: must be said; as many as heads; hidden_size / heads; must be said
     int context, window;
-    int pattern;         // n: every n-th layer sees everything, the others slide; -n: the first of every n; 0: all alike
+    int pattern;         // n: each n-th layer sees everything, the others slide; -n: the first of each n; 0: all alike
     int bos_id, end_id;  // -1: none
-    // Biases, with a ? where the config's attention_bias or mlp_bias asks; norms of q and k; keys of a config that others
-    // do not know; and what is done otherwise than in Llama: has("gemma3").
+    // Biases, with a ? where the config's attention_bias or mlp_bias asks; norms of q and k; keys of a config that the
+    // others do not have; and under whose name what is done otherwise stands here.
     const char *words;
     bool has(const char *word) const { return ::has(words, word); }
 };
@@ -474,8 +477,9 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     if (out.dtype.rfind("torch.", 0) == 0) out.dtype = out.dtype.substr(6);
     if (out.dtype == "auto") out.dtype = "";  // as it is stored
     if (!out.dtype.empty()) require_known(config, "dtype", out.dtype, "float32 float16 bfloat16");
-    const char *keys[] = {"hidden_act", "hidden_activation"}, *key = keys[family.has("gemma")], *other = keys[!family.has("gemma")];
-    std::string activation = config.text(key, family.has("gemma") ? "gelu_pytorch_tanh" : "silu");
+    const bool gemma = family.has("gemma");
+    const char *key = gemma ? "hidden_activation" : "hidden_act", *other = gemma ? "hidden_act" : "hidden_activation";
+    std::string activation = config.text(key, gemma ? "gelu_pytorch_tanh" : "silu");
     if (config.text(other, activation) != activation)
         config.refuse(other, config.find(other), activation + ", as " + key + " says");
     if (activation == "swish") activation = "silu";  // two names: x * sigmoid(x)
@@ -490,7 +494,7 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     refuse_foreign_keys(config, family, out, kind);
     read_layers(config, family, kind, out);
     read_special_ids(whole, config, generation, family, out);
-    if (family.has("gemma")) out.embedding_scale = std::sqrt(out.hidden);
+    if (gemma) out.embedding_scale = std::sqrt(out.hidden);
     if (family.has("gemma3")) out.score_scale = 1 / std::sqrt(config.number("query_pre_attn_scalar", 1e-6, 1e9, 256));
     if (family.has("gemma4")) out.score_scale = 1, config.need("hidden_size_per_layer_input");  // or it is 256
     if (family.has("granite")) {
