@@ -51,7 +51,7 @@ inline std::vector<float> rope_frequencies(const Kind &kind) {
     std::vector<float> frequencies(kind.key_width / 2, 0.0f);
     const RopeScaling &rope = kind.rope;
     if (kind.rope_theta == 0) return frequencies;
-    for (size_t i = 0; i < frequencies.size(); i++) {
+    for (size_t i = 0; i < frequencies.size() && i < (size_t)(rope.turned * kind.key_width / 2); i++) {
         float frequency = 1 / std::pow((float)kind.rope_theta, 2 * (float)i / kind.key_width);
         if (rope.kind == RopeScaling::linear) frequency /= (float)rope.factor;
         if (rope.kind == RopeScaling::llama3) {
@@ -156,15 +156,15 @@ HOST_DEVICE float dot(const paired_bf16 *weight, int64_t row, const float *x, in
     return team.sum(total);
 }
 
-// x += y / sqrt(mean(y^2) + epsilon) * weight: where what is added to the residual stream is normed first.
+// x = (x + y / sqrt(mean(y^2) + epsilon) * weight) * scale: where what is added to the residual stream is normed first.
 template <class M>
-void add_rms_norm(M &m, float *x, const float *y, const Tensor &weight, int64_t count, double epsilon) {
+void add_rms_norm(M &m, float *x, const float *y, const Tensor &weight, int64_t count, double epsilon, float scale) {
     int width = (int)weight.cols;
     m.for_each(count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
         const float *in = y + t * width;
         float factor = 1 / sqrtf(dot(in, 0, in, width, team) / width + (float)epsilon);
         for (int i = team.first(); i < width; i += team.step())
-            x[t * width + i] += in[i] * factor * number_of(weight, i);
+            x[t * width + i] = (x[t * width + i] + in[i] * factor * number_of(weight, i)) * scale;
     });
 }
 

@@ -26,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "formats.h"
 #include "json.h"
 
 // ---- What a checkpoint becomes -------------------------------------------------------------------------------------
@@ -47,6 +48,12 @@ struct Tensor {
     int64_t rows = 0, cols = 0;
 };
 
+HOST_DEVICE inline float number_of(const Tensor &tensor, int64_t i) {
+    if (tensor.type == DType::f32) return ((const float *)tensor.data)[i];
+    if (tensor.type == DType::f16) return to_float(((const f16 *)tensor.data)[i]);
+    return to_float(((const bf16 *)tensor.data)[i]);
+}
+
 struct Linear {     // y = weight x + bias
     Tensor weight;  // (outputs, inputs)
     Tensor bias;    // (1, outputs), absent in most families
@@ -66,6 +73,8 @@ struct LayerWeights {
     Linear gate, up;                        // (ffn, hidden)
     Linear down;                            // (hidden, ffn)
     Tensor attention_out_norm, mlp_out_norm;  // (1, hidden): RMSNorm of what is added to x (Gemma 3), absent elsewhere
+    float scale = 1;                          // what x is multiplied with at the layer's end; where it is not 1, it has
+                                              // an mlp_out_norm (Gemma 4)
 };
 
 // How the frequencies f_i = theta^(-2i/D) are stretched so that a model reads further than it was trained at first.
@@ -77,6 +86,7 @@ struct RopeScaling {
     enum Kind { none, linear, llama3 } kind = none;
     double factor = 1, low_freq_factor = 1, high_freq_factor = 4;
     int original_context = 0;
+    double turned = 1;  // the part of a head's pairs that turn, the first ones; f_i of the others is 0 (Gemma 4)
 };
 
 // What layers have in common whose rows are alike: a cache keeps the rows of a kind in one store (cache.h).
@@ -93,9 +103,13 @@ struct Kind {
 struct LayerRows {
     int kind = 0, index = 0;  // in Config::kinds, and among the layers of that kind that store rows
     bool own = true;          // false: the layer reads rows that an earlier one stored
+    bool last = true;         // no later layer reads them
 };
 
+struct Family;
+
 struct Config {
+    const Family *family = nullptr;        // of a config that was read
     std::string architecture, model_type;  // "LlamaForCausalLM", "llama"
     std::string dtype;                     // what the config says of the weights; each Tensor knows its own type
     int layers = 0, hidden = 0, ffn = 0, heads = 0, vocabulary = 0;
@@ -115,7 +129,8 @@ struct Config {
 
 inline bool same_scaling(const RopeScaling &a, const RopeScaling &b) {
     return a.kind == b.kind && a.factor == b.factor && a.low_freq_factor == b.low_freq_factor &&
-           a.high_freq_factor == b.high_freq_factor && a.original_context == b.original_context;
+           a.high_freq_factor == b.high_freq_factor && a.original_context == b.original_context &&
+           a.turned == b.turned;
 }
 
 // One more layer, of a kind that others may have, too. Without rows of its own it reads those of the last layer of its
@@ -129,6 +144,8 @@ inline void add_layer(std::vector<Kind> &kinds, std::vector<LayerRows> &rows, co
     const size_t at = (size_t)(std::find_if(kinds.begin(), kinds.end(), alike) - kinds.begin());
     if (at == kinds.size()) kinds.push_back(kind), kinds.back().layers = 0;
     kinds[at].layers += own;
+    for (LayerRows &earlier : rows)
+        if (!own && earlier.kind == (int)at && earlier.index == kinds[at].layers - 1) earlier.last = false;
     rows.push_back({(int)at, kinds[at].layers - 1, own});
 }
 
@@ -141,30 +158,40 @@ struct Model {
     std::vector<LayerWeights> layers;
     int64_t weight_bytes = 0, parameters = 0;  // of all tensors above; a tied head counts once
     std::vector<Mapping> files;
-    std::vector<std::unique_ptr<char[]>> copies;  // tensors that lie at an odd address in their file
+    std::vector<std::unique_ptr<char[]>> copies;  // tensors that lie at an odd address in their file, or were 1 less
+    std::string beside;  // the file's tensors that are none of the text model's: "score.weight and 2 others"
 };
 
 // ---- config.json ---------------------------------------------------------------------------------------------------
 
 // What a family fixes, and what Transformers takes where a config is silent (transformers/models/*/configuration_*.py).
-// The five sizes hidden_size, intermediate_size, num_hidden_layers, num_attention_heads and vocab_size have no default
-// here: a checkpoint without them is not a checkpoint.
+// hidden_size, intermediate_size and num_hidden_layers have no default here: a checkpoint without them is not a
+// checkpoint.
 struct Family {
     const char *architecture, *model_type;
-    int kv_heads, head_dim;  // 0: as many as heads; hidden_size / heads
+    int heads, kv_heads, head_dim, vocabulary;  // 0: must be said; as many as heads; hidden_size / heads; must be said
     int context, window;
-    int bos_id, end_id;                                           // -1: none
-    enum Bias { never, always, if_asked } qkv_bias, output_bias;  // if_asked: where attention_bias is true
-    bool reads_mlp_bias, qk_norm;
+    int pattern;         // n: each n-th layer sees everything, the others slide; -n: the first of each n; 0: all alike
+    int bos_id, end_id;  // -1: none
+    // Biases, with a ? where the config's attention_bias or mlp_bias asks; norms of q and k; keys of a config that the
+    // others do not have; and under whose name what is done otherwise stands here.
+    const char *words;
+    bool has(const char *word) const { return ::has(words, word); }
 };
 
 // clang-format off
 constexpr Family families[] = {
-    //                               kv  dim context  window bos end  q, k, v bias      output bias       mlp    qk_norm
-    {"LlamaForCausalLM",   "llama",   0,   0,   2048,    0,  1,  2,  Family::if_asked, Family::if_asked, true,  false},
-    {"MistralForCausalLM", "mistral", 8,   0, 131072, 4096,  1,  2,  Family::never,    Family::never,    false, false},
-    {"Qwen2ForCausalLM",   "qwen2",  32,   0,  32768, 4096, -1, -1,  Family::always,   Family::never,    false, false},
-    {"Qwen3ForCausalLM",   "qwen3",  32, 128,  32768, 4096, -1, -1,  Family::if_asked, Family::if_asked, false, true},
+    //                             heads kv  dim   vocab context window    bos end
+    {"LlamaForCausalLM",   "llama",    0,  0,   0,     0,   2048,    0, 0,  1,  2, "qkv? output? mlp?"},
+    {"MistralForCausalLM", "mistral",  0,  8,   0,     0, 131072, 4096, 0,  1,  2, ""},
+    {"Qwen2ForCausalLM",   "qwen2",    0, 32,   0,     0,  32768, 4096, 0, -1, -1, "qkv"},
+    {"Qwen3ForCausalLM",   "qwen3",    0, 32, 128,     0,  32768, 4096, 0, -1, -1, "qkv? output? norms"},
+    {"Gemma3ForCausalLM", "gemma3_text", 8, 4, 256, 262208, 131072, 4096, 6, 2, 1,
+     "qkv? output? norms gemma gemma3 query_pre_attn_scalar"},
+    {"Gemma4ForCausalLM", "gemma4_text", 8, 4, 256, 262144, 131072,  512, 6, 2, 1,
+     "qkv? output? norms gemma gemma4 num_kv_shared_layers"},
+    {"GraniteSWAForCausalLM", "granite_swa", 20, 4, 0, 100352, 8192, 128, -4, 100257, 100257,
+     "qkv? output? mlp? granite embedding_multiplier attention_multiplier layer_rope_theta"},
 };
 // clang-format on
 
@@ -179,7 +206,8 @@ inline void require_known(const Section &section, const char *what, const std::s
          known.find(' ') == std::string::npos ? "is" : "are", known.c_str());
 }
 
-inline const Family &find_family(const Section &config) {
+// `text`: in it, the config of the text model, of one that also sees or hears and has another name.
+inline const Family &find_family(const Section &config, const Section &text) {
     std::string model_type = config.text("model_type", ""), wanted = model_type, known;
     const cJSON *list = config.find("architectures");
     if (list && (!cJSON_IsArray(list) || cJSON_GetArraySize(list) != 1 || !cJSON_IsString(list->child)))
@@ -189,10 +217,16 @@ inline const Family &find_family(const Section &config) {
     if (wanted.empty()) config.need("architectures");
     for (const Family &family : families) {
         known += (known.empty() ? "" : " ") + std::string(family.architecture);
-        if (wanted != (list ? family.architecture : family.model_type)) continue;
-        if (!model_type.empty() && model_type != family.model_type) {
+        std::string name = family.architecture, type = family.model_type;
+        if (text.object) {
+            name.replace(name.find("CausalLM"), 8, "ConditionalGeneration"), type = type.substr(0, type.find("_text"));
+            if (wanted == (list ? name : type))
+                require_known(text, "model_type", text.text("model_type", family.model_type), family.model_type);
+        }
+        if (wanted != (list ? name : type)) continue;
+        if (!model_type.empty() && model_type != type) {
             fail("%s: model_type is %s, but %s asks for %s", config.name.c_str(), printable(model_type).c_str(),
-                 family.architecture, family.model_type);
+                 name.c_str(), type.c_str());
         }
         return family;
     }
@@ -212,8 +246,8 @@ inline bool is_neutral(const cJSON *item, double neutral) {
 
 // What other architectures compute differently and no tensor shows: Granite, Cohere, MiniCPM, Falcon-H1 scale
 // embedding, residual stream, scores or logits; Gemma 2 and OLMo cut them off; SmolLM3, Llama 4, MPT and DeepSeek place
-// tokens in other ways; then experts, the order of a layer's steps, and norms of q and k. By the value that changes
-// nothing:
+// tokens in other ways; then experts, the order of a layer's steps, norms of q and k, and what Gemma 4 may do besides.
+// By the value that changes nothing:
 inline void refuse_foreign_keys(const Section &config, const Family &family, const Config &sizes, const Kind &kind) {
     const std::pair<double, const char *> table[] = {
         {1,
@@ -223,8 +257,10 @@ inline void refuse_foreign_keys(const Section &config, const Family &family, con
         {0,
          "attn_logit_softcapping final_logit_softcapping attn_logit_softcap clip_qkv no_rope_layer_interval "
          "nope_layer_interval attention_chunk_size attn_temperature_tuning rope_interleave alibi kv_lora_rank "
-         "num_experts num_local_experts n_routed_experts use_parallel_residual parallel_attn"},
-        {family.qk_norm, "use_qk_norm qk_layernorm"},
+         "num_experts num_local_experts n_routed_experts use_parallel_residual parallel_attn attention_k_eq_v "
+         "enable_moe_block use_double_wide_mlp hidden_size_per_layer_input use_bidirectional_attention "
+         "num_kv_shared_layers layer_rope_theta"},
+        {family.has("norms"), "use_qk_norm qk_layernorm"},
         {1 / std::sqrt(kind.key_width), "attention_multiplier"},
         {kind.key_width, "query_pre_attn_scalar"},
         {std::sqrt(sizes.layers), "scale_depth"},
@@ -233,66 +269,83 @@ inline void refuse_foreign_keys(const Section &config, const Family &family, con
         std::istringstream words(keys);
         for (std::string key; words >> key;) {
             const cJSON *item = config.find(key.c_str());
-            if (item && !is_neutral(item, neutral))
+            if (item && !family.has(key.c_str()) && !is_neutral(item, neutral))
                 config.refuse(key.c_str(), item,
                               formatted("%g, or no such key: %s computes without it", neutral, family.architecture));
         }
     }
 }
 
+// Throws unless the heads of a kind can be computed with.
+inline void check_heads(const char *name, int heads, const Kind &kind) {
+    if (heads % kind.kv_heads)
+        fail("%s: num_attention_heads is %d, expected a multiple of num_key_value_heads, %d", name, heads,
+             kind.kv_heads);
+    if (kind.key_width % 2)
+        fail("%s: head_dim is %d, expected an even number: RoPE turns pairs", name, kind.key_width);
+    if (kind.key_width > max_size / heads)
+        fail("%s: num_attention_heads * head_dim is %lld, expected at most %d", name, (long long)heads * kind.key_width,
+             max_size);
+}
+
 // `kind` is what the layers have in common.
 inline void read_sizes(const Section &config, const Family &family, Config &out, Kind &kind) {
-    const char *name = config.name.c_str();
+    auto or_none = [](int value) { return value ? std::optional<int>(value) : std::nullopt; };
     out.layers = config.integer("num_hidden_layers", 1, max_layers);
     out.hidden = config.integer("hidden_size", 1, max_size);
     out.ffn = config.integer("intermediate_size", 1, max_size);
-    out.vocabulary = config.integer("vocab_size", 1, max_size);
+    out.vocabulary = config.integer("vocab_size", 1, max_size, or_none(family.vocabulary));
     out.context = config.integer("max_position_embeddings", 1, 1 << 30, family.context);
-    out.heads = config.integer("num_attention_heads", 1, max_size);
+    out.heads = config.integer("num_attention_heads", 1, max_size, or_none(family.heads));
     // A null asks for as many KV heads as heads; only a key that is not there takes the family's default.
     bool as_heads = config.has_null("num_key_value_heads") || family.kv_heads == 0;
     kind.kv_heads = config.integer("num_key_value_heads", 1, max_size, as_heads ? out.heads : family.kv_heads);
-    if (out.heads % kind.kv_heads) {
-        fail("%s: num_attention_heads is %d, expected a multiple of num_key_value_heads, %d", name, out.heads,
-             kind.kv_heads);
-    }
     int &width = kind.key_width = config.integer("head_dim", 1, max_size, family.head_dim);
     if (width == 0) {
         if (out.hidden % out.heads) {
-            fail("%s: hidden_size is %d, expected a multiple of num_attention_heads, %d (or a head_dim)", name,
-                 out.hidden, out.heads);
+            fail("%s: hidden_size is %d, expected a multiple of num_attention_heads, %d (or a head_dim)",
+                 config.name.c_str(), out.hidden, out.heads);
         }
         width = out.hidden / out.heads;
     }
-    if (width % 2) fail("%s: head_dim is %d, expected an even number: RoPE turns pairs", name, width);
-    if (width > max_size / out.heads) {
-        fail("%s: num_attention_heads * head_dim is %lld, expected at most %d", name,
-             (long long)out.heads * width, max_size);
-    }
-    kind.value_width = width;
-    out.norm_epsilon = config.number("rms_norm_eps", 1e-30, 1, 1e-6);
+    check_heads(config.name.c_str(), out.heads, kind);
+    out.norm_epsilon = config.number("rms_norm_eps", 1e-30, 1, family.has("granite") ? 1e-5 : 1e-6);
 }
 
 // Two spellings: rope_theta beside rope_scaling {type or rope_type, factor, ...}, or all of it in rope_parameters.
 // As in Transformers, rope_scaling goes before rope_parameters, and a theta in either before the one beside them.
-inline void read_rope(const Section &config, int context, Kind &kind) {
+// Gemma's local layers turn in another way: in the old spelling by rope_local_base_freq alone, in the new one there is
+// an object for each kind.
+inline void read_rope(const Section &config, const Family &family, int context, Kind &kind) {
+    const bool by_kind = family.has("gemma"), local = by_kind && kind.window;
     Section rope = config.section("rope_scaling");
-    if (!rope.object || !rope.object->child) rope = config.section("rope_parameters");
+    if (local || !rope.object || !rope.object->child) {
+        rope = config.section("rope_parameters");
+        if (by_kind) rope = rope.section(local ? "sliding_attention" : "full_attention");
+    }
     const char *name = rope.name.c_str();
     for (const cJSON *item = rope.object ? rope.object->child : nullptr; item; item = item->next) {
         if (cJSON_IsObject(item))
             rope.refuse(printable(item->string).c_str(), item, "no object: one RoPE for all layers");
     }
-    if (rope.number("partial_rotary_factor", 0, 1, 1) != 1)
-        fail("%s: partial_rotary_factor is not supported; supported is 1", name);
-    kind.rope_theta = rope.number("rope_theta", 1, 1e15, config.number("rope_theta", 1, 1e15, 10000));
+    kind.rope_theta = local ? config.number("rope_local_base_freq", 1, 1e15, 10000)
+                            : config.number("rope_theta", 1, 1e15, by_kind ? 1e6 : 10000);
+    kind.rope_theta = rope.number("rope_theta", 1, 1e15, kind.rope_theta);
+    const bool partial = family.has("gemma4") && !local && !rope.object;
 
-    std::string type = rope.text("rope_type", rope.text("type", "default"));
+    std::string type = rope.text("rope_type", rope.text("type", partial ? "proportional" : "default"));
+    kind.rope = {};
+    kind.rope.turned = rope.number("partial_rotary_factor", 0, 1, partial ? 0.25 : 1);
+    if (kind.rope.turned != 1 && type != "proportional")
+        fail("%s: partial_rotary_factor is not supported; supported is 1", name);
     if (type == "default") return;
-    require_known(rope, "rope_type", type, "default linear llama3");
-    kind.rope.kind = type == "linear" ? RopeScaling::linear : RopeScaling::llama3;
-    kind.rope.factor = rope.number("factor", 1e-6, 1e6);
-    if (type == "linear") return;
+    require_known(rope, "rope_type", type, "default linear llama3 proportional");
+    std::optional<double> no_factor;
+    if (type == "proportional") no_factor = 1;
+    kind.rope.factor = rope.number("factor", 1e-6, 1e6, no_factor);
+    if (kind.rope.factor == no_factor) return;
+    kind.rope.kind = type == "llama3" ? RopeScaling::llama3 : RopeScaling::linear;
+    if (type != "llama3") return;
     kind.rope.low_freq_factor = rope.number("low_freq_factor", 1e-6, 1e6);
     kind.rope.high_freq_factor = rope.number("high_freq_factor", 1e-6, 1e6);
     if (kind.rope.high_freq_factor <= kind.rope.low_freq_factor) {
@@ -313,19 +366,22 @@ inline int widest_window(const std::vector<Kind> &kinds) {
     return widest;
 }
 
-// Mistral: every layer slides. Qwen: only with use_sliding_window, and then the layers from max_window_layers on, or
-// those that layer_types names. Llama: none. Of these two, layer_types may say nothing else.
+// Mistral: every layer slides. Qwen: only with use_sliding_window, and then the layers from max_window_layers on. Gemma
+// and Granite: by a pattern. These three, but not Llama and Mistral, may name other layers in layer_types.
 inline std::vector<int> read_windows(const Section &config, const Family &family, int layers) {
     const std::string model_type = family.model_type;
-    bool qwen = model_type == "qwen2" || model_type == "qwen3";
+    const bool qwen = model_type == "qwen2" || model_type == "qwen3", mixes = qwen || family.pattern;
     int window = 0;
-    if (family.window > 0 && (!qwen || config.flag("use_sliding_window", false))) {
-        window =
-            config.integer("sliding_window", 1, 1 << 30, config.has_null("sliding_window") ? 0 : family.window);
-    }
-    int first = qwen ? config.integer("max_window_layers", 0, max_layers, 28) : 0;
+    if (family.window > 0 && (!qwen || config.flag("use_sliding_window", false)))
+        window = config.integer("sliding_window", 1, 1 << 30, config.has_null("sliding_window") ? 0 : family.window);
+    const int first = qwen ? config.integer("max_window_layers", 0, max_layers, 28) : 0;
+    const int every =
+        family.pattern > 0 ? config.integer("sliding_window_pattern", 1, max_layers, family.pattern) : -family.pattern;
     std::vector<int> windows;
-    for (int layer = 0; layer < layers; layer++) windows.push_back(layer < first ? 0 : window);
+    for (int layer = 0; layer < layers; layer++) {
+        const bool full = every ? (layer + (family.pattern > 0)) % every == 0 : layer < first;
+        windows.push_back(full ? 0 : window);
+    }
 
     const cJSON *types = config.find("layer_types");
     if (!types) return windows;
@@ -335,9 +391,9 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
     const cJSON *type = types->child;
     for (int &layer : windows) {
         std::string word = cJSON_IsString(type) ? type->valuestring : "";
-        const char *other = qwen || layer ? "sliding_attention" : "full_attention";
-        if (word != other && (!qwen || word != "full_attention"))
-            config.refuse("an entry of layer_types", type, (qwen ? "full_attention or " : "") + std::string(other));
+        const char *other = mixes || layer ? "sliding_attention" : "full_attention";
+        if (word != other && (!mixes || word != "full_attention"))
+            config.refuse("an entry of layer_types", type, (mixes ? "full_attention or " : "") + std::string(other));
         layer = word == "full_attention" ? 0 : window;
         if (word == "sliding_attention" && layer == 0) {
             fail("%s: layer_types has sliding_attention, but use_sliding_window and sliding_window give no window",
@@ -348,14 +404,50 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
     return windows;
 }
 
-// generation_config.json goes before config.json; a family's default counts only where neither has the key.
-inline void read_special_ids(const Section &config, const Section &generation, const Family &family, Config &out) {
+// What differs from layer to layer: window, RoPE, and heads, as Transformers 5 says it in per_layer_config, for any
+// family. The last num_kv_shared_layers read the rows of others.
+inline void read_layers(const Section &config, const Family &family, const Kind &common, Config &out) {
+    const bool gemma4 = family.has("gemma4");
+    const std::vector<int> windows = read_windows(config, family, out.layers);
+    const int own = out.layers - config.integer("num_kv_shared_layers", 0, out.layers - 1, 0);
+    const Section by_layer = config.section("per_layer_config");
+    const cJSON *thetas = family.has("layer_rope_theta") ? config.find("layer_rope_theta") : nullptr;
+    if (thetas && (!cJSON_IsArray(thetas) || cJSON_GetArraySize(thetas) != out.layers))
+        config.refuse("layer_rope_theta", thetas, "a number for each of the layers");
+    const cJSON *theta = thetas ? thetas->child : nullptr;
+    for (int layer = 0; layer < out.layers; layer++) {
+        Kind kind = common;
+        kind.window = gemma4 && layer == out.layers - 1 ? 0 : windows[(size_t)layer];  // the last sees everything
+        const Section mine = by_layer.section(std::to_string(layer).c_str());
+        for (const cJSON *item = mine.object ? mine.object->child : nullptr; item; item = item->next)
+            if (!has("head_dim num_key_value_heads", item->string))
+                mine.refuse(printable(item->string).c_str(), item, "no such key: all layers have it in common");
+        if (gemma4 && !kind.window && !by_layer.object)
+            kind.key_width = config.integer("global_head_dim", 1, max_size, 512);
+        kind.kv_heads = mine.integer("num_key_value_heads", 1, max_size, kind.kv_heads);
+        kind.value_width = kind.key_width = mine.integer("head_dim", 1, max_size, kind.key_width);
+        check_heads((mine.object ? mine : config).name.c_str(), out.heads, kind);
+        read_rope(config, family, out.context, kind);
+        if (theta && !(cJSON_IsNumber(theta) && theta->valuedouble >= 0 && theta->valuedouble <= 1e15))
+            config.refuse("layer_rope_theta", theta, "numbers from 0 to 1e15");
+        if (theta) kind.rope_theta = theta->valuedouble, theta = theta->next;
+        add_layer(out.kinds, out.rows, kind, layer < own);
+        if (out.rows.back().index < 0)
+            fail("%s: num_kv_shared_layers is %d, but layer %d has no earlier one of its kind whose rows it could read",
+                 config.name.c_str(), out.layers - own, layer);
+    }
+}
+
+// generation_config.json goes before config.json, and in that what stands outside of text_config; a family's default
+// counts only where none has the key.
+inline void read_special_ids(const Section &root, const Section &text, const Section &generation, const Family &family,
+                             Config &out) {
     const int last = out.vocabulary - 1;
-    const Section &bos = generation.find("bos_token_id") ? generation : config;
+    auto with = [&](const char *key) { return generation.find(key) ? generation : root.find(key) ? root : text; };
+    const Section bos = with("bos_token_id"), end = with("eos_token_id");
     bool no_bos = bos.has_null("bos_token_id") || family.bos_id > last;
     out.bos_id = bos.integer("bos_token_id", 0, last, no_bos ? -1 : family.bos_id);
 
-    const Section &end = generation.find("eos_token_id") ? generation : config;
     const cJSON *ids = end.find("eos_token_id");
     bool no_end = end.has_null("eos_token_id") || family.end_id < 0 || family.end_id > last;
     if (!ids && !no_end) out.end_ids = {family.end_id};
@@ -372,40 +464,51 @@ inline Config parse_config(const std::string &name, const std::string &text, con
                            const std::string &generation_text) {
     Json root = parse_json(name, text, /*as_python=*/true), generation_root;
     if (!generation_text.empty()) generation_root = parse_json(generation_name, generation_text, true);
-    const Section config{name, root.get()}, generation{generation_name, generation_root.get()};
+    const Section whole{name, root.get()}, generation{generation_name, generation_root.get()};
+    const Section text_config = whole.section("text_config"), &config = text_config.object ? text_config : whole;
 
     Config out;
-    const Family &family = find_family(config);
+    const Family &family = find_family(whole, text_config);
+    out.family = &family;
     out.architecture = family.architecture;
     out.model_type = family.model_type;
-    out.dtype = config.text("dtype", config.text("torch_dtype", ""));
+    for (const Section &section : {config, whole})
+        out.dtype = section.text("dtype", section.text("torch_dtype", out.dtype));
     if (out.dtype.rfind("torch.", 0) == 0) out.dtype = out.dtype.substr(6);
     if (out.dtype == "auto") out.dtype = "";  // as it is stored
     if (!out.dtype.empty()) require_known(config, "dtype", out.dtype, "float32 float16 bfloat16");
-    for (const char *key : {"hidden_act", "hidden_activation"}) {
-        std::string activation = config.text(key, "silu");
-        require_known(config, key, activation == "swish" ? "silu" : activation, "silu");  // two names: x * sigmoid(x)
-    }
-    if (const cJSON *item = config.find("quantization_config"))
-        config.refuse("quantization_config", item, "weights as they were trained, in F32 F16 BF16, and no such key");
+    const bool gemma = family.has("gemma");
+    const char *key = gemma ? "hidden_activation" : "hidden_act", *other = gemma ? "hidden_act" : "hidden_activation";
+    std::string activation = config.text(key, gemma ? "gelu_pytorch_tanh" : "silu");
+    if (config.text(other, activation) != activation)
+        config.refuse(other, config.find(other), activation + ", as " + key + " says");
+    if (activation == "swish") activation = "silu";  // two names: x * sigmoid(x)
+    require_known(config, key, activation, "silu gelu_pytorch_tanh");
+    out.gelu = activation != "silu";
+    for (const Section &section : {config, whole})
+        if (const cJSON *item = section.find("quantization_config"))
+            section.refuse("quantization_config", item,
+                           "weights as they were trained, in F32 F16 BF16, and no such key");
     Kind kind;
     read_sizes(config, family, out, kind);
     refuse_foreign_keys(config, family, out, kind);
-    read_rope(config, out.context, kind);
-    for (int window : read_windows(config, family, out.layers)) {
-        kind.window = window;
-        add_layer(out.kinds, out.rows, kind);
+    read_layers(config, family, kind, out);
+    read_special_ids(whole, config, generation, family, out);
+    if (gemma) out.embedding_scale = std::sqrt(out.hidden);
+    if (family.has("gemma3")) out.score_scale = 1 / std::sqrt(config.number("query_pre_attn_scalar", 1e-6, 1e9, 256));
+    if (family.has("gemma4")) out.score_scale = 1, config.need("hidden_size_per_layer_input");  // or it is 256
+    if (family.has("granite")) {
+        out.embedding_scale = config.number("embedding_multiplier", -1e9, 1e9, 1);
+        out.score_scale = config.number("attention_multiplier", 1e-9, 1e9, 1);
     }
-    read_special_ids(config, generation, family, out);
-    out.tied = config.flag("tie_word_embeddings", false);
-    bool attention_bias = config.flag("attention_bias", false);
-    auto biased = [&](Family::Bias bias) {
-        return bias == Family::always || (bias != Family::never && attention_bias);
+    out.tied = config.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", family.heads > 0));
+    auto biased = [&](const std::string &what, const char *asked) {
+        return family.has(what.c_str()) || (family.has((what + "?").c_str()) && config.flag(asked, false));
     };
-    out.qkv_bias = biased(family.qkv_bias);
-    out.output_bias = biased(family.output_bias);
-    out.mlp_bias = family.reads_mlp_bias && config.flag("mlp_bias", false);
-    out.qk_norm = family.qk_norm;
+    out.qkv_bias = biased("qkv", "attention_bias");
+    out.output_bias = biased("output", "attention_bias");
+    out.mlp_bias = biased("mlp", "mlp_bias");
+    out.qk_norm = family.has("norms");
     return out;
 }
 
@@ -619,6 +722,7 @@ inline TensorTable open_weights(const std::string &directory, std::vector<Mappin
 struct Binder {
     const TensorTable &table;
     Model &model;
+    std::string prefix = "model.", head = "lm_head.";
     std::set<std::string> taken = {};
 
     const StoredTensor *find(const std::string &name) const {
@@ -653,30 +757,58 @@ struct Binder {
         model.parameters += tensor.rows * tensor.cols;
         return tensor;
     }
+    // A vector of float32 that is in no file as it is.
+    template <class Number>
+    Tensor made(int width, Number number) {
+        model.copies.emplace_back(new char[(size_t)width * sizeof(float)]);
+        float *copy = (float *)model.copies.back().get();
+        for (int i = 0; i < width; i++) copy[i] = number(i);
+        return {copy, DType::f32, 1, width};
+    }
+    // What RMSNorm multiplies with. Gemma 3 stores what is to be added to 1.
+    Tensor norm(const std::string &name, int width) {
+        const Tensor stored = take(name + ".weight", {width});
+        if (!model.config.family->has("gemma3")) return stored;
+        return made(width, [&](int i) { return 1 + number_of(stored, i); });
+    }
     Linear linear(const std::string &name, int outputs, int inputs, bool bias) {
         return {take(name + ".weight", {outputs, inputs}), bias ? take(name + ".bias", {outputs}) : Tensor{}};
     }
 };
 
 inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) {
-    const std::string layer = "model.layers." + std::to_string(index) + ".", attention = layer + "self_attn.",
+    const std::string layer = binder.prefix + "layers." + std::to_string(index) + ".", attention = layer + "self_attn.",
                       mlp = layer + "mlp.";
+    const Family &family = *config.family;
     const Kind &kind = config.kind(index);
-    const int width = kind.key_width, query_width = config.heads * width, kv_width = kind.kv_heads * width;
+    const bool own = config.rows[(size_t)index].own;
+    const int hidden = config.hidden, width = kind.key_width;
+    const int query_width = config.heads * width, kv_width = kind.kv_heads * width;
     LayerWeights out;
-    out.attention_norm = binder.take(layer + "input_layernorm.weight", {config.hidden});
-    out.query = binder.linear(attention + "q_proj", query_width, config.hidden, config.qkv_bias);
-    out.key = binder.linear(attention + "k_proj", kv_width, config.hidden, config.qkv_bias);
-    out.value = binder.linear(attention + "v_proj", kv_width, config.hidden, config.qkv_bias);
-    out.output = binder.linear(attention + "o_proj", config.hidden, query_width, config.output_bias);
-    if (config.qk_norm) {
-        out.query_norm = binder.take(attention + "q_norm.weight", {width});
-        out.key_norm = binder.take(attention + "k_norm.weight", {width});
+    out.attention_norm = binder.norm(layer + "input_layernorm", hidden);
+    out.query = binder.linear(attention + "q_proj", query_width, hidden, config.qkv_bias);
+    if (own) {
+        out.key = binder.linear(attention + "k_proj", kv_width, hidden, config.qkv_bias);
+        out.value = binder.linear(attention + "v_proj", kv_width, hidden, config.qkv_bias);
+        if (config.qk_norm) out.key_norm = binder.norm(attention + "k_norm", width);
+        if (family.has("gemma4")) out.value_norm = binder.made(width, [](int) { return 1.0f; });
+    } else {  // files may have them all the same
+        for (const char *unused : {"k_proj", "v_proj", "k_norm", "v_norm"})
+            binder.taken.insert(attention + unused + ".weight");
     }
-    out.mlp_norm = binder.take(layer + "post_attention_layernorm.weight", {config.hidden});
-    out.gate = binder.linear(mlp + "gate_proj", config.ffn, config.hidden, config.mlp_bias);
-    out.up = binder.linear(mlp + "up_proj", config.ffn, config.hidden, config.mlp_bias);
-    out.down = binder.linear(mlp + "down_proj", config.hidden, config.ffn, config.mlp_bias);
+    out.output = binder.linear(attention + "o_proj", hidden, query_width, config.output_bias);
+    if (config.qk_norm) out.query_norm = binder.norm(attention + "q_norm", width);
+    if (family.has("granite")) out.sinks = binder.take(attention + "sinks", {config.heads});
+    if (family.has("gemma")) {  // Llama's name for the norm before the MLP is that of another one here
+        out.attention_out_norm = binder.norm(layer + "post_attention_layernorm", hidden);
+        out.mlp_out_norm = binder.norm(layer + "post_feedforward_layernorm", hidden);
+    }
+    out.mlp_norm =
+        binder.norm(layer + (family.has("gemma") ? "pre_feedforward_layernorm" : "post_attention_layernorm"), hidden);
+    out.gate = binder.linear(mlp + "gate_proj", config.ffn, hidden, config.mlp_bias);
+    out.up = binder.linear(mlp + "up_proj", config.ffn, hidden, config.mlp_bias);
+    out.down = binder.linear(mlp + "down_proj", hidden, config.ffn, config.mlp_bias);
+    if (family.has("gemma4")) out.scale = number_of(binder.take(layer + "layer_scalar", {1}), 0);
     return out;
 }
 
@@ -685,24 +817,29 @@ inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) 
 // both.
 inline void bind_embedding_and_head(Binder &binder, Model &model) {
     const std::vector<int64_t> shape = {model.config.vocabulary, model.config.hidden};
-    const bool embedding = binder.find("model.embed_tokens.weight"), head = binder.find("lm_head.weight");
-    model.config.tied = model.config.tied && !(embedding && head);
-    model.embedding = binder.take(model.config.tied && head ? "lm_head.weight" : "model.embed_tokens.weight", shape);
-    model.head = model.config.tied ? model.embedding : binder.take("lm_head.weight", shape);
+    const std::string embedding = binder.prefix + "embed_tokens.weight", head = binder.head + "weight";
+    const bool has_head = binder.find(head);
+    model.config.tied = model.config.tied && !(binder.find(embedding) && has_head);
+    model.embedding = binder.take(model.config.tied && has_head ? head : embedding, shape);
+    model.head = model.config.tied ? model.embedding : binder.take(head, shape);
 }
 
 // A tensor of the model proper that nothing here reads means another computation than this one: an architecture under
 // another's name, a bias the config does not speak of, more layers than it says. Left aside, as in Transformers, are
 // the RoPE tables that old Llamas store (rotary_emb.inv_freq), which follow from the config, and what stands beside the
-// model: heads for other tasks (score, v_head).
-inline void refuse_unused(const Binder &binder) {
+// text model: what sees or hears, heads for other tasks (score, v_head).
+inline void refuse_unused(Binder &binder) {
+    size_t beside = 0;
     for (const auto &[name, tensor] : binder.table.tensors) {
-        bool inside = name.rfind("model.", 0) == 0 || name.rfind("lm_head.", 0) == 0;
-        if (!inside || binder.taken.count(name) || name.find("rotary_emb.") != std::string::npos) continue;
+        bool inside = name.rfind(binder.prefix, 0) == 0 || name.rfind(binder.head, 0) == 0;
+        if (binder.taken.count(name) || name.find("rotary_emb.") != std::string::npos) continue;
+        if (!inside && beside++ == 0) binder.model.beside = printable(name);
+        if (!inside) continue;
         const Config &config = binder.model.config;
         fail("%s: tensor %s is none of a %s with %d layers: config.json must name the architecture it belongs to",
              tensor.file.c_str(), printable(name).c_str(), config.architecture.c_str(), config.layers);
     }
+    if (beside > 1) binder.model.beside += formatted(" and %zu others", beside - 1);
 }
 
 // Points the model's tensors into the table's; the caller keeps what the table points into alive.
@@ -710,11 +847,16 @@ inline Model bind_weights(Config config, const TensorTable &table) {
     Model model;
     model.config = std::move(config);
     Binder binder{table, model};
+    for (const char *prefix : {"model.language_model.", "language_model.model."}) {  // of a part of a larger model
+        const auto at = table.tensors.lower_bound(prefix);
+        if (at != table.tensors.end() && at->first.rfind(prefix, 0) == 0) binder.prefix = prefix;
+    }
+    if (binder.find("language_model.lm_head.weight")) binder.head = "language_model.lm_head.";
     bind_embedding_and_head(binder, model);
     for (int layer = 0; layer < model.config.layers; layer++) {
         model.layers.push_back(bind_layer(binder, model.config, layer));
     }
-    model.final_norm = binder.take("model.norm.weight", {model.config.hidden});
+    model.final_norm = binder.norm(binder.prefix + "norm", model.config.hidden);
     refuse_unused(binder);
     return model;
 }

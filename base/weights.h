@@ -21,12 +21,6 @@ void with_numbers(const Tensor &tensor, Use use) {
     fail("%s weights where only numbers as a file stores them are read", dtype_name(tensor.type));
 }
 
-HOST_DEVICE inline float number_of(const Tensor &tensor, int64_t i) {
-    if (tensor.type == DType::f32) return ((const float *)tensor.data)[i];
-    if (tensor.type == DType::f16) return to_float(((const f16 *)tensor.data)[i]);
-    return to_float(((const bf16 *)tensor.data)[i]);
-}
-
 // ---- Moving --------------------------------------------------------------------------------------------------
 
 inline size_t stored_bytes(const Tensor &tensor) {

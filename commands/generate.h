@@ -25,6 +25,7 @@ inline Engine open_engine(const Options &options, const std::string &directory) 
     std::string device = of_cpu && options.device == "auto" ? "cpu" : options.device;
     Engine engine = open_engine(load_model(directory), open_machine(device, options.threads), options.weights,
                                 options.activations);
+    if (!engine.model.beside.empty()) note("left aside, beside the text model: " + engine.model.beside);
     if (options.chunk) engine.chunk = options.chunk;
     return engine;
 }

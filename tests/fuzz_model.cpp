@@ -40,7 +40,7 @@ static std::string small_checkpoint(const Family &family) {
         const char *name, *shape;
         int bytes;
     };
-    const bool bias = family.qkv_bias == Family::always;
+    const bool bias = family.has("qkv");
     std::vector<Entry> entries = {{"model.embed_tokens.weight", "[3,4]", 48}, {"model.norm.weight", "[4]", 16}};
     std::vector<Entry> layer = {
         {"input_layernorm.weight", "[4]", 16},    {"self_attn.q_proj.weight", "[4,4]", 64},
@@ -51,8 +51,12 @@ static std::string small_checkpoint(const Family &family) {
     if (bias) layer.push_back({"self_attn.q_proj.bias", "[4]", 16});
     if (bias) layer.push_back({"self_attn.k_proj.bias", "[2]", 8});
     if (bias) layer.push_back({"self_attn.v_proj.bias", "[2]", 8});
-    if (family.qk_norm) layer.push_back({"self_attn.q_norm.weight", "[2]", 8});
-    if (family.qk_norm) layer.push_back({"self_attn.k_norm.weight", "[2]", 8});
+    if (family.has("norms")) layer.push_back({"self_attn.q_norm.weight", "[2]", 8});
+    if (family.has("norms")) layer.push_back({"self_attn.k_norm.weight", "[2]", 8});
+    if (family.has("gemma")) layer.push_back({"pre_feedforward_layernorm.weight", "[4]", 16});
+    if (family.has("gemma")) layer.push_back({"post_feedforward_layernorm.weight", "[4]", 16});
+    if (family.has("gemma4")) layer.push_back({"layer_scalar", "[1]", 4});
+    if (family.has("granite")) layer.push_back({"self_attn.sinks", "[2]", 8});
 
     std::string header;
     int offset = 0;
@@ -71,7 +75,11 @@ static std::string small_checkpoint(const Family &family) {
         "\"max_position_embeddings\":64,\"rms_norm_eps\":1e-5,\"torch_dtype\":\"float32\","
         "\"residual_multiplier\":1,\"no_rope_layers\":[1],\"kv_lora_rank\":0,\"qk_rope_head_dim\":2,"
         "\"use_sliding_window\":true,\"sliding_window\":3,\"max_window_layers\":0,\"hidden_act\":\"silu\","
-        "\"layer_types\":[\"sliding_attention\"],\"rope_theta\":1e4,\"eos_token_id\":[1,2],"
+        "\"layer_types\":[\"" +
+        (family.window ? "sliding" : "full") +
+        "_attention\"],\"layer_rope_theta\":[0],\"num_kv_shared_layers\":0,"
+        "\"per_layer_config\":{\"0\":{\"head_dim\":2}},\"hidden_size_per_layer_input\":0,\"rope_theta\":1e4,"
+        "\"hidden_activation\":\"silu\",\"eos_token_id\":[1,2],"
         "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":1,"
         "\"high_freq_factor\":4,\"original_max_position_embeddings\":16}}";
     const std::string nul(1, '\0');
@@ -126,7 +134,9 @@ static unsigned touch(const Model &model) {
              {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down}) {
             sum += touch(linear->weight) + touch(linear->bias);
         }
-        sum += touch(layer.attention_norm) + touch(layer.mlp_norm) + touch(layer.query_norm) + touch(layer.key_norm);
+        for (const Tensor *tensor : {&layer.attention_norm, &layer.mlp_norm, &layer.query_norm, &layer.key_norm,
+                                     &layer.value_norm, &layer.sinks, &layer.attention_out_norm, &layer.mlp_out_norm})
+            sum += touch(*tensor);
     }
     return sum;
 }

@@ -136,6 +136,18 @@ std::string summary(const Config &c) {
     if (c.bos_id != 1) text += formatted(" bos %d", c.bos_id);
     if (c.end_ids != std::vector<int>{2}) text += " end " + json_of(c.end_ids);
     if (*std::max_element(windows.begin(), windows.end()) > 0) text += " windows " + json_of(windows);
+    for (const Kind &other : c.kinds) {  // what of the others differs, but for their windows
+        if (other.kv_heads != kind.kv_heads || other.key_width != kind.key_width)
+            text += formatted(" and %d x %d", other.kv_heads, other.key_width);
+        if (other.rope_theta != kind.rope_theta) text += formatted(" and theta %g", other.rope_theta);
+        if (other.rope.factor != rope.factor) text += formatted(" / %g", other.rope.factor);
+        if (other.rope.turned != rope.turned) text += formatted(" turns %g", other.rope.turned);
+    }
+    for (int layer = 0; layer < c.layers; layer++)
+        if (!c.rows[layer].own) text += formatted(" %d reads %d:%d", layer, c.rows[layer].kind, c.rows[layer].index);
+    if (c.embedding_scale != 1) text += formatted(" embedding x %g", c.embedding_scale);
+    if (c.score_scale != 0) text += formatted(" scores x %g", c.score_scale);
+    text += c.gelu ? " gelu" : "";
     text += std::string(c.qkv_bias ? " qkv" : "") + (c.output_bias ? " output" : "") + (c.mlp_bias ? " mlp" : "");
     return text + (c.qk_norm ? " norms" : "") + (c.tied ? " tied" : "") + (c.dtype.empty() ? "" : " " + c.dtype);
 }
@@ -163,6 +175,17 @@ const Expected expected[] = {
     {"qwen2_window", "qwen2 3 x 32 heads 4 / 2 x 8 vocab 64", " windows [0, 6, 6] qkv float32"},
     {"qwen3", "qwen3 2 x 32 heads 4 / 2 x 16 vocab 64", " theta 1e+06 norms tied float32"},
     {"qwen3_layer_types", "qwen3 3 x 32 heads 4 / 2 x 16 vocab 64", " windows [5, 0, 5] qkv output norms bfloat16"},
+    {"qwen2_window_16", "qwen2 3 x 24 heads 4 / 2 x 6 vocab 64", " windows [0, 16, 0] qkv float32"},
+    {"qwen3_window_40", "qwen3 3 x 32 heads 4 / 2 x 16 vocab 64", " windows [40, 0, 40] norms bfloat16"},
+    {"gemma3", "gemma3_text 4 x 24 heads 4 / 2 x 8 vocab 64",
+     " windows [7, 0, 7, 0] and theta 1e+06 / 8 embedding x 4.89898 scores x 0.204124 gelu norms tied float32"},
+    {"gemma3_vision", "gemma3_text 3 x 24 heads 4 / 2 x 16 vocab 64",
+     " windows [7, 0, 7] and theta 1e+06 embedding x 4.89898 scores x 0.0625 gelu norms tied bfloat16"},
+    {"gemma4_shared", "gemma4_text 7 x 16 heads 4 / 2 x 8 vocab 64",
+     " windows [7, 0, 7, 0, 7, 7, 0] and 1 x 16 and theta 1e+06 turns 0.25 4 reads 0:1 5 reads 0:1 6 reads 1:1 "
+     "embedding x 4 scores x 1 gelu norms tied bfloat16"},
+    {"granite_swa", "granite_swa 4 x 24 heads 4 / 2 x 6 vocab 64",
+     " eps 1e-05 theta 0 windows [0, 7, 7, 7] and theta 10000 and theta 500 embedding x 3 scores x 0.25 tied float32"},
     {"head_dim_64", "llama 1 x 16 heads 2 / 1 x 64 vocab 64"},
     {"head_dim_80", "llama 1 x 16 heads 2 / 1 x 80 vocab 64"},
     {"head_dim_96", "llama 1 x 16 heads 2 / 1 x 96 vocab 64"},
@@ -177,6 +200,7 @@ std::map<std::string, Tensor> by_name(const Model &model) {
                                          {"lm_head.weight", model.head}};
     for (size_t i = 0; i < model.layers.size(); i++) {
         const LayerWeights &layer = model.layers[i];
+        const bool gemma = model.config.family->has("gemma");
         std::string prefix = "model.layers." + std::to_string(i) + ".";
         const std::pair<const char *, const Linear *> linears[] = {
             {"self_attn.q_proj", &layer.query},  {"self_attn.k_proj", &layer.key}, {"self_attn.v_proj", &layer.value},
@@ -187,7 +211,11 @@ std::map<std::string, Tensor> by_name(const Model &model) {
             all[prefix + name + ".bias"] = linear->bias;
         }
         all[prefix + "input_layernorm.weight"] = layer.attention_norm;
-        all[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm;
+        all[prefix + (gemma ? "pre_feedforward" : "post_attention") + "_layernorm.weight"] = layer.mlp_norm;
+        if (gemma) all[prefix + "post_attention_layernorm.weight"] = layer.attention_out_norm;
+        all[prefix + "post_feedforward_layernorm.weight"] = layer.mlp_out_norm;
+        all[prefix + "self_attn.sinks"] = layer.sinks;
+        if (layer.scale != 1) all[prefix + "layer_scalar"] = {&layer.scale, DType::f32, 1, 1};
         all[prefix + "self_attn.q_norm.weight"] = layer.query_norm;
         all[prefix + "self_attn.k_norm.weight"] = layer.key_norm;
     }
@@ -195,6 +223,7 @@ std::map<std::string, Tensor> by_name(const Model &model) {
 }
 
 TEST_CASE("every fixture loads with its sizes, and with what it is there for") {
+    const std::string vision = "multi_modal_projector.mm_input_projection_weight and 22 others";
     size_t directories = 0;
     for (const auto &entry : fs::directory_iterator(fixtures)) directories += entry.is_directory();
     CHECK(directories == std::size(expected));
@@ -207,9 +236,10 @@ TEST_CASE("every fixture loads with its sizes, and with what it is there for") {
         CHECK(config.rows.size() == (size_t)config.layers);
         CHECK((model.head.data == model.embedding.data) == config.tied);
         CHECK(config.dtype == std::vector<std::string>{"float32", "float16", "bfloat16"}[(size_t)model.embedding.type]);
-        CHECK(model.copies.empty());
+        CHECK(model.copies.empty() == !config.family->has("gemma"));
+        CHECK(model.beside == (want.name == "gemma3_vision" ? vision : ""));
         const LayerWeights &layer = model.layers.back();
-        CHECK(layer.query.weight.rows == config.heads * config.kinds[0].key_width);
+        CHECK(layer.query.weight.rows == config.heads * config.kind(config.layers - 1).key_width);
         CHECK(layer.down.weight.cols == config.ffn);
         CHECK(model.final_norm.rows == 1);
         CHECK(model.final_norm.cols == config.hidden);
@@ -307,6 +337,64 @@ TEST_CASE("a key that is missing has its family's default, and both spellings of
     for (const auto &[name, line, keys] : cases) CHECK(summary(parse(config_text(keys, name + "ForCausalLM"))) == line);
 }
 
+// Of Gemma3TextConfig, Gemma4TextConfig and GraniteSWAConfig, 5.24. That of gemma-3-4b, as published, leaves out heads,
+// KV heads, their width and the vocabulary.
+TEST_CASE("kinds of layers: defaults, both spellings, a config inside another") {
+    const std::string inside = R"("hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 7)";
+    const std::string in_4b = R"({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "eos_token_id": [1, 106], "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152}, "text_config": {
+        "model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024, )";
+    const std::string gemma = " windows [1024, 1024, 1024, 1024, 1024, 0, 1024] and theta 1e+06",
+                      scaled = " embedding x 50.5964 scores x 0.0625 gelu norms tied";
+    const std::string sizes = "gemma3_text 7 x 2560 heads 8 / 4 x 256 vocab 262208 context 131072 bos 2 end ";
+    CHECK(summary(parse(in_4b + inside + "}}")) == sizes + "[1, 106]" + gemma + " / 8" + scaled + " bfloat16");
+    auto gemma3 = [&](const std::string &more) {
+        return summary(parse(R"({"model_type": "gemma3_text", "sliding_window": 1024, )" + more + inside + "}"));
+    };
+    CHECK(gemma3("") == sizes + "[1]" + gemma + scaled);
+    const std::string turned = replaced(sizes, " bos", " theta 300 bos") + "[1]";
+    CHECK(gemma3(R"("rope_theta": 5e5, "rope_local_base_freq": 300, )") ==
+          turned + replaced(gemma, "1e+06", "500000") + scaled);
+    CHECK(gemma3(R"("rope_theta": 9, "rope_local_base_freq": 9, "rope_parameters": {"sliding_attention": {"rope_theta":
+                 300}, "full_attention": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2}}, )") ==
+          turned + replaced(gemma, "1e+06", "500000 / 2") + scaled);
+    CHECK(gemma3(R"("query_pre_attn_scalar": 64, "sliding_window_pattern": 2, )") ==
+          sizes + "[1] windows [1024, 0, 1024, 0, 1024, 0, 1024] and theta 1e+06" +
+              replaced(scaled, "0.0625", "0.125"));
+
+    // Gemma 4: the widths of global layers in both spellings, RoPE's defaults, the last layer.
+    auto gemma4 = [&](const std::string &more) {
+        return summary(
+            parse(R"({"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, )" + more + inside + "}"));
+    };
+    auto wanted = [](int window, const std::string &global, const std::string &rows = "") {
+        std::string w = std::to_string(window) + ", ";
+        return "gemma4_text 7 x 2560 heads 8 / 4 x 256 vocab 262144 context 131072 bos 2 end [1] windows [" + w + w +
+               w + w + w + "0, 0] and " + global + " and theta 1e+06 turns 0.25" + rows +
+               " embedding x 50.5964 scores x 1 gelu norms tied";
+    };
+    CHECK(gemma4("") == wanted(512, "4 x 512"));
+    CHECK(gemma4(R"("sliding_window": 9, "global_head_dim": 128, "num_global_key_value_heads": 2, )") ==
+          wanted(9, "4 x 128"));  // these KV heads count only where K is V
+    CHECK(gemma4(R"("per_layer_config": {"5": {"head_dim": 64, "num_key_value_heads": 1}, "6": {"head_dim": 64,
+                 "num_key_value_heads": 1}}, "num_kv_shared_layers": 1, )") == wanted(512, "1 x 64", " 6 reads 1:0"));
+
+    // Granite SWA: the first of four layers sees everything, unless layer_types says otherwise.
+    auto granite = [&](const std::string &more) {
+        return summary(parse(R"({"model_type": "granite_swa", )" + more + inside + "}"));
+    };
+    const std::string shape = "granite_swa 7 x 2560 heads 20 / 4 x 128 vocab 100352 context 8192 eps 1e-05";
+    CHECK(granite("") == shape + " bos 100257 end [100257] windows [0, 128, 128, 128, 0, 128, 128] scores x 1 tied");
+    CHECK(
+        granite(R"("layer_rope_theta": [0, 500, 500, 500, 0, 500, 500], "attention_multiplier": 0.5, )") ==
+        shape +
+            " theta 0 bos 100257 end [100257] windows [0, 128, 128, 128, 0, 128, 128] and theta 500 scores x 0.5 tied");
+    const std::string sliding = R"("sliding_attention", )";
+    CHECK(granite(R"("embedding_multiplier": 12, "layer_types": [)" + sliding + sliding + sliding + sliding + sliding +
+                  sliding + R"("full_attention"], )") ==
+          shape + " bos 100257 end [100257] windows [128, 128, 128, 128, 128, 128, 0] embedding x 12 scores x 1 tied");
+}
+
 TEST_CASE("end ids: generation_config.json goes before config.json") {
     std::string config = config_text({{"eos_token_id", "[3, 4]"}, {"bos_token_id", "9"}});
     const std::pair<const char *, std::vector<int>> cases[] = {{"", {3, 4}},
@@ -397,6 +485,39 @@ TEST_CASE("a tensor of another computation is refused; of none, whatever its typ
         CHECK(with(name, "I64") == path + ": tensor " + name + " is none of a LlamaForCausalLM with 2 layers: " +
                                        "config.json must name the architecture it belongs to");
     }
+}
+
+// The text half under each name that versions of Transformers gave it; what belongs to images has one of its own.
+TEST_CASE("a text model inside a larger one, and weights that its shared layers do not use") {
+    Checkpoint scratch("gemma3_vision");
+    const std::string path = scratch / "model.safetensors", file = slurp(path);
+    const Model old = load_model(scratch.str());
+    std::string renamed = file;
+    for (size_t at; (at = renamed.find("\"language_model.model.")) != std::string::npos;)
+        renamed.replace(at, 22, "\"model.language_model.");
+    CHECK(scratch.error_with("model.safetensors", renamed) == "");
+    const Model model = load_model(scratch.str());
+    CHECK(model.parameters == old.parameters);
+    CHECK(value_at(model.layers[2].down.weight, 3) == value_at(old.layers[2].down.weight, 3));
+    CHECK(model.beside == old.beside);
+    const std::string head(64 * 24 * 2, '\x3f');
+    spill(path, add_tensor(file, "language_model.lm_head.weight", "BF16", "[64, 24]", head));
+    const Model untied = load_model(scratch.str());
+    CHECK_FALSE(untied.config.tied);
+    CHECK(memcmp(untied.head.data, head.data(), head.size()) == 0);
+    check_contains(scratch.error_with("model.safetensors",
+                                      add_tensor(file, "language_model.model.layers.3.x", "BF16", "[1]", "12")),
+                   "tensor language_model.model.layers.3.x is none of a Gemma3ForCausalLM with 3 layers");
+
+    Checkpoint shared("gemma4_shared");
+    const std::string weights = slurp(shared / "model.safetensors");
+    auto with = [&](const std::string &name) {
+        return shared.error_with("model.safetensors", add_tensor(weights, "model.layers." + name, "BF16", "[1]", "12"));
+    };
+    for (const char *name : {"k_proj", "v_proj", "k_norm", "v_norm"})
+        CHECK(with(std::string("4.self_attn.") + name + ".weight") == "");
+    for (const char *name : {"3.self_attn.v_norm.weight", "4.self_attn.k_proj.bias", "4.per_layer_projection.weight"})
+        check_contains(with(name), "is none of a Gemma4ForCausalLM with 7 layers");
 }
 
 TEST_CASE("a checkpoint under another architecture's name is refused, naming its first tensor too many") {
@@ -560,13 +681,16 @@ TEST_CASE("what does not fit, is not supported, or stands twice") {
          {{{"head_dim", "16777216"}}, "num_attention_heads * head_dim is 134217728, expected at most 16777216"},
          {{{"architectures", "[\"GPT2LMHeadModel\"]"}},
           "config.json: architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM "
-          "MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM"},
+          "MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM "
+          "GraniteSWAForCausalLM"},
          {{{"architectures", "[\"LlamaModel\"]"}}, "architecture LlamaModel is not supported"},
          {{{"architectures", ""}, {"model_type", "\"gemma2\""}}, "architecture gemma2 is not supported"},
          {{{"architectures", ""}, {"model_type", "\"LlamaForCausalLM\""}}, "LlamaForCausalLM is not supported"},
          {{{"model_type", "\"mistral\""}}, "model_type is mistral, but LlamaForCausalLM asks for llama"},
-         {{{"hidden_act", "\"gelu\""}}, "config.json: hidden_act gelu is not supported; supported is silu"},
-         {{{"hidden_activation", "\"gelu_pytorch_tanh\""}}, "hidden_activation gelu_pytorch_tanh is not supported"},
+         {{{"hidden_act", "\"gelu\""}},
+          "config.json: hidden_act gelu is not supported; supported are silu gelu_pytorch_tanh"},
+         {{{"hidden_activation", "\"gelu_pytorch_tanh\""}},
+          "config.json: hidden_activation is \"gelu_pytorch_tanh\", expected silu, as hidden_act says"},
          {{{"hidden_act", "\"swish\""}}, ""},
          {{{"torch_dtype", "\"float64\""}}, "dtype float64 is not supported; supported are float32 float16 bfloat16"},
          {{{"dtype", "\"float8_e4m3fn\""}}, "dtype float8_e4m3fn is not supported"},
@@ -617,14 +741,63 @@ TEST_CASE("keys by which another architecture's config gives itself away") {
                 {{{{"use_qk_norm", "true"}}, ""}, {{{"use_qk_norm", "false"}}, "expected 1, or no"}});
 }
 
+TEST_CASE("what of Gemma and Granite is not computed here, or makes no sense") {
+    check_cases("Gemma3ForCausalLM",
+                {{{{"use_bidirectional_attention", "true"}}, "use_bidirectional_attention is true"},
+                 {{{"attn_logit_softcapping", "50.0"}}, "attn_logit_softcapping is 50"},
+                 {{{"query_pre_attn_scalar", "0"}}, "query_pre_attn_scalar is 0, expected a number"},
+                 {{{"num_kv_shared_layers", "1"}}, "num_kv_shared_layers is 1, expected 0"},
+                 {{{"sliding_window_pattern", "0"}}, "sliding_window_pattern is 0, expected a whole"},
+                 {{{"rope_local_base_freq", "0"}}, "rope_local_base_freq is 0, expected a number"},
+                 {{{"hidden_activation", "\"silu\""}}, ""}});
+    const std::pair<std::string, std::string> foreign[] = {{"attention_k_eq_v", "true"},
+                                                           {"enable_moe_block", "true"},
+                                                           {"use_double_wide_mlp", "true"},
+                                                           {"hidden_size_per_layer_input", "256"},
+                                                           {"final_logit_softcapping", "30.0"}};
+    auto gemma4 = [](Keys keys) {
+        keys.insert({"hidden_size_per_layer_input", "0"});
+        return keys;
+    };
+    for (const auto &[key, value] : foreign)
+        check_cases("Gemma4ForCausalLM", {{gemma4({{key, value}}), key + " is " + value.substr(0, 2)}});
+    const std::string shared = "config.json: num_kv_shared_layers is 1, but layer 1 has no earlier one of its kind";
+    check_cases(
+        "Gemma4ForCausalLM",
+        {{gemma4({}), ""},
+         {{}, "config.json: hidden_size_per_layer_input is missing"},
+         {gemma4({{"num_kv_shared_layers", "2"}}), "num_kv_shared_layers is 2, expected a whole number from 0 to 1"},
+         {gemma4({{"num_kv_shared_layers", "1"}}), shared + " whose rows it could read"},
+         {gemma4({{"global_head_dim", "33"}}), "head_dim is 33, expected an even number"},
+         {gemma4({{"per_layer_config", R"({"1": {"head_dim": 9}})"}}),
+          "per_layer_config: 1: head_dim is 9, expected an even number"},
+         {gemma4({{"per_layer_config", R"({"1": {"num_key_value_heads": 3}})"}}), "expected a multiple of num_key"},
+         {gemma4({{"per_layer_config", R"({"1": {"sliding_window": 3}})"}}),
+          "per_layer_config: 1: sliding_window is 3, expected no such key"}});
+    check_cases("GraniteSWAForCausalLM",
+                {{{{"layer_rope_theta", "[1]"}}, "layer_rope_theta is [1], expected a number for each of the layers"},
+                 {{{"layer_rope_theta", "[1, -1]"}}, "layer_rope_theta is -1, expected numbers from 0"},
+                 {{{"attention_multiplier", "0"}}, "attention_multiplier is 0, expected a number"},
+                 {{{"logits_scaling", "8"}}, "logits_scaling is 8, expected 1"},
+                 {{{"residual_multiplier", "0.22"}}, "residual_multiplier is 0.22, expected 1"}});
+    check_cases({{{{"layer_rope_theta", "[1e4, 1e4]"}}, "layer_rope_theta is [10000,10000], expected 0"},
+                 {{{"per_layer_config", R"({"0": {"num_key_value_heads": 2}})"}}, ""},
+                 {{{"text_config", "{}"}}, "architecture LlamaForCausalLM is not supported"}});
+    check_contains(error_of([] {
+                       parse(R"({"architectures": ["Gemma3ForConditionalGeneration"], "text_config":
+                                {"model_type": "llama"}})");
+                   }),
+                   "config.json: text_config: model_type llama is not supported; supported is gemma3_text");
+}
+
 TEST_CASE("rope scaling that is not supported, or half of one") {
     auto scaled = [](const std::string &line, const std::string &scaling) {
         return Case{{{"rope_scaling", scaling}}, line};
     };
     for (const std::string type : {"yarn", "dynamic", "longrope", "mrope", "su", "LLAMA3", ""}) {
-        check_cases({scaled(
-            "config.json: rope_scaling: rope_type " + type + " is not supported; supported are default linear llama3",
-            R"({"factor": 2, "type": ")" + type + "\"}")});
+        check_cases({scaled("config.json: rope_scaling: rope_type " + type +
+                                " is not supported; supported are default linear llama3 proportional",
+                            R"({"factor": 2, "type": ")" + type + "\"}")});
     }
     check_cases(
         {scaled("config.json: rope_scaling: factor is missing", R"({"type": "linear"})"),
@@ -972,8 +1145,7 @@ TEST_CASE("the sizes of a cache, also of an architecture that does not run, and 
     for (const Expected &want : expected) {  // one that runs: what runs
         CacheSizes sizes = load_cache_sizes(fixtures + want.name);
         Config c = load_config(fixtures + want.name);
-        CHECK(sizes_of(sizes) ==
-              sizes_of({c.architecture, "", "", 128, c.kinds, c.rows}));
+        CHECK(sizes_of(sizes) == sizes_of({c.architecture, "", "", 128, c.kinds, c.rows}));
         CHECK(sizes.why_not == "");
     }
     Scratch scratch;
@@ -1128,7 +1300,8 @@ TEST_CASE("the sizes of configs as they are published, or none; never a wrong on
             if (kind.window) sliding += kind.layers;
         }
         const Kind &kind = s.kinds[0];
-        std::string line = formatted("%d x %d x %d + %d windows ", layers, kind.kv_heads, kind.key_width, kind.value_width);
+        std::string line =
+            formatted("%d x %d x %d + %d windows ", layers, kind.kv_heads, kind.key_width, kind.value_width);
         if (most) line += formatted("%d x %d, ", most, sliding);
         const LayerRows *last = nullptr;
         for (const LayerRows &rows : s.rows)

@@ -105,7 +105,8 @@ TEST_CASE("every type of weights, a model with sliding windows, one with normed 
             for (const Place &place : {Place{}, paged(16), ring(33, 4)})
                 check_ways({teams, type_k, type_v, place, tokens}, {1, 7, 13, 25, 64}, place.window == 33);
     };
-    for (const char *name : {"llama_bf16", "llama_f16", "mistral_window", "qwen3_layer_types", "llama_gqa_9_on_3"}) {
+    for (const char *name : {"llama_bf16", "llama_f16", "mistral_window", "qwen3_layer_types", "llama_gqa_9_on_3",
+                             "gemma3", "gemma4_shared", "granite_swa"}) {
         CAPTURE(std::string(name));
         check(engine_of(fixtures + name), 75);
     }

@@ -3,11 +3,12 @@
 
     python3 weights_tools/make_fixtures.py [--out tests/fixtures/models] [--only NAME ...]
 
-Needs torch and transformers (made with 5.23). Each directory is laid out as a downloaded checkpoint (config.json,
-generation_config.json, model.safetensors or shards with an index; no tokenizer: prompts are ids) and holds
+Needs torch and transformers (made with 5.23, from qwen2_window_16 on with 5.24). Each directory is laid out as a
+downloaded checkpoint (config.json, generation_config.json, model.safetensors or shards with an index; no tokenizer:
+prompts are ids) and holds
 
     expected.json        prompt_ids (P of them), greedy_ids (the next 16 by argmax), weights: first value, last value
-                         and sum of every tensor (after layer 0, which has the same names)
+                         and sum of every tensor (after layer 0, which has the same names); of norms by 1 + w, of that
     expected_logits.npy  float32 (P + 15, vocabulary): the logits behind each of prompt_ids + greedy_ids[:15]
 
 computed by Transformers, loaded back from that very directory, in float32 with eager attention and no cache. Weights
@@ -24,11 +25,14 @@ import shutil
 import numpy as np
 import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (AutoModelForCausalLM, Gemma3Config, Gemma3TextConfig, Gemma4TextConfig, GraniteSWAConfig,
+                          LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
 
 PROMPT, GREEDY = 32, 16
 GAP = 1e-2  # between the best and the second logit of every greedy step: 100 times what float32 may move one
-FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
+            "gemma3": Gemma3TextConfig, "gemma3_vision": Gemma3Config, "gemma4": Gemma4TextConfig,
+            "granite_swa": GraniteSWAConfig}
 
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=64, max_position_embeddings=128)
@@ -38,8 +42,19 @@ LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_fre
 WIDE_HEAD = dict(SMALL, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
                  num_key_value_heads=1)
 
+# Smaller ones, where a case needs some more layers.
+SMALLER = dict(SMALL, hidden_size=24, intermediate_size=32, num_hidden_layers=3)
+GEMMA = dict(SMALLER, sliding_window=7, hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True)
+
+
+def two_ropes(theta=1e6, local=1e4, **scaling):
+    return dict(full_attention=dict(dict(rope_type="default"), rope_theta=theta, **scaling),
+                sliding_attention=dict(rope_type="default", rope_theta=local))
+
+
 # Per case: the family, the config, how it is stored (dtype, old or new spelling, shards), end ids where there are
-# several, and `matters`: a change of the config after which the same weights must give other logits.
+# several, the length of the prompt, and `matters`: a change of the config, or several, after each of which the same
+# weights must give other logits.
 CASES = {
     "llama_mha": dict(family="llama", config=dict(SMALL, num_key_value_heads=4, rms_norm_eps=0.1),
                       matters=dict(rms_norm_eps=1e-6)),
@@ -83,23 +98,66 @@ CASES = {
         SMALL, num_hidden_layers=3, head_dim=16, use_sliding_window=True, sliding_window=5, attention_bias=True,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
         matters=dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"])),
+    # Layers of several kinds: the prompt is longer than the window, and long enough for what lies behind it to tell.
+    "qwen2_window_16": dict(family="qwen2", spelling="new", prompt=48, config=dict(
+        SMALLER, use_sliding_window=True, sliding_window=16,
+        layer_types=["full_attention", "sliding_attention", "full_attention"]), matters=dict(sliding_window=17)),
+    "qwen3_window_40": dict(family="qwen3", spelling="new", prompt=72, dtype=torch.bfloat16, config=dict(
+        SMALL, num_hidden_layers=3, head_dim=16, use_sliding_window=True, sliding_window=40,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"]), matters=dict(sliding_window=41)),
+    "gemma3": dict(family="gemma3", config=dict(
+        GEMMA, num_hidden_layers=4, head_dim=8, query_pre_attn_scalar=24, sliding_window_pattern=2,
+        rope_parameters=two_ropes(rope_type="linear", factor=8.0)),
+        matters=[dict(sliding_window=8), dict(query_pre_attn_scalar=8), dict(rope_parameters=two_ropes()),
+                 dict(rope_parameters=two_ropes(local=1e6, rope_type="linear", factor=8.0))]),
+    "gemma3_vision": dict(family="gemma3_vision", spelling="new", dtype=torch.bfloat16, config=dict(
+        text_config=dict(GEMMA, head_dim=16, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+                         rope_parameters=two_ropes()),
+        vision_config=dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+                           image_size=8, patch_size=4, vision_use_head=False), mm_tokens_per_image=1)),
+    # Of seven layers the last three read the rows of an earlier one: 4 and 5 of layer 2, and 6 of layer 3.
+    "gemma4_shared": dict(family="gemma4", spelling="new", dtype=torch.bfloat16, config=dict(
+        GEMMA, hidden_size=16, intermediate_size=24, num_hidden_layers=7, head_dim=8, hidden_size_per_layer_input=0,
+        layer_types=[f"{word}_attention" for word in "sliding full sliding full sliding sliding full".split()],
+        per_layer_config={layer: dict(head_dim=16, num_key_value_heads=1) for layer in (1, 3, 6)},
+        rope_parameters=two_ropes(rope_type="proportional", partial_rotary_factor=0.25), num_kv_shared_layers=3),
+        matters=[dict(sliding_window=8), dict(rope_parameters=two_ropes())]),
+    # The full layer turns nothing: its theta is 0. Each head has a learned sink.
+    "granite_swa": dict(family="granite_swa", spelling="new", config=dict(
+        SMALLER, num_hidden_layers=4, sliding_window=7, layer_rope_theta=[0, 10000.0, 500.0, 10000.0],
+        embedding_multiplier=3.0, attention_multiplier=0.25),
+        matters=[dict(sliding_window=8), dict(attention_multiplier=1.0), dict(embedding_multiplier=1.0),
+                 dict(layer_rope_theta=[10000.0, 10000.0, 500.0, 10000.0]),
+                 dict(layer_rope_theta=[0, 10000.0, 10000.0, 10000.0])]),
     **{f"head_dim_{dim}": dict(family="llama", config=dict(WIDE_HEAD, head_dim=dim)) for dim in (64, 80, 96, 128, 256)},
 }
+
+
+def adds_one(model, name):
+    """Whether it is a norm that multiplies with 1 + w."""
+    return type(model).__name__.startswith("Gemma3") and "norm" in name
 
 
 def fill(model, seed):
     """Random weights: matrices keep the scale of what passes through them, norms lie around 1. A tied embedding is
     small, or the head would see in every position little more than the token that stands there, and repeat it."""
     generator = torch.Generator().manual_seed(seed)
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in [*model.named_parameters(), *scalars]:
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith("bias"):
                 weight.copy_(0.5 * noise)
+            elif name.endswith("sinks"):
+                weight.copy_(2 + noise)
+            elif adds_one(model, name):
+                weight.copy_(0.25 * noise)
             elif weight.dim() == 1:
                 weight.copy_(1 + 0.25 * noise)
             elif "embed_tokens" in name:
-                weight.copy_(noise * (0.25 if model.config.tie_word_embeddings else 1))
+                tied = model.config.get_text_config().tie_word_embeddings
+                scaled = hasattr(model.get_input_embeddings(), "embed_scale")
+                weight.copy_(noise * (0.12 if scaled else 0.25 if tied else 1))
             else:
                 weight.copy_(noise * 1.2 / weight.shape[1] ** 0.5)
 
@@ -108,9 +166,13 @@ def old_spelling(path):
     """Rewrites a config.json as Transformers 4 wrote it: rope_theta, rope_scaling and torch_dtype."""
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        config["sliding_window_pattern"] = config.pop("_sliding_window_pattern")
+        rope = rope["full_attention"]
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
-    if rope["rope_type"] == "linear":
+    if rope["rope_type"] == "linear" and "rope_local_base_freq" not in config:
         rope["type"] = rope.pop("rope_type")
     config["torch_dtype"] = config.pop("dtype")
     config.pop("layer_types", None)
@@ -118,8 +180,9 @@ def old_spelling(path):
 
 
 def logits_of(model, ids):
+    # Without output_hidden_states, 5.24 cannot compute shared layers that have no embeddings of their own.
     with torch.no_grad():
-        return model(torch.tensor([ids]), use_cache=False).logits[0].float()
+        return model(torch.tensor([ids]), use_cache=False, output_hidden_states=True).logits[0].float()
 
 
 def load(directory):
@@ -146,34 +209,43 @@ def try_seed(directory, case, seed):
 
     model = load(directory)
     random = np.random.default_rng(seed)
-    prompt = [1] + random.integers(8, config.vocab_size, PROMPT - 1).tolist()
+    count = case.get("prompt", PROMPT)
+    prompt = [1] + random.integers(8, config.get_text_config().vocab_size, count - 1).tolist()
     ids = list(prompt)
     for _ in range(GREEDY):
         best = torch.topk(logits_of(model, ids)[-1], 2)
         if best.values[0] - best.values[1] < GAP:
             return None
         ids.append(int(best.indices[0]))
-    greedy = ids[PROMPT:]
+    greedy = ids[count:]
     if len(set(greedy)) < 6 or set(greedy) & set(np.atleast_1d(ends).tolist()):
         return None
     return prompt, greedy, logits_of(model, ids[:-1])
 
 
 def probes(model):
-    """[first, last, sum] of each tensor but those of layer 0: what a loader must find under each name."""
-    return {name: [float(weight.flatten()[0]), float(weight.flatten()[-1]), float(weight.double().sum())]
-            for name, weight in model.state_dict().items() if ".layers.0." not in name or len(model.model.layers) == 1}
+    """[first, last, sum] of each tensor of the text model but those of layer 0: what a loader must find under each
+    name, without the text model's prefix."""
+    found = {}
+    for name, weight in model.state_dict().items():
+        if "vision" in name or "multi_modal" in name:
+            continue
+        if ".layers.0." not in name or model.config.get_text_config().num_hidden_layers == 1:
+            numbers = 1 + weight.flatten() if adds_one(model, name) else weight.flatten()
+            found[name.replace(".language_model.", ".")] = [float(numbers[0]), float(numbers[-1]),
+                                                            float(numbers.double().sum())]
+    return found
 
 
 def check_matters(directory, case, ids, logits):
     """The reference itself, with the case's feature changed, must be far away: else the case tests nothing."""
-    if "matters" not in case:
-        return
-    other = FAMILIES[case["family"]](**{**case["config"], **case["matters"]}, attn_implementation="eager")
-    model = AutoModelForCausalLM.from_config(other).eval()
-    model.load_state_dict(load(directory).state_dict())
-    change = float((logits_of(model, ids) - logits).norm() / logits.norm())
-    assert change > 1e-2, f"{directory.name}: {case['matters']} moves the logits by {change} only"
+    changes = case.get("matters", [])
+    for matters in changes if isinstance(changes, list) else [changes]:
+        other = FAMILIES[case["family"]](**{**case["config"], **matters}, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(other).eval()
+        model.load_state_dict(load(directory).state_dict())
+        change = float((logits_of(model, ids) - logits).norm() / logits.norm())
+        assert change > 1e-2, f"{directory.name}: {matters} moves the logits by {change} only"
 
 
 def make(directory, case):
