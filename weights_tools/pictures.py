@@ -350,6 +350,27 @@ def pages_of_two(llm):
     return picture
 
 
+def kinds(llm):
+    picture = Picture("A local layer gives back the pages that it no longer sees", 352)
+    ids = ",".join(str(3 + 7 * i % 40) for i in range(72))
+    for i, name in enumerate(("a local layer", "a global layer")):
+        shown = llm("show", "-m", "tests/fixtures/models/gemma3", "--ids", ids, "--layer", str(i), "--head", "0",
+                    "--cache", "paged", "--page", "4")
+        weights = {one["position"]: one["weight"] for one in shown["positions"]}
+        table, y, most = shown["place"]["page_table"], 66 + i * 132, max(weights.values())
+        picture.text(20, y + 14, f"{name} sees {len(weights)} of 72", "bold")
+        for page, physical in enumerate(table):
+            x = 20 + page * 42.2
+            for t in range(4 * page, 4 * page + 4):
+                style, extra = ("cached", f'fill-opacity="{.1 + .9 * weights[t] / most:.3g}"') if t in weights else ("empty", "")
+                picture.box(x + t % 4 * 10, y + 24, 9, 30, style, extra)
+            picture.box(x - .5, y + 60, 40, 30, "empty" if physical < 0 else "soft")
+            picture.text(x + 19.5, y + 80, "–" if physical < 0 else physical, "small" if physical < 0 else "", "middle")
+    picture.text(20, 322, "Above: positions 0 to 71, darker where the query at 71 puts more weight. Below: the page table, P = 4.", "small")
+    picture.text(20, 342, "–: given back, 32 positions at a time. Pages 0 and 1 are in use again.", "small")
+    return picture
+
+
 def residues(llm):
     """The tree of a sum of 16 lanes, in the order in which products of many tokens compute it."""
     del llm  # nothing is asked
@@ -466,8 +487,8 @@ def errors(llm):
     return picture
 
 
-PICTURES = [head, whole_model, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, residues, int4_block, ladder,
-            errors, quality]
+PICTURES = [head, whole_model, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, kinds, residues, int4_block,
+            ladder, errors, quality]
 
 
 def main():
