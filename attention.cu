@@ -196,6 +196,20 @@ struct Attention {
     HOST_DEVICE float sink(int query_head) const { return sinks.data ? number_of(sinks, query_head) : -INFINITY; }
 };
 
+// That of a layer, with the store of its kind.
+inline Attention attention_of(const Activations &a, const Model &model, int layer, const std::vector<Store> &stores) {
+    const Config &config = model.config;
+    const LayerRows &rows = config.rows[layer];
+    const Kind &kind = config.kinds[rows.kind];
+    const Activations::OfKind &of = a.kinds[rows.kind];
+    const float scale = config.score_scale ? (float)config.score_scale : 1 / std::sqrt((float)kind.key_width);
+    const CacheView &cache = stores[rows.kind].view;
+    const PassVectors keys = {of.key.data(), kind.kv_heads, kind.key_width};
+    const PassVectors values = {of.value.data(), kind.kv_heads, kind.value_width};
+    return {a.attended.data(), a.query.data(), keys, values, cache, rows.index, visible_of(cache.layout, kind.window),
+            heads_of(config, kind), scale, model.layers[layer].sinks};
+}
+
 namespace plain {
 
 // Of the positions so far: the largest score, and the sum of e^(score - max_score). It begins with a learned sink, or

@@ -4,11 +4,9 @@
 // (precision.h) what bytes a row takes. K and V lie in memory of their own, each as rows of row_bytes in the order
 // (layer, row, kv_head). Of 3 tokens, 2 KV heads and 4 numbers in bf16, 8 bytes a row:
 //   token 1, head 1 is at bytes (1 * 2 + 1) * 8 = 24 .. 31
-// Layers are of one kind or of several (base/model.h, Kind): some look back over a window only, some read rows that an
-// earlier one stored. A cache has one store for each kind, with a layout and rows of its own. The formula of the whole,
-// summed over the kinds, with the window in place of the capacity where that is less:
+// Layers are of one kind or of several (base/model.h, Kind). Each kind has a store: a layout and rows of its own. The
+// formula is a sum over kinds; where layers look back over a window, that is their capacity:
 //   bytes = 2 * sequences * capacity * layers * kv_heads * head_dim * bytes_per_number
-//
 // Another layout is one struct and one entry of `Layout` below: the flags, their help and error messages, the choice at
 // run time, the tables and the tests go through that list. docs/09_make_your_own.md adds one step by step.
 #pragma once

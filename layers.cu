@@ -18,6 +18,21 @@ struct Heads {
     HOST_DEVICE int kv_head(int query_head) const { return query_head / per_kv(); }
 };
 
+inline Heads heads_of(const Config &config, const Kind &kind) { return {config.heads, kind.kv_heads, kind.key_width}; }
+
+// ---- A pass --------------------------------------------------------------------------------------------------
+
+// The tokens of one pass. Those of a sequence stand together, in order.
+struct Batch {
+    std::vector<int> tokens, sequences, positions;
+    int count() const { return (int)tokens.size(); }
+    void add(int token, int sequence, int position) {
+        tokens.push_back(token);
+        sequences.push_back(sequence);
+        positions.push_back(position);
+    }
+};
+
 // Some positions of a sequence that follow one another, and their rows in a pass.
 struct Span {
     int row, count;          // rows [row, row + count) of the pass
@@ -26,8 +41,7 @@ struct Span {
                              // before `first` is in the cache.
 };
 
-// The tokens of one pass, where the machine can read them, and what a kind of layers knows of them. Those of a sequence
-// stand together, in order.
+// The tokens of one pass, where the machine can read them, as a kind of layers has them.
 struct Pass {
     int count = 0;
     const int *tokens = nullptr;         // (count)
@@ -36,8 +50,68 @@ struct Pass {
     const float *frequencies = nullptr;  // (D / 2): radians a position
     Heads heads = {};
     const Span *spans_on_host = nullptr;  // the same spans, where a GPU computes: for what is planned on the host
-    int kind = 0;                         // of the layers that the last but one line is about
+    int kind = 0;                         // in Config::kinds
 };
+
+// For each token of a batch: its row, its sequence, its position, and the positions [first, behind) that its sequence
+// has in this pass. What lies before `first` is in the cache. For positions 5 and 6 of sequence A and position 9 of B:
+//   row 0: A, position 5, [5, 7)     row 1: A, position 6, [5, 7)     row 2: B, position 9, [9, 10)
+inline std::vector<Span> spans_of(const Batch &batch) {
+    std::vector<Span> spans;
+    for (int begin = 0; begin < batch.count();) {
+        int end = begin;  // behind the last row of the same sequence
+        while (end < batch.count() && batch.sequences[end] == batch.sequences[begin]) end++;
+        const int first = batch.positions[begin], behind = first + end - begin;
+        for (int row = begin; row < end; row++)
+            spans.push_back({row, 1, batch.sequences[row], batch.positions[row], first, behind});
+        begin = end;
+    }
+    return spans;
+}
+
+// What the passes of a model compute with, in float32, in the machine's memory.
+struct Activations {
+    Buffer<float> x;                // (count, hidden): the residual stream
+    Buffer<float> normed;           // (count, hidden)
+    Buffer<float> query, attended;  // (count, heads, D)
+    Buffer<float> gate, up;         // (count, ffn)
+    Buffer<float> logits;           // (count, vocabulary)
+    Buffer<int> tokens;             // (count)
+    Buffer<Span> spans;             // (count)
+    std::vector<Span> spans_on_host;
+    struct OfKind {
+        Buffer<float> key, value;   // (count, kv_heads, D): of its newest layer that has some
+        Buffer<float> cos_sin;      // (count, D)
+        Buffer<float> frequencies;  // (D / 2)
+    };
+    std::vector<OfKind> kinds;
+};
+
+// Takes a batch to the machine, with room for all that its pass computes. Returns the pass of each kind of layers.
+inline std::vector<Pass> begin_pass(Activations &a, Memory &memory, const Config &config, const Batch &batch) {
+    size_t count = (size_t)batch.count();
+    for (auto *buffer : {&a.x, &a.normed}) buffer->resize(memory, count * config.hidden);
+    for (auto *buffer : {&a.gate, &a.up}) buffer->resize(memory, count * config.ffn);
+    a.tokens.resize(memory, count);
+    a.spans.resize(memory, count);
+    a.spans_on_host = spans_of(batch);
+    memory.write(a.tokens.data(), batch.tokens.data(), count * sizeof(int));
+    memory.write(a.spans.data(), a.spans_on_host.data(), count * sizeof(Span));
+    std::vector<Pass> passes;
+    for (size_t i = 0; i < config.kinds.size(); i++) {
+        const Kind &kind = config.kinds[i];
+        Activations::OfKind &of = a.kinds[i];
+        const size_t width = (size_t)kind.key_width;
+        for (auto *buffer : {&a.query, &a.attended}) buffer->resize(memory, count * config.heads * width);
+        for (auto *buffer : {&of.key, &of.value}) buffer->resize(memory, count * kind.kv_heads * width);
+        of.cos_sin.resize(memory, count * width);
+        passes.push_back({(int)count, a.tokens.data(), a.spans.data(), of.cos_sin.data(), of.frequencies.data(),
+                          heads_of(config, kind), a.spans_on_host.data(), (int)i});
+    }
+    return passes;
+}
+
+// ---- What operations share -----------------------------------------------------------------------------------
 
 // Rotary positions (Su et al. 2021, RoFormer). Of a head's D numbers x_i and x_(i + D/2) are a pair, which at position
 // p is turned by the angle p f_i, f_i = theta^(-2i/D):

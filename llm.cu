@@ -29,24 +29,6 @@ namespace best = fast;
 
 // ---- The engine --------------------------------------------------------------------------------------------
 
-// What the passes of a model compute with, in float32, in the machine's memory.
-struct Activations {
-    Buffer<float> x;                // (count, hidden): the residual stream
-    Buffer<float> normed;           // (count, hidden)
-    Buffer<float> query, attended;  // (count, heads, D)
-    Buffer<float> gate, up;         // (count, ffn)
-    Buffer<float> logits;           // (count, vocabulary)
-    Buffer<int> tokens;             // (count)
-    Buffer<Span> spans;             // (count)
-    std::vector<Span> spans_on_host;
-    struct OfKind {
-        Buffer<float> key, value;   // (count, kv_heads, D): of its newest layer that has some
-        Buffer<float> cos_sin;      // (count, D)
-        Buffer<float> frequencies;  // (D / 2)
-    };
-    std::vector<OfKind> kinds;
-};
-
 struct Engine {
     std::unique_ptr<Machine> machine;  // outlives what is kept in its memory
     Model model;
@@ -86,76 +68,6 @@ inline Engine open_engine(Model model, std::unique_ptr<Machine> machine, const s
 
 // ---- A pass ------------------------------------------------------------------------------------------------
 
-// The tokens of one pass. Those of a sequence stand together, in order.
-struct Batch {
-    std::vector<int> tokens, sequences, positions;
-    int count() const { return (int)tokens.size(); }
-    void add(int token, int sequence, int position) {
-        tokens.push_back(token);
-        sequences.push_back(sequence);
-        positions.push_back(position);
-    }
-};
-
-// For each token of a batch: its row, its sequence, its position, and the positions [first, behind) that its sequence
-// has in this pass. What lies before `first` is in the cache. For positions 5 and 6 of sequence A and position 9 of B:
-//   row 0: A, position 5, [5, 7)     row 1: A, position 6, [5, 7)     row 2: B, position 9, [9, 10)
-inline std::vector<Span> spans_of(const Batch &batch) {
-    std::vector<Span> spans;
-    for (int begin = 0; begin < batch.count();) {
-        int end = begin;  // behind the last row of the same sequence
-        while (end < batch.count() && batch.sequences[end] == batch.sequences[begin]) end++;
-        const int first = batch.positions[begin], behind = first + end - begin;
-        for (int row = begin; row < end; row++)
-            spans.push_back({row, 1, batch.sequences[row], batch.positions[row], first, behind});
-        begin = end;
-    }
-    return spans;
-}
-
-inline Heads heads_of(const Config &config, const Kind &kind) { return {config.heads, kind.kv_heads, kind.key_width}; }
-
-// Takes a batch to the machine, with room for all that its pass computes. What is returned is for each kind of layers.
-inline std::vector<Pass> begin_pass(Engine &engine, const Batch &batch) {
-    const Config &config = engine.model.config;
-    Memory &memory = engine.memory();
-    Activations &a = engine.a;
-    size_t count = (size_t)batch.count();
-    for (auto *buffer : {&a.x, &a.normed}) buffer->resize(memory, count * config.hidden);
-    for (auto *buffer : {&a.gate, &a.up}) buffer->resize(memory, count * config.ffn);
-    a.tokens.resize(memory, count);
-    a.spans.resize(memory, count);
-    a.spans_on_host = spans_of(batch);
-    memory.write(a.tokens.data(), batch.tokens.data(), count * sizeof(int));
-    memory.write(a.spans.data(), a.spans_on_host.data(), count * sizeof(Span));
-    std::vector<Pass> passes;
-    for (size_t i = 0; i < config.kinds.size(); i++) {
-        const Kind &kind = config.kinds[i];
-        Activations::OfKind &of = a.kinds[i];
-        const size_t width = (size_t)kind.key_width;
-        for (auto *buffer : {&a.query, &a.attended})
-            buffer->resize(memory, count * config.heads * width);
-        for (auto *buffer : {&of.key, &of.value}) buffer->resize(memory, count * kind.kv_heads * width);
-        of.cos_sin.resize(memory, count * width);
-        passes.push_back({(int)count, a.tokens.data(), a.spans.data(), of.cos_sin.data(), of.frequencies.data(),
-                          heads_of(config, kind), a.spans_on_host.data(), (int)i});
-    }
-    return passes;
-}
-
-// What attention of a layer reads and writes: in the store of its kind, and of the pass.
-inline Attention attention_of(Engine &engine, int layer, const std::vector<Store> &stores) {
-    const Config &config = engine.model.config;
-    const LayerRows &rows = config.rows[layer];
-    const Kind &kind = config.kinds[rows.kind];
-    Activations::OfKind &of = engine.a.kinds[rows.kind];
-    const float scale = config.score_scale ? (float)config.score_scale : 1 / std::sqrt((float)kind.key_width);
-    const CacheView &cache = stores[rows.kind].view;
-    return {engine.a.attended.data(), engine.a.query.data(), {of.key.data(), kind.kv_heads, kind.key_width},
-            {of.value.data(), kind.kv_heads, kind.key_width}, cache, rows.index,
-            visible_of(cache.layout, kind.window), heads_of(config, kind), scale, engine.model.layers[layer].sinks};
-}
-
 // All layers, for one batch: the equations of a decoder, line by line. What comes out is in engine.a.x. What is new is
 // stored in the cache's stores, and the past is read from them. On the naive path they have no memory: all that a token
 // sees is in the batch. `m` is the machine, Cpu or Gpu. After Ctrl-C it throws Interrupted; so does logits().
@@ -163,7 +75,7 @@ template <class M>
 void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> &stores) {
     const Model &model = engine.model;
     const Config &config = model.config;
-    const std::vector<Pass> passes = begin_pass(engine, batch);
+    const std::vector<Pass> passes = begin_pass(engine.a, engine.memory(), config, batch);
     const int count = batch.count();
     const double epsilon = config.norm_epsilon;
     Activations &a = engine.a;
@@ -183,7 +95,7 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
             const LayerWeights &w = model.layers[layer];
             const LayerRows &rows = config.rows[layer];
             const Pass &pass = passes[rows.kind];
-            const Attention task = attention_of(engine, layer, stores);
+            const Attention task = attention_of(a, model, layer, stores);
             const bool cached = task.cache.keys.data;
             float *key = task.keys.start, *value = task.values.start;
             best::rms_norm(m, normed, x, w.attention_norm, count, epsilon);  // n = RMSNorm(x)

@@ -166,13 +166,13 @@ inline void fill(Engine &engine, Cache &cache, int depth) {
         Batch batch;
         int count = std::min(chunk, depth - cache.lengths[0]), first = grow(cache, 0, count);
         for (int t = 0; t < count; t++) batch.add(0, 0, first + t);
-        const std::vector<Pass> passes = begin_pass(engine, batch);
+        const std::vector<Pass> passes = begin_pass(engine.a, engine.memory(), engine.model.config, batch);
         auto store = [&](auto &m) {
             for (const Pass &pass : passes) best::rope_angles(m, pass);
             for (int layer = 0; layer < engine.model.config.layers; layer++) {
                 const LayerRows &rows = engine.model.config.rows[layer];
                 const Pass &pass = passes[rows.kind];
-                Attention task = attention_of(engine, layer, cache.stores);
+                Attention task = attention_of(engine.a, engine.model, layer, cache.stores);
                 task.keys.start = task.values.start = there.data();
                 if (!rows.own) continue;
                 best::store_rows(m, task, pass);

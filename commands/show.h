@@ -25,7 +25,7 @@ inline void stop_after(Session &session, int layer) {
 // What attention of a layer read in the last token's pass, and wrote.
 inline Attention attention_in(Session &session, int layer) {
     Engine &engine = session.engine;
-    return attention_of(engine, layer,
+    return attention_of(engine.a, engine.model, layer,
                         session.caches.empty() ? nothing_stored(engine.model.config) : session.caches[0].stores);
 }
 

@@ -115,10 +115,10 @@ static double attention_of(Engine &engine, const Layout &layout, const Precision
     for (int t = 0; t < length; t += 64)  // in turn, so that pages of a sequence do not stand together
         for (int i = 0; i < sequences; i++) grow(cache, i, std::min(64, length - t));
     for (int i = 0; i < sequences; i++) batch.add(1, i, length - 1);
-    Pass pass = begin_pass(engine, batch)[0];
+    Pass pass = begin_pass(engine.a, engine.memory(), engine.model.config, batch)[0];
     m.kept<fast::Between>().decoding = true;
     double taken = seconds_of(m, 20, [&](int i) {
-        Attention task = ::attention_of(engine, i % cache.stores[0].shape.layers, cache.stores);
+        Attention task = ::attention_of(engine.a, engine.model, i % cache.stores[0].shape.layers, cache.stores);
         fast::attention(m, task, pass);
     });
     double bytes = (double)sequences * length * (double)(cache.stores[0].view.keys.stride() + cache.stores[0].view.values.stride());
