@@ -8,7 +8,7 @@ int main() {
     shape.sequences = 2, shape.capacity = 64, shape.page = 4;
     Cpu cpu(1);
     Cache cache = open_cache(cpu, shape, Paged{}, BF16{}, BF16{});
-    const Paged &paged = std::get<Paged>(cache.layout);
+    const Paged &paged = std::get<Paged>(cache.stores[0].layout);
     auto show = [&](const char *when) {
         printf("%s\n", when);
         for (int sequence = 0; sequence < 2; sequence++) {
@@ -24,5 +24,5 @@ int main() {
     show("both have decoded 7 tokens");
     shrink(cache, 0, 0), grow(cache, 1, 9), grow(cache, 0, 5);
     show("sequence 0 ended, 1 went on by 9, a new 0 has begun");
-    printf("position 6 of sequence 1 is in row %lld\n", (long long)row_of(cache, 1, 6));
+    printf("position 6 of sequence 1 is in row %lld\n", (long long)row_of(cache.stores[0], 1, 6));
 }

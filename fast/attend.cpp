@@ -739,7 +739,6 @@ inline void attend_part(const Partials &to, const Attention &task, const Attenti
     });
 }
 
-using Plans = std::vector<AttentionPlan>;  // (kind)
 
 void plan(Cpu &m, const std::vector<Pass> &passes, const std::vector<Store> &stores) {
     if (!m.plan) m.plan = std::make_shared<Plans>();  // its memory is used again

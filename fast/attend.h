@@ -75,6 +75,8 @@ struct AttentionPlan {
     }
 };
 
+using Plans = std::vector<AttentionPlan>;  // (kind)
+
 // Tiles lie in one block of 32 positions where a precision has blocks. `threads` does not change the bits.
 void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cache, int threads);
 

@@ -23,7 +23,7 @@ struct Input {
     bool as_it_is() const { return !up && !norm.data; }
     // Number i of all, which is number `channel` of a vector whose norm's factor is `factor`.
     HOST_DEVICE float number(int64_t i, int channel, float factor) const {
-        if (up) return gated(x[i], gelu) * up[i];
+        if (up) return plain::gated(x[i], gelu) * up[i];
         return norm.data ? x[i] * factor * number_of(norm, channel) : x[i];
     }
 };

@@ -30,9 +30,12 @@ static void randomize(Gpu &m, bf16 *numbers, int64_t count, float scale) {
 static Model shape_of(const Shape &s, size_t &bytes) {
     Model model;
     Config &c = model.config;
-    c.layers = s.layers, c.hidden = s.hidden, c.ffn = s.ffn, c.heads = s.heads, c.kv_heads = s.kv_heads;
-    c.head_dim = s.head_dim, c.vocabulary = s.vocabulary, c.context = 131072, c.tied = s.tied;
-    c.norm_epsilon = 1e-5, c.rope_theta = 500000, c.windows.assign(s.layers, 0);
+    c.layers = s.layers, c.hidden = s.hidden, c.ffn = s.ffn, c.heads = s.heads;
+    c.vocabulary = s.vocabulary, c.context = 131072, c.tied = s.tied;
+    c.norm_epsilon = 1e-5;
+    Kind kind = {s.kv_heads, s.head_dim, s.head_dim};
+    kind.rope_theta = 500000;
+    for (int layer = 0; layer < s.layers; layer++) add_layer(c.kinds, c.rows, kind);
     auto tensor = [&](int64_t rows, int64_t cols) {
         Tensor tensor = {(char *)(uintptr_t)bytes, DType::bf16, rows, cols};
         bytes += ((size_t)(rows * cols) * sizeof(bf16) + 255) / 256 * 256;
@@ -59,15 +62,15 @@ static Engine random_engine(const Shape &shape) {
     size_t bytes = 0;
     Engine engine{open_machine("cuda", 1), shape_of(shape, bytes)};
     Gpu &m = std::get<Gpu>(*engine.machine);
-    engine.heads = {shape.heads, shape.kv_heads, shape.head_dim};
     engine.weights = m.reserve(bytes, "the weights", "take a larger card");
     randomize(m, (bf16 *)engine.weights.get(), (int64_t)(bytes / sizeof(bf16)), 1.7f / std::sqrt((float)shape.hidden));
     for_each_tensor(engine.model, [&](Tensor &tensor, bool) {
         if (tensor.data) tensor.data = (char *)engine.weights.get() + (size_t)tensor.data;
     });
-    std::vector<float> frequencies = rope_frequencies(engine.model.config);
-    engine.a.frequencies.resize(m, frequencies.size());
-    m.write(engine.a.frequencies.data(), frequencies.data(), frequencies.size() * sizeof(float));
+    std::vector<float> frequencies = rope_frequencies(engine.model.config.kinds[0]);
+    engine.a.kinds.resize(1);
+    engine.a.kinds[0].frequencies.resize(m, frequencies.size());
+    m.write(engine.a.kinds[0].frequencies.data(), frequencies.data(), frequencies.size() * sizeof(float));
     return engine;
 }
 
@@ -98,8 +101,9 @@ static void print_line(const std::string &work, double seconds, double share, do
 
 static Cache cache_of(Engine &engine, const Layout &layout, const Precision &type, int sequences, int capacity) {
     const Config &c = engine.model.config;
-    CacheShape shape = {c.layers, c.kv_heads, c.head_dim, c.head_dim, sequences, capacity};
-    return open_cache(engine.memory(), shape, layout, type, type);
+    const Kind &kind = c.kinds[0];
+    CacheShape shape = {c.layers, kind.kv_heads, kind.key_width, kind.value_width, sequences, capacity};
+    return open_cache(engine.memory(), {shape}, layout, type, type);
 }
 
 // Attention of one decoding step over `sequences` of `length` positions, layer after layer, so that none is in the L2.
@@ -111,21 +115,13 @@ static double attention_of(Engine &engine, const Layout &layout, const Precision
     for (int t = 0; t < length; t += 64)  // in turn, so that pages of a sequence do not stand together
         for (int i = 0; i < sequences; i++) grow(cache, i, std::min(64, length - t));
     for (int i = 0; i < sequences; i++) batch.add(1, i, length - 1);
-    Pass pass = begin_pass(engine, batch);
-    const Heads &heads = engine.heads;
+    Pass pass = begin_pass(engine, batch)[0];
     m.kept<fast::Between>().decoding = true;
     double taken = seconds_of(m, 20, [&](int i) {
-        Attention task = {engine.a.attended.data(),
-                          engine.a.query.data(),
-                          {engine.a.key.data(), heads.kv, heads.width},
-                          {engine.a.value.data(), heads.kv, heads.width},
-                          cache.view,
-                          i % cache.shape.layers,
-                          {},
-                          heads};
+        Attention task = ::attention_of(engine, i % cache.stores[0].shape.layers, cache.stores);
         fast::attention(m, task, pass);
     });
-    double bytes = (double)sequences * length * (double)(cache.view.keys.stride() + cache.view.values.stride());
+    double bytes = (double)sequences * length * (double)(cache.stores[0].view.keys.stride() + cache.stores[0].view.values.stride());
     std::string work = "attention of decoding, " + std::to_string(sequences) + " x " + std::to_string(length) +
                        " positions, " + name_of(type) + ", " + name_of(layout);
     print_line(work, taken, bytes / taken / bandwidth, bar, "the copies' bandwidth");

@@ -133,8 +133,9 @@ static unsigned touch(const Model &model) {
 // What load_model does, without the files.
 static void load(const std::string &config_text, const std::string &generation_text, const std::string &weights) {
     Config config = parse_config("config.json", config_text, "generation_config.json", generation_text);
-    if (config.windows.size() != (size_t)config.layers || config.head_dim % 2 || config.heads % config.kv_heads)
-        abort();
+    if (config.rows.size() != (size_t)config.layers) abort();
+    for (const Kind &kind : config.kinds)
+        if (kind.key_width % 2 || config.heads % kind.kv_heads) abort();
     // A heap block of exactly this size: reading behind its end is an error.
     std::unique_ptr<char[]> bytes(new char[weights.size()]);
     memcpy(bytes.get(), weights.data(), weights.size());

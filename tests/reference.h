@@ -241,6 +241,15 @@ inline void swiglu(Expected &out, double gate, double up) {
     out.add(number, gamma(10) * std::fabs(number) + (gate < -88 ? 2 * std::fabs(gate * up) * std::exp(-88) : 0));
 }
 
+// gelu(gate) * up, by tanh (Hendrycks and Gimpel 2016). Its argument is a sum of two products of up to three numbers; the
+// engine divides by 1 + e^-2u in place of the tanh, which is the same but for small factors.
+inline void geglu(Expected &out, double gate, double up) {
+    double u = std::sqrt(2 / M_PI) * (gate + 0.044715 * gate * gate * gate);
+    double number = gate / (1 + std::exp(-2 * u)) * up;
+    out.add(number, (gamma(10) + std::fabs(2 * u) * gamma(8)) * std::fabs(number) +
+                        (u < -44 ? 2 * std::fabs(gate * up) * std::exp(-88) : 0));
+}
+
 // ---- Attention ---------------------------------------------------------------------------------------------
 
 // A number of the cache as a query reads it; what it is summed up from, |zero point| + scale * code; how far from it
@@ -355,8 +364,8 @@ inline std::vector<Seen> seen_by(int position, const View &view, const Side &key
 // to whole numbers: each is off by at most `factor_rounding` times the largest of a sum, or 2^-110 if that is more, and
 // the product by that times the largest code.
 inline void attention(Expected &out, const float *query, const std::vector<Seen> &seen, int key_width, int value_width,
-                      double factor_rounding = 0) {
-    double most = -INFINITY, error = 0, total = 0, root = std::sqrt((double)key_width);
+                      double factor_rounding = 0, double scale = 0, double sink = -INFINITY) {
+    double most = sink, error = 0, root = scale ? 1 / scale : std::sqrt((double)key_width);
     double rounding = gamma(17.0 / 16 * key_width + 14);
     std::vector<double> weight;
     for (const Seen &one : seen) {
@@ -372,6 +381,7 @@ inline void attention(Expected &out, const float *query, const std::vector<Seen>
         most = std::max(most, weight.back());
         error = std::max(error, off / root);
     }
+    double total = std::exp(sink - most);
     for (double &score : weight) total += score = std::exp(score - most);
 
     std::vector<double> sum(value_width), magnitude(value_width), reach(value_width, 15 * 0x1p-110);

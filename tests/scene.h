@@ -61,9 +61,10 @@ inline Model random_model(const Shape &shape, uint64_t seed = 1) {
     Model model;
     Config &config = model.config;
     config.layers = shape.layers, config.hidden = shape.hidden, config.ffn = shape.ffn, config.heads = shape.heads;
-    config.kv_heads = shape.kv_heads, config.head_dim = shape.head_dim, config.vocabulary = shape.vocabulary;
-    config.context = 4096, config.norm_epsilon = 1e-5, config.rope_theta = 10000;
-    config.windows.assign(shape.layers, 0);
+    config.vocabulary = shape.vocabulary, config.context = 4096, config.norm_epsilon = 1e-5;
+    Kind kind = {shape.kv_heads, shape.head_dim, shape.head_dim};
+    kind.rope_theta = 10000;
+    for (int layer = 0; layer < shape.layers; layer++) add_layer(config.kinds, config.rows, kind);
     reference::Random random{seed};
     auto tensor = [&](int rows, int columns, double middle, double spread) {
         size_t count = (size_t)rows * columns;
@@ -106,6 +107,12 @@ inline Tokens part(const Tokens &tokens, int begin, int end) { return {tokens.be
 
 // ---- Caches ------------------------------------------------------------------------------------------------
 
+// Of layers of one kind.
+inline Cache open_cache(Memory &memory, const CacheShape &shape, const Layout &layout, const Precision &type_k,
+                        const Precision &type_v) {
+    return ::open_cache(memory, std::vector<CacheShape>{shape}, layout, type_k, type_v);
+}
+
 // A layout with what it is made for; engine, precisions and sequences come later.
 struct Place {
     Layout layout = Contiguous{};
@@ -129,9 +136,13 @@ inline Layout opened_ring(int window, int sinks) {
 inline Cache cache_for(Engine &engine, const Precision &type_k, const Precision &type_v, int capacity,
                        const Place &place = {}, int sequences = 1) {
     const Config &config = engine.model.config;
-    CacheShape shape = {config.layers, config.kv_heads, config.head_dim, config.head_dim, sequences, capacity};
-    shape.page = place.page, shape.window = place.window, shape.sinks = place.sinks;
-    return open_cache(engine.memory(), shape, place.layout, type_k, type_v);
+    std::vector<CacheShape> shapes;
+    for (const Kind &kind : config.kinds) {
+        CacheShape &shape = shapes.emplace_back();
+        shape = {kind.layers, kind.kv_heads, kind.key_width, kind.value_width, sequences, capacity};
+        shape.page = place.page, shape.window = place.window, shape.sinks = place.sinks, shape.local = kind.window;
+    }
+    return ::open_cache(engine.memory(), shapes, place.layout, type_k, type_v);
 }
 
 // ---- Logits ------------------------------------------------------------------------------------------------

@@ -87,14 +87,14 @@ struct Scene {
         : heads(heads), frequencies(frequencies_of(heads.width)), stories(sequences), outs(sequences) {
         shape.layers = 2, shape.kv_heads = heads.kv, shape.key_width = heads.width, shape.value_width = value_width;
         shape.sequences = sequences, shape.capacity = capacity;
-        cache = open_cache(*cpu, shape, layout, type_k, type_v);
-        const CacheView &view = cache.view;
+        cache = open_cache(*cpu, std::vector<CacheShape>{shape}, layout, type_k, type_v);
+        const CacheView &view = cache.stores[0].view;
         for (const CacheRows *side :
              {&view.keys, &view.values, &view.residual_keys, &view.residual_values, &view.sink_keys, &view.sink_values})
             if (side->data) memset(side->data, 0xff, side->bytes(shape.layers));
     }
 
-    int value_width() const { return cache.view.values.width; }
+    int value_width() const { return cache.stores[0].view.values.width; }
     void tell(Random &random, int sequence, int positions) {
         stories[sequence] = Story(random, heads, value_width(), positions);
     }
@@ -116,7 +116,8 @@ struct Scene {
     Attention task_of(Batch &batch, float *out, const CacheView &view, int layer_window) const {
         PassVectors keys = {batch.keys.data(), heads.kv, heads.width},
                     values = {batch.values.data(), heads.kv, value_width()};
-        return {out, batch.queries.data(), keys, values, view, 1, visible_of(view.layout, layer_window), heads};
+        return {out, batch.queries.data(), keys, values, view, 1, visible_of(view.layout, layer_window),
+                heads, 1 / std::sqrt((float)heads.width), {}};
     }
     Pass pass_of(const Batch &batch) const {
         return {batch.count(), nullptr, batch.spans.data(), nullptr, frequencies.data(), heads};
@@ -134,15 +135,15 @@ struct Scene {
         std::vector<float> cos_sin((size_t)batch.count() * heads.width);
         Pass pass = pass_of(batch);
         pass.cos_sin = cos_sin.data();
-        Attention task = task_of(batch, nullptr, cache.view, 0);
+        Attention task = task_of(batch, nullptr, cache.stores[0].view, 0);
         cpu->run([&] {
-            plain::rope_angles(*cpu, pass, heads.width);
+            plain::rope_angles(*cpu, pass);
             plain::store_rows(*cpu, task, pass);
         });
     }
 
     // (tokens from how.first on, query_heads, value_width)
-    std::vector<float> attended(Batch &batch, How how = {}) const { return attended(batch, how, cache.view); }
+    std::vector<float> attended(Batch &batch, How how = {}) const { return attended(batch, how, cache.stores[0].view); }
     std::vector<float> attended(Batch &batch, How how, const CacheView &view) const {
         size_t rows = (size_t)(batch.count() - how.first);
         std::vector<float> out(rows * heads.query * value_width(), NAN);
@@ -155,10 +156,10 @@ struct Scene {
             cpu->run([&] { plain::attention(*cpu, task, pass); });
         } else {
             int threads = how.route == Route::by_split ? 1 << 20 : how.route == Route::by_tile ? 0 : how.threads;
-            if (!cpu->plan) cpu->plan = std::make_shared<fast::AttentionPlan>();
-            auto *plan = (fast::AttentionPlan *)cpu->plan.get();
-            fast::plan_attention(*plan, pass, view, threads);
-            REQUIRE((how.route == Route::engines_choice || plan->share_splits == (how.route == Route::by_split)));
+            if (!cpu->plan) cpu->plan = std::make_shared<fast::Plans>(1);
+            fast::AttentionPlan &plan = (*(fast::Plans *)cpu->plan.get())[0];
+            fast::plan_attention(plan, pass, view, threads);
+            REQUIRE((how.route == Route::engines_choice || plan.share_splits == (how.route == Route::by_split)));
             cpu->run([&] { fast::attention(*cpu, task, pass); });
         }
         cpu->threads = 1;
@@ -166,7 +167,7 @@ struct Scene {
     }
 
     void end(Batch &batch) {
-        Attention task = task_of(batch, nullptr, cache.view, 0);
+        Attention task = task_of(batch, nullptr, cache.stores[0].view, 0);
         Pass pass = pass_of(batch);
         cpu->run([&] { plain::keep_residual(*cpu, task, pass); });
     }
@@ -718,7 +719,7 @@ TEST_CASE("tiles hold tokens that follow one another in a sequence, as many as f
                 for (int t = first; t < first + count; t++)
                     batch.spans.push_back({batch.count(), 1, sequence, t, first, first + count});
             fast::AttentionPlan plan;
-            fast::plan_attention(plan, scene.pass_of(batch), scene.cache.view, 1);
+            fast::plan_attention(plan, scene.pass_of(batch), scene.cache.stores[0].view, 1);
             int row = 0, most = 96 / group;
             for (const Span &tile : plan.tiles) {
                 Span first = batch.spans[row];

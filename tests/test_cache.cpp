@@ -52,13 +52,13 @@ static CacheBytes bytes_for(const CacheShape &shape, const Layout &layout, const
 
 TEST_CASE("3 tokens, 2 KV heads, 4 numbers in bf16: 48 bytes of K and 48 of V, and where they are") {
     Cache cache = opened({1, 2, 4, 4, 1, 3}, Contiguous{}, BF16{});
-    const CacheRows &keys = cache.view.keys, &values = cache.view.values;
+    const CacheRows &keys = cache.stores[0].view.keys, &values = cache.stores[0].view.values;
     CHECK(bytes_of(cache).payload == 96);
     CHECK(bytes_of(cache).metadata == 0);
     CHECK((keys.bytes(1) == 48 && values.bytes(1) == 48));
-    CHECK(keys.at(0, row_of(cache, 0, 1), 1) - keys.data == 24);
-    CHECK(values.at(0, row_of(cache, 0, 0), 0) == values.data);
-    CHECK(values.at(0, row_of(cache, 0, 2), 1) - values.data == 40);
+    CHECK(keys.at(0, row_of(cache.stores[0], 0, 1), 1) - keys.data == 24);
+    CHECK(values.at(0, row_of(cache.stores[0], 0, 0), 0) == values.data);
+    CHECK(values.at(0, row_of(cache.stores[0], 0, 2), 1) - values.data == 40);
     CHECK((keys.row_bytes == 8 && keys.stride() == 16));
 }
 
@@ -70,7 +70,7 @@ TEST_CASE("widths of K and V are apart: one row of 576 serves as K, its first 51
 }
 
 static std::vector<const CacheRows *> memories(const Cache &cache) {
-    const CacheView &view = cache.view;
+    const CacheView &view = cache.stores[0].view;
     return {&view.keys, &view.values, &view.residual_keys, &view.residual_values, &view.sink_keys, &view.sink_values};
 }
 
@@ -81,7 +81,7 @@ TEST_CASE("bytes are those of the memory that was taken; of pages, those that we
         for (int sequence = 0; sequence < 3; sequence++) grow(cache, sequence, 70);
         double taken = 0;
         for (const CacheRows *rows : memories(cache)) taken += (double)rows->bytes(shape.layers);
-        if (cache.pool) taken += sizeof(int) * (double)(cache.pool->table.size() + 2 * cache.pool->references.size());
+        if (cache.stores[0].pool) taken += sizeof(int) * (double)(cache.stores[0].pool->table.size() + 2 * cache.stores[0].pool->references.size());
         CHECK(bytes_of(cache).total() == taken);
         CHECK(bytes_of(cache).payload == bytes_for(shape, layout, type_k, type_v).payload);
     });
@@ -92,7 +92,7 @@ TEST_CASE("bytes are those of the memory that was taken; of pages, those that we
         grow(cache, 0, count);
         CHECK(pages() == expected);
     }
-    CHECK(cache.pool->free.size() == 57);
+    CHECK(cache.stores[0].pool->free.size() == 57);
     grow(cache, 1, 17);
     CHECK(pages() == 59);
     shrink(cache, 0, 0);
@@ -114,11 +114,11 @@ TEST_CASE("rows never overlap, stay inside the memory, and follow one another as
                 int rows = (int)(rows_of(shape, cache.layout) / shape.sequences), from = std::max(0, 37 - rows);
                 for (int sequence : {2, 0, 1}) grow(cache, sequence, 20);
                 for (int sequence : {0, 1, 2}) grow(cache, sequence, 17);  // pages of the three alternate
-                for (const CacheRows *side : {&cache.view.keys, &cache.view.values}) {
+                for (const CacheRows *side : {&cache.stores[0].view.keys, &cache.stores[0].view.values}) {
                     std::set<int64_t> begins;
                     for (int i = 0; i < 2 * 3 * 2; i++)
                         for (int t = from; t < 37; t++)
-                            begins.insert(side->at(i % 2, row_of(cache, i / 4, t), i / 2 % 2) - side->data);
+                            begins.insert(side->at(i % 2, row_of(cache.stores[0], i / 4, t), i / 2 % 2) - side->data);
                     REQUIRE((int)begins.size() == 2 * 3 * (37 - from) * 2);
                     for (int64_t begin : begins) REQUIRE(begin % (int64_t)side->row_bytes == 0);
                     REQUIRE(*begins.begin() >= 0);
@@ -129,7 +129,7 @@ TEST_CASE("rows never overlap, stay inside the memory, and follow one another as
                     int run = std::visit([&](auto &chosen) { return chosen.run(t); }, cache.layout);
                     REQUIRE(run >= 1);
                     for (int i = 0; i < std::min(run, 37 - t); i++)
-                        REQUIRE(row_of(cache, 1, t + i) == row_of(cache, 1, t) + i);
+                        REQUIRE(row_of(cache.stores[0], 1, t + i) == row_of(cache.stores[0], 1, t) + i);
                 }
                 std::set<std::pair<char *, char *>> memory;  // of all sides: apart from each other
                 for (const CacheRows *side : memories(cache))
@@ -140,14 +140,14 @@ TEST_CASE("rows never overlap, stay inside the memory, and follow one another as
         }
     }
     Cache cache = opened({3, 2, 20, 6, 3, 5}, Contiguous{}, Int8{}, BF16{});  // fills its memory to the last byte
-    CHECK(cache.view.keys.at(2, row_of(cache, 2, 4), 1) + 22 == cache.view.keys.data + cache.view.keys.bytes(3));
-    CHECK(cache.view.values.at(2, row_of(cache, 2, 4), 1) + 12 == cache.view.values.data + 3 * 3 * 5 * 2 * 12);
+    CHECK(cache.stores[0].view.keys.at(2, row_of(cache.stores[0], 2, 4), 1) + 22 == cache.stores[0].view.keys.data + cache.stores[0].view.keys.bytes(3));
+    CHECK(cache.stores[0].view.values.at(2, row_of(cache.stores[0], 2, 4), 1) + 12 == cache.stores[0].view.values.data + 3 * 3 * 5 * 2 * 12);
 }
 
 TEST_CASE(
     "page table 91 17 44 203, pages of 16: position 37 is in row 44 * 16 + 5; rows beyond 32 bits have addresses") {
     std::vector<int> table = {91, 17, 44, 203, 5, 6, 7, 1 << 30};
-    Paged paged{16, 50, 4, table.data()};
+    Paged paged{16, 50, 0, 4, table.data()};
     for (auto [position, row] : {std::pair{37, 44 * 16 + 5}, {0, 91 * 16}, {49, 203 * 16 + 1}})
         CHECK(paged.row(0, position) == row);
     CHECK(paged.row(1, 31) == 6 * 16 + 15);
@@ -351,13 +351,13 @@ struct Scene {
         };
     }
     Column &column(bool keys, int layer, int head, int sequence) {
-        const CacheShape &s = cache.shape;
+        const CacheShape &s = cache.stores[0].shape;
         return columns[(((keys ? 0 : s.layers) + layer) * s.kv_heads + head) * s.sequences + sequence];
     }
 
     // ---- Storing: one pass of the engine, `counts` new positions of each of `sequences` ----
     void pass(const std::vector<int> &sequences, const std::vector<int> &counts) {
-        const CacheShape &s = cache.shape;
+        const CacheShape &s = cache.stores[0].shape;
         Batch batch;
         for (size_t i = 0; i < sequences.size(); i++)
             for (int t = 0; t < counts[i]; t++)
@@ -371,7 +371,7 @@ struct Scene {
             PassVectors own_keys = {keys.data(), s.kv_heads, s.key_width};
             PassVectors own_values = {values.data(), s.kv_heads, s.value_width};
             Attention task = {nullptr,    nullptr, own_keys, own_values,
-                              cache.view, layer,   {},       {1, s.kv_heads, s.key_width}};
+                              cache.stores[0].view, layer, {}, {1, s.kv_heads, s.key_width}, 1, {}};
             plain::store_rows(cpu, task, pass);
             for (int row = 0; row < pass.count; row += 1 + row % 7)
                 REQUIRE(wrong(layer, spans[row], own_keys, own_values, spans[row].position + 1) == 0);
@@ -383,9 +383,9 @@ struct Scene {
     Vector vectors_of(bool keys, int layer, const Batch &batch) {
         Vector all;
         for (int sequence : batch.sequences) {
-            for (int head = 0; head < cache.shape.kv_heads; head++) {
+            for (int head = 0; head < cache.stores[0].shape.kv_heads; head++) {
                 Random random{++vectors};
-                Vector vector = numbers(random, keys ? cache.shape.key_width : cache.shape.value_width);
+                Vector vector = numbers(random, keys ? cache.stores[0].shape.key_width : cache.stores[0].shape.value_width);
                 column(keys, layer, head, sequence).append(vector);
                 all.insert(all.end(), vector.begin(), vector.end());
             }
@@ -399,14 +399,14 @@ struct Scene {
     }
     void shrink_to(int sequence, int length) {
         shrink(cache, sequence, length);
-        for (size_t i = sequence; i < columns.size(); i += cache.shape.sequences)
+        for (size_t i = sequence; i < columns.size(); i += cache.stores[0].shape.sequences)
             if ((int)columns[i].fresh.size() > length) columns[i].shrink(length);
     }
 
     // ---- Reading: how much of what a query finds in its segments is not as defined, positions before `end` ----
     int wrong(int layer, const Span &span, const PassVectors &own_keys, const PassVectors &own_values, int end) {
         Visible visible = visible_of(cache.layout, 0);
-        std::vector<float> frequencies(cache.shape.key_width / 2);
+        std::vector<float> frequencies(cache.stores[0].shape.key_width / 2);
         std::vector<std::pair<int, bool>> expected;  // position, a sink?
         int window = visible.window, sinks = visible.sinks, p = span.position, first = 0;
         if (window && p >= window + sinks) {
@@ -415,9 +415,9 @@ struct Scene {
         }
         for (int t = first; t <= p; t++) expected.push_back({t, false});
         int count = 0;
-        for (int head = 0; head < cache.shape.kv_heads; head++) {
+        for (int head = 0; head < cache.stores[0].shape.kv_heads; head++) {
             Segments seen;
-            HeadRows rows = {cache.view, layer, head, own_keys, own_values};
+            HeadRows rows = {cache.stores[0].view, layer, head, own_keys, own_values};
             add_sinks(seen, rows, span, visible);
             add_rows(seen, rows, span, visible);
             const Column &keys = column(true, layer, head, span.sequence);
@@ -452,11 +452,11 @@ struct Scene {
     // What the next query of a sequence would read of the past.
     int wrong(int sequence) {
         int count = 0, length = cache.lengths[sequence];
-        Vector nothing((size_t)cache.shape.kv_heads * std::max(cache.shape.key_width, cache.shape.value_width));
-        for (int layer = 0; layer < cache.shape.layers; layer++)
+        Vector nothing((size_t)cache.stores[0].shape.kv_heads * std::max(cache.stores[0].shape.key_width, cache.stores[0].shape.value_width));
+        for (int layer = 0; layer < cache.stores[0].shape.layers; layer++)
             count += wrong(layer, {0, 1, sequence, length, length, length + 1},
-                           {nothing.data(), cache.shape.kv_heads, cache.shape.key_width},
-                           {nothing.data(), cache.shape.kv_heads, cache.shape.value_width}, length);
+                           {nothing.data(), cache.stores[0].shape.kv_heads, cache.stores[0].shape.key_width},
+                           {nothing.data(), cache.stores[0].shape.kv_heads, cache.stores[0].shape.value_width}, length);
         return count;
     }
 
@@ -465,8 +465,8 @@ struct Scene {
 
 // Every page is in one table or free, once, and tables have nothing behind their lengths.
 static void check_pool(const Cache &cache) {
-    const PagePool &pool = *cache.pool;
-    const CacheShape &shape = cache.shape;
+    const PagePool &pool = *cache.stores[0].pool;
+    const CacheShape &shape = cache.stores[0].shape;
     std::multiset<int> seen(pool.free.begin(), pool.free.end());
     for (int page : pool.free) REQUIRE(pool.references[page] == 0);
     int per_sequence = (int)std::get<Paged>(cache.layout).pages_per_sequence;
@@ -474,7 +474,7 @@ static void check_pool(const Cache &cache) {
         bool held = i % per_sequence * shape.page < cache.lengths[i / per_sequence];
         REQUIRE((held ? pool.table[i] >= 0 && pool.table[i] < shape.pages : pool.table[i] == -1));
         if (!held) continue;
-        REQUIRE((pool.table[i] == cache.page_table[i] && pool.references[pool.table[i]] == 1));
+        REQUIRE((pool.table[i] == cache.stores[0].page_table[i] && pool.references[pool.table[i]] == 1));
         seen.insert(pool.table[i]);
     }
     REQUIRE(((int)seen.size() == shape.pages && (int)pool.references.size() == shape.pages));
@@ -485,20 +485,20 @@ static void check_pool(const Cache &cache) {
 // sequence reads is right after every step.
 void Scene::walk(int steps, uint64_t seed) {
     CAPTURE(seed);
-    const CacheShape &s = cache.shape;
+    const CacheShape &s = cache.stores[0].shape;
     Random random{seed};
     auto below = [&](int end) { return (int)(random.bits() % (uint64_t)end); };
     bool is_paged = std::holds_alternative<Paged>(cache.layout), is_ring = std::holds_alternative<Ring>(cache.layout);
     std::vector<int> reached = cache.lengths;
     auto refused = [&](auto action, const std::string &part) {
         std::vector<int> lengths = cache.lengths;
-        PagePool before = is_paged ? *cache.pool : PagePool{};
+        PagePool before = is_paged ? *cache.stores[0].pool : PagePool{};
         std::string line = error_of(action);
         if (line.empty()) return false;
         REQUIRE(contains(line, part));
         REQUIRE(!contains(line, "\n"));
         REQUIRE(cache.lengths == lengths);
-        if (is_paged) REQUIRE((before.table == cache.pool->table && before.free == cache.pool->free));
+        if (is_paged) REQUIRE((before.table == cache.stores[0].pool->table && before.free == cache.stores[0].pool->free));
         refusals++;
         return true;
     };
@@ -508,7 +508,7 @@ void Scene::walk(int steps, uint64_t seed) {
         if (what < 13) {
             int count = 1 + below(what < 3 ? 1 : what == 12 && is_ring ? 2 * s.window + 40 : 40);
             int page = s.page, needed = (length + count + page - 1) / page - (length + page - 1) / page;
-            int free = is_paged ? (int)cache.pool->free.size() : needed;
+            int free = is_paged ? (int)cache.stores[0].pool->free.size() : needed;
             std::string part;
             if (needed > free)
                 part = std::to_string(free) + " free pages of " + std::to_string(page) + " positions, " +
@@ -612,7 +612,7 @@ TEST_CASE("what a cut block restores at f16 is what was read of it, also at the 
         scene.append(0, 70);
         shrink(scene.cache, 0, 20);
         for (int i = 0; i < 20 * 32; i++)
-            REQUIRE(std::isfinite(F16::number(scene.cache.view.residual_keys.at(0, i / 32, 0), i % 32)));
+            REQUIRE(std::isfinite(F16::number(scene.cache.stores[0].view.residual_keys.at(0, i / 32, 0), i % 32)));
     }
 }
 
@@ -625,7 +625,7 @@ TEST_CASE("a new cache is zero where nothing was stored; a page that was freed r
             Span span = {0, 1, 0, 64, 64, 65};
             for (int layer : {0, 1}) {
                 Segments seen;
-                add_rows(seen, {scene.cache.view, layer, 1, {none.data(), 2, 20}, {none.data(), 2, 33}}, span, {});
+                add_rows(seen, {scene.cache.stores[0].view, layer, 1, {none.data(), 2, 20}, {none.data(), 2, 33}}, span, {});
                 for (int t = 32; t < 64; t++)
                     for (bool keys : {true, false})
                         for (float x : Scene::read(seen.list[0], keys, t, none.data()))
@@ -645,11 +645,11 @@ TEST_CASE("a new cache is zero where nothing was stored; a page that was freed r
 
 TEST_CASE("a page that two tables hold survives the release by one") {
     Scene scene({2, 1, 8, 8, 2, 64}, Paged{}, F32{}, F32{});
-    PagePool &pool = *scene.cache.pool;
+    PagePool &pool = *scene.cache.stores[0].pool;
     scene.append(0, 40);  // pages 0, 1, 2
     std::set<int> shared = {pool.table[0], pool.table[1]};
     for (int i = 0; i < 2; i++) pool.references[pool.table[4 + i] = pool.table[i]]++;
-    cpu.write(scene.cache.page_table, pool.table.data(), pool.table.size() * sizeof(int));
+    cpu.write(scene.cache.stores[0].page_table, pool.table.data(), pool.table.size() * sizeof(int));
     scene.cache.lengths[1] = 32;  // sequence 1 begins with the same positions
     for (size_t i = 0; i < scene.columns.size(); i += 2) scene.columns[i + 1] = scene.columns[i];
     for (size_t i = 1; i < scene.columns.size(); i += 2) scene.columns[i].shrink(32);

@@ -165,18 +165,18 @@ TEST_CASE("a recorded step is for one cache, down to its sinks and its newest bl
     prefill(card, cache, 0, {1, 2});
     for (int i = 0; i < 2; i++) decode_pass(card, cache, {0}, {3});
     const fast::StepGraph &graph = graphs_of(card).list.front();
-    CHECK(graph.is_for(graph.pass, cache.view));
+    CHECK(graph.is_for(graph.pass, cache.stores));
     Pass larger = graph.pass;
     larger.count++;
-    CHECK_FALSE(graph.is_for(larger, cache.view));
+    CHECK_FALSE(graph.is_for(larger, cache.stores));
     for (auto side : {&CacheView::keys, &CacheView::values, &CacheView::residual_keys, &CacheView::residual_values,
                       &CacheView::sink_keys, &CacheView::sink_values}) {
-        CacheView other = cache.view;
-        (other.*side).data++;
+        std::vector<Store> other = cache.stores;
+        (other[0].view.*side).data++;
         CHECK_FALSE(graph.is_for(graph.pass, other));
     }
-    CacheView other = cache.view;
-    other.type_v = Precision(Int4{});
+    std::vector<Store> other = cache.stores;
+    other[0].view.type_v = Precision(Int4{});
     CHECK_FALSE(graph.is_for(graph.pass, other));
 }
 

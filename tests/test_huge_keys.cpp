@@ -21,8 +21,8 @@ enum class Rounding { none, per_channel, per_token };
 // lies as far from the fastest one as its own does from the slowest.
 static Vector bias_of(const Engine &engine, Bias which) {
     Vector bias;
-    int width = engine.heads.width, half = width / 2;
-    for (int i = 0; i < engine.heads.kv * width; i++) bias.push_back(number_of(engine.model.layers[0].key.bias, i));
+    int width = heads_of(engine.model.config, engine.model.config.kinds[0]).width, half = width / 2;
+    for (int i = 0; i < heads_of(engine.model.config, engine.model.config.kinds[0]).kv * width; i++) bias.push_back(number_of(engine.model.layers[0].key.bias, i));
     Vector moved = bias;
     for (int i = 0; i < (int)bias.size(); i++) {
         if (std::fabs(bias[i]) < huge_from) continue;
@@ -45,10 +45,10 @@ static void round_to_int4(float *x, int step) {
 // The keys of positions [begin, begin + 32) in an f32 cache: a group is 32 positions of a channel, or 32 channels of a
 // position.
 static void round_block(Cache &cache, int begin, Rounding rounding) {
-    const CacheRows &keys = cache.view.keys;
-    for (int layer = 0; layer < cache.shape.layers; layer++) {
-        for (int head = 0; head < cache.shape.kv_heads; head++) {
-            float *first = (float *)keys.at(layer, row_of(cache, 0, begin), head);
+    const CacheRows &keys = cache.stores[0].view.keys;
+    for (int layer = 0; layer < cache.stores[0].shape.layers; layer++) {
+        for (int head = 0; head < cache.stores[0].shape.kv_heads; head++) {
+            float *first = (float *)keys.at(layer, row_of(cache.stores[0], 0, begin), head);
             int stride = (int)(keys.stride() / sizeof(float));  // from a position to the next
             for (int c = 0; rounding == Rounding::per_channel && c < keys.width; c++) round_to_int4(first + c, stride);
             for (int i = 0; rounding == Rounding::per_token && i < 32; i++)
@@ -119,12 +119,12 @@ TEST_CASE("the fixture: keys of norm 600 in the first layer, in 3 of 64 channels
     for (int layer = 0; layer < engine.model.config.layers; layer++) {
         double squares = 0, huge_squares = 0;
         int huge = 0;
-        for (int i = 0; i < engine.heads.kv * engine.heads.width; i++) {
+        for (int i = 0; i < heads_of(engine.model.config, engine.model.config.kinds[0]).kv * heads_of(engine.model.config, engine.model.config.kinds[0]).width; i++) {
             double square = std::pow(number_of(engine.model.layers[layer].key.bias, i), 2);
             squares += square;
             if (square > huge_from * huge_from) huge++, huge_squares += square;
         }
-        CHECK(huge == (layer == 0 ? 3 * engine.heads.kv : 0));
+        CHECK(huge == (layer == 0 ? 3 * heads_of(engine.model.config, engine.model.config.kinds[0]).kv : 0));
         CHECK(std::sqrt(squares) == doctest::Approx(layer == 0 ? 600 : 5.5).epsilon(0.1));
         if (layer == 0) CHECK(huge_squares / squares > 0.999);
     }
@@ -135,8 +135,8 @@ static double lost(Rounding rounding) {
     Engine engine = engine_of(fixture, 2);
     Cache cache = cache_for(engine, F32{}, F32{}, positions);
     prefill(engine, cache, 0, plain_tokens(engine));
-    const float *keys = (const float *)cache.view.keys.at(0, row_of(cache, 0, 0), 0);
-    Vector before(keys, keys + positions * engine.heads.kv * engine.heads.width), bias = bias_of(engine, Bias::huge);
+    const float *keys = (const float *)cache.stores[0].view.keys.at(0, row_of(cache.stores[0], 0, 0), 0);
+    Vector before(keys, keys + positions * heads_of(engine.model.config, engine.model.config.kinds[0]).kv * heads_of(engine.model.config, engine.model.config.kinds[0]).width), bias = bias_of(engine, Bias::huge);
     for (int begin = 0; begin < positions; begin += 32) round_block(cache, begin, rounding);
     double errors = 0, squares = 0;
     for (size_t i = 0; i < before.size(); i++) {

@@ -115,18 +115,21 @@ std::mt19937 random_numbers(unsigned seed = std::random_device()()) {
 // Of a config all that a family or a key decides, in one line. Left out is what most have: an epsilon of 1e-6, a theta
 // of 10000, the ids 1 and 2 for begin and end.
 std::string summary(const Config &c) {
-    const RopeScaling &rope = c.rope;
+    const Kind &kind = c.kinds[0];
+    const RopeScaling &rope = kind.rope;
+    std::vector<int> windows;
+    for (int layer = 0; layer < c.layers; layer++) windows.push_back(c.kind(layer).window);
     std::string text = formatted("%s %d x %d heads %d / %d x %d vocab %d context %d", c.model_type.c_str(), c.layers,
-                                 c.hidden, c.heads, c.kv_heads, c.head_dim, c.vocabulary, c.context);
+                                 c.hidden, c.heads, kind.kv_heads, kind.key_width, c.vocabulary, c.context);
     if (c.norm_epsilon != 1e-6) text += formatted(" eps %g", c.norm_epsilon);
-    if (c.rope_theta != 10000) text += formatted(" theta %g", c.rope_theta);
+    if (kind.rope_theta != 10000) text += formatted(" theta %g", kind.rope_theta);
     if (rope.kind == RopeScaling::linear) text += formatted(" rope / %g", rope.factor);
     if (rope.kind == RopeScaling::llama3)
         text += formatted(" rope / %g (%g %g %d)", rope.factor, rope.low_freq_factor, rope.high_freq_factor,
                           rope.original_context);
     if (c.bos_id != 1) text += formatted(" bos %d", c.bos_id);
     if (c.end_ids != std::vector<int>{2}) text += " end " + json_of(c.end_ids);
-    if (*std::max_element(c.windows.begin(), c.windows.end()) > 0) text += " windows " + json_of(c.windows);
+    if (*std::max_element(windows.begin(), windows.end()) > 0) text += " windows " + json_of(windows);
     text += std::string(c.qkv_bias ? " qkv" : "") + (c.output_bias ? " output" : "") + (c.mlp_bias ? " mlp" : "");
     return text + (c.qk_norm ? " norms" : "") + (c.tied ? " tied" : "") + (c.dtype.empty() ? "" : " " + c.dtype);
 }
@@ -195,13 +198,12 @@ TEST_CASE("every fixture loads with its sizes, and with what it is there for") {
         const Config &config = model.config;
         CHECK(summary(config) == want.sizes + " context 128" + want.rest);
         CHECK(model.layers.size() == (size_t)config.layers);
-        for (int i = 0; i < config.layers; i++) CHECK(model.layers[i].window == config.windows[i]);
-        CHECK(config.window == *std::max_element(config.windows.begin(), config.windows.end()));
+        CHECK(config.rows.size() == (size_t)config.layers);
         CHECK((model.head.data == model.embedding.data) == config.tied);
         CHECK(config.dtype == std::vector<std::string>{"float32", "float16", "bfloat16"}[(size_t)model.embedding.type]);
         CHECK(model.copies.empty());
         const LayerWeights &layer = model.layers.back();
-        CHECK(layer.query.weight.rows == config.heads * config.head_dim);
+        CHECK(layer.query.weight.rows == config.heads * config.kinds[0].key_width);
         CHECK(layer.down.weight.cols == config.ffn);
         CHECK(model.final_norm.rows == 1);
         CHECK(model.final_norm.cols == config.hidden);
@@ -924,8 +926,14 @@ TEST_CASE("names out of a file, however odd, leave one short line") {
 // ---- The cache of any config ---------------------------------------------------------------------------------------
 
 std::string sizes_of(const CacheSizes &s) {
-    return formatted("%s %d layers %d x %d + %d context %d windows %s", s.architecture.c_str(), s.layers, s.kv_heads,
-                     s.key_width, s.value_width, s.context, json_of(s.windows).c_str());
+    int layers = 0;
+    std::vector<int> windows;
+    for (const Kind &kind : s.kinds) layers += kind.layers;
+    for (const LayerRows &rows : s.rows)
+        if (rows.own) windows.push_back(s.kinds[rows.kind].window);
+    const Kind &kind = s.kinds[0];
+    return formatted("%s %d layers %d x %d + %d context %d windows %s", s.architecture.c_str(), layers, kind.kv_heads,
+                     kind.key_width, kind.value_width, s.context, json_of(windows).c_str());
 }
 
 TEST_CASE("the sizes of a cache, also of an architecture that does not run, and why it does not") {
@@ -959,7 +967,7 @@ TEST_CASE("the sizes of a cache, also of an architecture that does not run, and 
         CacheSizes sizes = load_cache_sizes(fixtures + want.name);
         Config c = load_config(fixtures + want.name);
         CHECK(sizes_of(sizes) ==
-              sizes_of({c.architecture, "", "", c.layers, c.kv_heads, c.head_dim, c.head_dim, 128, c.windows}));
+              sizes_of({c.architecture, "", "", 128, c.kinds, c.rows}));
         CHECK(sizes.why_not == "");
     }
     Scratch scratch;
@@ -1108,17 +1116,25 @@ TEST_CASE("the sizes of configs as they are published, or none; never a wrong on
             check_contains(s.no_size, "c: " + wanted, "--layers N --kv-heads N --head-dim N");
             continue;
         }
-        const int most = *std::max_element(s.windows.begin(), s.windows.end());
-        std::string line = formatted("%d x %d x %d + %d windows ", s.layers, s.kv_heads, s.key_width, s.value_width);
-        if (most) line += formatted("%d x %d, ", most, (int)std::count(s.windows.begin(), s.windows.end(), most));
-        CHECK(line + std::to_string(s.windows.back()) == wanted);
+        int layers = 0, most = 0, sliding = 0;
+        for (const Kind &kind : s.kinds) {
+            layers += kind.layers, most = std::max(most, kind.window);
+            if (kind.window) sliding += kind.layers;
+        }
+        const Kind &kind = s.kinds[0];
+        std::string line = formatted("%d x %d x %d + %d windows ", layers, kind.kv_heads, kind.key_width, kind.value_width);
+        if (most) line += formatted("%d x %d, ", most, sliding);
+        const LayerRows *last = nullptr;
+        for (const LayerRows &rows : s.rows)
+            if (rows.own) last = &rows;
+        CHECK(line + std::to_string(s.kinds[last->kind].window) == wanted);
     }
     // Mistral's window stays, whatever else its config is refused for.
     for (const char *why : {"\"a\": 1", R"("quantization_config": {"bits": 4, "quant_method": "awq"})",
                             R"("rope_scaling": {"type": "yarn", "factor": 4.0})", R"("hidden_act": "gelu")"}) {
         std::string text = config_text({{"sliding_window", "4096"}}, "MistralForCausalLM");
         CacheSizes sizes = read_cache_sizes("c", replaced(text, "{", std::string("{") + why + ", "));
-        CHECK(sizes.windows == std::vector<int>{4096, 4096});
+        CHECK((sizes.kinds.size() == 1 && sizes.kinds[0].window == 4096 && sizes.kinds[0].layers == 2));
         CHECK(sizes.why_not.empty() == (why[1] == 'a'));
     }
 }

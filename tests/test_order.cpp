@@ -58,7 +58,7 @@ struct Case {
                 for (int t = 0; t < length; t++)
                     batch.add(tokens[sequence == mine ? position + t : up_to(total - 1)], sequence, position + t);
             }
-            forward(engine, batch, cache.view);
+            forward(engine, batch, cache.stores);
             Vector found = logits(engine, first, count);
             rows.insert(rows.end(), found.begin(), found.end());
             done += count;

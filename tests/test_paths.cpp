@@ -192,7 +192,7 @@ TEST_CASE("a model's sliding window in a ring of that size is the contiguous cac
             Cache cache = cache_for(engine, type_k, type_v, 200, place);
             return cached_rows(engine, cache, 0, tokens, 150, 150);
         };
-        CHECK(same_bits(rows({}), rows(ring(engine.model.config.window, 0))));
+        CHECK(same_bits(rows({}), rows(ring(engine.model.config.kinds[0].window, 0))));
     });
 }
 
@@ -311,11 +311,11 @@ TEST_CASE("the built-in checkpoint over its whole context: f16, bf16 and int8 de
 // A cache and what it must be again after a failure.
 struct Before {
     const Cache &cache;
-    Tokens lengths = cache.lengths, table = cache.pool ? cache.pool->table : Tokens{},
-           free_pages = cache.pool ? cache.pool->free : Tokens{};
+    Tokens lengths = cache.lengths, table = cache.stores[0].pool ? cache.stores[0].pool->table : Tokens{},
+           free_pages = cache.stores[0].pool ? cache.stores[0].pool->free : Tokens{};
     void check() const {
         CHECK(cache.lengths == lengths);
-        if (cache.pool) CHECK((cache.pool->table == table && cache.pool->free == free_pages));
+        if (const auto &pool = cache.stores[0].pool) CHECK((pool->table == table && pool->free == free_pages));
     }
 };
 
@@ -324,10 +324,10 @@ TEST_CASE("decode() of several sequences stores all or none when the pool runs o
     for (const Precision &type : all_of<Precision>()) {
         CAPTURE(std::string(name_of(type)));
         auto open = [&](int pages) {
-            const int width = engine.heads.width;
-            CacheShape shape = {engine.model.config.layers, engine.heads.kv, width, width, 3, 64};
+            const Kind &kind = engine.model.config.kinds[0];
+            CacheShape shape = {kind.layers, kind.kv_heads, kind.key_width, kind.value_width, 3, 64};
             shape.page = 8, shape.pages = pages;
-            return open_cache(engine.memory(), shape, Paged{}, type, type);
+            return scene::open_cache(engine.memory(), shape, Paged{}, type, type);
         };
         Cache small = open(5), large = open(24);  // 5 pages: two for each, less one
         const Tokens starts = {8, 7, 8};

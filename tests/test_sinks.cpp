@@ -30,8 +30,8 @@ struct Checkpoint {
     void remove_sinks() {
         for (LayerWeights &layer : engine.model.layers) {
             Vector bias;
-            for (int i = 0; i < config.heads * config.head_dim; i++)
-                bias.push_back(i % config.head_dim == sink_channel ? 0 : number_of(layer.query.bias, i));
+            for (int i = 0; i < config.heads * config.kinds[0].key_width; i++)
+                bias.push_back(i % config.kinds[0].key_width == sink_channel ? 0 : number_of(layer.query.bias, i));
             replace(layer.query.bias, bias);
         }
     }
@@ -39,7 +39,7 @@ struct Checkpoint {
     // is then the first token's share of its attention, times a constant.
     void probe(int layer) {
         engine.model.config.layers = layer + 1;
-        Vector weight((size_t)config.kv_heads * config.head_dim * config.hidden);
+        Vector weight((size_t)config.kinds[0].kv_heads * config.kinds[0].key_width * config.hidden);
         for (size_t row = 0; row < weight.size(); row += config.hidden) weight[row] = 1;
         replace(engine.model.layers[layer].value.weight, weight);
     }
@@ -73,7 +73,7 @@ static std::vector<double> shares(const Text &text, int layer, bool with_sinks =
     Checkpoint checkpoint;
     if (!with_sinks) checkpoint.remove_sinks();
     checkpoint.probe(layer);
-    int heads = checkpoint.config.heads, width = checkpoint.config.head_dim;
+    int heads = checkpoint.config.heads, width = checkpoint.config.kinds[0].key_width;
     naive_pass(checkpoint.engine, part(text.tokens, 0, positions));
     const float *brought = checkpoint.engine.a.attended.data();
     std::vector<double> result;
@@ -115,15 +115,15 @@ TEST_CASE("the first token's value is next to nothing") {
     Cache cache = checkpoint.full();
     prefill(checkpoint.engine, cache, 0, part(text.tokens, 0, positions));
     for (int layer = 0; layer < checkpoint.config.layers; layer++) {
-        for (int head = 0; head < checkpoint.config.kv_heads; head++) {
+        for (int head = 0; head < checkpoint.config.kinds[0].kv_heads; head++) {
             std::vector<double> lengths;
             double others = 0;
             for (int t = 0; t < positions; t++) {
-                const CacheRows &values = cache.view.values;
-                lengths.push_back(length((const float *)values.at(layer, row_of(cache, 0, t), head), values.width));
+                const CacheRows &values = cache.stores[0].view.values;
+                lengths.push_back(length((const float *)values.at(layer, row_of(cache.stores[0], 0, t), head), values.width));
                 if (t > 0) others += lengths[t] * lengths[t] / (positions - 1);
             }
-            double root = std::sqrt(checkpoint.config.head_dim);
+            double root = std::sqrt(checkpoint.config.kinds[0].key_width);
             printf("layer %d, KV head %d: rms of the first value %.3f, of the others %.3f\n", layer, head,
                    lengths[0] / root, std::sqrt(others) / root);
             CHECK(lengths[0] / std::sqrt(others) < 0.03);  // measured 0.001 to 0.006
@@ -136,7 +136,7 @@ TEST_CASE("the first token's value is next to nothing") {
 // What the first layer's heads bring: (position, head), the length of the vector.
 static std::vector<double> brought(Checkpoint &first_layer, const Text &text, Cache cache) {
     std::vector<double> lengths;
-    int heads = first_layer.config.heads, width = first_layer.config.head_dim;
+    int heads = first_layer.config.heads, width = first_layer.config.kinds[0].key_width;
     for (int t = 0; t < positions; t++) {
         decode_pass(first_layer.engine, cache, {0}, {text.tokens[t]});
         for (int head = 0; head < heads; head++)

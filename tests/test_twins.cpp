@@ -31,6 +31,7 @@ using Vector = std::vector<float>;
         OPERATION(space, embed)         \
         OPERATION(space, rms_norm)      \
         OPERATION(space, linear)        \
+        OPERATION(space, add_rms_norm)  \
         OPERATION(space, swiglu)        \
         OPERATION(space, rope_angles)   \
         OPERATION(space, norm_and_rope) \
@@ -159,10 +160,10 @@ static void check_products(const Products &c, uint64_t seed) {
             if (linears.size() == 3) {
                 std::initializer_list<Product> all = {
                     {linears[0], ys[0].data()}, {linears[1], ys[1].data()}, {linears[2], ys[2].data()}};
-                Operations::linear(m, normed.data(), c.count, all, c.store);
+                Operations::linear(m, normed.data(), c.count, all, c.into);
             } else {
                 std::initializer_list<Product> one = {{linears[0], ys[0].data()}};
-                Operations::linear(m, normed.data(), c.count, one, c.store);
+                Operations::linear(m, normed.data(), c.count, one, c.into);
             }
         });
         for (size_t i = 0; i < weights.size(); i++) {
@@ -172,7 +173,7 @@ static void check_products(const Products &c, uint64_t seed) {
             for (int t = 0; t < c.count; t++)
                 reference::linear(
                     expected, weights[i].numbers, &inputs[(size_t)t * c.inputs], c.bias ? biases[i].numbers : Vector(),
-                    c.store == Into::add ? &earlier[i][(size_t)t * outputs] : nullptr, outputs, c.inputs);
+                    c.into == Into::add ? &earlier[i][(size_t)t * outputs] : nullptr, outputs, c.inputs);
             double size = 1 / reference::gamma(c.inputs + 2);  // of a bound: the sum of the magnitudes
             for (double &bound : expected.bound)
                 bound *= 1 + size * (off + reference::unit + (rounds ? unit_of(c.type) : 0));
@@ -226,20 +227,43 @@ TEST_CASE("products of pairs: bf16 weights with inputs rounded to bf16") {
         }
 }
 
-TEST_CASE("gates from -200 to 200") {
+static void check_gates(bool gelu) {
     Random random{11};
     Vector gates, ups = random_floats(random, 4001, -2, 2);
     Expected expected;
     for (int i = 0; i < 4001; i++) {
         gates.push_back(0.1f * (float)(i - 2000));
-        reference::swiglu(expected, gates[i], ups[i]);
+        (gelu ? reference::geglu : reference::swiglu)(expected, gates[i], ups[i]);
     }
     for_each_twin([&](auto &m, auto operations, const Column &column) {
         using Operations = decltype(operations);
         if (column.fast && column.gpu) return;  // the product that reads them computes them
         Buffer<float> gate = upload(m, gates), up = upload(m, ups), out = upload(m, gates);
-        m.run([&] { Operations::swiglu(m, out.data(), gate.data(), up.data(), 4001); });
+        m.run([&] { Operations::swiglu(m, out.data(), gate.data(), up.data(), 4001, gelu); });
         CHECK(worst(download(m, out, 4001), expected) <= 1);
+    });
+}
+
+TEST_CASE("gates from -200 to 200, SiLU and GELU") { check_gates(false), check_gates(true); }
+
+TEST_CASE("a sum that is normed before it is added") {
+    Random random{12};
+    const int count = 5, width = 77;
+    const Vector x = random_floats(random, count * width), y = random_floats(random, count * width, -3, 3);
+    const Stored gain(DType::bf16, random_floats(random, width, 0.5, 1.5));
+    Expected normed, expected;
+    for (int t = 0; t < count; t++) reference::rms_norm(normed, &y[t * width], gain.numbers, 1e-6);
+    for (int i = 0; i < count * width; i++)
+        expected.add(x[i] + normed.value[i], normed.bound[i] + reference::gamma(2) * std::fabs(x[i] + normed.value[i]));
+    for_each_twin([&](auto &m, auto operations, const Column &) {
+        using Operations = decltype(operations);
+        Buffer<float> to = upload(m, x), from = upload(m, y);
+        Buffer<char> weight = upload(m, gain.bytes);
+        m.run([&] {
+            Operations::add_rms_norm(m, to.data(), from.data(), Tensor{weight.data(), DType::bf16, 1, width}, count,
+                                     1e-6);
+        });
+        CHECK(worst(download(m, to, count * width), expected) <= 1);
     });
 }
 
@@ -261,30 +285,32 @@ TEST_CASE("embedding, rotation and the norm of queries and keys") {
         return Side{heads, random_floats(random, (size_t)count * heads * width),
                     Stored(DType::bf16, random_floats(random, width, 0.5, 1.5))};
     };
-    const Side queries = side(heads.query), keys = side(heads.kv);
+    const Side queries = side(heads.query), keys = side(heads.kv), values = side(heads.kv);
     for (bool norm : {false, true}) {
         for_each_twin([&](auto &m, auto operations, const Column &) {
             using Operations = decltype(operations);
             Buffer<char> rows = upload(m, table.bytes), query_gain = upload(m, queries.gain.bytes),
-                         key_gain = upload(m, keys.gain.bytes);
+                         key_gain = upload(m, keys.gain.bytes), value_gain = upload(m, values.gain.bytes);
             Buffer<int> ids = upload(m, tokens);
             Buffer<Span> places = upload(m, spans);
             Buffer<float> angles = upload(m, Vector(count * width)), by = upload(m, frequencies);
-            Buffer<float> query = upload(m, queries.x), key = upload(m, keys.x);
+            Buffer<float> query = upload(m, queries.x), key = upload(m, keys.x), value = upload(m, values.x);
             Buffer<float> embedded = upload(m, Vector(count * hidden));
             Pass pass = {count, ids.data(), places.data(), angles.data(), by.data(), heads, spans.data()};
             LayerWeights w;
+            w.key.weight.data = key.data();  // the layer has keys
             if (norm)
                 w.query_norm = {query_gain.data(), DType::bf16, 1, width},
-                w.key_norm = {key_gain.data(), DType::bf16, 1, width};
+                w.key_norm = {key_gain.data(), DType::bf16, 1, width},
+                w.value_norm = {value_gain.data(), DType::bf16, 1, width};
             m.run([&] {
-                Operations::embed(m, embedded.data(), Tensor{rows.data(), DType::f16, 10, hidden}, pass);
-                Operations::rope_angles(m, pass, width);
-                Operations::norm_and_rope(m, query.data(), key.data(), w, 1e-6, pass);
+                Operations::embed(m, embedded.data(), Tensor{rows.data(), DType::f16, 10, hidden}, 0.75f, pass);
+                Operations::rope_angles(m, pass);
+                Operations::norm_and_rope(m, query.data(), key.data(), value.data(), w, 1e-6, pass);
             });
             Vector out = download(m, embedded, count * hidden);
             for (int i = 0; i < count * hidden; i++)
-                REQUIRE(out[i] == table.numbers[tokens[i / hidden] * hidden + i % hidden]);
+                REQUIRE(out[i] == 0.75f * table.numbers[tokens[i / hidden] * hidden + i % hidden]);
             auto check = [&](const Side &side, const Buffer<float> &out) {
                 Expected expected;
                 for (int i = 0; i < count * side.heads; i++) {
@@ -304,6 +330,11 @@ TEST_CASE("embedding, rotation and the norm of queries and keys") {
             };
             check(queries, query);
             check(keys, key);
+            Expected normed;  // values are not turned
+            for (int i = 0; norm && i < count * heads.kv; i++)
+                reference::rms_norm(normed, &values.x[i * width], values.gain.numbers, 1e-6);
+            Vector same = download(m, value, values.x.size());
+            CHECK((norm ? worst(same, normed) <= 1 : reference::same_bits(same, values.x)));
         });
     }
 }
@@ -316,6 +347,9 @@ struct Shape {
     Layout layout = Contiguous{};
     Precision type_k = F32{}, type_v = F32{};
     int page = 4, window = 0, sinks = 0, layer_window = 0;
+    bool local = false;                    // the layer keeps what it sees and no more
+    bool learned = false;                  // a sink for each query head
+    double scale = 1;                      // of scores, times 1 / sqrt(D)
     bool naive = false;
     DType products = DType::f32;           // in which a GPU multiplies many tokens
     std::vector<int> passes = {33, 1, 1};  // tokens of sequence 1 in each pass; 1: and one of sequence 0
@@ -330,8 +364,8 @@ struct Story {
 // What the queries of `position` should get. off_k: how far a key's share of a score is off, relatively; off_v: a
 // weighted value.
 static void add_expected(Expected &out, const Shape &shape, const Story &story, const float *queries, int position,
-                         const Visible &visible, const Vector &frequencies, double off_k, double off_v,
-                         double factors) {
+                         const Visible &visible, const Vector &frequencies, const Vector &sinks, double off_k,
+                         double off_v, double factors) {
     reference::Side keys = story.keys, sizes = story.values;
     for (auto *readings : {&keys.stored, &keys.recent})
         for (Reading &key : *readings) key.off += off_k * key.size;
@@ -344,8 +378,9 @@ static void add_expected(Expected &out, const Shape &shape, const Story &story, 
         };
         const float *query = queries + head * shape.heads.width;
         Expected size;
-        reference::attention(size, query, seen(sizes), shape.heads.width, shape.value_width);
-        reference::attention(out, query, seen(story.values), shape.heads.width, shape.value_width, factors);
+        const double scale = shape.scale / std::sqrt(shape.heads.width), sink = shape.learned ? sinks[head] : -INFINITY;
+        reference::attention(size, query, seen(sizes), shape.heads.width, shape.value_width, 0, scale, sink);
+        reference::attention(out, query, seen(story.values), shape.heads.width, shape.value_width, factors, scale, sink);
         for (int i = 0; i < shape.value_width; i++)
             out.bound[out.bound.size() - shape.value_width + i] += off_v * size.value[i];
     }
@@ -357,19 +392,23 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
     const Heads &heads = shape.heads;
     CacheShape sizes;
     sizes.layers = 2, sizes.kv_heads = heads.kv, sizes.key_width = heads.width, sizes.value_width = shape.value_width;
+    sizes.local = shape.local ? shape.layer_window : 0;
     sizes.sequences = 2, sizes.page = shape.page, sizes.window = shape.window, sizes.sinks = shape.sinks;
     for (int tokens : shape.passes) sizes.capacity += tokens;
-    Cache cache = open_cache(m, sizes, shape.layout, shape.type_k, shape.type_v);
-    CacheView view = cache.view;
+    Cache cache = open_cache(m, std::vector<CacheShape>{sizes}, shape.layout, shape.type_k, shape.type_v);
+    CacheView view = cache.stores[0].view;
     for (const CacheRows *side :
          {&view.keys, &view.values, &view.residual_keys, &view.residual_values, &view.sink_keys, &view.sink_values}) {
         std::vector<char> nothing(side->data ? side->bytes(2) : 0, '\xff');  // never stored: NaN
         if (side->data) m.write(side->data, nothing.data(), nothing.size());
     }
     if (shape.naive) view = CacheView{}, view.layout = cache.layout;
+    Store store;
+    store.view = view;
     const Vector frequencies = frequencies_of(heads.width);
     const int most = sizes.capacity + 1, kv_width = heads.kv * heads.width, value_row = heads.kv * shape.value_width;
-    Buffer<float> by = upload(m, frequencies), query, keys, values, out, angles;
+    const Vector sinks = random_floats(random, heads.query, -2, 3);
+    Buffer<float> by = upload(m, frequencies), learned = upload(m, sinks), query, keys, values, out, angles;
     Buffer<Span> places;
     query.resize(m, (size_t)most * heads.query * heads.width), keys.resize(m, (size_t)most * kv_width);
     values.resize(m, (size_t)most * value_row), out.resize(m, (size_t)most * heads.query * shape.value_width);
@@ -406,10 +445,12 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
                           view,
                           1,
                           visible,
-                          heads};
+                          heads,
+                          (float)(shape.scale / std::sqrt((double)heads.width)),
+                          shape.learned ? Tensor{learned.data(), DType::f32, 1, heads.query} : Tensor{}};
         begin(m, shape.products);
-        Operations::run(m, pass, view, [&] {
-            Operations::rope_angles(m, pass, heads.width);
+        Operations::run(m, std::vector<Pass>{pass}, std::vector<Store>{store}, [&] {
+            Operations::rope_angles(m, pass);
             if (!shape.naive) Operations::store_rows(m, task, pass);
             Operations::attention(m, task, pass);
             if (!shape.naive) Operations::keep_residual(m, task, pass);
@@ -429,7 +470,7 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
             Story &story = stories[span.sequence];
             story.keys.add(&k[(size_t)span.row * kv_width]), story.values.add(&v[(size_t)span.row * value_row]);
             add_expected(expected, shape, story, &q[(size_t)span.row * heads.query * heads.width], span.position,
-                         visible, frequencies, off_k, off_v, factors);
+                         visible, frequencies, sinks, off_k, off_v, factors);
         }
         // f16 has no weights below 2^-24: each of them is off by 2^-25 of the largest number stored, 1, at most.
         for (double &bound : expected.bound) bound += rounds ? spans.back().end * 0x1p-25 : 0;
@@ -440,9 +481,9 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
 
 static void check_attention(const Shape &shape, uint64_t seed) {
     std::string text = std::string(name_of(shape.layout)) + (shape.naive ? " naive " : " ") + name_of(shape.type_k) +
-                       " " + name_of(shape.type_v) + "; products, heads, KV heads, widths, windows, page, sinks:";
+                       " " + name_of(shape.type_v) + "; products, heads, KV heads, widths, windows, page, sinks, local, learned:";
     for (int number : {(int)shape.products, shape.heads.query, shape.heads.kv, shape.heads.width, shape.value_width,
-                       shape.layer_window, shape.window, shape.page, shape.sinks})
+                       shape.layer_window, shape.window, shape.page, shape.sinks, (int)shape.local, (int)shape.learned})
         text += " " + std::to_string(number);
     text += "; passes:";
     for (int tokens : shape.passes) text += " " + std::to_string(tokens);
@@ -494,6 +535,9 @@ TEST_CASE("attention: widths, groups, lengths, windows, sinks, pages, all drawn 
         shape.products = one_of({0, 1, 2}) == 0 ? DType::f32 : up_to(1) ? DType::f16 : DType::bf16;
         shape.naive = shape.value_width == shape.heads.width && up_to(5) == 0;
         shape.query = one_of({0, 2, 30});
+        shape.local = shape.layer_window && !shape.naive && up_to(1);
+        shape.learned = up_to(2) == 0;
+        if (up_to(2) == 0) shape.scale = 0.1 + up_to(20) / 10.0;
         shape.passes.clear();
         if (!shape.naive)
             for (int pass = 1 + up_to(3); pass > 0; pass--) shape.passes.push_back(up_to(2) ? 1 + up_to(31) : 1);
