@@ -226,6 +226,7 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
     std::vector<Sees> sees = layers_named(config, model_type, layers);
     refuse_unknown_shape(config, !sees.empty() || model_type == "falcon_h1");  // all its layers attend
 
+    const bool gemma4 = model_type == "gemma4_text";
     Kind all, local;
     int &window = local.window = known && !config.has_null("sliding_window") ? known->window : 0;
     for (const char *key : {"window_size", "attention_window_size", "sliding_window_size", "sliding_window"})
@@ -243,13 +244,16 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
             config.refuse("sliding_window", config.find("sliding_window"),
                           "layer_types beside it: which layers slide?");
         for (int i = 1; i <= layers; i++)
-            sees.push_back(!window || (pattern > 0 && i % pattern == 0) ? Sees::all : Sees::window);
+            sees.push_back(!window || (pattern > 0 && i % pattern == 0) || (gemma4 && i == layers) ? Sees::all
+                                                                                                   : Sees::window);
     }
     if (!window && std::count(sees.begin(), sees.end(), Sees::window)) config.need("sliding_window");
 
     std::vector<int> own_heads((size_t)layers, 0);
     const cJSON *rank = config.find("kv_lora_rank"), *values = config.find("v_head_dim");
-    const int index_width = config.integer("index_head_dim", 1, max_size, 0);  // DeepSeek-V3.2: keys to find rows by
+    std::optional<int> no_index;
+    if (!config.find("index_topk")) no_index = 0;
+    const int index_width = config.integer("index_head_dim", 1, max_size, no_index);  // V3.2: keys to find rows by
     if (rank && !is_neutral(rank, 0)) {  // DeepSeek-AI 2024, DeepSeek-V2, section 2.1: one row for all heads
         all.kv_heads = 1;
         all.key_width = config.integer("kv_lora_rank", 1, max_size) + config.integer("qk_rope_head_dim", 0, max_size);
@@ -285,7 +289,6 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
     }
 
     // What layers with a window have for themselves, those without, and single layers.
-    const bool gemma4 = model_type == "gemma4_text";
     const Section by_layer = config.section("per_layer_config");  // as Transformers 5 saves what differs
     local.kv_heads = all.kv_heads, local.key_width = all.key_width, local.value_width = all.value_width;
     take(config, "swa_num_key_value_heads", {&local.kv_heads});
@@ -339,7 +342,8 @@ inline CacheSizes read_cache_sizes(const std::string &name, const std::string &t
             if (model_type.empty() && out.architecture == family.architecture) model_type = family.model_type;
         for (const char *key : {"text_config", "llm_config", "language_config"}) {  // of models that also see or hear
             if (inside || !config.find(key)) continue;
-            config = config.section(key), model_type = config.text("model_type", ""), inside = true;
+            config = config.section(key), inside = true;
+            model_type = config.text("model_type", model_type + "_text");
         }
         read_any_sizes(config, model_type, inside, out);
     } catch (const Error &error) {
