@@ -8,6 +8,7 @@
 #include <cstdlib>
 
 #include "../base/model.h"
+#include "../commands/sizes.h"
 
 extern "C" size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t max_size);
 

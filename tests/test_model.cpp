@@ -6,6 +6,7 @@
 #include "../base/model.h"
 
 #include "../base/usable.h"
+#include "../commands/sizes.h"
 
 #include <random>
 
@@ -112,13 +113,18 @@ std::mt19937 random_numbers(unsigned seed = std::random_device()()) {
 
 // ---- What is right loads -------------------------------------------------------------------------------------------
 
+std::vector<int> windows_of(const Config &c) {
+    std::vector<int> windows;
+    for (int layer = 0; layer < c.layers; layer++) windows.push_back(c.kind(layer).window);
+    return windows;
+}
+
 // Of a config all that a family or a key decides, in one line. Left out is what most have: an epsilon of 1e-6, a theta
 // of 10000, the ids 1 and 2 for begin and end.
 std::string summary(const Config &c) {
     const Kind &kind = c.kinds[0];
     const RopeScaling &rope = kind.rope;
-    std::vector<int> windows;
-    for (int layer = 0; layer < c.layers; layer++) windows.push_back(c.kind(layer).window);
+    const std::vector<int> windows = windows_of(c);
     std::string text = formatted("%s %d x %d heads %d / %d x %d vocab %d context %d", c.model_type.c_str(), c.layers,
                                  c.hidden, c.heads, kind.kv_heads, kind.key_width, c.vocabulary, c.context);
     if (c.norm_epsilon != 1e-6) text += formatted(" eps %g", c.norm_epsilon);
@@ -328,7 +334,7 @@ TEST_CASE("a window of Qwen: which layers have one") {
                      {"sliding_window", "16"},
                      {"use_sliding_window", used},
                      {"max_window_layers", first}};
-        CHECK(parse(config_text(keys, family + "ForCausalLM")).windows == windows);
+        CHECK(windows_of(parse(config_text(keys, family + "ForCausalLM"))) == windows);
     }
 }
 
