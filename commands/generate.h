@@ -265,6 +265,11 @@ inline std::vector<Store> stores_of(const std::vector<CacheShape> &shapes, const
     return stores;
 }
 
+// How many layers read rows that others of their kind store.
+inline int shared_of(const std::vector<LayerRows> &rows, size_t kind) {
+    return (int)std::count_if(rows.begin(), rows.end(), [&](auto &it) { return it.kind == (int)kind && !it.own; });
+}
+
 // What the layers of each kind keep of `positions`: a line each. A list in the JSON, also where there is only one.
 inline std::vector<Report> kinds_of(const std::vector<Kind> &kinds, const std::vector<LayerRows> &rows,
                                     const std::vector<Store> &stores, const Precision &type_k, const Precision &type_v,
@@ -273,9 +278,7 @@ inline std::vector<Report> kinds_of(const std::vector<Kind> &kinds, const std::v
     for (size_t i = 0; i < kinds.size(); i++) {
         const Kind &kind = kinds[i];
         const CacheBytes bytes = bytes_of(stores[i], type_k, type_v);
-        const int kept = std::min(positions, kept_by(stores[i].layout));
-        int others = 0;  // that read rows of these layers
-        for (const LayerRows &layer : rows) others += layer.kind == (int)i && !layer.own;
+        const int kept = std::min(positions, kept_by(stores[i].layout)), others = shared_of(rows, i);
         Report line;
         line.add("layers", kind.layers + others, counted(kind.layers, "layer"));
         line.add("shared_layers", others, others ? formatted(" (and %d that read their rows)", others) : "");

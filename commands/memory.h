@@ -8,7 +8,7 @@
 struct MemoryQuestion {
     std::string model;               // its directory; "": the flags give the shape
     std::vector<Kind> kinds;         // of the layers with keys and values
-    std::vector<LayerRows> rows;     // (these layers)
+    std::vector<LayerRows> rows;     // (these layers), of a model
     std::vector<CacheShape> shapes;  // (kind)
     double weights = 0;              // bytes that a decoding step reads of them; 0: not known
     bool several() const { return kinds.size() > 1 || shapes[0].local; }  // the formula is a sum, or about a window
@@ -19,8 +19,8 @@ inline MemoryQuestion memory_question(const Options &options) {
     CacheSizes sizes;
     if (options.has("--layers")) {
         sizes.context = options.context;
-        for (int layer = 0; layer < options.layers; layer++)
-            add_layer(sizes.kinds, sizes.rows, {options.kv_heads, options.head_dim, options.head_dim});
+        sizes.kinds = {{options.kv_heads, options.head_dim, options.head_dim}};
+        sizes.kinds[0].layers = options.layers;
     } else {
         question.model = checkpoint_directory(options);
         sizes = load_cache_sizes(question.model);
@@ -133,16 +133,15 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cach
     const CacheBytes bytes = full_bytes(shapes, cache);
     double percent = 100 * bytes.metadata / bytes.payload, read = question.weights;
     double smaller = full_bytes(shapes, {cache.layout, F32{}, F32{}}).total() / bytes.total();
-    for (const LayerRows &layer : question.rows)
-        read += sequences * layer_read(shapes[layer.kind], {stores[layer.kind].layout, cache.type_k, cache.type_v},
-                                       question.kinds[layer.kind].window, capacity);
     std::vector<CacheShape> no_layers = shapes;  // page tables, which all layers share
-    int layers = 0;
-    int64_t rows = 0, pages = 0;  // rows of a layer that keeps most
-    for (CacheShape &shape : no_layers) layers += std::exchange(shape.layers, 0);
-    for (const Store &store : stores) {
-        rows = std::max(rows, rows_now(store));
-        if (auto *paged = std::get_if<Paged>(&store.layout)) pages += paged->pages(store.shape);
+    int64_t layers = 0, rows = 0, pages = 0;     // rows of a layer that keeps most
+    for (size_t i = 0; i < stores.size(); i++) {
+        const CacheChoice opened = {stores[i].layout, cache.type_k, cache.type_v};
+        const double readers = question.kinds[i].layers + shared_of(question.rows, i);
+        read += sequences * readers * layer_read(shapes[i], opened, question.kinds[i].window, capacity);
+        layers += std::exchange(no_layers[i].layers, 0);
+        rows = std::max(rows, rows_now(stores[i]));
+        if (auto *paged = std::get_if<Paged>(&stores[i].layout)) pages += paged->pages(shapes[i]);
     }
 
     Report row;
