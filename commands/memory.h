@@ -232,7 +232,7 @@ inline int run_memory(const Options &options) {
             for_each_type<Precision>([&](auto type) { caches.push_back({layout, type, type}); });
     }
     std::vector<Report> rows;
-    double least = INFINITY;  // bytes of the smallest cache that holds anything
+    double least = INFINITY, fit = 0;  // bytes of the smallest cache that holds anything; positions at the most
     std::string above;
     for (const CacheChoice &cache : caches) {
         rows.push_back(memory_row(question, cache, options));
@@ -240,8 +240,9 @@ inline int run_memory(const Options &options) {
         if (line != above) rows.back().above = line;
         above = line;
         least = std::min(least, full_bytes(sized(question.shapes, cache.layout, 1).shapes, cache).total());
+        if (options.budget) fit = std::max(fit, tokens_in(options.budget, question.shapes, cache));
     }
-    if (options.budget && options.budget < least)
+    if (options.budget && fit == 0)
         fail("--budget: %.0f bytes; the smallest of these needs %.0f: raise it, or lower --kv, --page or --batch",
              options.budget, least);
     Report report;
