@@ -262,10 +262,12 @@ inline CacheBytes bytes_of(const CacheShape &shape, const Layout &layout, const 
     return bytes;
 }
 
-// What a cache takes now: of a paged one the pages that were handed out, of the others all rows.
+// Rows of a layer now: of a paged store those of the pages that were handed out, of the others all.
+inline int64_t rows_now(const Store &store) {
+    return store.pool ? (int64_t)store.pool->used() * store.pool->page : store.view.keys.rows_per_layer;
+}
 inline CacheBytes bytes_of(const Store &store, const Precision &type_k, const Precision &type_v) {
-    double rows = store.pool ? (double)store.pool->used() * store.pool->page : (double)store.view.keys.rows_per_layer;
-    return bytes_of(store.shape, store.layout, type_k, type_v, rows);
+    return bytes_of(store.shape, store.layout, type_k, type_v, (double)rows_now(store));
 }
 inline CacheBytes bytes_of(const Cache &cache) {
     CacheBytes bytes;

@@ -168,7 +168,7 @@ inline std::string growth(const std::string &name, const std::vector<double> &ti
 }
 
 // What is said of one cache.
-inline void add_result(Report &report, const DiffResult &result, const std::string &against) {
+inline void add_result(Report &report, const DiffResult &result, const Config &config, const std::string &against) {
     const Cache &cache = result.cache;
     const bool same = result.divergence < 0;
     std::vector<Report> rows;
@@ -194,7 +194,7 @@ inline void add_result(Report &report, const DiffResult &result, const std::stri
     if (result.steps.size() > 8)
         report.say("growth      " + growth(against, result.later(&DiffStep::reference_seconds)) + " ms a token, " +
                    growth("cached", result.later(&DiffStep::cached_seconds)) + " (medians, first and last quarter)\n");
-    Report about = about_cache(&cache);
+    Report about = about_cache(config, &cache);
     about.text = "";
     report.add("cache", about).add("verdict", result.verdict, "verdict     " + coloured(result) + "\n");
 }
@@ -250,7 +250,7 @@ inline int run_diff(const Options &options) {
         judge(result, session, options);
         good &= result.good;
         reports.push_back(all);
-        add_result(reports.back(), result, against);
+        add_result(reports.back(), result, session.engine.model.config, against);
         const std::string kl = result.tested ? formatted("; mean KL %.2e", result.kl) : "";
         verdicts += formatted("%-*s %s%s%s, %d of %zu steps tested\n", width, result.name.c_str(),
                               coloured(result).c_str(), kl.c_str(), result.faster().c_str(), result.tested,

@@ -194,9 +194,11 @@ inline void eval_decode(Engine &engine, std::vector<EvalResult> &results, int re
 // ---- What is said ------------------------------------------------------------------------------------------
 
 // A row of the table; `f32` is that of the reference.
-inline Report eval_row(const EvalResult &result, const EvalResult &f32) {
+inline Report eval_row(const Config &config, const EvalResult &result, const EvalResult &f32) {
     Report report;
     const Cache &cache = result.cache;
+    const std::vector<Report> kinds = kinds_of(config, cache);
+    report.list("kinds", kinds).above = lines_of(kinds, "  ");
     add_layout(report, cache, "%-18s", "cache");
     report.show("type_k", name_of(cache.type_k), " %-4s", "K").show("type_v", name_of(cache.type_v), " %-4s", "V");
     if (!result.activations.empty()) report.show("activations", result.activations, " %-4s", "act.");
@@ -226,7 +228,7 @@ inline Report report_of(const Evaluation &eval) {
     std::vector<Report> rows;
     int asked = 0;
     for (const EvalResult &result : eval.results)
-        if (result.predicted) rows.push_back(eval_row(result, f32));
+        if (result.predicted) rows.push_back(eval_row(eval.engine.model.config, result, f32));
     for (int count : f32.asked) asked += count;
     Report report;
     report.table("results", rows).add("texts", eval.texts);

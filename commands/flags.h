@@ -264,6 +264,8 @@ inline void check_together(const Options &o) {
     refuse_if(o.standard_set, "--cache --kv -ctk -ctv --page --window --sinks", "--all is a set of its own: drop one");
     refuse_if(o.naive && in("diff eval memory"), "--cache", "llm " + o.command + " is about caches: " + layout_names());
     refuse_if(o.layouts.empty(), "--kv -ctk -ctv", "is the type of a cache" + found + ": drop one of the two");
+    refuse_if(o.layouts.empty(), "--swa-full", "is about what a cache keeps" + found + ": drop one of the two");
+    refuse_if(shape > 0, "--swa-full", "layers of a shape look back to the first position and keep all: drop it");
     refuse_if(missing(Paged{}), "--page", "belongs to --cache paged" + found);
     refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
     refuse_if(!missing(Ring{}) && in("generate show"), "-c", "a ring holds --window and --sinks without end: drop -c");

@@ -44,6 +44,9 @@ inline std::vector<CacheShape> cache_shapes(const Options &options, const std::v
     if (shape.sinks >= shape.window)
         fail("--sinks %d: a window of %d positions, expected fewer sinks than that: lower --sinks or raise --window",
              shape.sinks, shape.window);
+    auto looks_back = [](const Kind &kind) { return kind.window > 0; };
+    if (options.keep_all && std::none_of(kinds.begin(), kinds.end(), looks_back))
+        fail("--swa-full: no layer of this model looks back over a window, all keep all positions: drop the flag");
     std::vector<CacheShape> shapes;
     for (const Kind &kind : kinds) {
         shape.layers = kind.layers, shape.kv_heads = kind.kv_heads;
@@ -239,17 +242,75 @@ inline Report &add_layout(Report &report, const Cache &cache, const char *format
     return report.add("layout", name_of(cache.layout), formatted(format, shown.c_str()), head);
 }
 
-// A ring's rows are used again: it has the last positions, and its sinks.
+// A ring's rows are used again: it has the last positions, and its sinks. Where kinds of layers differ, of the one that
+// keeps most.
 inline std::string positions_stored(const Cache &cache) {
     const int all = cache.lengths[0];
-    auto *ring = std::get_if<Ring>(&cache.layout);
+    const Ring *ring = nullptr;
+    for (const Store &store : cache.stores) {
+        ring = std::get_if<Ring>(&store.layout);
+        if (!ring) break;
+    }
     if (!ring || all <= ring->slots) return ", with " + counted(all, "position") + " stored";
     std::string first = ring->sinks ? formatted("the first %d and ", ring->sinks) : "";
     return formatted(", with %sthe last %d of %d positions stored", first.c_str(), ring->slots, all);
 }
 
+// Those of a cache with all its rows, without memory.
+inline std::vector<Store> stores_of(const std::vector<CacheShape> &shapes, const Layout &layout) {
+    std::vector<Store> stores;
+    for (const CacheShape &shape : shapes) {
+        stores.push_back({shape, open_layout(shape, layout)});
+        stores.back().view.keys.rows_per_layer = rows_of(shape, stores.back().layout);
+    }
+    return stores;
+}
+
+// How many layers read rows that others of their kind store.
+inline int shared_of(const std::vector<LayerRows> &rows, size_t kind) {
+    return (int)std::count_if(rows.begin(), rows.end(), [&](auto &it) { return it.kind == (int)kind && !it.own; });
+}
+
+// What the layers of each kind keep of `positions`: a line each. A list in the JSON, also where there is only one.
+inline std::vector<Report> kinds_of(const std::vector<Kind> &kinds, const std::vector<LayerRows> &rows,
+                                    const std::vector<Store> &stores, const Precision &type_k, const Precision &type_v,
+                                    int positions) {
+    std::vector<Report> list;
+    for (size_t i = 0; i < kinds.size(); i++) {
+        const Kind &kind = kinds[i];
+        const CacheBytes bytes = bytes_of(stores[i], type_k, type_v);
+        const int kept = std::min(positions, kept_by(stores[i].layout)), others = shared_of(rows, i);
+        Report line;
+        line.add("layers", kind.layers + others, counted(kind.layers, "layer"));
+        line.add("shared_layers", others, others ? formatted(" (and %d that read their rows)", others) : "");
+        line.add("kv_heads", kind.kv_heads, " x " + counted(kind.kv_heads, "KV head"));
+        line.add("key_width", kind.key_width, formatted(" x %d", kind.key_width));
+        const bool same = kind.value_width == kind.key_width;
+        const std::string wide = same || !kind.value_width ? "" : formatted(" + %d", kind.value_width);
+        line.add("value_width", kind.value_width, wide);
+        line.add("window", kind.window, kind.window ? formatted(" numbers, looking back %d", kind.window) : " numbers");
+        line.add("positions", kept).add("rows", rows_now(stores[i])).add("bytes", bytes.total());
+        line.add("payload_bytes", bytes.payload).add("metadata_bytes", bytes.metadata);
+        if (positions) line.say(kept < positions ? formatted(": %d of ", kept) : ": ");
+        if (positions) line.say(counted(positions, "position") + ", " + in_units(bytes.payload));
+        if (bytes.metadata > 0) line.say(" + " + in_units(bytes.metadata) + " of metadata");
+        list.push_back(line);
+    }
+    return list;
+}
+inline std::vector<Report> kinds_of(const Config &config, const Cache &cache) {
+    return kinds_of(config.kinds, config.rows, cache.stores, cache.type_k, cache.type_v, cache.lengths[0]);
+}
+
+// Their lines; none of one kind, about which other lines say all.
+inline std::string lines_of(const std::vector<Report> &kinds, const std::string &indent) {
+    std::string lines;
+    for (const Report &kind : kinds) lines += kinds.size() > 1 ? indent + kind.text + "\n" : "";
+    return lines;
+}
+
 // nullptr: there is none, every token is computed from all before it.
-inline Report about_cache(const Cache *cache) {
+inline Report about_cache(const Config &config, const Cache *cache) {
     CacheBytes bytes = cache ? bytes_of(*cache) : CacheBytes{};
     auto name = [&](auto choice) { return std::string(cache ? name_of(cache->*choice) : "none"); };
     Report about;
@@ -258,6 +319,8 @@ inline Report about_cache(const Cache *cache) {
     about.show("bytes", bytes.total(), ": %.0f bytes").add("payload_bytes", bytes.payload);
     about.show("metadata_bytes", bytes.metadata, ", %.0f of them metadata");
     about.say(cache ? positions_stored(*cache) + "\n" : "\n");
+    const std::vector<Report> kinds = cache ? kinds_of(config, *cache) : std::vector<Report>{};
+    about.list("kinds", kinds).say(lines_of(kinds, "         "));
     if (!cache) about.text = "cache    none: every token was computed from all before it\n";
     return about;
 }
@@ -304,7 +367,7 @@ inline int run_generate(const Options &options) {
     }
     const double speed = bytes / result.decode_seconds / 1e9;
     decode.add("bytes", bytes, result.decoded ? formatted("  %6.2f GB/s read\n", speed) : "\n");
-    report.add("prefill", prefill).add("decode", decode).add("cache", about_cache(cache));
+    report.add("prefill", prefill).add("decode", decode).add("cache", about_cache(session.engine.model.config, cache));
     report.print(options.json, stderr);
     return interrupted() ? 130 : 0;
 }

@@ -44,26 +44,34 @@ inline int run_info(const Options &options) {
     if (runs) add_config(report, model, tokenizer_ids);
 
     int furthest = 0, windowed = 0, layers = 0;
-    double a_token = 0;  // in f16
+    double a_token = 0, whole = 0;  // in f16
     for (const Kind &kind : sizes.kinds) {
         furthest = std::max(furthest, kind.window), layers += kind.layers, windowed += kind.window ? kind.layers : 0;
         a_token += 2.0 * kind.layers * kind.kv_heads * (kind.key_width + kind.value_width);
     }
+    const std::vector<Store> stores =
+        stores_of(cache_shapes(options, sizes.kinds, sizes.context, sizes.context), Contiguous{});
+    for (const Store &store : stores) whole += bytes_of(store, F16{}, F16{}).total();
     const Kind first = sizes.kinds.empty() ? Kind{} : sizes.kinds[0];
-    double whole = a_token * sizes.context, weights = (double)model.weight_bytes;
+    double weights = (double)model.weight_bytes;
     FreeMemory free = free_memory_of_host();
+    const bool several = sizes.kinds.size() > 1;
     auto known = [&](double number) { return sizes.no_size.empty() ? number : NAN; };
+    auto of_one = [&](const std::string &text) { return several ? "" : text; };
     report.add("context", sizes.context ? sizes.context : NAN);
     report.say("\n  positions      " + (sizes.context ? std::to_string(sizes.context) : "not said"));
     const std::string above = report.say("\n  KV cache       ").text;
     report.add("layers", known(layers), counted(layers, "layer"));
-    report.add("kv_heads", known(first.kv_heads), ", " + counted(first.kv_heads, "KV head"));
-    report.add("key_width", known(first.key_width), formatted(" of %d", first.key_width));
+    report.add("kv_heads", known(first.kv_heads), of_one(", " + counted(first.kv_heads, "KV head")));
+    report.add("key_width", known(first.key_width), of_one(formatted(" of %d", first.key_width)));
     report.add("value_width", known(first.value_width),
-               first.value_width ? "" : ", whose values are a part of them (MLA)");
+               first.value_width ? "" : of_one(", whose values are a part of them (MLA)"));
+    if (several) report.say(formatted(" of %zu kinds", sizes.kinds.size()));
     if (windowed) report.say(formatted("; %d of the layers look back %d", windowed, furthest));
-    report.add("cache_bytes_per_token_f16", known(a_token),
-               "\n                 " + in_units(a_token) + " a token in f16");
+    const std::vector<Report> kinds = kinds_of(sizes.kinds, sizes.rows, stores, F16{}, F16{}, sizes.context);
+    const std::string indent(17, ' ');
+    report.list("kinds", kinds).say("\n" + lines_of(kinds, indent));
+    report.add("cache_bytes_per_token_f16", known(a_token), indent + in_units(a_token) + " a token in f16");
     if (sizes.context) report.say(", " + in_units(whole) + " for all positions");
     report.add("no_size", sizes.no_size);
     if (!sizes.no_size.empty()) report.text = above + "not known: " + sizes.no_size;

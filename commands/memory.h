@@ -6,11 +6,12 @@
 // What is asked about. A shape that the flags give is that of a model without weights, whose layers all look back to
 // the first position.
 struct MemoryQuestion {
-    std::string model;  // its directory; "": the flags give the shape
-    std::vector<Kind> kinds;
-    std::vector<LayerRows> rows;  // of the layers with keys and values
+    std::string model;               // its directory; "": the flags give the shape
+    std::vector<Kind> kinds;         // of the layers with keys and values
+    std::vector<LayerRows> rows;     // (these layers), of a model
     std::vector<CacheShape> shapes;  // (kind)
     double weights = 0;              // bytes that a decoding step reads of them; 0: not known
+    bool several() const { return kinds.size() > 1 || shapes[0].local; }  // the formula is a sum, or about a window
 };
 
 inline MemoryQuestion memory_question(const Options &options) {
@@ -18,8 +19,8 @@ inline MemoryQuestion memory_question(const Options &options) {
     CacheSizes sizes;
     if (options.has("--layers")) {
         sizes.context = options.context;
-        for (int layer = 0; layer < options.layers; layer++)
-            add_layer(sizes.kinds, sizes.rows, {options.kv_heads, options.head_dim, options.head_dim});
+        sizes.kinds = {{options.kv_heads, options.head_dim, options.head_dim}};
+        sizes.kinds[0].layers = options.layers;
     } else {
         question.model = checkpoint_directory(options);
         sizes = load_cache_sizes(question.model);
@@ -106,8 +107,8 @@ inline std::string in_figures(double number) {
 // Refuses what no page table, or no double, can tell.
 inline void check_size(const std::vector<CacheShape> &shapes, const CacheChoice &cache) {
     const CacheShape &shape = shapes[0];
-    if (auto *paged = std::get_if<Paged>(&cache.layout)) {
-        double pages = (double)shape.sequences * pages_for(shape.capacity, paged->page);
+    if (std::holds_alternative<Paged>(cache.layout)) {
+        double pages = (double)shape.sequences * pages_for(shape.capacity, shape.page);
         if (pages > INT_MAX)
             fail("--batch %d: needs %.0f pages, a page table numbers %d: raise --page, or lower --batch or -c",
                  shape.sequences, pages, INT_MAX);
@@ -118,21 +119,29 @@ inline void check_size(const std::vector<CacheShape> &shapes, const CacheChoice 
              name_of(cache.layout), name_of(cache.type_k), name_of(cache.type_v), bytes);
 }
 
+inline std::vector<Report> kinds_of(const MemoryQuestion &question, const CacheChoice &cache) {
+    return kinds_of(question.kinds, question.rows, stores_of(question.shapes, cache.layout), cache.type_k, cache.type_v,
+                    question.shapes[0].capacity);
+}
+
 // The cells of a cache's row, and its part of the JSON.
 inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cache, const Options &options) {
     const std::vector<CacheShape> &shapes = question.shapes;
-    const CacheShape &shape = shapes[0];
-    const CacheChoice opened = {open_layout(shape, cache.layout), cache.type_k, cache.type_v};
-    check_size(shapes, opened);
-    CacheShape one_layer = shape, no_layer = shape;  // page tables, which all layers share, are in both
-    one_layer.layers = 1, no_layer.layers = 0;
+    const int sequences = shapes[0].sequences, capacity = shapes[0].capacity;
+    check_size(shapes, cache);
+    const std::vector<Store> stores = stores_of(shapes, cache.layout);
     const CacheBytes bytes = full_bytes(shapes, cache);
     double percent = 100 * bytes.metadata / bytes.payload, read = question.weights;
     double smaller = full_bytes(shapes, {cache.layout, F32{}, F32{}}).total() / bytes.total();
-    for (const LayerRows &layer : question.rows) {
-        const CacheShape &of = shapes[layer.kind];
-        read += shape.sequences * layer_read(of, {open_layout(of, cache.layout), cache.type_k, cache.type_v},
-                                             question.kinds[layer.kind].window, shape.capacity);
+    std::vector<CacheShape> no_layers = shapes;  // page tables, which all layers share
+    int64_t layers = 0, rows = 0, pages = 0;     // rows of a layer that keeps most
+    for (size_t i = 0; i < stores.size(); i++) {
+        const CacheChoice opened = {stores[i].layout, cache.type_k, cache.type_v};
+        const double readers = question.kinds[i].layers + shared_of(question.rows, i);
+        read += sequences * readers * layer_read(shapes[i], opened, question.kinds[i].window, capacity);
+        layers += std::exchange(no_layers[i].layers, 0);
+        rows = std::max(rows, rows_now(stores[i]));
+        if (auto *paged = std::get_if<Paged>(&stores[i].layout)) pages += paged->pages(shapes[i]);
     }
 
     Report row;
@@ -148,11 +157,11 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cach
     add("metadata_percent", percent, in_figures(percent), "metad. %");
     add("times_smaller", smaller, in_figures(smaller), "smaller");
     add_bytes("bytes_per_token", bytes_per_token(shapes, cache), "a token");
-    add_bytes("bytes_per_layer", full_bytes({one_layer}, cache).total() - full_bytes({no_layer}, cache).total(), "a layer");
-    row.add("rows", rows_of(shape, opened.layout)).add("bytes_read_per_step", read);
-    if (auto *paged = std::get_if<Paged>(&opened.layout)) row.add("pages", paged->pages(shape));
-    add_bytes("bytes_read_per_token", read / shape.sequences, "read");
-    double rate = options.bandwidth * 1e9 * shape.sequences / read;
+    add_bytes("bytes_per_layer", (bytes.total() - full_bytes(no_layers, cache).total()) / layers, "a layer");
+    row.add("rows", rows).add("bytes_read_per_step", read).list("kinds", kinds_of(question, cache));
+    if (pages) row.add("pages", pages);
+    add_bytes("bytes_read_per_token", read / sequences, "read");
+    double rate = options.bandwidth * 1e9 * sequences / read;
     if (options.bandwidth && question.weights)
         add("tokens_per_second", rate, in_figures(rate), "tokens/s");
     else if (options.bandwidth)
@@ -166,14 +175,22 @@ inline void add_question(Report &report, const MemoryQuestion &question, const C
                          const Options &options) {
     const CacheShape &shape = question.shapes[0];
     const std::string all = shape.sequences > 1 ? ", " + counted(shape.sequences, "sequence") + " together" : "";
-    auto times = [](int count, const char *what) { return " x " + counted(count, what); };
+    const bool several = question.several();
+    auto times = [&](int count, const char *what) { return several ? "" : " x " + counted(count, what); };
+    int layers = 0;
+    for (const Kind &kind : question.kinds) layers += kind.layers;
     if (!question.model.empty()) report.add("model", question.model, question.model + "\n");
     report.say("payload = " + std::string(shape.value_width ? "2 (K, V)" : "1 (MLA)"));
-    report.add("layers", shape.layers, times(shape.layers, "layer"));
+    if (several) report.say(" x the sum over kinds of layers, x " + counted(shape.sequences, "sequence"));
+    report.add("layers", layers, times(layers, "layer"));
     report.add("kv_heads", shape.kv_heads, times(shape.kv_heads, "KV head"));
     report.add("head_dim", shape.key_width, times(shape.key_width, "number")).add("value_width", shape.value_width);
     report.add("batch", shape.sequences, times(shape.sequences, "sequence"));
-    report.add("positions", shape.capacity, times(shape.capacity, "position") + " x bytes a number\n");
+    report.add("positions", shape.capacity, times(shape.capacity, "position") + " x bytes a number");
+    const std::vector<Report> kinds = kinds_of(question, named);
+    if (several) report.say(std::string(", as ") + name_of(named.layout) + " " + types_of(named.type_k, named.type_v));
+    report.list("kinds", kinds).say(several ? ":\n" : "\n");
+    for (const Report &kind : kinds) report.say(several ? "  " + kind.text + "\n" : "");
     report.add("page", shape.page).add("window", shape.window).add("sinks", shape.sinks);
     report.add("weight_bytes_read", question.weights);
     if (options.bandwidth)
@@ -189,13 +206,19 @@ inline void add_question(Report &report, const MemoryQuestion &question, const C
     report.add("bytes_per_token", bytes_per_token(question.shapes, named));
 }
 
-inline std::string layout_line(const CacheShape &shape, const Layout &layout) {
-    std::string line = formatted("%s: %s a layer", name_of(layout), counted(rows_of(shape, layout), "row").c_str());
-    if (auto *paged = std::get_if<Paged>(&layout))
-        line += ", " + counted(paged->pages(shape), "page") + formatted(" of %d", shape.page);
-    if (std::holds_alternative<Ring>(layout))
-        line += formatted(": a window of %d, ", shape.window) + counted(shape.sinks, "sink") + ", and room for a pass";
-    return line + "\n";
+// The rows of a layer, of each kind.
+inline std::string layout_line(const std::vector<CacheShape> &shapes, const Layout &layout) {
+    std::vector<std::string> parts;
+    for (const Store &store : stores_of(shapes, layout)) {
+        std::string part = counted(rows_now(store), "row") + " a layer";
+        if (auto *paged = std::get_if<Paged>(&store.layout))
+            part += ", " + counted(paged->pages(store.shape), "page") + formatted(" of %d", paged->page);
+        if (auto *ring = std::get_if<Ring>(&store.layout))
+            part += formatted(": a window of %d, %s, and room for a pass", ring->window,
+                              counted(ring->sinks, "sink").c_str());
+        parts.push_back(part);
+    }
+    return std::string(name_of(layout)) + ": " + joined(parts, ";\n  ") + "\n";
 }
 
 inline int run_memory(const Options &options) {
@@ -209,24 +232,27 @@ inline int run_memory(const Options &options) {
             for_each_type<Precision>([&](auto type) { caches.push_back({layout, type, type}); });
     }
     std::vector<Report> rows;
-    double least = INFINITY;  // bytes of the smallest cache that holds anything
+    double least = INFINITY, fit = 0;  // bytes of the smallest cache that holds anything; positions at the most
     std::string above;
     for (const CacheChoice &cache : caches) {
         rows.push_back(memory_row(question, cache, options));
-        std::string line = layout_line(shape, open_layout(shape, cache.layout));
+        std::string line = layout_line(question.shapes, cache.layout);
         if (line != above) rows.back().above = line;
         above = line;
         least = std::min(least, full_bytes(sized(question.shapes, cache.layout, 1).shapes, cache).total());
+        if (options.budget) fit = std::max(fit, tokens_in(options.budget, question.shapes, cache));
     }
-    if (options.budget && options.budget < least)
+    if (options.budget && fit == 0)
         fail("--budget: %.0f bytes; the smallest of these needs %.0f: raise it, or lower --kv, --page or --batch",
              options.budget, least);
     Report report;
     add_question(report, question, named, options);
     report.say("\n").table("results", rows);
-    report.say("\nmetadata: scales, zero points, padding, page tables, f16 blocks and sinks; % of the payload\n");
+    report.say(
+        "\nmetadata: scales, zero points, padding, page tables, f16 blocks, sinks, spare rows; % of the payload\n");
     report.say("smaller: how many times, than f32\na token: a position in all layers, K and V with their scales\n");
-    report.say("a layer: without page tables, which all layers share\nread: for a token decoded at position ");
+    report.say(question.kinds.size() > 1 ? "a layer: the mean, without" : "a layer: without");
+    report.say(" page tables, which all layers share\nread: for a token decoded at position ");
     report.say(std::to_string(shape.capacity - 1) + ", what its sequence sees of the cache");
     if (question.weights) report.say(", and " + in_units(question.weights) + " of weights");
     if (question.weights && shape.sequences > 1) report.say(formatted(" shared by %d", shape.sequences));

@@ -116,7 +116,7 @@ struct CacheSide {
     const Store &store;
     const CacheRows &rows = keys ? store.view.keys : store.view.values,
                     &residual = keys ? store.view.residual_keys : store.view.residual_values;
-    // `layer` is one of the store's. A precision with blocks keeps the positions of the newest one, until it is full, at f16.
+    // `layer` is one of the store's. Where a precision has blocks, positions of the newest are at f16 until it is full.
     bool in_residual(int t) const { return residual.data && t / group_size == cache.lengths[0] / group_size; }
     const char *row(int layer, int kv_head, int t) const {
         if (in_residual(t)) return residual.at(layer, t % group_size, kv_head);
@@ -240,7 +240,8 @@ inline int run_show(const Options &given) {
     check("--head", options.head, config.heads);
     check("--position", options.position, session.prompt);
     if (options.has("--position")) session.tokens.resize(options.position + 1);
-    const int last = (int)session.tokens.size() - 1, kv_head = heads_of(config, config.kind(options.layer)).kv_head(options.head);
+    const int last = (int)session.tokens.size() - 1;
+    const int kv_head = heads_of(config, config.kind(options.layer)).kv_head(options.head);
     TextStream stream(session.tokenizer.get());
     std::vector<std::string> texts;
     std::vector<Report> tokens;
@@ -261,6 +262,8 @@ inline int run_show(const Options &given) {
         stop_after(session, options.layer);
         add_attention(report, session, options, texts);
         if (cache) {
+            const std::vector<Report> kinds = kinds_of(config, *cache);
+            report.list("kinds", kinds).say(kinds.size() > 1 ? "\nKinds of layers\n" : "").say(lines_of(kinds, ""));
             report.say(formatted("\nThe row of position %d, KV head %d, layer %d\n", last, kv_head, options.layer));
             report.add("place", place_of(cache->stores[config.rows[options.layer].kind], last + 1, last));
             report.add("key", stored_report<true>(session, options.layer, kv_head));

@@ -35,14 +35,14 @@ constexpr Defaults known_defaults[] = {
     {"gemma", 28, 3072, 16, 16, 256, 8192, 0, 0},
     {"gemma2", 26, 2304, 8, 4, 256, 8192, 4096, 2},
     {"gemma3_text", 26, 2304, 8, 4, 256, 131072, 4096, 6},
+    {"gemma4_text", 30, 2304, 8, 4, 256, 131072, 512, 6},
     {"cohere2", 40, 8192, 64, 0, 0, 8192, 4096, 4},
 };
 
 // Others whose heads have a width of their own, hidden_size / heads only by chance: it must be said.
-inline const std::set<std::string> fixed_width = {
-    "ernie4_5",     "gemma3n_text",     "gemma4_text", "glm",        "glm4",       "gpt_oss",
-    "helium",       "internlm3",        "llama4_text", "minimax_m2", "ministral3", "nemotron_h",
-    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",  "seed_oss",   "vaultgemma"};
+const char fixed_width[] =
+    "ernie4_5 gemma3n_text glm glm4 gpt_oss helium internlm3 llama4_text minimax_m2 ministral3 nemotron_h "
+    "qwen3_5_text qwen3_5_moe_text qwen3_next seed_oss vaultgemma";
 
 // Whether `text` has one of the parts, words with a blank between.
 inline bool has_part(const std::string &text, const char *parts) {
@@ -57,64 +57,153 @@ inline bool has_part(const std::string &text, const char *parts) {
 // nothing. `mixed`: the config says which layers attend, so those of the others do not matter.
 inline void refuse_unknown_shape(const Section &config, bool mixed) {
     const std::string read =
-        " num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads num_heads "
+        "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads num_heads "
         "num_key_value_heads num_kv_heads n_kv_heads n_head_kv kv_n_heads multi_query_group_num head_dim kv_channels "
         "attention_head_dim v_head_dim qk_head_dim kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim use_mla "
         "num_kv_shared_layers layer_types layers_block_type attention_layers attention_types hybrid_override_pattern "
-        "full_attn_idxs attn_layer_indices full_attention_interval attn_layer_period attn_layer_offset sliding_window "
-        "sliding_window_size sliding_window_pattern _sliding_window_pattern max_window_layers use_sliding_window "
-        "multi_query_attention attn_config attn_type ";
+        "hybrid_layer_pattern attn_type_list block_types full_attn_idxs attn_layer_indices hybrid_layer_ids "
+        "local_layer_ids linear_attn_config full_attention_interval attn_layer_period attn_layer_offset sliding_window "
+        "sliding_window_size attention_window_size sliding_window_pattern _sliding_window_pattern max_window_layers "
+        "use_sliding_window multi_query_attention attn_config attn_type num_key_value_heads_per_layer block_configs "
+        "per_layer_config swa_num_attention_heads swa_num_key_value_heads swa_head_dim swa_v_head_dim global_head_dim "
+        "num_global_key_value_heads attention_k_eq_v index_head_dim index_n_heads index_topk indexer_types";
+    const cJSON *window = config.find("sliding_window");
     for (const cJSON *item = config.object->child; item; item = item->next) {
         const std::string key = item->string;
         bool shape = has_part(key,
                               "attn attention layer head kv_ _kv key_value window swa latent block_type block_config "
                               "mamba ssm state recurrent lru linear_ conv_ _conv hybrid sparse compress_ use_cla "
-                              "index_ loop");
+                              "index_ indexer loop");
         bool harmless =
             has_part(key,
                      "drop bias norm _eps scal softcap softmax temperature rope rotary mlp moe expert _gate "
-                     "ffn vision image visual audio video speech use_cache mtp nextn flash logn impl "
+                     "ffn vision image visual audio video speech use_cache mtp nextn flash logn impl projection "
                      "lm_head classification_head prediction_head embd per_layer_input layer_switch "
                      "interleaved_layers dense_ full_attn_mod multiplier upcast fp32 sparsity sparse_step num_ln "
                      "parallel output_ initializer key_value_groups") ||
-            (mixed &&
-             has_part(key,
-                      "mamba ssm state lru linear_ conv window_size window_pattern global_attn attn_alpha attn_beta"));
-        if (!shape || harmless || is_neutral(item, 0) || read.find(" " + key + " ") != std::string::npos) continue;
+            (mixed && has_part(key,
+                               "mamba ssm state lru linear_ conv window_size window_pattern global_attn attn_alpha "
+                               "attn_beta attention_hidden_size adapter")) ||
+            (key == "attention_chunk_size" && window && item->valuedouble == window->valuedouble);  // MiMo: the same
+        if (!shape || harmless || is_neutral(item, 0) || has(read, key)) continue;
         fail("%s: %s is %s: what that does to the size of a cache is not known here", config.name.c_str(),
              printable(key).c_str(), printable(item).c_str());
     }
 }
 
-// A word for each layer, "attention", "mamba", "sliding_attention", where a config says which layers attend; or none.
-inline std::vector<std::string> layer_words(const Section &config, int layers) {
-    std::vector<std::string> words;
-    for (const char *key : {"layer_types", "layers_block_type", "attention_layers", "hybrid_override_pattern"}) {
-        const cJSON *list = config.find(key);
-        if (!list) continue;
-        for (const char *c = cJSON_IsString(list) ? list->valuestring : ""; *c; c++)  // Nemotron-H: "M-M*-"
-            words.push_back(*c == '*' ? "attention" : strchr("ME-", *c) ? "mamba" : std::string(1, *c));
+// ---- Which layers attend, and how far they look back ---------------------------------------------------------------
+
+enum class Sees { nothing, window, all };  // nothing: linear attention, a convolution, an MLP: it has no keys
+
+// Keys with a word for each layer in a list, or a letter for each in a text; or a pattern of them that repeats.
+struct LayerWords {
+    const char *key, *all, *window, *nothing;
+    bool repeats;
+};
+constexpr LayerWords layer_words[] = {
+    {"layer_types", "full_attention attention indexed_attention deepseek_sparse_attention", "sliding_attention",
+     "linear_attention mamba mamba2 conv recurrent moe mlp", false},
+    {"layers_block_type", "full_attention attention", "sliding_attention", "linear_attention mamba mamba2 moe mlp",
+     false},
+    {"attention_layers", "global", "local", "", false},    // GPT-Neo
+    {"hybrid_override_pattern", "*", "", "M E -", false},  // Nemotron-H
+    {"hybrid_layer_pattern", "0", "1", "", false},         // MiMo
+    {"attn_type_list", "1", "", "0", false},               // MiniMax
+    {"block_types", "", "attention", "recurrent", true},   // RecurrentGemma
+    {"sliding_window_pattern", "G", "L", "", true},        // EXAONE 4
+};
+
+// Keys with the numbers of some layers, and what these see; the others see the other thing.
+struct LayerNumbers {
+    const char *section, *key;
+    Sees named, others;
+};
+constexpr LayerNumbers layer_numbers[] = {
+    {"", "full_attn_idxs", Sees::all, Sees::nothing},                      // LFM2
+    {"", "attn_layer_indices", Sees::all, Sees::nothing},                  // Bamba
+    {"", "hybrid_layer_ids", Sees::all, Sees::nothing},                    // Zamba2
+    {"", "local_layer_ids", Sees::window, Sees::all},                      // Inkling
+    {"linear_attn_config", "full_attn_layers", Sees::all, Sees::nothing},  // Kimi Linear
+};
+
+// Of each layer; empty: the config names none.
+inline std::vector<Sees> layers_named(const Section &config, const std::string &model_type, int layers) {
+    std::vector<Sees> sees;
+    for (const LayerWords &known : layer_words) {
+        const cJSON *list = config.find(known.key);
+        if (!list || cJSON_IsNumber(list)) continue;
+        std::vector<std::string> words;
+        for (const char *c = cJSON_IsString(list) ? list->valuestring : ""; *c; c++) words.push_back({*c});
         for (const cJSON *item = cJSON_IsArray(list) ? list->child : nullptr; item; item = item->next)
-            words.push_back(cJSON_IsString(item) ? item->valuestring : "");
-        if ((int)words.size() != layers)
-            config.refuse(key, list, "a list of " + std::to_string(layers) + " (num_hidden_layers) names");
-        return words;
+            words.push_back(cJSON_IsString(item) ? item->valuestring : printable(item));
+        if (words.empty() || (!known.repeats && (int)words.size() != layers))
+            config.refuse(known.key, list, "a list of " + std::to_string(layers) + " (num_hidden_layers) names");
+        for (int i = 0; i < layers; i++) {
+            const std::string &word = words[(size_t)i % words.size()];
+            if (has_part(word, "indexed sparse")) config.need("index_head_dim");
+            const bool last = word == "L" && i + 1 == layers;  // of EXAONE 4 sees everything
+            const bool hybrid = word == "hybrid" && has_part(model_type, "zamba");
+            if (last || hybrid || has(known.all, word))
+                sees.push_back(Sees::all);
+            else if (has(known.window, word) || has(known.nothing, word))
+                sees.push_back(has(known.window, word) ? Sees::window : Sees::nothing);
+            else
+                fail("%s: a layer of the kind %s is not known here", config.name.c_str(), printable(word).c_str());
+        }
+        return sees;
     }
-    for (const char *key : {"full_attn_idxs", "attn_layer_indices"}) {
-        const cJSON *list = config.find(key);
-        if (!list) continue;
-        words.assign((size_t)layers, "conv");
-        for (const cJSON *item = list->child; item; item = item->next)
-            is_whole(item, 0, layers - 1) ? words[(size_t)item->valuedouble] = "attention"
-                                          : (config.refuse(key, list, "a list of layers"), "");
-        return words;
+    for (const LayerNumbers &known : layer_numbers) {
+        const Section in = *known.section ? config.section(known.section) : config;
+        if (!in.find(known.key)) continue;
+        sees.assign((size_t)layers, known.others);
+        for (int64_t layer : read_counts(in, known.key)) {  // Kimi counts from 1: no size follows from which is last
+            if (layer > layers) in.refuse(known.key, in.find(known.key), "a list of layers");
+            sees[(size_t)(layer % layers)] = known.named;
+        }
+        return sees;
     }
     const bool period = config.find("attn_layer_period");  // Jamba; the other is Qwen3-Next's
-    if (!period && !config.find("full_attention_interval")) return words;
+    if (model_type == "zamba" || (!period && !config.find("full_attention_interval"))) return sees;
     int every = config.integer(period ? "attn_layer_period" : "full_attention_interval", 1, max_layers);
     int first = config.integer("attn_layer_offset", 0, max_layers, period ? 0 : every - 1);
-    for (int i = 0; i < layers; i++) words.push_back(i % every == first ? "attention" : "mamba");
-    return words;
+    for (int i = 0; i < layers; i++) sees.push_back(i % every == first ? Sees::all : Sees::nothing);
+    return sees;
+}
+
+// ---- The sizes -----------------------------------------------------------------------------------------------------
+
+// A key that a kind of layers, or a layer, may have for itself.
+inline void take(const Section &in, const char *key, std::initializer_list<int *> sizes) {
+    for (int *size : sizes)
+        if (in.find(key)) *size = in.integer(key, 1, max_size);
+}
+
+// Layers that differ from one another, by number: their KV heads, 0 where they have those of the others. `sees` loses
+// those without attention.
+inline std::vector<int> read_own_heads(const Section &config, int heads, std::vector<Sees> &sees) {
+    const int layers = (int)sees.size();
+    std::vector<int> own((size_t)layers, 0);
+    for (const char *key : {"num_key_value_heads_per_layer", "num_key_value_heads", "num_kv_heads", "block_configs"}) {
+        const cJSON *list = config.find(key), *item = list ? list->child : nullptr;
+        if (!cJSON_IsArray(list)) continue;
+        if (cJSON_GetArraySize(list) != layers)
+            config.refuse(key, list, "a list of " + std::to_string(layers) + " (num_hidden_layers)");
+        for (int i = 0; i < layers; i++, item = item->next) {
+            const Section attention = Section{config.name + ": an entry of " + key, item}.section("attention");
+            if (attention.flag("no_op", false) || attention.flag("replace_with_linear", false)) {  // Nemotron-NAS
+                sees[i] = Sees::nothing;
+            } else if (attention.object) {
+                own[i] = heads / attention.integer("n_heads_in_group", 1, heads);
+                for (const cJSON *other = attention.object->child; other; other = other->next)
+                    if (!has("n_heads_in_group", other->string) && !is_neutral(other, 0))
+                        attention.refuse(printable(other->string).c_str(), other, "none");
+            } else {
+                if (!is_whole(item, 1, max_size)) config.refuse(key, list, "a whole number for each layer");
+                own[i] = (int)item->valuedouble;
+            }
+        }
+    }
+    return own;
 }
 
 // `model_type`: whose defaults count. A config inside another must say all that has none.
@@ -131,78 +220,107 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
     auto or_default = [&](int Defaults::*value) { return known ? std::optional<int>(known->*value) : std::nullopt; };
     const int layers =
         size({"num_hidden_layers", "n_layer", "n_layers", "num_layers"}, max_layers, or_default(&Defaults::layers));
-    out.context = size({"max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"},
+    out.context = size({"max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length",
+                        "model_max_length"},
                        1 << 30, known ? known->context : 0);
-    std::vector<std::string> words = layer_words(config, layers);
-    refuse_unknown_shape(config, !words.empty() || model_type == "falcon_h1");  // all its layers attend
+    std::vector<Sees> sees = layers_named(config, model_type, layers);
+    refuse_unknown_shape(config, !sees.empty() || model_type == "falcon_h1");  // all its layers attend
 
-    std::vector<int> windows;  // (layers that attend)
-    int window = known && !config.has_null("sliding_window") ? known->window : 0;
-    for (const char *key : {"window_size", "sliding_window_size", "sliding_window"})
+    const bool gemma4 = model_type == "gemma4_text";
+    Kind all, local;
+    int &window = local.window = known && !config.has_null("sliding_window") ? known->window : 0;
+    for (const char *key : {"window_size", "attention_window_size", "sliding_window_size", "sliding_window"})
         if (config.find(key)) window = config.integer(key, 0, 1 << 30);
     if (model_type == "qwen2" || model_type == "qwen3") {
-        windows = read_windows(config, families[model_type == "qwen2" ? 2 : 3], layers);
-    } else if (words.empty()) {
+        sees.clear();
+        for (const Family &family : families)
+            for (int back : family.model_type == model_type ? read_windows(config, family, layers) : std::vector<int>{})
+                sees.push_back(back ? Sees::window : Sees::all);
+    } else if (sees.empty()) {
         if (!config.flag("use_sliding_window", true) || (!known && window >= out.context)) window = 0;
         int pattern =
             size({"sliding_window_pattern", "_sliding_window_pattern"}, max_layers, known ? known->pattern : -1);
         if (window && pattern < 0)
             config.refuse("sliding_window", config.find("sliding_window"),
                           "layer_types beside it: which layers slide?");
-        for (int i = 1; i <= layers; i++) windows.push_back(pattern > 0 && i % pattern == 0 ? 0 : window);
+        for (int i = 1; i <= layers; i++)
+            sees.push_back(!window || (pattern > 0 && i % pattern == 0) || (gemma4 && i == layers) ? Sees::all
+                                                                                                   : Sees::window);
     }
-    for (const std::string &word : windows.empty() ? words : std::vector<std::string>{}) {
-        const bool slides = word == "sliding_attention" || word == "local";
-        if (slides && !window) config.need("sliding_window");
-        if (slides || word == "full_attention" || word == "attention" || word == "global")
-            windows.push_back(slides ? window : 0);
-        else if (!has_part(" " + word + " ", "linear_attention mamba mamba2 conv recurrent moe mlp"))
-            fail("%s: a layer of the kind %s is not known here", config.name.c_str(), printable(word).c_str());
-    }
-    int shared = config.integer("num_kv_shared_layers", 0, (int)windows.size(), 0);  // read those of layers before
-    if (windows.empty()) fail("%s: no layer has keys and values", config.name.c_str());
+    if (!window && std::count(sees.begin(), sees.end(), Sees::window)) config.need("sliding_window");
 
-    Kind kind;
-    auto add_layers = [&] {
-        for (size_t layer = 0; layer < windows.size(); layer++) {
-            kind.window = windows[layer];
-            add_layer(out.kinds, out.rows, kind, layer + (size_t)shared < windows.size());
-        }
-    };
-    const cJSON *rank = config.find("kv_lora_rank");
+    std::vector<int> own_heads((size_t)layers, 0);
+    const cJSON *rank = config.find("kv_lora_rank"), *values = config.find("v_head_dim");
+    std::optional<int> no_index;
+    if (!config.find("index_topk")) no_index = 0;
+    const int index_width = config.integer("index_head_dim", 1, max_size, no_index);  // V3.2: keys to find rows by
     if (rank && !is_neutral(rank, 0)) {  // DeepSeek-AI 2024, DeepSeek-V2, section 2.1: one row for all heads
-        kind.kv_heads = 1;
-        kind.key_width = config.integer("kv_lora_rank", 1, max_size) + config.integer("qk_rope_head_dim", 0, max_size);
-        return add_layers();
+        all.kv_heads = 1;
+        all.key_width = config.integer("kv_lora_rank", 1, max_size) + config.integer("qk_rope_head_dim", 0, max_size);
+    } else {
+        if (index_width) config.need("kv_lora_rank");
+        const int heads =
+            size({"num_attention_heads", "n_head", "n_heads", "num_heads"}, max_size, or_default(&Defaults::heads));
+        own_heads = read_own_heads(config, heads, sees);
+        std::optional<int> kv_heads = heads;
+        if (!config.has_null("num_key_value_heads") && known && known->kv_heads) kv_heads = known->kv_heads;
+        if (inside && !known && !config.has_null("num_key_value_heads")) kv_heads = {};
+        const Section attention = config.section("attn_config");  // MPT, DBRX
+        if (attention.object) refuse_unknown_shape(attention, false);
+        const bool falcon = model_type == "falcon" || model_type == "gpt_bigcode";
+        const bool one = (config.flag("multi_query", falcon) && !config.flag("new_decoder_architecture", false)) ||
+                         attention.text("attn_type", "") == "multiquery_attention";
+        if (one || *std::max_element(own_heads.begin(), own_heads.end()))
+            all.kv_heads = 1;
+        else if (attention.find("kv_n_heads"))
+            all.kv_heads = attention.integer("kv_n_heads", 1, max_size);
+        else if (config.flag("multi_query_attention", false))  // ChatGLM
+            all.kv_heads = size({"multi_query_group_num"}, max_size, 1);
+        else
+            all.kv_heads = size({"num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv"}, max_size, kv_heads);
+        all.key_width = size({"head_dim", "kv_channels", "attention_head_dim"}, max_size, known ? known->head_dim : 0);
+        if (!all.key_width) {
+            const int hidden =
+                size({"hidden_size", "n_embd", "n_embed", "d_model"}, max_size, or_default(&Defaults::hidden));
+            if (hidden % heads || has(fixed_width, model_type)) config.need("head_dim");
+            all.key_width = hidden / heads;
+        }
+        all.value_width = values && !is_neutral(values, 0) ? size({"v_head_dim"}, max_size) : all.key_width;
     }
-    const int heads =
-        size({"num_attention_heads", "n_head", "n_heads", "num_heads"}, max_size, or_default(&Defaults::heads));
-    std::optional<int> kv_heads = heads;
-    if (!config.has_null("num_key_value_heads") && known && known->kv_heads) kv_heads = known->kv_heads;
-    if (inside && !known && !config.has_null("num_key_value_heads")) kv_heads = {};
-    const Section attention = config.section("attn_config");  // MPT, DBRX
-    if (attention.object) refuse_unknown_shape(attention, false);
-    const bool falcon = model_type == "falcon" || model_type == "gpt_bigcode";
-    const bool one = (config.flag("multi_query", falcon) && !config.flag("new_decoder_architecture", false)) ||
-                     attention.text("attn_type", "") == "multiquery_attention";
-    if (one)
-        kind.kv_heads = 1;
-    else if (attention.find("kv_n_heads"))
-        kind.kv_heads = attention.integer("kv_n_heads", 1, max_size);
-    else if (config.flag("multi_query_attention", false))  // ChatGLM
-        kind.kv_heads = size({"multi_query_group_num"}, max_size, 1);
-    else
-        kind.kv_heads = size({"num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv"}, max_size, kv_heads);
-    kind.key_width = size({"head_dim", "kv_channels", "attention_head_dim"}, max_size, known ? known->head_dim : 0);
-    if (!kind.key_width) {
-        const int hidden =
-            size({"hidden_size", "n_embd", "n_embed", "d_model"}, max_size, or_default(&Defaults::hidden));
-        if (hidden % heads || fixed_width.count(model_type)) config.need("head_dim");
-        kind.key_width = hidden / heads;
+
+    // What layers with a window have for themselves, those without, and single layers.
+    const Section by_layer = config.section("per_layer_config");  // as Transformers 5 saves what differs
+    local.kv_heads = all.kv_heads, local.key_width = all.key_width, local.value_width = all.value_width;
+    take(config, "swa_num_key_value_heads", {&local.kv_heads});
+    take(config, "swa_head_dim", {&local.key_width, &local.value_width});
+    take(config, "swa_v_head_dim", {&local.value_width});
+    if (gemma4 && !by_layer.object) all.key_width = all.value_width = 512;
+    take(config, "global_head_dim", {&all.key_width, &all.value_width});
+    if (config.flag("attention_k_eq_v", !gemma4)) take(config, "num_global_key_value_heads", {&all.kv_heads});
+    const int shared = config.integer("num_kv_shared_layers", 0, layers, 0);  // the last ones: they store nothing
+    const cJSON *indexers = config.find("indexer_types"), *indexer = indexers ? indexers->child : nullptr;
+    if (indexers && (!index_width || cJSON_GetArraySize(indexers) != layers))
+        config.refuse("indexer_types", indexers, "a list of " + std::to_string(layers) + " (num_hidden_layers) names");
+    for (int i = 0; i < layers; i++, indexer = indexer ? indexer->next : nullptr) {
+        if (sees[i] == Sees::nothing) continue;
+        Kind kind = sees[i] == Sees::window ? local : all;
+        if (own_heads[i]) kind.kv_heads = own_heads[i];
+        // "shared": finds rows by the keys of a layer before
+        if (!cJSON_IsString(indexer) || strcmp(indexer->valuestring, "shared")) kind.key_width += index_width;
+        for (const cJSON *item = by_layer.object ? by_layer.object->child : nullptr; item; item = item->next) {
+            const Section own{by_layer.name, item};
+            for (const cJSON *key = atoi(item->string) == i ? item->child : nullptr; key; key = key->next)
+                if (!has("head_dim num_key_value_heads num_attention_heads intermediate_size", key->string))
+                    own.refuse(printable(key->string).c_str(), key, "none");
+            if (atoi(item->string) != i) continue;
+            take(own, "head_dim", {&kind.key_width, &kind.value_width});
+            take(own, "num_key_value_heads", {&kind.kv_heads});
+        }
+        add_layer(out.kinds, out.rows, kind, i + shared < layers);
     }
-    const cJSON *values = config.find("v_head_dim");
-    kind.value_width = values && !is_neutral(values, 0) ? size({"v_head_dim"}, max_size) : kind.key_width;
-    add_layers();
+    if (out.kinds.empty()) fail("%s: no layer has keys and values", config.name.c_str());
+    for (const Kind &kind : out.kinds)
+        if (!kind.layers) config.refuse("num_kv_shared_layers", config.find("num_kv_shared_layers"), "fewer than that");
 }
 
 inline CacheSizes read_cache_sizes(const std::string &name, const std::string &text) {
@@ -224,7 +342,8 @@ inline CacheSizes read_cache_sizes(const std::string &name, const std::string &t
             if (model_type.empty() && out.architecture == family.architecture) model_type = family.model_type;
         for (const char *key : {"text_config", "llm_config", "language_config"}) {  // of models that also see or hear
             if (inside || !config.find(key)) continue;
-            config = config.section(key), model_type = config.text("model_type", ""), inside = true;
+            config = config.section(key), inside = true;
+            model_type = config.text("model_type", model_type + "_text");
         }
         read_any_sizes(config, model_type, inside, out);
     } catch (const Error &error) {

@@ -150,6 +150,9 @@ def random_setting(draw, fields):
         "layers": draw.choice([size(7), 10000 if huge else 80]), "queryHeads": size(8),
         "kvHeads": size(20 if huge else 7), "headDim": draw.choice([64, 80, 128, size(9), size(24 if huge else 9)]),
         "rank": size(24 if huge else 11), "rope": size(7, least=0),
+        "localLayers": draw.choice([0, 0, size(6), 10000]), "sharedLayers": draw.choice([0, 0, size(5)]),
+        "localWindow": draw.choice([size(7), size(12), size(24)]), "localHeads": size(7),
+        "localDim": draw.choice([64, 128, size(9)]),
         "context": draw.choice([size(7), size(20), 2**30 if huge else 8192]),
         "sequences": draw.choice([1, size(9), 2**30 if huge else 2]),
         "k": draw.choice(fields["types"]), "v": draw.choice(fields["types"]),
@@ -167,16 +170,25 @@ def random_setting(draw, fields):
 
 
 def run(command, setting):
-    """The program with a command of the page. Of MLA it reads the sizes from a config.json."""
-    words = shlex.split(command)
-    assert words[:2] == ["./llm", "memory"], command
+    """The program with a command of the page. Of some shapes it reads the sizes from a config.json."""
+    assert command.startswith("./llm memory "), command
     with tempfile.TemporaryDirectory() as directory:
         config = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": setting["layers"],
                   "num_attention_heads": setting["queryHeads"], "kv_lora_rank": setting["rank"],
                   "qk_rope_head_dim": setting["rope"], "max_position_embeddings": 163840}
+        if setting["attention"] == "heads":
+            layers, shared = setting["layers"], setting["sharedLayers"]
+            local = min(layers, setting["localLayers"])
+            words = lambda all, local: local * ["sliding_attention"] + (all - local) * ["full_attention"]
+            config = {"architectures": ["NewForCausalLM"], "num_hidden_layers": layers + shared,
+                      "num_attention_heads": setting["queryHeads"], "num_key_value_heads": setting["kvHeads"],
+                      "head_dim": setting["headDim"], "swa_num_key_value_heads": setting["localHeads"],
+                      "swa_head_dim": setting["localDim"], "sliding_window": setting["localWindow"],
+                      "layer_types": words(layers, local) + words(shared, shared * local // layers),
+                      "num_kv_shared_layers": shared, "max_position_embeddings": 163840}
         pathlib.Path(directory, "config.json").write_text(json.dumps(config))
-        words = [LLM] + [directory if word == "DIR" else word for word in words[1:]]
-        return subprocess.run(words, capture_output=True, text=True)
+        line = [LLM] + [directory if word == "DIR" else word for word in shlex.split(command)[1:]]
+        return subprocess.run(line, capture_output=True, text=True)
 
 
 def check(setting, page):
@@ -238,7 +250,8 @@ def test_known_answers(browser, settings):
     """Bytes a position at f16 of the models as they come: by hand, from their papers and config.json."""
     known = {"SmolLM2-135M": 23040, "TinyLlama-1.1B": 22528, "Llama-3.2-1B": 32768, "Llama-2-7B": 524288,
              "Falcon-7B": 8192, "Mistral-7B-v0.1": 131072, "Llama-3.1-8B": 131072, "Qwen3-8B": 147456,
-             "Llama-3.1-70B": 327680, "DeepSeek-V3": 70272}
+             "Llama-3.1-70B": 327680, "DeepSeek-V3": 70272, "Gemma-3-1B": 26624, "Gemma-4-E2B": 18432,
+             "gpt-oss-20b": 49152, "Qwen3.5-4B": 32768}
     browser.open()
     models = browser.evaluate("Object.keys(MODELS)")
     assert sorted(models) == sorted(known)
@@ -246,6 +259,9 @@ def test_known_answers(browser, settings):
     for model, setting, page in zip(models, presets, ask(browser, presets)):
         assert page["answer"]["bytes_per_token"] == known[model], model
         check(setting, page)
+    browser.open("#model=Gemma-3-1B&context=32768")
+    assert total(browser) == (11 + 128) * 2**20 + 22 * 64 * 1024
+    assert "22 of 26 layers look back 512 positions" in browser.evaluate("at('formula').innerText")
     browser.open("#model=DeepSeek-V3")
     assert "71.1 times less than MHA" in browser.evaluate("at('heads').textContent")
     browser.open("#model=Llama-3.1-70B&kvHeads=64&context=32768&k=bf16&v=bf16")

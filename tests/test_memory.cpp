@@ -77,6 +77,11 @@ void for_each_cache(Use use) {
 
 // ---- The same, counted by hand -----------------------------------------------------------------------------
 
+// Positions of a layer that the formula counts: of a ring its window and sinks.
+double kept_by_hand(const CacheShape &shape, const std::string &layout, double rows) {
+    return layout == "ring" ? shape.sequences * ((double)shape.window + shape.sinks) : rows;
+}
+
 // Rows of a layer: of a paged cache those of whole pages; of a ring in 32s, with an eighth of the window (32 to 512)
 // for the positions of a pass.
 double rows_by_hand(const CacheShape &shape, const std::string &layout) {
@@ -104,8 +109,8 @@ CacheBytes side_by_hand(const CacheShape &shape, const std::string &layout, cons
     double payload = std::ceil(width * bits / 8);
     double newest = bits <= 4 ? heads * shape.sequences * 32 * width * 2 : 0;  // 32 positions in f16
     double sinks = layout == "ring" ? heads * shape.sequences * shape.sinks * width * 4 : 0;
-    double rows = heads * rows_by_hand(shape, layout);
-    return {rows * payload, rows * (row - payload) + newest + sinks};
+    double rows = heads * rows_by_hand(shape, layout), kept = heads * kept_by_hand(shape, layout, rows / heads);
+    return {kept * payload, rows * row - kept * payload + newest + sinks};
 }
 
 // Of a paged cache: for each page an entry in a table, a count of references and a place in the free list.
@@ -143,6 +148,8 @@ TEST_CASE("every layout and precision is there, and every byte is accounted for"
             CHECK(number(item, "bytes_per_layer") * shape.layers == number(item, "bytes") - table);
             double row_bytes = (double)std::visit([&](auto form) { return form.row_bytes(shape.key_width); }, type);
             CHECK(number(item, "bytes_per_token") == 2.0 * shape.layers * shape.kv_heads * row_bytes);
+            for (const char *key : {"bytes", "payload_bytes", "metadata_bytes", "rows"})
+                CHECK(number(item, std::string("kinds.0.") + key) == number(item, key));
         });
         CHECK(cJSON_GetArraySize(results(root)) == count);
         const int told[] = {shape.layers,   shape.kv_heads, shape.key_width, shape.sequences,
@@ -478,16 +485,18 @@ TEST_CASE("windows of any config.json: what is read, what a ring sees, what info
     }
     spill(config, "{\"model_type\": \"qwen2\", \"use_sliding_window\": true, \"sliding_window\": 4096, " + sizes +
                       R"(, "layer_types": ["sliding_attention", "full_attention"]})");
-    check_contains(run_line("info " + of).out, "2 layers, 2 KV heads of 16; 1 of the layers look back 4096\n");
+    check_contains(
+        run_line("info " + of).out, "2 layers of 2 kinds; 1 of the layers look back 4096\n",
+        "1 layer x 2 KV heads x 16 numbers, looking back 4096: 4096 of 32768 positions, 512 KiB + 64 KiB of");
     CHECK(number(memory(of + " --cache ring"), "window") == 32764);
 }
 
 TEST_CASE("a config whose cache is not known has no size, and says which flags give a shape") {
     Scratch scratch;
     const std::string directory = scratch.str(), config = scratch / "config.json";
-    spill(config, R"({"architectures": ["DeciLMForCausalLM"], "num_hidden_layers": 4, "num_attention_heads": 32,
-        "hidden_size": 4096, "num_key_value_heads_per_layer": [4, 4, 2, 1]})");
-    const Words parts = {config + ": num_key_value_heads_per_layer is [4,4,2,1]: ", "--layers N --kv-heads N"};
+    spill(config, R"({"architectures": ["Step3ForCausalLM"], "num_hidden_layers": 4, "num_attention_heads": 32,
+        "hidden_size": 4096, "attention_other_setting": [4, 4, 2, 1]})");
+    const Words parts = {config + ": attention_other_setting is [4,4,2,1]: ", "--layers N --kv-heads N"};
     check_refused("-m " + directory, parts);
     Outcome info = run_line("info -m " + directory);
     CHECK(info.status == 1);
@@ -503,6 +512,160 @@ TEST_CASE("a config whose cache is not known has no size, and says which flags g
     info = run_line("info -m " + directory);
     check_contains(info.out, "positions      not said\n", "32 layers, 1 KV head of 64\n", " 8 KiB a token in f16\n");
     CHECK(!contains(info.out, "for all positions"));
+}
+
+// ---- Layers of several kinds ---------------------------------------------------------------------------------
+
+const std::string gemma3_1b = R"({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
+    "hidden_size": 1152, "head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 26,
+    "sliding_window": 512, "sliding_window_pattern": 6, "max_position_embeddings": 32768, "vocab_size": 262144})";
+
+TEST_CASE("the formula is a sum over kinds of layers: Gemma 3 1B from its config.json") {
+    Scratch scratch;
+    spill(scratch / "config.json", gemma3_1b);
+    const std::string flags = "-m " + scratch.str() + " -c 32768 --kv bf16";
+    Json root = memory(flags), full = memory(flags + " --swa-full");
+    CHECK(number(full, "payload_bytes") == 832 * MiB);
+    for_each_type<Layout>([&](auto layout) {
+        const double all = std::string(layout.name) == "ring" ? 32764 + 4 : 32768;
+        const cJSON *item = row(root, layout.name, "bf16");
+        CHECK(number(item, "payload_bytes") == (11 + 128) * MiB);
+        CHECK(number(item, "kinds.0.payload_bytes") == 11 * MiB);
+        CHECK(number(item, "kinds.1.payload_bytes") == 128 * MiB);
+        CHECK(number(item, "kinds.0.positions") == 512);
+        CHECK(number(item, "kinds.1.positions") == all);
+        CHECK(cell(full, layout.name, "bf16", "kinds.0.payload_bytes") == 704 * MiB);
+        CHECK(number(item, "bytes_read_per_token") == 139 * MiB);
+        CHECK(cell(full, layout.name, "bf16", "bytes_read_per_token") == 139 * MiB);  // kept, but not seen
+    });
+    // A ring of the window and a pass of 64, less the one that both have, in 32s; or all pages that these may touch.
+    CHECK(cell(root, "contiguous", "bf16", "kinds.0.rows") == 576);
+    CHECK(cell(root, "contiguous", "bf16", "metadata_bytes") == 22 * 64 * 1024);
+    CHECK(cell(root, "paged", "bf16", "kinds.0.rows") == 16 * ((512 + 64 + 30) / 16 + 2));
+    const int kind[] = {22, 0, 1, 256, 256, 512};
+    const Words keys = words_of("layers shared_layers kv_heads key_width value_width window");
+    for (size_t i = 0; i < keys.size(); i++) CHECK(number(root, "kinds.0." + keys[i]) == kind[i]);
+    CHECK(number(root, "layers") == 26);
+    const std::string local = "22 layers x 1 KV head x 256 numbers, looking back 512: 512 of 32768 positions, 11 MiB";
+    const std::string global = "4 layers x 1 KV head x 256 numbers: 32768 positions, 128 MiB";
+    check_contains(run_line("memory " + flags).out, "\n  " + local + " + 1.38 MiB of metadata\n  " + global + "\n",
+                   "bf16        139 MiB  1.38 MiB   140 MiB");
+    check_contains(run_line("info -m " + scratch.str()).out, "26 layers of 2 kinds; 22 of the layers look back 512\n",
+                   local, global, "26 KiB a token in f16, 140 MiB for all positions");
+    // What fits: local layers take what they take, of the rest each position has 4,096 bytes.
+    const double rest = 256 * MiB - 22 * 576 * 1024;
+    CHECK(cell(memory(flags + " --budget 256MiB"), "contiguous", "bf16", "tokens_in_budget") ==
+          std::floor(rest / 4096));
+}
+
+TEST_CASE("layers that read rows of others are counted where they read, not where rows are stored") {
+    Scratch scratch;
+    spill(scratch / "config.json", R"({"model_type": "gemma4_text", "num_hidden_layers": 4, "hidden_size": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 16, "sliding_window": 32,
+        "num_kv_shared_layers": 2, "max_position_embeddings": 1000, "layer_types": ["sliding_attention",
+        "full_attention", "sliding_attention", "full_attention"]})");
+    Json root = memory("-m " + scratch.str() + " --kv f16");
+    CHECK(number(root, "kinds.0.layers") == 2);
+    CHECK(number(root, "kinds.0.shared_layers") == 1);
+    CHECK(number(root, "payload_bytes") == 2 * 2 * (32 * 8 + 1000 * 16));
+    CHECK(cell(root, "contiguous", "f16", "bytes_read_per_token") == 2 * number(root, "payload_bytes"));
+    check_contains(run_line("memory -m " + scratch.str()).out,
+                   "1 layer (and 1 that read their rows) x 1 KV head x 8 n");
+}
+
+TEST_CASE("generate and show report the same kinds as the formula, for caches that they filled") {
+    for (const char *model : {"qwen2_window", "qwen3_layer_types", "mistral_window"}) {
+        for_each_cache([&](Layout layout, Precision type) {
+            for (const char *full : {"", " --swa-full"}) {
+                std::string choice = std::string(" -m tests/fixtures/models/") + model + " --cache " + name_of(layout) +
+                                     " --kv " + name_of(type) + full;
+                CAPTURE(choice);
+                std::string place = std::holds_alternative<Ring>(layout) ? "" : " -c 105";
+                Json real = run_json("generate --ids 3,4,5 -t 1 --ignore-eos -n 102" + choice + place);
+                Json formula = memory("-c 105" + choice);
+                Words keys = words_of("layers shared_layers kv_heads key_width value_width window");
+                if (!std::holds_alternative<Paged>(layout))  // of which generate counts the pages that are used
+                    keys = keys + words_of("rows bytes payload_bytes metadata_bytes");
+                double sum = 0, most = 0;
+                for (int i = 0; i < cJSON_GetArraySize(at(formula, "kinds")); i++) {
+                    const std::string kind = "kinds." + std::to_string(i) + ".";
+                    for (const std::string &key : keys)
+                        CHECK(number(real, "cache." + kind + key) == number(formula, kind + key));
+                    sum += number(real, "cache." + kind + "bytes"), most += number(formula, kind + "bytes");
+                    const double window = *full ? 0 : number(formula, kind + "window");
+                    if (window) CHECK(number(real, "cache." + kind + "positions") == window);
+                }
+                CHECK((sum == number(real, "cache.bytes") && most == number(formula, "bytes") && sum <= most));
+            }
+        });
+    }
+    check_contains(run_line("show -m tests/fixtures/models/qwen2_window --ids 3,4,5").out,
+                   "\n2 layers x 2 KV heads x 8 numbers, looking back 6: 3 positions, 384 B\n");
+    check_contains(run_line("eval -m tests/fixtures/models/qwen2_window --ids 3,4,5 --kv f16").out,
+                   "\n  2 layers x 2 KV heads x 8 numbers, looking back 6: ");
+    CHECK(!contains(run_line("show --ids 3,4,5").out, "Kinds of layers"));
+}
+
+// A Qwen3 of small vectors and few ids, all of its weights 1/64, whose cache is that of Gemma 3 1B.
+void write_like_gemma3_1b(const std::string &directory) {
+    std::string types, header, bf16_ones("\x80\x3c", 2);
+    size_t end = 0;
+    auto add = [&](const std::string &name, int rows, int cols) {
+        const size_t begin = end;
+        end += (size_t)std::max(1, rows) * cols * 2;
+        const std::string shape = rows ? formatted("[%d, %d]", rows, cols) : formatted("[%d]", cols);
+        header += formatted("%s\"%s\": {\"dtype\": \"BF16\", \"shape\": %s, \"data_offsets\": [%zu, %zu]}",
+                            begin ? ", " : "{", name.c_str(), shape.c_str(), begin, end);
+    };
+    add("model.embed_tokens.weight", 32, 16), add("model.norm.weight", 0, 16);
+    for (int i = 0; i < 26; i++) {
+        const std::string layer = formatted("model.layers.%d.", i), attention = layer + "self_attn.";
+        types += std::string(i ? ", " : "") + (i % 6 == 5 ? "\"full_attention\"" : "\"sliding_attention\"");
+        for (const char *name : {"q_proj.weight", "k_proj.weight", "v_proj.weight"}) add(attention + name, 256, 16);
+        add(attention + "o_proj.weight", 16, 256);
+        add(attention + "q_norm.weight", 0, 256), add(attention + "k_norm.weight", 0, 256);
+        for (const char *name : {"gate", "up", "down"}) add(layer + "mlp." + name + "_proj.weight", 16, 16);
+        add(layer + "input_layernorm.weight", 0, 16), add(layer + "post_attention_layernorm.weight", 0, 16);
+    }
+    header += "}";
+    std::string file(8, '\0');
+    for (int i = 0; i < 8; i++) file[i] = (char)(header.size() >> 8 * i);
+    file += header;
+    while (end > 0) file += bf16_ones, end -= 2;
+    spill(directory + "/model.safetensors", file);
+    spill(directory + "/config.json", R"({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 16, "head_dim": 256,
+        "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 26,
+        "vocab_size": 32, "max_position_embeddings": 32768, "tie_word_embeddings": true, "use_sliding_window": true,
+        "sliding_window": 512, "layer_types": [)" +
+                                          types + "]}");
+}
+
+// Peak memory at depth 32,704 less that at depth 1,024; of the cache that bench fills alone.
+TEST_CASE("what is resident at 32k positions is what the formula says, with layers of two kinds") {
+    Scratch scratch;
+    write_like_gemma3_1b(scratch.str());
+    const std::string model = " -m " + scratch.str();
+    for (const char *choice : {" --cache contiguous", " --cache paged", " --cache contiguous --swa-full"}) {
+        CAPTURE(std::string(choice));
+        double formula[2], resident[2];
+        for (int i : {0, 1}) {
+            const int depth = i ? 32704 : 1024;
+            const std::string flags = model + choice + " --kv bf16";
+            formula[i] = number(memory(formatted("-c %d", depth + 64) + flags), "bytes");
+            Json run = run_json("bench -t 1 --repeats 1 -n 64 --prefill 1" + formatted(" --depth %d", depth) + flags);
+            resident[i] = number(run, "memory.peak_bytes");
+        }
+        CHECK((resident[1] - resident[0]) / (formula[1] - formula[0]) == doctest::Approx(1).epsilon(0.02));
+    }
+    const double full = number(memory(model + " -c 32768 --kv bf16 --swa-full"), "payload_bytes");
+    CHECK((full == 832 * MiB && number(memory(model + " -c 32768 --kv bf16"), "payload_bytes") == 139 * MiB));
+}
+
+TEST_CASE("--swa-full is refused where it changes nothing") {
+    check_refused("--swa-full", {"--swa-full", "no layer of this model looks back over a window", "drop the flag"});
+    check_refused(shape_flags(1, 1, 1, 1) + "--swa-full", {"--swa-full", "a shape"});
+    program::check_refused(run_line("generate --ids 1 --cache none --swa-full"), {"--swa-full", "--cache none"});
+    program::check_refused(run_line("generate --ids 1 --swa-full"), {"--swa-full", "no layer of this model"});
 }
 
 // ---- Bad input ---------------------------------------------------------------------------------------------
