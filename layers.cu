@@ -182,7 +182,7 @@ void product(M &m, const Number *weight, const float *x, int count, const Produc
     });
 }
 
-// y (count, outputs) = or += W x + bias for each of some matrices; x (count, inputs).
+// y (count, outputs) = or += W x + bias for each of some matrices; x (count, inputs). An absent one has no outputs.
 template <class M>
 void linear(M &m, const float *x, int count, std::initializer_list<Product> products, Into into = Into::set) {
     for (const Product &each : products) {

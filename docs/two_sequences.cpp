@@ -7,7 +7,7 @@ int main() {
     shape.layers = 1, shape.kv_heads = 2, shape.key_width = shape.value_width = 4;
     shape.sequences = 2, shape.capacity = 64, shape.page = 4;
     Cpu cpu(1);
-    Cache cache = open_cache(cpu, shape, Paged{}, BF16{}, BF16{});
+    Cache cache = open_cache(cpu, {shape}, Paged{}, BF16{}, BF16{});
     const Paged &paged = std::get<Paged>(cache.stores[0].layout);
     auto show = [&](const char *when) {
         printf("%s\n", when);

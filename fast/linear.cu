@@ -300,6 +300,7 @@ inline void linear(Gpu &m, const float *x, int count, std::initializer_list<Prod
         task.inputs = (int)first.cols;
         between.products = first.type;
         for (task.matrices = 0; task.matrices < 3 && next != products.end(); next++) {
+            if (next->linear.weight.rows == 0) continue;
             if (next->linear.weight.type != first.type) break;
             task.matrix[task.matrices++] = {next->linear, next->y};
         }
