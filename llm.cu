@@ -184,15 +184,15 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
             const LayerRows &rows = config.rows[layer];
             const Pass &pass = passes[rows.kind];
             const Attention task = attention_of(engine, layer, stores);
-            const bool stores_rows = rows.own && task.cache.keys.data;  // otherwise k and v are an earlier layer's
+            const bool cached = task.cache.keys.data;
             float *key = task.keys.start, *value = task.values.start;
             best::rms_norm(m, normed, x, w.attention_norm, count, epsilon);  // n = RMSNorm(x)
             best::linear(m, normed, count, {{w.query, query}, {w.key, key}, {w.value, value}});  // q, k, v = W n + b
             best::norm_and_rope(m, query, key, value, w, epsilon, pass);                         // q and k rotated
-            if (stores_rows) best::store_rows(m, task, pass);     // before a query reads them
-            best::attention(m, task, pass);                       // o = softmax(q K^T / sqrt(D)) V
-            if (stores_rows) best::keep_residual(m, task, pass);  // after all have read: the newest block
-            add(attended, w.output, w.attention_out_norm);        // x += W o
+            if (cached && rows.own) best::store_rows(m, task, pass);      // before a query reads them
+            best::attention(m, task, pass);                               // o = softmax(q K^T / sqrt(D)) V
+            if (cached && rows.last) best::keep_residual(m, task, pass);  // after all have read: the newest block
+            add(attended, w.output, w.attention_out_norm);                // x += W o
             best::rms_norm(m, normed, x, w.mlp_norm, count, epsilon);  // n = RMSNorm(x)
             best::linear(m, normed, count, {{w.gate, gate}, {w.up, up}});
             best::swiglu(m, gate, gate, up, (int64_t)count * w.down.weight.cols, config.gelu);
