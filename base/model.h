@@ -103,7 +103,7 @@ struct Kind {
 struct LayerRows {
     int kind = 0, index = 0;  // in Config::kinds, and among the layers of that kind that store rows
     bool own = true;          // false: the layer reads rows that an earlier one stored
-    bool last = true;         // no later layer reads them
+    bool last = true;         // false: a later layer reads them, too
 };
 
 struct Family;
@@ -144,9 +144,10 @@ inline void add_layer(std::vector<Kind> &kinds, std::vector<LayerRows> &rows, co
     const size_t at = (size_t)(std::find_if(kinds.begin(), kinds.end(), alike) - kinds.begin());
     if (at == kinds.size()) kinds.push_back(kind), kinds.back().layers = 0;
     kinds[at].layers += own;
+    const LayerRows added = {(int)at, kinds[at].layers - 1, own};
     for (LayerRows &earlier : rows)
-        if (!own && earlier.kind == (int)at && earlier.index == kinds[at].layers - 1) earlier.last = false;
-    rows.push_back({(int)at, kinds[at].layers - 1, own});
+        if (earlier.kind == added.kind && earlier.index == added.index) earlier.last = false;
+    rows.push_back(added);
 }
 
 // Move-only: tensors point into files (or copies), which live as long as the model.

@@ -51,20 +51,33 @@ inline Engine with_threads(const Engine &engine, int threads) {
     return engine_of(std::move(model), threads);
 }
 
-// A Llama with random weights and no file.
+// A model with random weights and no file: a Llama of `layers` alike, or layers of several kinds.
+struct Layer {
+    Kind kind;  // `layers` is counted
+    bool own = true, sinks = false;  // with rows of its own, with learned sinks
+};
 struct Shape {
     int layers = 2, hidden = 64, ffn = 96, heads = 4, kv_heads = 2, head_dim = 16, vocabulary = 50;
     DType type = DType::f32;
+    std::vector<Layer> list = {};  // instead of the first number and the numbers of heads and widths
+    bool qk_norm = false, value_norm = false, post_norms = false, gelu = false;
+    double score_scale = 0, embedding_scale = 1;
 };
+
+inline Kind kind_of(int kv_heads, int width, int window = 0, double theta = 10000) {
+    return {kv_heads, width, width, window, theta};
+}
 
 inline Model random_model(const Shape &shape, uint64_t seed = 1) {
     Model model;
     Config &config = model.config;
-    config.layers = shape.layers, config.hidden = shape.hidden, config.ffn = shape.ffn, config.heads = shape.heads;
-    config.vocabulary = shape.vocabulary, config.context = 4096, config.norm_epsilon = 1e-5;
-    Kind kind = {shape.kv_heads, shape.head_dim, shape.head_dim};
-    kind.rope_theta = 10000;
-    for (int layer = 0; layer < shape.layers; layer++) add_layer(config.kinds, config.rows, kind);
+    std::vector<Layer> layers = shape.list;
+    if (layers.empty()) layers.assign((size_t)shape.layers, {kind_of(shape.kv_heads, shape.head_dim)});
+    config.layers = (int)layers.size(), config.hidden = shape.hidden, config.ffn = shape.ffn;
+    config.heads = shape.heads, config.vocabulary = shape.vocabulary, config.context = 4096;
+    config.norm_epsilon = 1e-5, config.gelu = shape.gelu;
+    config.score_scale = shape.score_scale, config.embedding_scale = shape.embedding_scale;
+    for (const Layer &layer : layers) add_layer(config.kinds, config.rows, layer.kind, layer.own);
     reference::Random random{seed};
     auto tensor = [&](int rows, int columns, double middle, double spread) {
         size_t count = (size_t)rows * columns;
@@ -80,15 +93,21 @@ inline Model random_model(const Shape &shape, uint64_t seed = 1) {
     auto linear = [&](int outputs, int inputs) {
         return Linear{tensor(outputs, inputs, 0, 2 / std::sqrt((double)inputs)), {}};
     };
-    int width = shape.heads * shape.head_dim, kv_width = shape.kv_heads * shape.head_dim;
     model.embedding = tensor(shape.vocabulary, shape.hidden, 0, 1);
-    for (int i = 0; i < shape.layers; i++) {
+    for (const Layer &layer : layers) {
+        const int width = layer.kind.key_width, all = shape.heads * width, kv_all = layer.kind.kv_heads * width;
+        auto norm = [&](bool wanted, int numbers) { return wanted ? tensor(1, numbers, 1, 0.5) : Tensor{}; };
         LayerWeights w;
-        w.attention_norm = tensor(1, shape.hidden, 1, 0.5), w.mlp_norm = tensor(1, shape.hidden, 1, 0.5);
-        w.query = linear(width, shape.hidden), w.key = linear(kv_width, shape.hidden);
-        w.value = linear(kv_width, shape.hidden), w.output = linear(shape.hidden, width);
+        w.attention_norm = norm(true, shape.hidden), w.mlp_norm = norm(true, shape.hidden);
+        w.query = linear(all, shape.hidden);
+        if (layer.own) w.key = linear(kv_all, shape.hidden), w.value = linear(kv_all, shape.hidden);
+        w.output = linear(shape.hidden, all);
         w.gate = linear(shape.ffn, shape.hidden), w.up = linear(shape.ffn, shape.hidden);
         w.down = linear(shape.hidden, shape.ffn);
+        w.query_norm = norm(shape.qk_norm, width), w.key_norm = norm(shape.qk_norm && layer.own, width);
+        w.value_norm = norm(shape.value_norm && layer.own, width);
+        w.attention_out_norm = norm(shape.post_norms, shape.hidden), w.mlp_out_norm = norm(shape.post_norms, shape.hidden);
+        if (layer.sinks) w.sinks = tensor(1, shape.heads, 0, 3);
         model.layers.push_back(w);
     }
     model.final_norm = tensor(1, shape.hidden, 1, 0.5);
@@ -117,15 +136,22 @@ inline Cache open_cache(Memory &memory, const CacheShape &shape, const Layout &l
 struct Place {
     Layout layout = Contiguous{};
     int page = 16, window = 0, sinks = 0;
+    bool all = false;  // --swa-full: layers with a window keep all positions
+    int pages = 0;     // in all; 0: as many as may be needed
     std::string name() const {
         std::string text = name_of(layout);
         if (std::holds_alternative<Paged>(layout)) text += " of " + std::to_string(page);
         if (window) text += " --window " + std::to_string(window) + " --sinks " + std::to_string(sinks);
+        if (all) text += " --swa-full";
         return text;
     }
 };
 
 inline Place paged(int page) { return {Paged{}, page}; }
+inline Place keeping_all(Place place) {
+    place.all = true;
+    return place;
+}
 inline Place ring(int window, int sinks) { return {Ring{}, 16, window, sinks}; }
 inline Layout opened_ring(int window, int sinks) {
     CacheShape shape;
@@ -140,7 +166,8 @@ inline Cache cache_for(Engine &engine, const Precision &type_k, const Precision 
     for (const Kind &kind : config.kinds) {
         CacheShape &shape = shapes.emplace_back();
         shape = {kind.layers, kind.kv_heads, kind.key_width, kind.value_width, sequences, capacity};
-        shape.page = place.page, shape.window = place.window, shape.sinks = place.sinks, shape.local = kind.window;
+        shape.page = place.page, shape.window = place.window, shape.sinks = place.sinks;
+        shape.local = place.all ? 0 : kind.window, shape.pages = place.pages;
     }
     return ::open_cache(engine.memory(), shapes, place.layout, type_k, type_v);
 }
