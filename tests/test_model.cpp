@@ -781,7 +781,7 @@ TEST_CASE("what of Gemma and Granite is not computed here, or makes no sense") {
                  {{{"logits_scaling", "8"}}, "logits_scaling is 8, expected 1"},
                  {{{"residual_multiplier", "0.22"}}, "residual_multiplier is 0.22, expected 1"}});
     check_cases({{{{"layer_rope_theta", "[1e4, 1e4]"}}, "layer_rope_theta is [10000,10000], expected 0"},
-                 {{{"per_layer_config", R"({"0": {"num_key_value_heads": 2}})"}}, ""},
+                 {{{"per_layer_config", R"({"0": {"num_key_value_heads": 2}})"}}, "expected 0, or no such key"},
                  {{{"text_config", "{}"}}, "architecture LlamaForCausalLM is not supported"}});
     check_contains(error_of([] {
                        parse(R"({"architectures": ["Gemma3ForConditionalGeneration"], "text_config":
