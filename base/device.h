@@ -28,28 +28,21 @@
 #include <type_traits>
 #include <typeindex>
 
-#include "formats.h"
-
 // ---- Errors ------------------------------------------------------------------------------------------------
 
 inline const char *cure_of(cudaError_t error) {
-    switch (error) {
-        case cudaErrorMemoryAllocation:
-            return "lower -c, or free memory of the card";
-        case cudaErrorDevicesUnavailable:
-            return "end the program that has the card to itself";
-        case cudaErrorInsufficientDriver:
-        case cudaErrorUnsupportedPtxVersion:
-            return "install a driver as new as the toolkit";
-        case cudaErrorNoKernelImageForDevice:
-            return "build for this card, make CUDA_ARCH=...";
-        case cudaErrorIllegalAddress:
-        case cudaErrorMisalignedAddress:
-        case cudaErrorLaunchFailure:
-            return "this program is at fault, make sanitize-gpu says where";
-        default:
-            return "another driver or card may help";
-    }
+    const std::pair<cudaError_t, const char *> cures[] = {
+        {cudaErrorMemoryAllocation, "lower -c, or free memory of the card"},
+        {cudaErrorDevicesUnavailable, "end the program that has the card to itself"},
+        {cudaErrorInsufficientDriver, "install a driver as new as the toolkit"},
+        {cudaErrorUnsupportedPtxVersion, "install a driver as new as the toolkit"},
+        {cudaErrorNoKernelImageForDevice, "build for this card, make CUDA_ARCH=..."},
+        {cudaErrorIllegalAddress, "this program is at fault, make sanitize-gpu says where"},
+        {cudaErrorMisalignedAddress, "this program is at fault, make sanitize-gpu says where"},
+        {cudaErrorLaunchFailure, "this program is at fault, make sanitize-gpu says where"}};
+    for (auto [known, cure] : cures)
+        if (known == error) return cure;
+    return "another driver or card may help";
 }
 
 // Throws unless `error` is success. `what` names the call.
@@ -72,10 +65,10 @@ inline void *library_function(const char *library, const char *function) {
 #else
 #define AS_TEXT(word) #word
 #define CUBLAS_LIBRARY(version) "libcublas.so." AS_TEXT(version)
-#define CUBLAS(function)                                                                                          \
-    [] {                                                                                                          \
-        static void *const found = library_function(CUBLAS_LIBRARY(CUBLAS_VER_MAJOR), AS_TEXT(function));         \
-        return (decltype(&(function)))found;                                                                      \
+#define CUBLAS(function)                                                                                  \
+    [] {                                                                                                  \
+        static void *const found = library_function(CUBLAS_LIBRARY(CUBLAS_VER_MAJOR), AS_TEXT(function)); \
+        return (decltype(&(function)))found;                                                              \
     }()
 #endif
 
@@ -104,8 +97,8 @@ inline std::string no_gpu() {
     cudaGetLastError();  // was told
     cudaDeviceProp card;
     check(cudaGetDeviceProperties(&card, 0), "cudaGetDeviceProperties");
-    return std::string(card.name) + " has compute capability " + std::to_string(card.major) + "." +
-           std::to_string(card.minor) + "; this program was built for others";
+    return formatted("%s has compute capability %d.%d; this program was built for others", card.name, card.major,
+                     card.minor);
 }
 
 // ---- Threads -----------------------------------------------------------------------------------------------
@@ -176,20 +169,10 @@ struct Grid {
     size_t shared_bytes = 0;  // sum of what the kernel takes, each piece by shared_size()
 };
 
-template <class T>
-struct Same {
-    using type = T;
-};
-
 // A card, and a stream on which all its work goes, in order. Lives longer than all memory taken from it.
 class Gpu : public Memory {
 public:
     using Team = Warp;
-#ifdef CUDA_ON_CPU
-    static constexpr int large_side = 64;
-#else
-    static constexpr int large_side = 8192;  // of matrices whose product keeps a card busy
-#endif
     cudaDeviceProp properties = {};
     cudaStream_t stream = nullptr;
     cublasHandle_t blas = nullptr;
@@ -228,7 +211,7 @@ public:
     // ("programmatic dependent launch", compute capability 9.0 and later, in the card and in the code, which may be
     // older PTX), which is what wait_for_previous() is for.
     template <class... Parameters>
-    void launch(const Grid &grid, void (*kernel)(Parameters...), typename Same<Parameters>::type... arguments) {
+    void launch(const Grid &grid, void (*kernel)(Parameters...), std::common_type_t<Parameters>... arguments) {
         cudaLaunchAttribute start_early = {};
         start_early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         start_early.val.programmaticStreamSerializationAllowed = 1;
@@ -278,10 +261,8 @@ public:
         return {(double)available, properties.name};
     }
     std::string name() const {
-        char about[400];
-        snprintf(about, sizeof about, "%s, %.1f GiB, %.1f of them free", properties.name,
-                 (double)properties.totalGlobalMem / 0x1p30, room().bytes / 0x1p30);
-        return about;
+        return formatted("%s, %.1f GiB, %.1f of them free", properties.name, (double)properties.totalGlobalMem / 0x1p30,
+                         room().bytes / 0x1p30);
     }
 
     // What operations keep here from one call to the next: one T.

@@ -1,11 +1,12 @@
-// base/model.h, json.h, usable.h: every fixture loads with the config and the weights Transformers sees in it, and
-// every kind of broken checkpoint ends in one line that says what is wrong. Run from the repository's root. Its parts:
-// what is right loads, the head and the embedding; what is broken: a directory, a config, weights; the cache of any
-// config; results as text and JSON; what this process may use.
+// base/model.h, json.h, usable.h and commands/report.h: every fixture loads with the config and the weights that
+// Transformers sees in it, and every kind of broken checkpoint ends in one line that says what is wrong. Run from the
+// repository's root. Its parts: what is right loads, the head and the embedding; what is broken: a directory, a config,
+// weights; the cache of any config; results as text and JSON; what this process may use.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "../base/model.h"
 
 #include "../base/usable.h"
+#include "../commands/report.h"
 #include "../commands/sizes.h"
 
 #include <random>
