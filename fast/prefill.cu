@@ -67,8 +67,8 @@ struct ChunkMemory {
     Buffer<plain::Softmax> softmax;
 };
 
-// The queries, times log2(e) and the scores' scale, and what each has of the sinks, in float32: few rows see one, none sees many,
-// and each sees their keys rotated to another place.
+// The queries, times log2(e) and the scores' scale, and what each has of the sinks, in float32: few rows see one, none
+// sees many, and each sees their keys rotated to another place.
 template <class Number>
 void begin_rows(Gpu &m, const Chunk<Number> &chunk) {
     int rows = chunk.rows(), width = chunk.task.keys.width, value_width = chunk.task.values.width;
