@@ -14,6 +14,8 @@ constexpr int block_threads = 256;
 
 HOST_DEVICE inline int blocks_for(int64_t items, int each) { return (int)((items + each - 1) / each); }
 
+HOST_DEVICE inline float silu(float x) { return x / (1 + expf(-x)); }
+
 // What products read: x (count, width) as it is, or RMSNorm(x), or silu(x) * up.
 struct Input {
     const float *x = nullptr, *up = nullptr;
@@ -22,7 +24,7 @@ struct Input {
     bool as_it_is() const { return !up && !norm.data; }
     // Number i of all, which is number `channel` of a vector whose norm's factor is `factor`.
     HOST_DEVICE float number(int64_t i, int channel, float factor) const {
-        if (up) return x[i] / (1 + expf(-x[i])) * up[i];
+        if (up) return silu(x[i]) * up[i];
         return norm.data ? x[i] * factor * number_of(norm, channel) : x[i];
     }
 };
@@ -126,6 +128,17 @@ __device__ inline void unpack(float *numbers, uint4 bytes) {
     }
 }
 
+// `count` numbers, which begin at a multiple of 16 bytes or as many as they are.
+template <class Number, int count>
+__device__ inline void read_numbers(float (&to)[count], const Number *from) {
+    constexpr int each = 16 / sizeof(Number);
+    if constexpr (count % each == 0) {
+        UNROLL for (int i = 0; i < count; i += each) unpack<Number>(to + i, *(const uint4 *)(from + i));
+    } else {
+        UNROLL for (int i = 0; i < count; i++) to[i] = to_float(from[i]);
+    }
+}
+
 // Where the chunks of a block's rows are, as one warp meets them: rows [first, last) of all, 4 rows together, and of
 // these chunk after chunk.
 template <class Number, int columns>
@@ -166,18 +179,29 @@ __global__ void __launch_bounds__(block_threads) linear_kernel(Streams task) {
     int first = (int)(rows * blockIdx.x / gridDim.x), last = (int)(rows * (blockIdx.x + 1) / gridDim.x), step = 0;
     Stream stream = {task, ring, first, last, warp_id() >= used};
     for (int i = 0; i < stages; i++) stream.ask(i);
-    let_next_start();
-    wait_for_previous();
     const Input &input = task.input;
     int64_t start = (int64_t)blockIdx.y * task.inputs;
-    float factor = 1, squares = 0, vector[columns][numbers];
-    if (input.norm.data) {
-        for (int i = threadIdx.x; i < task.inputs; i += blockDim.x) squares += input.x[start + i] * input.x[start + i];
-        factor = 1 / sqrtf(block_sum(squares, meeting) / task.inputs + input.epsilon);
-    }
+    float factor = 1, squares = 0, vector[columns][numbers], gain[numbers];
+    auto is_there = [&](int c) { return stream.channel(c) < task.inputs; };
+    let_next_start();
+    wait_for_previous();
     UNROLL for (int c = 0; c < columns; c++) {
-        for (int i = 0, at = stream.channel(c); i < numbers; i++, at++)
-            vector[c][i] = at < task.inputs ? input.number(start + at, at, factor) : 0;
+        for (float &number : vector[c]) number = 0;
+        if (is_there(c)) read_numbers(vector[c], input.x + start + stream.channel(c));
+        if (input.up && is_there(c)) {
+            read_numbers(gain, input.up + start + stream.channel(c));
+            UNROLL for (int i = 0; i < numbers; i++) vector[c][i] = silu(vector[c][i]) * gain[i];
+        }
+        for (float number : vector[c]) squares += number * number;
+    }
+    if (input.norm.data) factor = 1 / sqrtf(block_sum(squares, meeting) / task.inputs + input.epsilon);
+    UNROLL for (int c = 0; input.norm.data && c < columns; c++) {
+        if (!is_there(c)) continue;
+        const Tensor &norm = input.norm;
+        if (norm.type == DType::f32) read_numbers(gain, (const float *)norm.data + stream.channel(c));
+        if (norm.type == DType::f16) read_numbers(gain, (const f16 *)norm.data + stream.channel(c));
+        if (norm.type == DType::bf16) read_numbers(gain, (const bf16 *)norm.data + stream.channel(c));
+        UNROLL for (int i = 0; i < numbers; i++) vector[c][i] *= factor * gain[i];
     }
     for (int tile = first; tile < last; tile += tile_of_rows) {
         int end = min(tile + tile_of_rows, last);
