@@ -5,10 +5,11 @@
 // the last; all query heads of a KV head share what is read; and a warp's rows come in asynchronous copies of 16 bytes
 // to shared memory, the next keys while it computes with values, and the other way round.
 //
-// A tile is 32 positions. For scores a lane has one position of it, and reads its key; for values a lane has channels
-// of all positions. In between, the weights meet in shared memory. So no sum over channels goes from lane to lane, and
-// only a key, a value and a row's scale depend on the format. All is float32, as in the plain twin. What it should cost
-// stands in docs/gpu.md.
+// A tile is 32 positions. A warp multiplies it by its 8 query heads on the tensor cores: scores (positions, heads) =
+// K q, then values (channels, heads) += V^T weights. These take 16-bit numbers. Those of the cache are exact there, and
+// so are codes; queries and weights are cut into two or three parts, of which each holds what those before it leave. So
+// all is as exact as float32. Scales of rows and of values go into scores and weights, those of keys in groups into
+// queries. Only how a lane gets its numbers depends on the format. What it costs stands in docs/gpu.md.
 #pragma once
 
 #include "../attention.cu"

@@ -146,6 +146,30 @@ static double attention_of(Engine &engine, const Layout &layout, const Precision
     return taken;
 }
 
+// Attention of one layer of a prompt of `tokens` tokens.
+static void prefill_attention(Engine &engine, Cache &cache, int tokens) {
+    Gpu &m = std::get<Gpu>(*engine.machine);
+    const Heads &heads = engine.heads;
+    Batch batch;
+    for (int t = 0; t < tokens; t++) batch.add(1, 0, t);
+    Pass pass = begin_pass(engine, batch);
+    m.kept<fast::Between>().decoding = false;
+    double taken = seconds_of(m, 5, [&](int) {
+        Attention task = {engine.a.attended.data(),
+                          engine.a.query.data(),
+                          {engine.a.key.data(), heads.kv, heads.width},
+                          {engine.a.value.data(), heads.kv, heads.width},
+                          cache.view,
+                          0,
+                          {},
+                          heads};
+        fast::attention(m, task, pass);
+    });
+    double operations = 4.0 * heads.query * heads.width * tokens * (tokens + 1) / 2.0;
+    print_line("attention of prefill, a layer, " + std::to_string(tokens) + " tokens", taken,
+               operations / taken / matrix_rate, 0.50, "the products' rate");
+}
+
 static void bench_all(bool small) {
     Shape one = {"Llama 3.2 1B", 16, 2048, 8192, 32, 8, 64, 128256, true};
     Shape eight = {"Llama 3.1 8B", 32, 4096, 14336, 32, 8, 128, 128256, false};
@@ -174,6 +198,7 @@ static void bench_all(bool small) {
                             4.0 * shape.layers * shape.heads * shape.head_dim * tokens * (tokens + 1) / 2.0;
         print_line("prefill, " + std::to_string(tokens) + " tokens", taken, operations / taken / matrix_rate, 0.60,
                    "the products' rate");
+        prefill_attention(engine, cache, tokens);
         attention_of(engine, Contiguous{}, BF16{}, 1, length, 0.75);
         for (auto &[type, bar] :
              std::vector<std::pair<Precision, double>>{{BF16{}, 0.88}, {Int8{}, 0.80}, {FP8{}, 0.80}, {Int4{}, 0.65}})
