@@ -229,8 +229,8 @@ public:
 
     // Starts kernel(arguments...). Its blocks may start while the last blocks of the kernel before are still at work
     // ("programmatic dependent launch", compute capability 9.0 and later, in the card and in the code, which may be
-    // older PTX), which is what wait_for_previous() is for. All kernels ask for as much shared memory of a multiprocessor
-    // as it has: those that ask for different cuts of it do not start beside each other.
+    // older PTX), which is what wait_for_previous() is for. All kernels ask for as much shared memory of a
+    // multiprocessor as it has: those that ask for different cuts of it do not start beside each other.
     template <class... Parameters>
     void launch(const Grid &grid, void (*kernel)(Parameters...), typename Same<Parameters>::type... arguments) {
         cudaLaunchAttribute asked[2] = {};
