@@ -95,7 +95,7 @@ inline void merge_parts(Gpu &m, const Attention &task, const Pass &pass, const P
         for (int i = 0; i < used; i++) sum += partials[i].sum * exp2f(partials[i].max_score - max_score);
         float value[columns] = {};  // channel by channel beside each other: their loads need not wait for each other
         auto channels = [&](auto use) {
-            UNROLL for (int j = 0; j < columns; j++) {
+            for (int j = 0; j < columns; j++) {
                 int c = team.first() + j * team.step();
                 if (c < width) use(value[j], c);
             }
