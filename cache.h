@@ -184,8 +184,8 @@ struct CacheView {
     }
 };
 
-// The rows of all layers of a kind. Without memory it is the naive path's: nothing is stored, and the layout says what a
-// query sees.
+// The rows of all layers of a kind. Without memory it is the naive path's: nothing is stored, and the layout says what
+// a query sees.
 struct Store {
     CacheShape shape = {};
     Layout layout = {};

@@ -305,9 +305,9 @@ HOST_DEVICE void norm_and_rope_head(float *head, const Tensor &norm, const float
     }
 }
 
-// Each head of query (count, query_heads, D) and, if the layer has some, of key (count, kv_heads, D); and of value where
-// it is normed (Gemma 4). Why not one loop for each: on a GPU that is one more kernel. So the items are all heads of
-// `query`, after them all of `key`, and after them all of `value`.
+// Each head of query (count, query_heads, D) and, if the layer has some, of key (count, kv_heads, D); and of value
+// where it is normed (Gemma 4). Why not one loop for each: on a GPU that is one more kernel. So the items are all heads
+// of `query`, after them all of `key`, and after them all of `value`.
 template <class M>
 void norm_and_rope(M &m, float *query, float *key, float *value, const LayerWeights &w, double epsilon,
                    const Pass &pass) {

@@ -58,6 +58,19 @@ __attribute__((format(printf, 1, 2))) inline std::string formatted(const char *f
     throw Error(line);
 }
 
+// ---- Words ---------------------------------------------------------------------------------------------------------
+
+// Lists of words stand in texts, with a blank, comma or bar between.
+inline std::vector<std::string> split(const std::string &list, char between = ' ') {
+    std::vector<std::string> words(1);
+    for (char c : list) c == between ? words.push_back("") : words.back().push_back(c);
+    return words;
+}
+inline bool has(const std::string &list, const std::string &word, char between = ' ') {
+    std::vector<std::string> words = split(list, between);
+    return std::count(words.begin(), words.end(), word) > 0;
+}
+
 // ---- Files ---------------------------------------------------------------------------------------------------------
 
 struct Unmap {

@@ -405,8 +405,8 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
     return windows;
 }
 
-// What differs from layer to layer: window, RoPE, and in Gemma 4 heads, which Transformers 5 writes to per_layer_config.
-// The last num_kv_shared_layers read the rows of others.
+// What differs from layer to layer: window, RoPE, and in Gemma 4 heads, which Transformers 5 writes to
+// per_layer_config. The last num_kv_shared_layers read the rows of others.
 inline void read_layers(const Section &config, const Family &family, const Kind &common, Config &out) {
     const bool gemma4 = family.has("gemma4");
     const std::vector<int> windows = read_windows(config, family, out.layers);

@@ -21,16 +21,6 @@ inline std::string in_units(double bytes) {
     return formatted(bytes < 999.5 ? "%.3g %s" : "%.0f %s", bytes, units[unit]);
 }
 
-// Lists of words stand in texts, with a blank, comma or bar between.
-inline std::vector<std::string> split(const std::string &list, char between = ' ') {
-    std::vector<std::string> words(1);
-    for (char c : list) c == between ? words.push_back("") : words.back().push_back(c);
-    return words;
-}
-inline bool has(const std::string &list, const std::string &word, char between = ' ') {
-    std::vector<std::string> words = split(list, between);
-    return std::count(words.begin(), words.end(), word) > 0;
-}
 inline std::string joined(const std::vector<std::string> &items, const char *between) {
     std::string all;
     for (const std::string &item : items) all += (all.empty() ? "" : between) + item;

@@ -224,8 +224,8 @@ TEST_CASE("a model or a cache without room on the card is told in one line") {
 TEST_CASE("a function of a library is found, and one that is not there named, with what helps") {
     auto *cosine = (double (*)(double))library_function("libm.so.6", "cos");
     CHECK(cosine(0) == 1);
-    for (const std::string &library : {"libm.so.6", "libnobody_has.so.1"}) {
-        std::string line = error_of([&] { library_function(library.c_str(), "nobody_has_this"); });
+    for (const char *library : {"libm.so.6", "libnobody_has.so.1"}) {
+        std::string line = error_of([&] { library_function(library, "nobody_has_this"); });
         CHECK(contains(line, library));
         CHECK(contains(line, "install it, or add --device cpu"));
     }

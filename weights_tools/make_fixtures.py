@@ -191,7 +191,7 @@ def load(directory):
 
 
 def try_seed(directory, case, seed):
-    """Writes the checkpoint for one seed; returns (prompt, greedy, logits), or None where a step is too close a call."""
+    """Writes the checkpoint for one seed; returns (prompt, greedy, logits), or None where a step is too close."""
     ends = case.get("ends", 2)
     config = FAMILIES[case["family"]](**case["config"], bos_token_id=1, eos_token_id=ends, pad_token_id=None)
     torch.manual_seed(seed)
