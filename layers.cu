@@ -51,6 +51,7 @@ struct Pass {
     Heads heads = {};
     const Span *spans_on_host = nullptr;  // the same spans, where a GPU computes: for what is planned on the host
     int kind = 0;                         // in Config::kinds
+    int window = 0;                       // the kind's; 0: none
 };
 
 // For each token of a batch: its row, its sequence, its position, and the positions [first, behind) that its sequence
@@ -106,7 +107,7 @@ inline std::vector<Pass> begin_pass(Activations &a, Memory &memory, const Config
         for (auto *buffer : {&of.key, &of.value}) buffer->resize(memory, count * kind.kv_heads * width);
         of.cos_sin.resize(memory, count * width);
         passes.push_back({(int)count, a.tokens.data(), a.spans.data(), of.cos_sin.data(), of.frequencies.data(),
-                          heads_of(config, kind), a.spans_on_host.data(), (int)i});
+                          heads_of(config, kind), a.spans_on_host.data(), (int)i, kind.window});
     }
     return passes;
 }

@@ -59,14 +59,16 @@ static Shape random_shape(Random &random) {
         kind = kind_of(one_of(random, {1, 2, 4}), one_of(random, {8, 16, 20, 34}),
                        one_of(random, {0, 0, 1, 2, 7, 16, 31, 33, 40, 100}), one_of(random, {0, 100, 10000, 1000000}));
         if (coin()) kind.rope.kind = RopeScaling::linear, kind.rope.factor = 8;
+        if (coin()) kind.rope.turned = 0.25;
     }
+    shape.qk_norm = coin(), shape.value_norm = coin(), shape.post_norms = coin(), shape.gelu = coin();
     std::vector<bool> begun(kinds.size());
     for (int layers = 2 + below(random, 5); layers > 0; layers--) {
         const int at = below(random, (int)kinds.size());
-        shape.list.push_back({kinds[at], !begun[at] || below(random, 3) > 0, coin()});
+        const float scale = shape.post_norms ? (float)random.uniform(0.3, 1) : 1;
+        shape.list.push_back({kinds[at], !begun[at] || below(random, 3) > 0, coin(), scale});
         begun[at] = true;
     }
-    shape.qk_norm = coin(), shape.value_norm = coin(), shape.post_norms = coin(), shape.gelu = coin();
     if (coin()) shape.score_scale = random.uniform(0.05, 0.5);
     if (coin()) shape.embedding_scale = std::sqrt(32.0);
     return shape;
