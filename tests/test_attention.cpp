@@ -50,7 +50,7 @@ struct Story {
 };
 
 // The tokens of one pass, as the model's layer would hand them over.
-struct Batch {
+struct Given {
     std::vector<Span> spans;  // each of 1
     std::vector<float> keys, values, queries;
     int count() const { return (int)spans.size(); }
@@ -100,7 +100,7 @@ struct Scene {
     }
 
     // `count` positions of a sequence's story from `first` on.
-    void add(Batch &batch, int sequence, int first, int count) const {
+    void add(Given &batch, int sequence, int first, int count) const {
         const Story &story = stories[sequence];
         for (int t = first; t < first + count; t++) {
             batch.spans.push_back({batch.count(), 1, sequence, t, first, first + count});
@@ -113,25 +113,25 @@ struct Scene {
         }
     }
 
-    Attention task_of(Batch &batch, float *out, const CacheView &view, int layer_window) const {
+    Attention task_of(Given &batch, float *out, const CacheView &view, int layer_window) const {
         PassVectors keys = {batch.keys.data(), heads.kv, heads.width},
                     values = {batch.values.data(), heads.kv, value_width()};
         return {out, batch.queries.data(), keys, values, view, 1, visible_of(view.layout, layer_window),
                 heads, 1 / std::sqrt((float)heads.width), {}};
     }
-    Pass pass_of(const Batch &batch) const {
+    Pass pass_of(const Given &batch) const {
         return {batch.count(), nullptr, batch.spans.data(), nullptr, frequencies.data(), heads};
     }
 
     // Makes room for a pass and stores its keys and values.
-    Batch begin(const std::vector<Growth> &growths) {
-        Batch batch;
+    Given begin(const std::vector<Growth> &growths) {
+        Given batch;
         for (const Growth &growth : growths)
             add(batch, growth.sequence, grow(cache, growth.sequence, growth.count), growth.count);
         store(batch);
         return batch;
     }
-    void store(Batch &batch) {
+    void store(Given &batch) {
         std::vector<float> cos_sin((size_t)batch.count() * heads.width);
         Pass pass = pass_of(batch);
         pass.cos_sin = cos_sin.data();
@@ -143,8 +143,8 @@ struct Scene {
     }
 
     // (tokens from how.first on, query_heads, value_width)
-    std::vector<float> attended(Batch &batch, How how = {}) const { return attended(batch, how, cache.stores[0].view); }
-    std::vector<float> attended(Batch &batch, How how, const CacheView &view) const {
+    std::vector<float> attended(Given &batch, How how = {}) const { return attended(batch, how, cache.stores[0].view); }
+    std::vector<float> attended(Given &batch, How how, const CacheView &view) const {
         size_t rows = (size_t)(batch.count() - how.first);
         std::vector<float> out(rows * heads.query * value_width(), NAN);
         Attention task = task_of(batch, out.data(), view, how.layer_window);
@@ -166,14 +166,14 @@ struct Scene {
         return out;
     }
 
-    void end(Batch &batch) {
+    void end(Given &batch) {
         Attention task = task_of(batch, nullptr, cache.stores[0].view, 0);
         Pass pass = pass_of(batch);
         cpu->run([&] { plain::keep_residual(*cpu, task, pass); });
     }
 
     void step(const std::vector<Growth> &growths, How how = {}) {
-        Batch batch = begin(growths);
+        Given batch = begin(growths);
         std::vector<float> out = attended(batch, how);
         end(batch);
         size_t width = out.size() / batch.spans.size();
@@ -188,7 +188,7 @@ struct Scene {
     // Grows one sequence to `length`, in the longest passes there may be; without asking any query.
     void fill(int sequence, int length) {
         for (int rest; (rest = length - cache.lengths[sequence]) > 0;) {
-            Batch batch = begin({{sequence, std::min(rest, most_a_pass())}});
+            Given batch = begin({{sequence, std::min(rest, most_a_pass())}});
             end(batch);
         }
     }
@@ -278,7 +278,7 @@ TEST_CASE("the naive path is the equation, all in this pass, and what an f32 cac
                 Scene scene(heads, heads.width, 1, tokens, view.window ? Layout(Ring{}) : Layout(Contiguous{}), F32{},
                             F32{}, shape);
                 scene.tell(random, 0, tokens);
-                Batch all;
+                Given all;
                 scene.add(all, 0, 0, tokens);
                 CacheView nothing;
                 nothing.layout = scene.cache.layout;
@@ -330,7 +330,7 @@ TEST_CASE("attention is the equation over every cache: layout, precision of K an
         for (int end : {29, 31, 32, 33, 63, 64, 96, 192, 253, 255, 256, 257, 400, 599, 600}) {
             if (singly) scene.fill(0, std::min(600, 2 * end)), scene.fill(1, end - 1);
             for (int rest; (rest = end - scene.cache.lengths[1]) > 0;) {
-                Batch pass = scene.begin({{1, std::min(rest, scene.most_a_pass())}});
+                Given pass = scene.begin({{1, std::min(rest, scene.most_a_pass())}});
                 int last = pass.spans.back().position, first = std::max(pass.spans[0].position, last - 1);
                 if (last + 1 == end && end != 29 && end != 96 && end != 192 && end != 400) {
                     size_t width = (size_t)heads.query * value_width;
@@ -374,7 +374,7 @@ TEST_CASE("sinks stand just before the window, however far it has gone") {
             scene.fill(0, sinks);
             scene.cache.lengths[0] = first;
             for (int i = 0; i < view.window; i++) {  // position first + i brings what the story has behind the sinks
-                Batch pass;
+                Given pass;
                 int t = grow(scene.cache, 0, 1);
                 pass.spans = {{0, 1, 0, t, t, t + 1}};
                 auto take = [&](const std::vector<float> &from, size_t row) {
@@ -417,7 +417,7 @@ TEST_CASE("as many sinks as there may be: of several splits, in any chunks, drop
         scene.tell(random, 0, full + 40);
         scene.run(0, full - 2, {}, 32);
         for (int count : {1, 30, 1, 5}) {
-            Batch pass = scene.begin({{0, count}});
+            Given pass = scene.begin({{0, count}});
             const int first = pass.spans[0].position;
             Expected expected = truth.at(range(first, first + count));
             CHECK(worst(scene.attended(pass, plainly), expected) <= 1);
@@ -504,7 +504,7 @@ TEST_CASE("one number of a query that is none shows in what its head gives, and 
             Scene scene({6, 2, 40}, 40, 1, 100, Contiguous{}, type_k, F16{});
             scene.tell(random, 0, 100);
             scene.fill(0, 99);
-            Batch pass = scene.begin({{0, 1}});
+            Given pass = scene.begin({{0, 1}});
             std::vector<float> good = scene.attended(pass);
             pass.queries[2 * 40 + 7] = bad;
             std::vector<float> out = scene.attended(pass);
@@ -520,12 +520,12 @@ TEST_CASE("a token that is not a number is seen by none before it, also where th
             Scene scene(heads, heads.width, 1, 320, Contiguous{}, type_k, type_v);
             scene.tell(random, 0, 320);
             scene.fill(0, 230);
-            Batch pass;
+            Given pass;
             scene.add(pass, 0, 230, 40);
             const int bad = (int)(random.bits() % 40);
             CAPTURE(bad);
             for (bool plain : {true, false}) {
-                Batch good = pass, broken = pass;
+                Given good = pass, broken = pass;
                 std::fill_n(broken.values.begin() + (size_t)bad * heads.kv * heads.width, heads.width, NAN);
                 std::fill_n(broken.keys.begin() + (size_t)bad * heads.kv * heads.width, heads.width, INFINITY);
                 How how = {0, Route::engines_choice, 1, plain};
@@ -555,7 +555,7 @@ TEST_CASE("positions that are not filled, not yet visible or no longer visible n
             for (int position : {0, 1, 255, 256, 511, 519}) {
                 CAPTURE(position);
                 scene.fill(1, position);
-                Batch pass = scene.begin({{1, 1}});
+                Given pass = scene.begin({{1, 1}});
                 for (Route route : {Route::by_split, Route::by_tile})
                     REQUIRE(worst(scene.attended(pass, {window, route, 1}), truth.at({position}, window)) <= 1);
                 scene.end(pass);
@@ -568,7 +568,7 @@ TEST_CASE("positions that are not filled, not yet visible or no longer visible n
             std::fill(old.stories[0].keys.begin(), old.stories[0].keys.begin() + 320 * 20, NAN);
             std::fill(old.stories[0].values.begin(), old.stories[0].values.begin() + 320 * 20, NAN);
             old.fill(0, 320 + window - 1);
-            Batch pass = old.begin({{0, 1}});
+            Given pass = old.begin({{0, 1}});
             std::vector<float> out = old.attended(pass, {window, Route::engines_choice, 1});
             old.stories[0] = good;
             CHECK(worst(out, Truth(old, 0).at({320 + window - 1}, window)) <= 1);
@@ -598,7 +598,7 @@ TEST_CASE("one dominating key gives its value, wherever it is; huge scores neith
     const int width = 20, tokens = 600;
     auto check = [&](std::vector<float> scores, int best, float sign) {
         Scene scene = scene_of_scores(random, scores, width, sign);
-        Batch pass = scene.begin({{0, 1}});
+        Given pass = scene.begin({{0, 1}});
         for (Route route : {Route::by_tile, Route::by_split})
             CHECK(same_bits(scene.attended(pass, {0, route, 1}),
                             rows_of(scene.stories[0].values, width, best, best + 1)));
@@ -621,7 +621,7 @@ TEST_CASE("equal scores, huge ones too, give the mean of the visible values") {
     Random random = seeded();
     for (float size : {0.0f, 1.0f, 1e4f, -1e4f, 1.2345e10f, -3.3e20f}) {
         Scene scene = scene_of_scores(random, std::vector<float>(500, size), 24);
-        Batch pass = scene.begin({{0, 1}});
+        Given pass = scene.begin({{0, 1}});
         for (int window : {0, 1, 7, 300}) {
             CAPTURE(size);
             CAPTURE(window);
@@ -649,7 +649,7 @@ TEST_CASE("rows so wide that sums of codes times 32,767 would not fit 32 bits") 
         std::fill(story.queries.begin(), story.queries.end(), 1.0f);
         for (size_t i = 0; i < story.keys.size(); i++) story.keys[i] = i / width % 32 == 7 ? 1.0f : 0.96875f;
         scene.fill(0, 69);
-        Batch pass = scene.begin({{0, 1}});
+        Given pass = scene.begin({{0, 1}});
         CHECK(worst(scene.attended(pass), Truth(scene, 0).at({69})) <= 1);
     }
 }
@@ -714,7 +714,7 @@ TEST_CASE("tiles hold tokens that follow one another in a sequence, as many as f
     for (int group : {96, 32, 24, 1}) {
         for (bool blocks : {false, true}) {
             Scene scene({group, 1, 8}, 8, 3, 64, Contiguous{}, F16{}, blocks ? Precision(Int4{}) : Precision(F16{}));
-            Batch batch;
+            Given batch;
             for (auto [sequence, first, count] : {std::array{0, 29, 6}, {1, 31, 2}, {2, 0, 1}})
                 for (int t = first; t < first + count; t++)
                     batch.spans.push_back({batch.count(), 1, sequence, t, first, first + count});
