@@ -123,10 +123,11 @@ inline Outcome run_well(const Words &arguments, int status = 0) {
     return result;
 }
 
-// What a command prints with --json, and nothing else.
-inline Json run_json(const Words &arguments, int status = 0) {
+// What a command prints with --json, and nothing else but a note, if one is expected.
+inline Json run_json(const Words &arguments, int status = 0, const std::string &note = "") {
     Outcome result = run_well(arguments + Words{"--json"}, status);
-    CHECK_MESSAGE(result.err.empty(), result);
+    CHECK_MESSAGE(result.err.empty() == note.empty(), result);
+    check_contains(result.err, note);
     return parse_json(result.command, result.out);
 }
 
