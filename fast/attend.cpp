@@ -756,10 +756,9 @@ void attention(Cpu &m, const Attention &task, const Pass &pass) {
         const Partials total = plan.at(tile, kv_head, 0).from(q);
         const int per_kv = heads.per_kv(), head = kv_head * per_kv + q % per_kv;
         float *out = task.out + width * ((plan.tiles[tile].row + q / per_kv) * (int64_t)heads.query + head);
-        const float sink = task.sink(head), most = std::max(total.partials->max_score, sink);
-        const float rescale = std::exp(total.partials->max_score - most);
-        const float sum = total.partials->sum * rescale + std::exp(sink - most);
-        for (int c = 0; c < width; c++) out[c] = total.values[c] * rescale / sum;
+        // Beside a sink that is far above all scores the sum is infinite, and nothing is left of the values.
+        const float sum = total.partials->sum + std::exp(task.sink(head) - total.partials->max_score);
+        for (int c = 0; c < width; c++) out[c] = total.values[c] / sum;
     };
     auto attend = [&](int64_t item, Alone) {
         thread_local std::vector<Partial> partials;  // of one part

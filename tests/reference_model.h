@@ -34,7 +34,7 @@ inline Doubles normed(Doubles x, const Tensor &norm, double epsilon) {
 // Transformers has them.
 inline Doubles turned(Doubles x, const Kind &kind, int position) {
     const size_t width = (size_t)kind.key_width, half = width / 2;
-    for (size_t i = 0; kind.rope_theta && i < half * kind.rope.turned; i++) {
+    for (size_t i = 0; kind.rope_theta && i < std::floor((double)half * kind.rope.turned); i++) {
         float frequency = 1 / std::pow((float)kind.rope_theta, 2 * (float)i / (float)width);
         if (kind.rope.kind == RopeScaling::linear) frequency /= (float)kind.rope.factor;
         const double angle = position * (double)frequency;

@@ -1,3 +1,4 @@
-// test_kinds.cpp without fast/: what the story alone makes of layers of several kinds, as ./llm-plain has them.
+// Both tests of layers of several kinds without fast/: what the story alone makes of them, as ./llm-plain has them.
 #define PLAIN
 #include "test_kinds.cpp"
+#include "test_kinds_back.cpp"

@@ -1,0 +1,172 @@
+// What the tests of layers of several kinds share: models, made up by hand or drawn, and what must be true of any cache.
+#pragma once
+
+#define POISON_FREED_PAGES
+#include "reference_model.h"
+#include "scene.h"
+
+using namespace scene;
+using reference::Random;
+using reference::same_bits;
+
+#ifdef PLAIN
+constexpr bool plain_path = true;
+#else
+constexpr bool plain_path = false;
+#endif
+
+inline int below(Random &random, int end) { return (int)(random.bits() % (uint64_t)end); }
+inline int one_of(Random &random, const std::vector<int> &list) { return list[below(random, (int)list.size())]; }
+
+// ||values - expected|| / ||expected||; of a NaN it is one, too.
+template <class Numbers>
+double relative_error(const Vector &values, const Numbers &expected) {
+    REQUIRE(values.size() == expected.size());
+    double difference = 0, size = 0;
+    for (size_t i = 0; i < values.size(); i++) {
+        difference += std::pow((double)values[i] - expected[i], 2);
+        size += std::pow((double)expected[i], 2);
+    }
+    return std::sqrt(difference / size);
+}
+
+// Of the naive path and an f32 cache. The plain naive path is the equation, which has another order of sums.
+inline bool agree(const Vector &naive, const Vector &cached) {
+    return plain_path ? relative_error(cached, naive) <= 1e-5 : same_bits(naive, cached);
+}
+
+inline bool finite(const Vector &numbers) {
+    return std::all_of(numbers.begin(), numbers.end(), [](float x) { return std::isfinite(x); });
+}
+
+// ---- Models ------------------------------------------------------------------------------------------------
+
+// All that can be together: layers 0, 3 see all, 1, 2 and 4 look back 7 and 5 looks back 40; 2 reads what 1 stored, 3
+// what 0 did.
+inline Shape mixed_shape(int narrow = 7, int wide = 40) {
+    Shape shape = {0, 16, 24, 4, 0, 0, 23};
+    const Kind global = kind_of(1, 16, 0, 1e6), local = kind_of(2, 10, narrow), other = kind_of(4, 8, wide, 0);
+    shape.list = {{global}, {local}, {local, false}, {global, false}, {local, true, true}, {other, true, true}};
+    return shape;
+}
+
+inline Shape random_shape(Random &random) {
+    Shape shape = {0, 32, 48, 4, 0, 0, 29};
+    auto coin = [&] { return below(random, 2) == 1; };
+    std::vector<Kind> kinds(1 + below(random, 3));
+    for (Kind &kind : kinds) {
+        kind = kind_of(one_of(random, {1, 2, 4}), one_of(random, {8, 16, 20, 34}),
+                       one_of(random, {0, 0, 1, 2, 7, 16, 31, 33, 40, 100}), one_of(random, {0, 100, 10000, 1000000}));
+        if (coin()) kind.rope.kind = RopeScaling::linear, kind.rope.factor = 8;
+        if (coin()) kind.rope.turned = 0.25;
+    }
+    shape.qk_norm = coin(), shape.value_norm = coin(), shape.post_norms = coin(), shape.gelu = coin();
+    std::vector<bool> begun(kinds.size());
+    for (int layers = 2 + below(random, 5); layers > 0; layers--) {
+        const int at = below(random, (int)kinds.size());
+        const float scale = shape.post_norms ? (float)random.uniform(0.3, 1) : 1;
+        shape.list.push_back({kinds[at], !begun[at] || below(random, 3) > 0, coin(), scale});
+        begun[at] = true;
+    }
+    if (coin()) shape.score_scale = random.uniform(0.05, 0.25);
+    if (coin()) shape.embedding_scale = std::sqrt(32.0);
+    return shape;
+}
+
+inline Place random_place(Random &random, int tokens) {
+    Place place = below(random, 3) ? paged(one_of(random, {1, 3, 7, 16, 32, 48, 200})) : Place{};
+    if (below(random, 3) == 0) place = ring(tokens + below(random, 90), below(random, 5));
+    place.all = below(random, 4) == 0;
+    return place;
+}
+
+// ---- Caches ------------------------------------------------------------------------------------------------
+
+// A page is free or in tables, and in these as often as it has references. A table has all that its sequence holds,
+// from the first page that was not given back on, and the machine's table has it, too.
+inline void check_pages(const Cache &cache) {
+    for (const Store &store : cache.stores) {
+        if (!store.pool) continue;
+        const PagePool &pool = *store.pool;
+        std::vector<int> held(pool.references.size()), free(held.size());
+        bool right = true;
+        for (int i = 0; i < (int)pool.table.size(); i++) {
+            const int sequence = i / (int)pool.pages_per_sequence, logical = i % (int)pool.pages_per_sequence;
+            const int end = pages_for(cache.lengths[sequence], pool.page), page = pool.table[i];
+            right = right && (page >= 0) == (logical >= pool.first[sequence] && logical < end);
+            if (page >= 0) held.at(page)++, right = right && store.page_table[i] == page;
+        }
+        for (int page : pool.free) free.at(page)++;
+        for (size_t page = 0; page < held.size(); page++) right = right && (held[page] > 0) + free[page] == 1;
+        REQUIRE((right && held == pool.references));
+    }
+}
+
+inline void check_all_free(const Cache &cache) {
+    for (const Store &store : cache.stores)
+        if (store.pool) CHECK((store.pool->used() == 0 && store.pool->first[0] == 0));
+}
+
+// All of a cache: what is known of its sequences and pages, and each byte that it holds.
+struct Everything {
+    Tokens numbers;
+    std::vector<std::string> bytes;
+    explicit Everything(const Cache &cache) : numbers(cache.lengths) {
+        auto add = [&](const Tokens &more) { numbers.insert(numbers.end(), more.begin(), more.end()); };
+        add(cache.reached);
+        for (const Store &store : cache.stores) {
+            if (store.pool) add(store.pool->table), add(store.pool->free), add(store.pool->first);
+            const CacheView &view = store.view;
+            for (const CacheRows *rows : {&view.keys, &view.values, &view.residual_keys, &view.residual_values,
+                                          &view.sink_keys, &view.sink_values})
+                bytes.emplace_back(rows->data, rows->data ? rows->bytes(store.shape.layers) : 0);
+        }
+    }
+    bool operator==(const Everything &other) const { return numbers == other.numbers && bytes == other.bytes; }
+};
+
+// Of the rows of all stores: keys, values.
+inline std::vector<std::string> stored_bytes(const Cache &cache) {
+    std::vector<std::string> bytes;
+    for (const Store &store : cache.stores)
+        for (const CacheRows *rows : {&store.view.keys, &store.view.values})
+            bytes.emplace_back(rows->data, rows->bytes(store.shape.layers));
+    return bytes;
+}
+
+// Logits of each position, in passes of any length among two other sequences, which get some tokens or none.
+inline Vector among_others(Engine &engine, const Precision &type_k, const Precision &type_v, const Place &place,
+                           const Tokens &tokens, Random &random) {
+    const int total = (int)tokens.size(), mine = below(random, 3), most = 1 + below(random, 64);
+    Cache cache = cache_for(engine, type_k, type_v, total, place, 3);
+    Vector rows;
+    for (int done = 0; done < total;) {
+        Batch batch;
+        int row = 0, count = std::min({total - done, chunk_of(cache), below(random, 3) ? 1 + below(random, most) : 1});
+        for (int i = 0, begin = below(random, 3); i < 3; i++) {
+            const int sequence = (begin + i) % 3;
+            const int more = sequence == mine ? count : std::min(below(random, 4), total - cache.lengths[sequence]);
+            if (sequence == mine) row = batch.count();
+            const int first = grow(cache, sequence, more);
+            for (int t = first; t < first + more; t++)
+                batch.add(tokens[sequence == mine ? t : below(random, total)], sequence, t);
+        }
+        check_pages(cache);
+        forward(engine, batch, cache.stores);
+        const Vector found = logits(engine, row, count);
+        rows.insert(rows.end(), found.begin(), found.end());
+        done += count;
+    }
+    return rows;
+}
+
+// In chunks of `chunk` by prefill(), then by decode().
+inline Vector cached(Engine &engine, const Precision &type_k, const Precision &type_v, const Place &place,
+                     const Tokens &tokens, int chunk, int decoded) {
+    engine.chunk = chunk;
+    Cache cache = cache_for(engine, type_k, type_v, (int)tokens.size(), place);
+    Vector rows = cached_rows(engine, cache, 0, tokens, (int)tokens.size(), decoded);
+    check_pages(cache);
+    engine.chunk = 512;
+    return rows;
+}
