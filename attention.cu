@@ -3,8 +3,8 @@
 //   o = softmax(q K^T / sqrt(D)) V        for each query head; K and V of the positions the query may see
 //
 // A query at position p sees 0 .. p, or what `Visible` (cache.h) says of windows and sinks. With grouped queries
-// (Ainslie et al. 2023, GQA), query head h reads KV head h / (heads / kv_heads). Some models learn a sink for each query
-// head: a score without a value, which takes its part of the softmax (OpenAI 2025, gpt-oss).
+// (Ainslie et al. 2023, GQA), query head h reads KV head h / (heads / kv_heads). Some models learn a sink for each
+// query head: a score without a value, which takes its part of the softmax (OpenAI 2025, gpt-oss).
 #pragma once
 
 #include "cache.h"

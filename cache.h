@@ -184,8 +184,8 @@ struct CacheView {
     }
 };
 
-// The rows of all layers of a kind. Without memory it is the naive path's: nothing is stored, and the layout says what a
-// query sees.
+// The rows of all layers of a kind. Without memory it is the naive path's: nothing is stored, and the layout says what
+// a query sees.
 struct Store {
     CacheShape shape = {};
     Layout layout = {};
@@ -445,34 +445,38 @@ void restore_residual(Memory &memory, const Store &store, int sequence, int leng
     (keys ? store.view.type_k : store.view.type_v).visit(restore_layers);
 }
 
+// The first position of a sequence that a store still holds. Those before it were overwritten in a ring, or their pages
+// were given back: of a block of codes that lost one nothing is left.
+inline int first_kept(const Cache &cache, const Store &store, int sequence) {
+    if (auto *ring = std::get_if<Ring>(&store.layout)) return std::max(0, cache.reached[sequence] - ring->slots);
+    const int first = store.pool ? store.pool->first[sequence] * store.pool->page : 0;
+    const bool blocks = has_blocks(cache.type_k) || has_blocks(cache.type_v);
+    return blocks ? (first + group_size - 1) / group_size * group_size : first;
+}
+
 inline void restore_residuals(Cache &cache, int sequence, int length) {
+    const int block = (length - 1) / group_size * group_size;
     for (const Store &store : cache.stores) {
+        if (store.pool && block < first_kept(cache, store, sequence)) continue;  // given back: nobody sees it any more
         restore_residual<true>(*cache.memory, store, sequence, length);
         restore_residual<false>(*cache.memory, store, sequence, length);
     }
 }
 
-// The first position of a sequence whose row a store still holds. Positions before it were overwritten in a ring, or
-// their pages were given back.
-inline int first_kept(const Cache &cache, const Store &store, int sequence) {
-    if (auto *ring = std::get_if<Ring>(&store.layout)) return std::max(0, cache.reached[sequence] - ring->slots);
-    return store.pool ? store.pool->first[sequence] * store.pool->page : 0;
-}
-
 // Forgets the positions of a sequence from `length` on. Why not by its length alone: pages go back to the pool; a block
 // of codes that is cut goes back to the residual block; and layers that keep a window only cannot go back further than
-// their rows. The last position that stays has seen back to length - sinks - window:
+// their rows:
 //
-//   ----|--------------|------------------------|-------------|
-//       first_kept <=  length - sinks - window  length        reached
+//   ----|--------------|---------------------------|-------------|
+//       first_kept <=  what the next query sees    length        reached
 inline void shrink(Cache &cache, int sequence, int length) {
     const int from = cache.lengths.at(sequence);
     if (length >= from) return;
     for (const Store &store : cache.stores) {
-        const int kept = first_kept(cache, store, sequence), window = kept_by(store.layout);
-        if (length > 0 && kept > std::max(0, length - window))
+        const Visible visible = visible_of(store.view.layout, store.shape.local);
+        if (const int kept = first_kept(cache, store, sequence); length > 0 && kept > visible.first(length))
             fail("the cache cannot go back from %d positions to %d: layers that see %d keep only those from %d on",
-                 cache.reached[sequence], length, window, kept);
+                 cache.reached[sequence], length, visible.window + visible.sinks, kept);
     }
     if (length == 0) cache.reached[sequence] = 0;
     if (length > 0 && (length - 1) / group_size != (from - 1) / group_size)

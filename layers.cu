@@ -51,6 +51,7 @@ struct Pass {
     Heads heads = {};
     const Span *spans_on_host = nullptr;  // the same spans, where a GPU computes: for what is planned on the host
     int kind = 0;                         // in Config::kinds
+    int window = 0;                       // the kind's; 0: none
 };
 
 // For each token of a batch: its row, its sequence, its position, and the positions [first, behind) that its sequence
@@ -106,7 +107,7 @@ inline std::vector<Pass> begin_pass(Activations &a, Memory &memory, const Config
         for (auto *buffer : {&of.key, &of.value}) buffer->resize(memory, count * kind.kv_heads * width);
         of.cos_sin.resize(memory, count * width);
         passes.push_back({(int)count, a.tokens.data(), a.spans.data(), of.cos_sin.data(), of.frequencies.data(),
-                          heads_of(config, kind), a.spans_on_host.data(), (int)i});
+                          heads_of(config, kind), a.spans_on_host.data(), (int)i, kind.window});
     }
     return passes;
 }
@@ -304,9 +305,9 @@ HOST_DEVICE void norm_and_rope_head(float *head, const Tensor &norm, const float
     }
 }
 
-// Each head of query (count, query_heads, D) and, if the layer has some, of key (count, kv_heads, D); and of value where
-// it is normed (Gemma 4). Why not one loop for each: on a GPU that is one more kernel. So the items are all heads of
-// `query`, after them all of `key`, and after them all of `value`.
+// Each head of query (count, query_heads, D) and, if the layer has some, of key (count, kv_heads, D); and of value
+// where it is normed (Gemma 4). Why not one loop for each: on a GPU that is one more kernel. So the items are all heads
+// of `query`, after them all of `key`, and after them all of `value`.
 template <class M>
 void norm_and_rope(M &m, float *query, float *key, float *value, const LayerWeights &w, double epsilon,
                    const Pass &pass) {

@@ -50,8 +50,8 @@ inline int take_pages(PagePool &pool, int sequence, int from, int to) {
     return count;
 }
 
-// Takes the pages [begin, end) of a sequence from its table, the last one first, so that they are handed out again in the
-// order of its positions. Returns those that no table holds any more: they are free.
+// Takes the pages [begin, end) of a sequence from its table, the last one first, so that they are handed out again in
+// the order of its positions. Returns those that no table holds any more: they are free.
 inline std::vector<int> release(PagePool &pool, int sequence, int begin, int end) {
     std::vector<int> freed;
     for (int logical = end - 1; logical >= begin; logical--) {

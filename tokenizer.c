@@ -7,7 +7,7 @@
 //   merging    t h e -> the         the pairs of the list of merges, the first of the list first
 #include "base/tokenizer_json.h"
 
-#include <stdio.h>
+#include <ctype.h>
 #include <stdlib.h>
 #include <string.h>
 #include <utf8proc.h>
@@ -61,8 +61,8 @@ static bool is_word(const char *s) {
     int c = code_point(s, &length);
     utf8proc_category_t category = utf8proc_category(c);
     return (category >= UTF8PROC_CATEGORY_LU && category <= UTF8PROC_CATEGORY_NL) || category == UTF8PROC_CATEGORY_PC ||
-           c == 0x200C || c == 0x200D || (c >= 0x24B6 && c <= 0x24E9) || (c >= 0x1F130 && c <= 0x1F149) ||
-           (c >= 0x1F150 && c <= 0x1F169) || (c >= 0x1F170 && c <= 0x1F189);
+           c == 0x200C || c == 0x200D ||
+           (category == UTF8PROC_CATEGORY_SO && ONIGENC_IS_CODE_ALPHA(ONIG_ENCODING_UTF8, c));  // letters in circles
 }
 
 // Byte-level BPE writes each byte as a printable character (Radford et al. 2019, GPT-2): the printable ones of
@@ -257,10 +257,9 @@ static void encode_word(Encoder *e, const char *s, size_t n) {
 
 static void run(Encoder *e, int step, const char *s, size_t n, bool at_start);
 
-// A piece between two cuts; it waits until it is known whether the next one is joined to it.
 typedef struct {
     size_t start, end;
-    bool any, match;
+    bool match;
 } Piece;
 
 static void give_piece(Encoder *e, int step, const char *s, Piece piece, bool at_start) {
@@ -268,28 +267,24 @@ static void give_piece(Encoder *e, int step, const char *s, Piece piece, bool at
     if (!removed) run(e, step + 1, s + piece.start, piece.end - piece.start, at_start && piece.start == 0);
 }
 
-static void take_piece(Encoder *e, int step, const char *s, Piece *waiting, Piece piece, bool at_start) {
-    const Step *split = &e->tokenizer->encode.steps[step];
-    piece.match ^= split->invert;
-    bool join = waiting->any && ((split->mode == CONTIGUOUS && waiting->match == piece.match) ||
-                                 (split->mode == MERGED_WITH_PREVIOUS && !waiting->match && piece.match) ||
-                                 (split->mode == MERGED_WITH_NEXT && waiting->match && !piece.match));
-    if (join)
-        piece.start = waiting->start;
-    else
-        give_piece(e, step, s, *waiting, at_start);
-    *waiting = piece;
-}
-
+// Cuts a text before and behind each match. A piece waits until it is known whether the next one is joined to it.
 static void split(Encoder *e, int step, const char *s, size_t n, bool at_start) {
-    regex_t *regex = e->tokenizer->encode.steps[step].regex;
+    const Step *split = &e->tokenizer->encode.steps[step];
+    Match match = FIRST_MATCH;
     Piece waiting = {0};
-    size_t done = 0;
-    for (Match match = FIRST_MATCH; next_match(&e->matcher, regex, s, n, &match); done = match.end) {
-        if (match.start > done) take_piece(e, step, s, &waiting, (Piece){done, match.start, true, false}, at_start);
-        take_piece(e, step, s, &waiting, (Piece){match.start, match.end, true, true}, at_start);
+    for (bool more = true; more;) {
+        size_t done = match.end;
+        more = next_match(&e->matcher, split->regex, s, n, &match);
+        Piece pieces[] = {{done, more ? match.start : n, split->invert}, {match.start, match.end, !split->invert}};
+        for (int i = pieces[0].start == pieces[0].end; i < (more ? 2 : 1); i++) {
+            bool join = (split->mode == CONTIGUOUS && waiting.match == pieces[i].match) ||
+                        (split->mode == MERGED_WITH_PREVIOUS && !waiting.match && pieces[i].match) ||
+                        (split->mode == MERGED_WITH_NEXT && waiting.match && !pieces[i].match);
+            if (!join) give_piece(e, step, s, waiting, at_start);
+            if (join) pieces[i].start = waiting.start;
+            waiting = pieces[i];
+        }
     }
-    if (n > done) take_piece(e, step, s, &waiting, (Piece){done, n, true, false}, at_start);
     give_piece(e, step, s, waiting, at_start);
 }
 
@@ -317,14 +312,10 @@ static void normalize(const Step *step, const char *s, size_t n, Bytes *out, Err
         }
     }
     if (count - run > 1) qsort(marked + run, count - run, sizeof *marked, by_number);
-    utf8proc_int32_t *codes = reserve(error, NULL, &(size_t){0}, count, sizeof *codes);
+    utf8proc_int32_t *codes = reserve(error, NULL, &(size_t){0}, count + 1, sizeof *codes);
     for (size_t i = 0; i < count && !error->failed; i++) codes[i] = (utf8proc_int32_t)(marked[i] & 0xFFFFFF);
-    if (!error->failed)
-        count = (size_t)utf8proc_normalize_utf32(codes, (utf8proc_ssize_t)count, step->mode | UTF8PROC_STABLE);
-    for (size_t i = 0; i < count && !error->failed; i++) {
-        utf8proc_uint8_t utf8[4];
-        append(error, out, (const char *)utf8, (size_t)utf8proc_encode_char(codes[i], utf8));
-    }
+    if (!error->failed) count = (size_t)utf8proc_reencode(codes, (utf8proc_ssize_t)count, step->mode | UTF8PROC_STABLE);
+    append(error, out, (const char *)codes, count);  // composed, and as UTF-8
     free(marked);
     free(codes);
 }
@@ -452,11 +443,9 @@ int tokenizer_encode(const Tokenizer *t, const char *text, size_t length, bool a
     run(&e, 0, text, length, true);
     for (int i = 0; add_special && i < t->after_count; i++) push_id(&e, t->after[i]);
     encoder_close(&e);
-    if (error.failed)
-        free(e.ids);
-    else
-        *ids = e.ids;
-    return error.failed ? -1 : (int)e.count;
+    if (!error.failed) return *ids = e.ids, (int)e.count;
+    free(e.ids);
+    return -1;
 }
 
 // ---- Decoding ----------------------------------------------------------------------------------------------
@@ -466,8 +455,8 @@ struct TokenizerStream {
     bool skip_special;
     Error error;
     Matcher matcher;
-    Bytes scratch[MAX_STEPS];  // REPLACE, METASPACE: a step's output · BYTES, BYTE_FALLBACK: not yet characters
-    size_t seen[MAX_STEPS];    // STRIP: characters looked at · METASPACE, JOIN: tokens
+    Bytes scratch[MAX_STEPS];  // REPLACE: a step's output · BYTES, BYTE_FALLBACK: not yet characters
+    size_t seen[MAX_STEPS];    // STRIP: characters looked at · REPLACE, JOIN: tokens
     Bytes out;
 };
 
@@ -496,14 +485,15 @@ static void show_characters(TokenizerStream *stream, int index, Bytes *bytes, bo
 // Byte-level: the bytes its characters stand for, or, if one stands for none, the token as it is.
 static void show_bytes(TokenizerStream *stream, int index, const char *s, size_t n) {
     Bytes *bytes = &stream->scratch[index];
-    size_t to = bytes->length, length;
-    bool mapped = true;
-    for (size_t at = 0; at < n; at += length) mapped = mapped && character_byte(code_point(s + at, &length)) >= 0;
-    append(&stream->error, bytes, s, n);
-    if (stream->error.failed) return;
-    for (size_t at = 0; mapped && at < n; at += length)
-        bytes->data[to++] = (char)character_byte(code_point(s + at, &length));
-    if (mapped) bytes->length = to;
+    size_t before = bytes->length;
+    for (size_t at = 0, length; at < n; at += length) {
+        int byte = character_byte(code_point(s + at, &length));
+        append(&stream->error, bytes, &(char){(char)byte}, 1);
+        if (byte >= 0) continue;
+        bytes->length = before;
+        append(&stream->error, bytes, s, n);
+        break;
+    }
     show_characters(stream, index + 1, bytes, false);
 }
 
@@ -517,10 +507,8 @@ static void show_run(TokenizerStream *stream, int index) {
 }
 
 static void show_byte_token(TokenizerStream *stream, int index, const char *s, size_t n) {
-    const char *digits = "0123456789ABCDEF0123456789abcdef";
-    const char *high = n == 6 && s[3] ? strchr(digits, s[3]) : NULL, *low = high && s[4] ? strchr(digits, s[4]) : NULL;
-    if (low && !memcmp(s, "<0x", 3) && s[5] == '>') {
-        char byte = (char)((high - digits) % 16 * 16 + (low - digits) % 16);
+    if (n == 6 && !memcmp(s, "<0x", 3) && isxdigit((uint8_t)s[3]) && isxdigit((uint8_t)s[4]) && s[5] == '>') {
+        char byte = (char)strtol(s + 3, NULL, 16);
         append(&stream->error, &stream->scratch[index], &byte, 1);
     } else {
         show_run(stream, index);
@@ -538,20 +526,6 @@ static void show_stripped(TokenizerStream *stream, int index, const char *s, siz
     show(stream, index + 1, s, n);
 }
 
-// The sign becomes a space; in the first token it is dropped if one was put there in encoding.
-static void show_metaspace(TokenizerStream *stream, int index, const char *s, size_t n) {
-    const Step *step = &stream->tokenizer->decode.steps[index];
-    Bytes *out = &stream->scratch[index];
-    bool drop = step->mode && (step->fused || stream->seen[index]++ == 0);
-    out->length = 0;
-    for (size_t at = 0, length; at < n; at += length) {
-        code_point(s + at, &length);
-        bool sign = length == step->length && !memcmp(s + at, step->text, length);
-        append(&stream->error, out, sign ? " " : s + at, sign ? !drop : length);
-    }
-    show(stream, index + 1, out->data, out->length);
-}
-
 // Takes one token, or behind FUSE and BYTES a part of the text, through the decoder's steps from `index` on.
 static void show(TokenizerStream *stream, int index, const char *s, size_t n) {
     const Chain *chain = &stream->tokenizer->decode;
@@ -562,15 +536,15 @@ static void show(TokenizerStream *stream, int index, const char *s, size_t n) {
     if (step->kind == BYTES) return show_bytes(stream, index, s, n);
     if (step->kind == BYTE_FALLBACK) return show_byte_token(stream, index, s, n);
     if (step->kind == STRIP) return show_stripped(stream, index, s, n);
-    if (step->kind == METASPACE) return show_metaspace(stream, index, s, n);
     if (step->kind == REPLACE) {
+        Step replacing = *step;
+        if (step->mode && stream->seen[index]++ == 0) replacing.length = 0;
         out->length = 0;
-        replace(&stream->matcher, step, s, n, out);
+        replace(&stream->matcher, &replacing, s, n, out);
         return show(stream, index + 1, out->data, out->length);
     }
-    // FUSE has told the steps behind it; JOIN puts a space between tokens.
-    if (step->kind == JOIN && stream->seen[index]++) show(stream, index + 1, " ", 1);
-    show(stream, index + 1, s, n);
+    if (step->kind == JOIN && stream->seen[index]++) show(stream, index + 1, " ", 1);  // between tokens
+    show(stream, index + 1, s, n);  // FUSE has told the steps behind it
 }
 
 TokenizerStream *tokenizer_stream_begin(const Tokenizer *t, bool skip_special) {

@@ -1,15 +1,12 @@
-// Lists of types (layouts, precisions), each a std::variant: going through all, finding one by its name, carrying one
-// into a kernel.
+// Lists of types (layouts, precisions), each a std::variant: going through all, and carrying one into a kernel.
 #pragma once
 
 #include <algorithm>
-#include <string>
 #include <type_traits>
 #include <utility>
 #include <variant>
 
 #include "formats.h"
-#include "json.h"
 
 // Calls visit(Type{}) for each type of a list.
 template <class List, class Visit, size_t... index>
@@ -24,24 +21,6 @@ void for_each_type(Visit visit) {
 template <class List>
 const char *name_of(const List &choice) {
     return std::visit([](auto type) { return decltype(type)::name; }, choice);
-}
-
-// "contiguous paged ring"
-template <class List>
-std::string names_of() {
-    std::string names;
-    for_each_type<List>([&](auto type) { names += std::string(names.empty() ? "" : " ") + type.name; });
-    return names;
-}
-
-// The entry of a list by its name; whether there is one.
-template <class List>
-bool find_name(List &found, const std::string &name) {
-    bool known = false;
-    for_each_type<List>([&](auto type) {
-        if (name == type.name) found = type, known = true;
-    });
-    return known;
 }
 
 // One of the types of a list, for both machines: the type's place in the list, and the bytes of its object.

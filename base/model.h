@@ -190,7 +190,7 @@ constexpr Family families[] = {
     {"Gemma3ForCausalLM", "gemma3_text", 8, 4, 256, 262208, 131072, 4096, 6, 2, 1,
      "qkv? output? norms gemma gemma3 query_pre_attn_scalar"},
     {"Gemma4ForCausalLM", "gemma4_text", 8, 4, 256, 262144, 131072,  512, 6, 2, 1,
-     "qkv? output? norms gemma gemma4 num_kv_shared_layers"},
+     "qkv? output? norms gemma gemma4 num_kv_shared_layers per_layer_config"},
     {"GraniteSWAForCausalLM", "granite_swa", 20, 4, 0, 100352, 8192, 128, -4, 100257, 100257,
      "qkv? output? mlp? granite embedding_multiplier attention_multiplier layer_rope_theta"},
 };
@@ -260,7 +260,7 @@ inline void refuse_foreign_keys(const Section &config, const Family &family, con
          "nope_layer_interval attention_chunk_size attn_temperature_tuning rope_interleave alibi kv_lora_rank "
          "num_experts num_local_experts n_routed_experts use_parallel_residual parallel_attn attention_k_eq_v "
          "enable_moe_block use_double_wide_mlp hidden_size_per_layer_input use_bidirectional_attention "
-         "num_kv_shared_layers layer_rope_theta"},
+         "num_kv_shared_layers layer_rope_theta per_layer_config"},
         {family.has("norms"), "use_qk_norm qk_layernorm"},
         {1 / std::sqrt(kind.key_width), "attention_multiplier"},
         {kind.key_width, "query_pre_attn_scalar"},
@@ -405,8 +405,8 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
     return windows;
 }
 
-// What differs from layer to layer: window, RoPE, and heads, as Transformers 5 says it in per_layer_config, for any
-// family. The last num_kv_shared_layers read the rows of others.
+// What differs from layer to layer: window, RoPE, and in Gemma 4 heads, which Transformers 5 writes to
+// per_layer_config. The last num_kv_shared_layers read the rows of others.
 inline void read_layers(const Section &config, const Family &family, const Kind &common, Config &out) {
     const bool gemma4 = family.has("gemma4");
     const std::vector<int> windows = read_windows(config, family, out.layers);

@@ -22,13 +22,10 @@ inline void stop_if_interrupted() {
 
 // A line on the terminal below the cursor, so that a text that is just being written stays as it is: one down and up
 // again, for there must be a line; keep the place; to the line's beginning, do not wrap; and back to the place.
-inline bool progress_is_shown() {
-    static const bool terminal = isatty(2);
-    return terminal;
-}
+inline const bool progress_is_shown = isatty(2) == 1;
 inline std::atomic<bool> progress_stands{false};
 inline void show_progress(const std::string &text) {
-    if (!progress_is_shown()) return;
+    if (!progress_is_shown) return;
     progress_stands = true;
     fprintf(stderr, "\033D\033[A\0337\r\033[B\033[?7l%s\033[K\033[?7h\0338", text.c_str());
 }

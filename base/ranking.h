@@ -4,9 +4,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <utility>
 #include <vector>
+
+#include "formats.h"
 
 // e^x for x from -693 to 0, off by a few units of its last digit: x = n ln 2 + r, and e^r by its series. A compiler
 // computes several at a time in a loop of it, which it cannot with the library's, nor where x is bounded in here: of a
@@ -17,12 +18,7 @@ inline double exp_below_one(double x) {
     double power = 1.0 / 479001600;
     auto horner = [&](auto... factorials) { ((power = power * r + 1 / factorials), ...); };
     horner(39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0, 720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0);
-    uint64_t bits, exponent;
-    memcpy(&bits, &power, sizeof bits);
-    memcpy(&exponent, &shifted, sizeof exponent);
-    bits += exponent << 52;
-    memcpy(&power, &bits, sizeof power);
-    return power;
+    return bit_cast<double>(bit_cast<uint64_t>(power) + (bit_cast<uint64_t>(shifted) << 52));
 }
 
 // From the likeliest token to the least likely, the first of equals first. They are put into buckets by the size of p,
@@ -33,12 +29,9 @@ public:
     // p (token): probability, not normalised: the likeliest has 1.
     explicit Ranking(std::vector<double> probabilities)
         : p_(std::move(probabilities)), bucket_(p_.size()), sums_(buckets) {
-        const double one = 1;
-        uint64_t bits, most;
-        memcpy(&most, &one, sizeof most);
         for (size_t i = 0; i < p_.size(); i++) {
-            memcpy(&bits, &p_[i], sizeof bits);  // as whole numbers they have the order of p
-            bucket_[i] = (uint16_t)std::min((int)((most - bits) >> 45), last);
+            const uint64_t below_one = bit_cast<uint64_t>(1.0) - bit_cast<uint64_t>(p_[i]);  // bits have the order of p
+            bucket_[i] = (uint16_t)std::min((int)(below_one >> 45), last);
         }
         // Most of a vocabulary may be in the last bucket, and one sum would wait for each addition.
         const size_t side = 8, whole = p_.size() / side * side;

@@ -96,6 +96,16 @@ static void check_characters(const Bytes *json, Error *error) {
     }
 }
 
+// The members of an object in an order, an array to free(); of a list none.
+static const cJSON **sorted(Error *error, const cJSON *object, int order(const void *, const void *), size_t *count) {
+    size_t need = cJSON_IsObject(object) ? (size_t)cJSON_GetArraySize(object) : 0;
+    const cJSON *item, **items = reserve(error, NULL, &(size_t){0}, need, sizeof *items);
+    *count = 0;
+    cJSON_ArrayForEach(item, object) if (items) items[(*count)++] = item;
+    if (*count) qsort(items, *count, sizeof *items, order);
+    return items;
+}
+
 static int by_key(const void *a, const void *b) {
     return strcmp((*(const cJSON *const *)a)->string, (*(const cJSON *const *)b)->string);
 }
@@ -103,15 +113,9 @@ static int by_key(const void *a, const void *b) {
 // A key that stands twice in one object means either to one reader or the other, so it is refused. (In a vocabulary
 // add_token() sees it.)
 static void check_keys(const cJSON *object, Error *error) {
-    const cJSON *item, **items = NULL;
-    size_t count = 0, capacity = 0;
-    cJSON_ArrayForEach(item, object) {
-        if (!cJSON_IsObject(object) || strcmp(item->string, "vocab")) check_keys(item, error);
-        if (!cJSON_IsObject(object)) continue;
-        items = reserve(error, items, &capacity, count + 1, sizeof *items);
-        if (!error->failed) items[count++] = item;
-    }
-    if (count) qsort(items, count, sizeof *items, by_key);
+    size_t count;
+    const cJSON *item, **items = sorted(error, object, by_key, &count);
+    cJSON_ArrayForEach(item, object) if (!item->string || strcmp(item->string, "vocab")) check_keys(item, error);
     for (size_t i = 1; i < count; i++)
         if (!by_key(&items[i - 1], &items[i]))
             fail(error, "key \"%.60s\" stands twice in one object", items[i]->string);
@@ -243,35 +247,26 @@ static void load_vocabulary(Loader *l, const cJSON *vocab, const cJSON *added) {
     cJSON_ArrayForEach(item, vocab) if (!l->error->failed) add_token(l, item->valueint, item->string)->flags = IN_MODEL;
 }
 
-// "a b" or ["a", "b"], as one text with the length of its left part; false if it is neither.
-static bool read_pair(Loader *l, const cJSON *item, Bytes *whole, size_t *left) {
-    const char *a = cJSON_GetStringValue(item), *b = a ? strchr(a, ' ') : NULL;
-    *left = b ? (size_t)(b++ - a) : 0;
-    if (b && strchr(b, ' ')) return false;
-    if (cJSON_IsArray(item) && cJSON_GetArraySize(item) == 2) {
-        a = cJSON_GetStringValue(item->child);
-        b = a ? cJSON_GetStringValue(item->child->next) : NULL;
-        *left = b ? strlen(a) : 0;
-    }
-    whole->length = 0;
-    if (b) append(l->error, whole, a, *left);
-    if (b) append(l->error, whole, b, strlen(b));
-    return b != NULL;
-}
-
+// "a b" or ["a", "b"]. `whole` is a buffer for "ab".
 static void load_merge(Loader *l, const cJSON *item, int rank, Bytes *whole) {
-    size_t left;
-    if (!read_pair(l, item, whole, &left))
+    const cJSON *list = cJSON_IsArray(item) && cJSON_GetArraySize(item) == 2 ? item->child : NULL;
+    const char *a = cJSON_GetStringValue(list ? list : item), *blank = a && !list ? strchr(a, ' ') : NULL;
+    const char *b = list ? cJSON_GetStringValue(list->next) : blank ? blank + 1 : NULL;
+    if (!a || !b || (blank && strchr(b, ' ')))
         return fail(l->error, "merge %d is neither \"a b\" nor [\"a\", \"b\"]", rank);
+    const size_t left = blank ? (size_t)(blank - a) : strlen(a), right = strlen(b);
+    whole->length = 0;
+    append(l->error, whole, a, left);
+    append(l->error, whole, b, right);
     if (l->error->failed) return;
-    const char *s = whole->data, *starts[] = {s, s + left, s};
-    const size_t lengths[] = {left, whole->length - left, whole->length};
+    const char *texts[] = {a, b, whole->data};
+    const size_t lengths[] = {left, right, left + right};
     int ids[3];
     for (int i = 0; i < 3; i++) {
-        ids[i] = model_token(l->t, starts[i], lengths[i]);
+        ids[i] = model_token(l->t, texts[i], lengths[i]);
         if (ids[i] < 0)
-            return fail(l->error, "merge %d, \"%.*s\" and \"%.40s\": model.vocab has no \"%.*s\"", rank, (int)left, s,
-                        s + left, (int)lengths[i], starts[i]);
+            return fail(l->error, "merge %d, \"%.*s\" and \"%.40s\": model.vocab has no \"%.*s\"", rank, (int)left, a,
+                        b, (int)lengths[i], texts[i]);
     }
     *merge_slot(l->t, ids[0], ids[1]) = (Merge){(uint64_t)ids[0] << 32 | (uint32_t)ids[1], rank, ids[2]};
 }
@@ -343,15 +338,12 @@ static void load_added_token(Loader *l, const cJSON *item) {
 
 // Oniguruma before 6.9.9 leaves nine of ASCII's symbols out of [:punct:], which the library's has.
 static Bytes with_symbols(Error *error, const char *pattern) {
-    static const char *const written[] = {"[:punct:]", "[:^punct:]"};
-    static const char *const meant[] = {"[[:punct:]$+<=>\\^`|~]", "[^[:punct:]$+<=>\\^`|~]"};
+    const char *any = "[[:punct:]$+<=>\\^`|~]", *none = "[^[:punct:]$+<=>\\^`|~]";
     Bytes out = {0};
-    const char *p = pattern;
-    while (*p) {
-        int kind = !strncmp(p, written[0], 9) ? 0 : !strncmp(p, written[1], 10) ? 1 : -1;
-        size_t taken = kind >= 0 ? strlen(written[kind]) : *p == '\\' && p[1] ? 2 : 1;  // \[:punct:] is none of them
-        append(error, &out, kind >= 0 ? meant[kind] : p, kind >= 0 ? strlen(meant[kind]) : taken);
-        p += taken;
+    for (size_t taken; *pattern; pattern += taken) {
+        const char *meant = !strncmp(pattern, "[:punct:]", 9) ? any : !strncmp(pattern, "[:^punct:]", 10) ? none : NULL;
+        taken = meant == any ? 9 : meant ? 10 : *pattern == '\\' && pattern[1] ? 2 : 1;  // \[:punct:] is none of them
+        append(error, &out, meant ? meant : pattern, meant ? strlen(meant) : taken);
     }
     return out;
 }
@@ -475,15 +467,15 @@ static void load_pre_tokenizer(Loader *l, const cJSON *item) {
 
 static void load_decoder(Loader *l, const cJSON *item) {
     enum { SEQUENCE, BYTE_LEVEL, META, REPLACING, BYTE_TOKENS, FUSING, STRIPPING };
-    static const Kind kinds[] = {JOIN, BYTES, METASPACE, REPLACE, BYTE_FALLBACK, FUSE, STRIP};
+    static const Kind kinds[] = {JOIN, BYTES, REPLACE, REPLACE, BYTE_FALLBACK, FUSE, STRIP};
     Chain *chain = &l->t->decode;
     When when;
     int type = read_word(l, item, "decoder", "type", "Sequence ByteLevel Metaspace Replace ByteFallback Fuse Strip");
     if (type == SEQUENCE) load_sequence(l, item, "decoders", load_decoder);
     if (type <= SEQUENCE) return;
     Step step = {.kind = kinds[type]};
-    const char *text = type == META ? read_metaspace(l, item, &when) : "";
-    if (type == META) step.mode = when != NEVER;
+    const char *text = type == META ? " " : "";
+    if (type == META) step.regex = compile(l, read_metaspace(l, item, &when), true), step.mode = when != NEVER;
     if (type == REPLACING || type == STRIPPING) text = read_text(l, item, "content");
     if (type == REPLACING) step.regex = read_pattern(l, item);
     if (type == STRIPPING) {
@@ -589,6 +581,12 @@ static bool same_text(const cJSON *token, const char *content) {
     return content_of(token) && !strcmp(content_of(token), content);
 }
 
+static bool holds_text(const cJSON *tokens, const char *content) {
+    const cJSON *item;
+    cJSON_ArrayForEach(item, tokens) if (same_text(item, content)) return true;
+    return false;
+}
+
 // "eos_token": "</s>" in the settings.
 static bool names_token(const cJSON *item) {
     size_t n = strlen(item->string);
@@ -598,8 +596,7 @@ static bool names_token(const cJSON *item) {
 static bool is_named(const cJSON *config, const char *content) {
     const cJSON *item, *extra = member(config, "extra_special_tokens");  // as an object it gives names, too
     cJSON_ArrayForEach(item, config) if (names_token(item) && same_text(item, content)) return true;
-    cJSON_ArrayForEach(item, extra) if (cJSON_IsObject(extra) && same_text(item, content)) return true;
-    return false;
+    return cJSON_IsObject(extra) && holds_text(extra, content);
 }
 
 // Puts a token, {"content": ..., flags} or a text, which means a special one, behind tokenizer.json's added ones. `id`:
@@ -633,32 +630,13 @@ static int by_id(const void *a, const void *b) {
     return left < right ? -1 : left > right;
 }
 
-// {"14": token, ...}, in the order of ids.
-static void name_numbered(Loader *l, cJSON *added, const cJSON *numbered, const cJSON *config) {
-    size_t count = 0, capacity = 0;
-    const cJSON *item, **items = NULL;
-    cJSON_ArrayForEach(item, numbered) {
-        items = reserve(l->error, items, &capacity, count + 1, sizeof *items);
-        if (!l->error->failed) items[count++] = item;
-    }
-    if (count) qsort(items, count, sizeof *items, by_id);
-    for (size_t i = 0; i < count; i++) {
-        const char *content = content_of(items[i]);
-        name_token(l, added, items[i], items[i]->string, INT_MAX, content && is_named(config, content));
-    }
-    free(items);
-}
-
-// added_tokens.json, {"<x>": 14}, as added_tokens_decoder would have it.
-static cJSON *numbered_of(Loader *l, const cJSON *added, const cJSON *more, const cJSON *config,
-                          const cJSON *extra) {
+// added_tokens.json, {"<x>": 14}, as added_tokens_decoder would have it: {"14": token, ...}.
+static cJSON *numbered_of(Loader *l, const cJSON *added, const cJSON *more, const cJSON *config, const cJSON *extra) {
     cJSON *numbered = cJSON_CreateObject();
     const cJSON *item, *other;
     cJSON_ArrayForEach(item, more) {
         char id[12];
-        bool known = false;
-        cJSON_ArrayForEach(other, added) known = known || same_text(other, item->string);
-        if (known) continue;
+        if (holds_text(added, item->string)) continue;
         bool special = is_named(config, item->string);
         snprintf(id, sizeof id, "%d", read_number(l, item, item->string, MAX_ID));
         cJSON_ArrayForEach(other, extra) special = special || (cJSON_IsString(other) && same_text(other, item->string));
@@ -675,16 +653,18 @@ static void name_tokens(Loader *l, cJSON *added, const cJSON *config, const cJSO
     const cJSON *item, *extra = member(config, "extra_special_tokens");
     const cJSON *decoder = member(config, "added_tokens_decoder");
     if (!extra || !extra->child) extra = member(config, "additional_special_tokens");
-    cJSON *numbered = decoder ? NULL : numbered_of(l, added, more, config, extra);
-    name_numbered(l, added, decoder ? decoder : numbered, config);
+    if (decoder && !cJSON_IsObject(decoder)) fail(l->error, "added_tokens_decoder beside it is not an object");
+    cJSON *one, *numbered = decoder ? NULL : numbered_of(l, added, more, config, extra);
+    size_t count;
+    const cJSON **items = sorted(l->error, decoder ? decoder : numbered, by_id, &count);
+    for (size_t i = 0; i < count; i++) name_token(l, added, items[i], items[i]->string, INT_MAX, false);
+    free(items);
     cJSON_Delete(numbered);
     const int limit = cJSON_GetArraySize(added);
-    cJSON *one;
     cJSON_ArrayForEach(one, added) {  // a named one is special, whatever its number says
-        bool numbered_too = !decoder;
-        cJSON_ArrayForEach(item, decoder) numbered_too |= content_of(one) && same_text(item, content_of(one));
-        if (numbered_too && content_of(one) && is_named(config, content_of(one)))
-            cJSON_ReplaceItemInObjectCaseSensitive(one, FLAGS[0], cJSON_CreateTrue());
+        const char *content = content_of(one);
+        if (content && is_named(config, content) && (!decoder || holds_text(decoder, content)))
+            cJSON_DeleteItemFromObjectCaseSensitive(one, FLAGS[0]), cJSON_AddTrueToObject(one, FLAGS[0]);
     }
     for (int i = 0; i < 7; i++)
         if (member(config, first[i])) name_token(l, added, member(config, first[i]), NULL, limit, true);

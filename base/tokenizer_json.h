@@ -31,7 +31,7 @@ Bytes read_file(const char *path, Error *error);
 
 size_t utf8_valid(const char *s, size_t n);  // offset of the first byte that is not UTF-8, n if all of it is
 
-typedef enum { ADDED, PREPEND, REPLACE, NORMALIZE, STRIP, SPLIT, BYTES, METASPACE, BYTE_FALLBACK, FUSE, JOIN } Kind;
+typedef enum { ADDED, PREPEND, REPLACE, NORMALIZE, STRIP, SPLIT, BYTES, BYTE_FALLBACK, FUSE, JOIN } Kind;
 typedef enum { ISOLATED, REMOVED, CONTIGUOUS, MERGED_WITH_PREVIOUS, MERGED_WITH_NEXT } Behavior;
 typedef enum { UNLESS_THERE, AT_TEXT_START, NEVER, ALWAYS } When;
 
@@ -40,11 +40,11 @@ typedef struct {
     Kind kind;
     int mode;          // ADDED: 0 raw, 1 normalized · PREPEND: When · NORMALIZE: utf8proc's options
                        // SPLIT: Behavior · STRIP: 1 left, 2 right; in decoding how many
-                       // METASPACE: 1 if the sign was put before the text
+                       // REPLACE: in decoding 1 if nothing comes in its place in the first token
     bool invert;       // SPLIT: what does not match is the match
     bool fused;        // in decoding: the text comes in parts, no longer token by token
     regex_t *regex;    // SPLIT, REPLACE
-    const char *text;  // PREPEND, REPLACE: what to put there · in decoding STRIP, METASPACE: what goes
+    const char *text;  // PREPEND, REPLACE: what to put there · in decoding STRIP: what goes
     size_t length;     // its bytes
 } Step;
 

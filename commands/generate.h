@@ -2,6 +2,7 @@
 #pragma once
 
 #include "overflow.h"
+#include "report.h"
 
 [[noreturn]] inline void refuse(const std::string &flag, const std::string &value, const std::string &why) {
     fail("%s%s%.80s: %s", flag.c_str(), value.empty() ? "" : " ", value.c_str(), why.c_str());

@@ -7,17 +7,30 @@
 
 #include "../cache.h"
 
-inline std::string layout_names() { return names_of<Layout>(); }
+// "contiguous paged ring"
+inline std::string layout_names() {
+    std::string names;
+    for_each_type<Layout>([&](auto layout) { names += std::string(names.empty() ? "" : " ") + layout.name; });
+    return names;
+}
 
 // "f32 (32 bits a value) f16 (16) ..."
 inline std::string precision_names() {
     std::string names;
     for_each_type<Precision>([&](auto type) {
-        char entry[64];
-        snprintf(entry, sizeof entry, names.empty() ? "%s (%g bits a value)" : " %s (%g)", type.name, type.bits);
-        names += entry;
+        names += formatted(names.empty() ? "%s (%g bits a value)" : " %s (%g)", type.name, type.bits);
     });
     return names;
+}
+
+// The entry of a list by its name; whether there is one.
+template <class List>
+bool find_name(List &found, const std::string &name) {
+    bool known = false;
+    for_each_type<List>([&](auto type) {
+        if (name == type.name) found = type, known = true;
+    });
+    return known;
 }
 
 // A layout or precision by its name. `flag` is where the name stood, for the message.

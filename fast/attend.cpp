@@ -640,7 +640,7 @@ void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cach
     plan.most_queries = plan.slots = 0;
     const bool cached = cache.keys.data;
     const Heads heads = plan.heads = pass.heads;
-    plan.widest = visible_of(cache.layout, 0);
+    plan.widest = visible_of(cache.layout, pass.window);
     plan.stride = padded(cache.values.width ? cache.values.width : heads.width, group_size);
     const int most = std::max(1, tile_queries / heads.per_kv());
     const bool blocks = cached && (has_blocks(cache.type_k) || has_blocks(cache.type_v));

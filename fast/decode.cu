@@ -5,10 +5,11 @@
 // the last; all query heads of a KV head share what is read; and a warp's rows come in asynchronous copies of 16 bytes
 // to shared memory, the next keys while it computes with values, and the other way round.
 //
-// A tile is 32 positions. For scores a lane has one position of it, and reads its key; for values a lane has channels
-// of all positions. In between, the weights meet in shared memory. So no sum over channels goes from lane to lane, and
-// only a key, a value and a row's scale depend on the format. All is float32, as in the plain twin. What it should cost
-// stands in docs/gpu.md.
+// A tile is 32 positions. A warp multiplies it by its 8 query heads on the tensor cores: scores (positions, heads) =
+// K q, then values (channels, heads) += V^T weights. These take 16-bit numbers. Those of the cache are exact there, and
+// so are codes; queries and weights are cut into two or three parts, of which each holds what those before it leave. So
+// all is as exact as float32. Scales of rows and of values go into scores and weights, those of keys in groups into
+// queries. Only how a lane gets its numbers depends on the format. What it costs stands in docs/gpu.md.
 #pragma once
 
 #include "../attention.cu"
@@ -27,6 +28,7 @@ constexpr float log2_e = 1.44269504f;  // scores are exponents of 2
 constexpr int batch_heads = 8;   // query heads of a KV head that share one read of the cache
 constexpr int least_split = 64;  // positions: shorter ones cost more to merge than they save
 constexpr int attend_threads = 128, decode_warps = attend_threads / warp_size;
+constexpr int most_width = 128, columns = most_width / warp_size;  // of values: channels, 32 by 32
 
 // Partial results of a pass.
 struct Parts {
@@ -44,7 +46,8 @@ struct Splits {
     HOST_DEVICE Splits(const Visible &visible, int position, int splits)
         : first(visible.first(position)), end(position + 1), origin(first / group_size * group_size) {
         int even = (end - origin + splits - 1) / splits;
-        length = (even + group_size - 1) / group_size * group_size;
+        int step = even > attend_threads ? attend_threads : group_size;  // long ones have as many tiles for each warp
+        length = (even + step - 1) / step * step;
         length = length < least_split ? least_split : length;
         used = (end - origin + length - 1) / length;
     }
@@ -90,12 +93,20 @@ inline void merge_parts(Gpu &m, const Attention &task, const Pass &pass, const P
         for (int i = 0; i < used; i++) max_score = fmaxf(max_score, partials[i].max_score);
         float rescale = exp2f(before - max_score), sum = softmax.sum * rescale;
         for (int i = 0; i < used; i++) sum += partials[i].sum * exp2f(partials[i].max_score - max_score);
-        for (int c = team.first(); c < width; c += team.step()) {
-            float value = out[c] * rescale;
-            for (int i = 0; i < used; i++)
-                value += from.values[from.index(item, i) * width + c] * exp2f(partials[i].max_score - max_score);
-            out[c] = value / sum;
+        float value[columns] = {};  // channel by channel beside each other: their loads need not wait for each other
+        auto channels = [&](auto use) {
+            for (int j = 0; j < columns; j++) {
+                int c = team.first() + j * team.step();
+                if (c < width) use(value[j], c);
+            }
+        };
+        channels([&](float &x, int c) { x = out[c] * rescale; });
+        for (int i = 0; i < used; i++) {
+            const float *part = from.values + from.index(item, i) * width;
+            float factor = exp2f(partials[i].max_score - max_score);
+            channels([&](float &x, int c) { x += part[c] * factor; });
         }
+        channels([&](float &x, int c) { out[c] = x / sum; });
     });
 }
 
@@ -104,15 +115,17 @@ inline void merge_parts(Gpu &m, const Attention &task, const Pass &pass, const P
 // Formats whose rows the kernel reads, by the kind that they are of.
 template <class Number>
 std::true_type is_readable(const PlainRow<Number> *);
-template <class Code, int largest, int divisor>
-std::true_type is_readable(const ScaledRow<Code, largest, divisor> *);
+template <int largest, int divisor>
+std::true_type is_readable(const ScaledRow<int8_t, largest, divisor> *);
+template <int largest, int divisor>
+std::true_type is_readable(const ScaledRow<fp8, largest, divisor> *);
 template <int bits>
-std::true_type is_readable(const GroupedRow<bits> *);
+std::bool_constant<bits == 2 || bits == 4> is_readable(const GroupedRow<bits> *);
 std::false_type is_readable(const void *);
 template <class Format>
 constexpr bool readable = decltype(is_readable((const Format *)nullptr))::value;
 
-constexpr int piece = 16, together = 8;  // bytes of a copy, channels of a key that a lane reads at once
+constexpr int piece = 16, together = 4;  // bytes of a copy; channels that a lane reads at once
 
 // Pieces that a row touches; in memory that begins at a piece's beginning all rows begin at multiples of row_bytes.
 HOST_DEVICE inline int pieces_of(const CacheRows &rows) {
@@ -125,7 +138,6 @@ struct Tile {
     const CacheRows &stored, &residual;
     bool in_residual = false;       // where the newest 32 positions are kept at f16: whether these are they
     int pitch;                      // bytes from a row to the next one's; an odd number of pieces, for all banks
-    int own = 0;                    // where the row of the lane's position begins
     Shared<char> bytes;             // (32, pitch)
     Shared<const char *> in_cache;  // (32): where each row is
     __device__ Tile(SharedMemory &memory, const CacheRows &stored, const CacheRows &residual)
@@ -156,16 +168,17 @@ struct Tile {
             if (!keys || !residual.data || in_residual) t = min(max(t, low), high - 1);
             int64_t at = in_residual ? (int64_t)query.sequence * group_size + t % group_size
                                      : task.cache.row_of(query.sequence, t);
-            const char *row = side.at(task.layer, at, kv_head);
-            in_cache[lane_id()] = row;
-            own = lane_id() * pitch + (int)((uintptr_t)row % piece);
+            in_cache[lane_id()] = side.at(task.layer, at, kv_head);
             __syncwarp();
-            int pieces = pieces_of(side);
-            for (int i = lane_id(); i < warp_size * pieces; i += warp_size) {
-                const char *from = in_cache[i / pieces], *end = from + side.row_bytes;
-                from += i % pieces * piece - (int)((uintptr_t)from % piece);
-                int there = max(0, min(piece, (int)(end - from)));
-                copy_async16(bytes, i / pieces * pitch + i % pieces * piece, from, there);
+            const int pieces = pieces_of(side), down = warp_size / pieces, across = warp_size % pieces;
+            int row = lane_id() / pieces, i = lane_id() % pieces, to = row * pitch + i * piece;
+            while (row < warp_size) {
+                auto from = (uintptr_t)(const char *)in_cache[row];
+                unsigned before = from % piece, first = (unsigned)(i * piece);  // before: the row begins
+                int there = max(0, min(piece, (int)(side.row_bytes + before - first)));
+                copy_async16(bytes, to, (const char *)(from - before + first), there);
+                row += down, i += across, to += down * pitch + across * piece;
+                if (i >= pieces) i -= pieces, row++, to += pitch - pieces * piece;
             }
         }
         commit_copies();
@@ -181,133 +194,313 @@ struct Tile {
     }
 };
 
-// Number i of the group that begins at byte `at`.
-template <int bits>
-__device__ inline float group_number(const Tile &tile, int at, int i) {
-    using Codes = Packed<bits>;
-    auto both = bit_cast<ScaleAndZero>(tile.bytes.read<uint32_t>(at));
-    int codes = tile.bytes.read<uint8_t>(at + (int)sizeof both + i % Codes::size);
-    return to_float(both.zero) + to_float(both.scale) * (float)(codes >> bits * (i / Codes::size) & Codes::largest);
-}
+// ---- Factors of 16 bits ------------------------------------------------------------------------------------
+//
+// g = lane_row() is 0 to 7, c = lane_column() 0 to 3. In `a` of a product (16, 16) the lane has, of rows g and g + 8,
+// four columns: which positions and channels they are is free, as long as both factors agree.
+//   of keys    rows are positions: g and g + 8 of each 16; columns channels: 4 c to 4 c + 3 of each 16
+//   of values  rows are channels: 4 g to 4 g + 3 of each 32, in two matrices; columns positions: see value_position()
+__device__ inline int lane_row() { return lane_id() / 4; }
+__device__ inline int lane_column() { return lane_id() % 4; }
+__device__ inline int key_position(int i) { return 8 * i + lane_row(); }
+__device__ inline int value_position(int i) { return 2 * lane_column() + i / 2 * 8 + i % 2; }
 
-// For each kind of format: x = channels c to c + 7 of the key of the lane's position; channel c of the value that
-// begins at byte `at`; and by what both are to be multiplied yet.
+// f16 numbers are multiplied as they are, all others as bf16, which has the range of float32: numbers of 16 bits and
+// codes exactly, and of float32 three parts. In so many parts, too, go queries and weights.
 template <class Number>
-__device__ inline void read_key(float (&x)[together], const PlainRow<Number> &, const Tile &tile, int c) {
-    UNROLL for (int i = 0; i < together; i += piece / (int)sizeof(Number))
-        unpack<Number>(x + i, tile.bytes.read<uint4>(tile.own + (c + i) * (int)sizeof(Number)));
-}
+Number plain_number(const PlainRow<Number> *);
+void plain_number(const void *);
+template <class Format, class Number>
+constexpr bool is_of = std::is_same_v<decltype(plain_number((const Format *)nullptr)), Number>;
+template <class Format>
+constexpr bool is_plain = is_of<Format, f16> || is_of<Format, bf16>;
+template <class Format>
+constexpr int stored_parts = is_of<Format, float> ? 3 : 1;
+template <class Format>
+using Factor = std::conditional_t<is_of<Format, f16>, f16, bf16>;
 template <class Number>
-__device__ inline float read_value(const PlainRow<Number> &, const Tile &tile, int at, int c) {
-    return to_float(tile.bytes.read<Number>(at + c * (int)sizeof(Number)));
-}
-template <class Number>
-__device__ inline float row_scale(const PlainRow<Number> &, const Tile &) {
-    return 1;
-}
+constexpr int factor_parts = std::is_same_v<Number, f16> ? 2 : 3;
 
-template <class Code, int largest, int divisor>
-__device__ inline void read_key(float (&x)[together], const ScaledRow<Code, largest, divisor> &, const Tile &tile,
-                                int c) {
-    UNROLL for (int i = 0; i < together; i += 2) {  // all that such rows are aligned to
-        uint16_t two = tile.bytes.read<uint16_t>(tile.own + (int)sizeof(f16) + c + i);
-        UNROLL for (int k = 0; k < 2; k++) x[i + k] = to_float(bit_cast<Code>((uint8_t)(two >> 8 * k)));
+// The parts of two numbers: each is what those before it leave, rounded.
+template <class Number, int count>
+__device__ inline void split(uint32_t (&parts)[count], float x, float y) {
+    UNROLL for (int i = 0; i < count; i++) {
+        parts[i] = pack<Number>(x, y);
+        x -= to_float(Number{(uint16_t)parts[i]}), y -= to_float(Number{(uint16_t)(parts[i] >> 16)});
     }
 }
-template <class Code, int largest, int divisor>
-__device__ inline float read_value(const ScaledRow<Code, largest, divisor> &, const Tile &tile, int at, int c) {
-    return to_float(tile.bytes.read<Code>(at + (int)sizeof(f16) + c));
+
+// The codes in bytes 0 and 2, exactly; fp8 as numbers.
+template <int largest, int divisor>
+__device__ inline uint32_t two_codes(const ScaledRow<int8_t, largest, divisor> &, uint32_t x) {
+    return fma_bf16((x & 0x007f007f) | 0x43004300, bf16_ones, (x & 0x00800080) | 0xc300c300);  // 128 + .. - 128 or 256
 }
-template <class Code, int largest, int divisor>
-__device__ inline float row_scale(const ScaledRow<Code, largest, divisor> &, const Tile &tile) {
-    return to_float(tile.bytes.read<f16>(tile.own)) / divisor;
+template <int largest, int divisor>
+__device__ inline uint32_t two_codes(const ScaledRow<fp8, largest, divisor> &, uint32_t x) {
+    return fma_bf16((x & 0x00800080) << 8 | (x & 0x007f007f) << 4, 0x7b807b80, 0x80008000);  // times 2^120
+}
+template <int bits>
+__device__ inline uint32_t two_codes(const GroupedRow<bits> &, uint32_t x) {
+    return fma_bf16((x & Packed<bits>::largest * 0x10001) | 0x43004300, bf16_ones, 0xc300c300);
 }
 
+// Four codes of channels c to c + 3 of the row that begins at `at`, a byte each; those of groups have others above
+// them.
+template <class Code, int largest, int divisor>
+__device__ inline uint32_t four_codes(const ScaledRow<Code, largest, divisor> &, const Tile &tile, int at, int c) {
+    at += (int)sizeof(f16) + c;  // all that such rows are aligned to
+    return tile.bytes.read<uint16_t>(at) | (uint32_t)tile.bytes.read<uint16_t>(at + 2) << 16;
+}
 template <int bits>
-__device__ inline void read_key(float (&x)[together], const GroupedRow<bits> &format, const Tile &tile, int c) {
-    int groups = format.groups(tile.stored.width);
-    UNROLL for (int i = 0; i < together; i++) {
-        int row = format.row_of_channel(c + i, tile.stored.width);
-        int at = tile.start(row) + (c + i) % groups * (int)sizeof(Group<bits>);
-        x[i] = group_number<bits>(tile, at, lane_id());
+__device__ inline uint32_t four_codes(const GroupedRow<bits> &, const Tile &tile, int at, int c) {
+    constexpr int size = Packed<bits>::size;
+    at += c / group_size * (int)sizeof(Group<bits>) + (int)sizeof(ScaleAndZero);
+    return tile.bytes.read<uint32_t>(at + c % size) >> bits * (c % group_size / size);
+}
+// Four numbers there.
+__device__ inline void read_four(float (&x)[4], const Tile &tile, int at, int c) {
+    auto four = tile.bytes.read<float4>(at + c * 4);
+    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+}
+__device__ inline ScaleAndZero scale_and_zero(const Tile &tile, int at) {
+    return bit_cast<ScaleAndZero>(tile.bytes.read<uint32_t>(at));
+}
+
+// Keys: channels c to c + 3 of the lane's four positions, whose rows begin at `at`; two matrices. Of keys in groups
+// also the channels' scales and zeros.
+template <class Format>
+__device__ inline void read_keys(uint32_t (&a)[2][stored_parts<Format>][4], float (&scale)[4], float (&zero)[4],
+                                 const Format &format, const Tile &tile, const int (&at)[4], int c) {
+    if constexpr (Format::blocks) {
+        constexpr int bits = (int)Format::code_bits, size = Packed<bits>::size;
+        uint32_t codes[4];
+        const int groups = format.groups(tile.stored.width);
+        int row = format.row_of_channel(c, tile.stored.width), group = c - row * groups;
+        UNROLL for (int k = 0; k < 4; k++, group++) {
+            if (group == groups) row++, group = 0;
+            int start = tile.start(row) + group * (int)sizeof(Group<bits>);
+            ScaleAndZero both = scale_and_zero(tile, start);
+            scale[k] = to_float(both.scale), zero[k] = to_float(both.zero);
+            // Of positions g, in byte 0, and g + 8, which are in two bytes or in one, and above those of 16 more.
+            int near = start + (int)sizeof both + lane_row(), far = near + 8 % size;
+            codes[k] = tile.bytes.read<uint8_t>(near) | (uint32_t)tile.bytes.read<uint8_t>(far) >> 8 / size * bits << 8;
+        }
+        UNROLL for (int i = 0; i < 8; i++) {
+            int k = i % 4 / 2 * 2, shift = i / 4 * 16 / size * bits;
+            uint32_t two = __byte_perm(codes[k] >> shift, codes[k + 1] >> shift, i % 2 ? 0x5511 : 0x4400);
+            a[i / 4][0][i % 4] = two_codes(format, two);
+        }
+    } else {
+        UNROLL for (int i = 0; i < 4; i++) {
+            auto &to = a[i / 2];
+            if constexpr (is_plain<Format>) {
+                auto four = tile.bytes.read<uint64_t>(at[i] + c * 2);
+                to[0][i % 2] = (uint32_t)four, to[0][2 + i % 2] = (uint32_t)(four >> 32);
+            } else if constexpr (is_of<Format, float>) {
+                float x[4];
+                uint32_t low[3], high[3];
+                read_four(x, tile, at[i], c);
+                split<bf16>(low, x[0], x[1]), split<bf16>(high, x[2], x[3]);
+                UNROLL for (int part = 0; part < 3; part++) to[part][i % 2] = low[part],
+                                                                         to[part][2 + i % 2] = high[part];
+            } else {
+                uint32_t four = four_codes(format, tile, at[i], c);
+                to[0][i % 2] = two_codes(format, __byte_perm(four, 0, 0x1100));
+                to[0][2 + i % 2] = two_codes(format, __byte_perm(four, 0, 0x3322));
+            }
+        }
     }
 }
-template <int bits>
-__device__ inline float read_value(const GroupedRow<bits> &, const Tile &tile, int at, int c) {
-    return group_number<bits>(tile, at + c / group_size * (int)sizeof(Group<bits>), c % group_size);
+
+// Values: channels c to c + 3 at the lane's four positions, whose rows begin at `at`; two matrices.
+template <class Format>
+__device__ inline void read_values(uint32_t (&a)[2][stored_parts<Format>][4], const Format &format, const Tile &tile,
+                                   const int (&at)[4], int c) {
+    UNROLL for (int i = 0; i < 4; i += 2) {
+        if constexpr (is_plain<Format>) {
+            auto x = tile.bytes.read<uint64_t>(at[i] + c * 2), y = tile.bytes.read<uint64_t>(at[i + 1] + c * 2);
+            UNROLL for (int k = 0; k < 4; k++) a[k / 2][0][i + k % 2] =
+                __byte_perm((uint32_t)(x >> k / 2 * 32), (uint32_t)(y >> k / 2 * 32), k % 2 ? 0x7632 : 0x5410);
+        } else if constexpr (is_of<Format, float>) {
+            float x[4], y[4];
+            read_four(x, tile, at[i], c), read_four(y, tile, at[i + 1], c);
+            UNROLL for (int k = 0; k < 4; k++) {
+                uint32_t parts[3];
+                split<bf16>(parts, x[k], y[k]);
+                UNROLL for (int part = 0; part < 3; part++) a[k / 2][part][i + k % 2] = parts[part];
+            }
+        } else {
+            uint32_t x = four_codes(format, tile, at[i], c), y = four_codes(format, tile, at[i + 1], c);
+            UNROLL for (int k = 0; k < 4; k++) a[k / 2][0][i + k % 2] =
+                two_codes(format, __byte_perm(x, y, 0x4400 + k * 0x1111));
+        }
+    }
+}
+
+// By what the row that begins at `at` is to be multiplied.
+template <class Number>
+__device__ inline float row_scale(const PlainRow<Number> &, const Tile &, int) {
+    return 1;
 }
 template <int bits>
-__device__ inline float row_scale(const GroupedRow<bits> &, const Tile &) {
+__device__ inline float row_scale(const GroupedRow<bits> &, const Tile &, int) {
     return 1;
+}
+template <class Code, int largest, int divisor>
+__device__ inline float row_scale(const ScaledRow<Code, largest, divisor> &, const Tile &tile, int at) {
+    return to_float(tile.bytes.read<f16>(at)) / divisor;
 }
 
 // ---- The kernel --------------------------------------------------------------------------------------------
 
-constexpr int most_width = 128, columns = most_width / warp_size;  // of values: channels of a lane
+constexpr float weight_unit = 0x1p14f;  // weights are multiplied by it: parts of f16 stay normal numbers
 
-// What a warp has of its `count` query heads so far. Loops over batch_heads are unrolled: what they count is in
+__device__ inline float column_max(float x) {
+    for (int step = 16; step >= 4; step /= 2) x = fmaxf(x, __shfl_xor_sync(all_lanes, x, step));
+    return x;
+}
+__device__ inline float column_sum(float x) {
+    for (int step = 16; step >= 4; step /= 2) x += __shfl_xor_sync(all_lanes, x, step);
+    return x;
+}
+
+// The block's queries, each times a power of 2 that brings its largest number to 2^13, and zeros where there is none.
+struct Queries {
+    int width, pitch;
+    Shared<float> numbers, back;  // (batch_heads, pitch); (batch_heads): from products to exponents of 2
+    __device__ Queries(SharedMemory &memory, int width)
+        : width(width),
+          pitch(pitch_of(width)),
+          numbers(memory.take<float>(batch_heads * pitch)),
+          back(memory.take<float>(batch_heads)) {}
+    HOST_DEVICE static int pitch_of(int width) { return (width + 15) / 16 * 16 + 16; }
+    static size_t memory_for(int width) {
+        return shared_size(batch_heads * pitch_of(width) * sizeof(float)) + shared_size(batch_heads * sizeof(float));
+    }
+    __device__ void put(const float *queries, int count, float scale) const {
+        for (int h = warp_id(); h < batch_heads; h += decode_warps) {
+            float largest = 0;
+            auto number = [&](int c) { return h < count && c < width ? queries[h * width + c] : 0; };
+            for (int c = lane_id(); c < width; c += warp_size) largest = fmaxf(largest, fabsf(number(c)));
+            int exponent = (int)(bit_cast<uint32_t>(warp_max(largest)) >> 23);
+            float factor = bit_cast<float>((uint32_t)max(1, min(254, 127 + 127 + 13 - exponent)) << 23);
+            for (int c = lane_id(); c < pitch; c += warp_size) numbers[h * pitch + c] = number(c) * factor;
+            if (lane_id() == 0) back[h] = log2_e * scale / factor;
+        }
+        __syncthreads();
+    }
+};
+
+// What a warp has of its query heads so far; a lane of heads 2 c and 2 c + 1. Loops are unrolled: what they count is in
 // registers.
 struct WarpHeads {
-    int count;
-    float max_score[batch_heads], sum[batch_heads] = {};  // sum: of the lane's own positions
-    float values[batch_heads][columns] = {};              // channels lane, lane + 32, ...
-    __device__ explicit WarpHeads(int count) : count(count) {
-        UNROLL for (int h = 0; h < batch_heads; h++) max_score[h] = -INFINITY;
+    float back[2], max_score[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // sum: of the lane's own positions
+    float values[columns][2][4] = {};  // of each 32 channels: rows g, g + 8 of two products, for both heads
+    float zeros[columns][2] = {};      // weights times zeros of values in groups, of the lane's own positions
+
+    // scores = K q, of the lane's positions: as 2 (16, 8), of rows g, g + 8 for both heads.
+    template <class Format>
+    __device__ void score(float (&scores)[2][4], const Format &format, const Tile &keys, const Queries &queries) const {
+        using Number = Factor<Format>;
+        constexpr int count = stored_parts<Format>, parts = factor_parts<Number>;
+        int at[4], width = keys.stored.width;
+        float of_zeros = 0;
+        uint32_t b[2][parts];
+        auto multiply = [&](const uint32_t(&a)[2][count][4]) {
+            UNROLL for (int i = 0; i < count; i++) {
+                UNROLL for (int part = 0; part + i < parts; part++) {
+                    const uint32_t two[2] = {b[0][part], b[1][part]};
+                    UNROLL for (int j = 0; j < 2; j++) multiply_matrices<Number>(scores[j], a[j][i], two);
+                }
+            }
+        };
+        UNROLL for (int i = 0; i < 4; i++) at[i] = keys.start(key_position(i));
+        for (int first = 0; first < width; first += 16) {
+            uint32_t a[2][count][4];
+            float scale[4] = {1, 1, 1, 1}, zero[4] = {};
+            int c = first + 4 * lane_column();
+            auto q = queries.numbers.read<float4>(lane_row() * queries.pitch + c);
+            read_keys(a, scale, zero, format, keys, at, min(c, width - 4));  // behind the last one q is 0
+            if (Format::blocks) of_zeros += q.x * zero[0] + q.y * zero[1] + q.z * zero[2] + q.w * zero[3];
+            split<Number>(b[0], q.x * scale[0], q.y * scale[1]);
+            split<Number>(b[1], q.z * scale[2], q.w * scale[3]);
+            multiply(a);
+        }
+        if constexpr (Format::blocks) {
+            const uint32_t ones[2][1][4] = {{{bf16_ones, bf16_ones, bf16_ones, bf16_ones}},
+                                            {{bf16_ones, bf16_ones, bf16_ones, bf16_ones}}};
+            split<Number>(b[0], of_zeros, 0), split<Number>(b[1], 0, 0);
+            multiply(ones);
+        }
+        UNROLL for (int i = 0; i < 8; i++) scores[i / 4][i % 4] *= back[i % 2] * row_scale(format, keys, at[i / 2]);
     }
 
-    // scores = q K^T, of the lane's position.
-    template <class Format>
-    __device__ void score(float (&scores)[batch_heads], const Format &format, const Tile &keys,
-                          const float *queries, float scale) const {
-        int width = keys.stored.width;
-        for (int c = 0; c < width; c += together) {
-            float x[together];
-            read_key(x, format, keys, c);
-            UNROLL for (int h = 0; h < batch_heads; h++) {
-                if (h >= count) continue;
-                auto *query = (const float4 *)(queries + h * width + c);  // the same for all lanes
-                float4 a = query[0], b = query[1];
-                scores[h] += a.x * x[0] + a.y * x[1] + a.z * x[2] + a.w * x[3];
-                scores[h] += b.x * x[4] + b.y * x[5] + b.z * x[6] + b.w * x[7];
+    // Scores become weights; what was summed up so far is rescaled. [low, high): visible positions of the tile.
+    __device__ void softmax(float (&scores)[2][4], int low, int high) {
+        UNROLL for (int h = 0; h < 2; h++) {
+            float largest = max_score[h], before = largest;
+            UNROLL for (int i = 0; i < 4; i++) {
+                float &score = scores[i / 2][i % 2 * 2 + h];
+                if (key_position(i) < low || key_position(i) >= high) score = -INFINITY;
+                largest = fmaxf(largest, score);
+            }
+            max_score[h] = column_max(largest);
+            float rescale = exp2_fast(before - max_score[h]);
+            sum[h] *= rescale;
+            UNROLL for (int i = 0; i < 4; i++) {
+                float &score = scores[i / 2][i % 2 * 2 + h];
+                sum[h] += score = exp2_fast(score - max_score[h]);
+            }
+            UNROLL for (int j = 0; j < columns; j++) {
+                UNROLL for (int i = h; i < 8; i += 2) values[j][i / 4][i % 4] *= rescale;
+                zeros[j][h] *= rescale;
             }
         }
-        float factor = row_scale(format, keys) * log2_e * scale;
-        UNROLL for (int h = 0; h < batch_heads; h++) scores[h] *= factor;
     }
 
-    // Scores become weights; what was summed up so far is rescaled.
-    __device__ void softmax(float (&scores)[batch_heads], bool visible) {
-        UNROLL for (int h = 0; h < batch_heads; h++) {
-            if (h >= count) continue;
-            float score = visible ? scores[h] : -INFINITY, before = max_score[h];
-            max_score[h] = fmaxf(before, warp_max(score));
-            float rescale = exp2_fast(before - max_score[h]);
-            scores[h] = exp2_fast(score - max_score[h]);
-            sum[h] = sum[h] * rescale + scores[h];
-            UNROLL for (int j = 0; j < columns; j++) values[h][j] *= rescale;
+    // b of the lane's weights times factors of their positions.
+    template <class Number, int parts>
+    __device__ void factors_of(uint32_t (&b)[2][parts][2], const float (&weights)[2][4],
+                               const float (&factors)[4]) const {
+        UNROLL for (int i = 0; i < 4; i++) {
+            uint32_t two[parts];
+            split<Number>(two, weights[i / 2][i % 2 * 2] * factors[i], weights[i / 2][i % 2 * 2 + 1] * factors[i]);
+            UNROLL for (int part = 0; part < parts; part++) b[i / 2][part][i % 2] = transposed(two[part]);
         }
     }
 
-    // values += weights V; `shared` (position, head) is where the weights of all lanes meet.
+    // values += V^T weights.
     template <class Format>
-    __device__ void add(const Format &format, const Tile &tile, const float (&weights)[batch_heads],
-                        const Shared<float> &shared) {
-        float scale = row_scale(format, tile);
-        UNROLL for (int h = 0; h < batch_heads; h += 4) {
-            float4 four = {weights[h] * scale, weights[h + 1] * scale, weights[h + 2] * scale, weights[h + 3] * scale};
-            shared.write(lane_id() * batch_heads + h, four);
+    __device__ void add(const Format &format, const Tile &tile, const float (&weights)[2][4]) {
+        using Number = Factor<Format>;
+        constexpr int count = stored_parts<Format>, parts = factor_parts<Number>;
+        float factors[4];
+        uint32_t b[2][parts][2];
+        int width = tile.stored.width, own[4], at[2][4];
+        UNROLL for (int i = 0; i < 4; i++) {
+            own[i] = tile.start(key_position(i)), factors[i] = row_scale(format, tile, own[i]) * weight_unit;
+            at[0][i] = tile.start(value_position(i)), at[1][i] = tile.start(16 + value_position(i));
         }
-        __syncwarp();
-        for (int t = 0; t < warp_size; t++) {
-            auto a = shared.read<float4>(t * batch_heads), b = shared.read<float4>(t * batch_heads + 4);
-            const float weight[batch_heads] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-            int at = tile.start(t);
-            UNROLL for (int j = 0; j < columns; j++) {
-                int c = j * warp_size + lane_id();
-                if (c >= tile.stored.width) continue;
-                float x = read_value(format, tile, at, c);
-                UNROLL for (int h = 0; h < batch_heads; h++) {
-                    if (h < count) values[h][j] += weight[h] * x;
+        if (!Format::blocks) factors_of<Number>(b, weights, factors);
+        UNROLL for (int j = 0; j < columns; j++) {
+            if (j * 32 >= width) continue;
+            if constexpr (Format::blocks) {
+                UNROLL for (int i = 0; i < 4; i++) {
+                    ScaleAndZero both = scale_and_zero(tile, own[i] + j * (int)sizeof(typename Format::G));
+                    factors[i] = to_float(both.scale) * weight_unit;
+                    UNROLL for (int h = 0; h < 2; h++) zeros[j][h] +=
+                        weights[i / 2][i % 2 * 2 + h] * to_float(both.zero);
+                }
+                factors_of<Number>(b, weights, factors);
+            }
+            UNROLL for (int step = 0; step < 2; step++) {
+                uint32_t a[2][count][4];
+                read_values(a, format, tile, at[step], min(j * 32 + 4 * lane_row(), width - 4));
+                UNROLL for (int i = 0; i < count; i++) {
+                    UNROLL for (int part = 0; part + i < parts; part++) {
+                        UNROLL for (int k = 0; k < 2; k++)
+                            multiply_matrices<Number>(values[j][k], a[k][i], b[step][part]);
+                    }
                 }
             }
         }
@@ -328,14 +521,16 @@ struct WarpResults {
         return 2 * shared_size(heads) + shared_size(heads * width);
     }
     __device__ void put(const WarpHeads &heads) const {
-        UNROLL for (int h = 0; h < batch_heads; h++) {
-            if (h >= heads.count) continue;
-            int at = warp_id() * batch_heads + h;
-            float total = warp_sum(heads.sum[h]);
-            if (lane_id() == 0) max_score[at] = heads.max_score[h], sum[at] = total;
+        UNROLL for (int h = 0; h < 2; h++) {
+            int at = warp_id() * batch_heads + 2 * lane_column() + h;
+            float total = column_sum(heads.sum[h]);
+            if (lane_row() == 0) max_score[at] = heads.max_score[h], sum[at] = total;
             UNROLL for (int j = 0; j < columns; j++) {
-                int c = j * warp_size + lane_id();
-                if (c < width) values[at * width + c] = heads.values[h][j];
+                float zero = column_sum(heads.zeros[j][h]);
+                UNROLL for (int i = 0; i < 4; i++) {
+                    int c = j * 32 + 4 * lane_row() + i;
+                    if (c < width) values[at * width + c] = heads.values[j][i / 2][i % 2 * 2 + h] / weight_unit + zero;
+                }
             }
         }
     }
@@ -359,7 +554,7 @@ __global__ void __launch_bounds__(attend_threads, 3) decode_kernel(Attention tas
     const CacheView &cache = task.cache;
     SharedMemory memory;
     Tile keys(memory, cache.keys, cache.residual_keys), values(memory, cache.values, cache.residual_values);
-    Shared<float> weights = memory.take<float>(attend_threads * batch_heads).from(warp_id() * warp_size * batch_heads);
+    Queries queries(memory, task.heads.width);
     wait_for_previous();
     let_next_start();
     Span row = rows[blockIdx.z];
@@ -368,23 +563,25 @@ __global__ void __launch_bounds__(attend_threads, 3) decode_kernel(Attention tas
     if (split >= splits.used) return;
     int begin_head = blockIdx.y % batches * batch_heads, first_head = kv_head * task.heads.per_kv() + begin_head;
     int64_t query_head = (int64_t)blockIdx.z * task.heads.query + first_head;
-    const float *queries = task.query + query_head * task.heads.width;
+    int count = min(batch_heads, task.heads.per_kv() - begin_head);
     int low = splits.begin_of(split), high = splits.end_of(split);
     int begin = splits.origin + split * splits.length + warp_id() * warp_size;
-    WarpHeads heads(min(batch_heads, task.heads.per_kv() - begin_head));
     keys.ask<true>(task, row, kv_head, begin, low, high);
     values.ask<false>(task, row, kv_head, begin, low, high);
+    queries.put(task.query + query_head * task.heads.width, count, task.scale);
+    WarpHeads heads;
+    UNROLL for (int h = 0; h < 2; h++) heads.back[h] = queries.back[2 * lane_column() + h];
     for (; begin < high; begin += attend_threads) {
-        float scores[batch_heads] = {};
+        float scores[2][4] = {};
         wait_copies<1>();  // the keys have come, the values are on their way
         __syncwarp();
-        keys.visit(cache.type_k, [&](auto format) { heads.score(scores, format, keys, queries, task.scale); });
+        keys.visit(cache.type_k, [&](auto format) { heads.score(scores, format, keys, queries); });
         __syncwarp();
         keys.ask<true>(task, row, kv_head, begin + attend_threads, low, high);
-        heads.softmax(scores, low <= begin + lane_id() && begin + lane_id() < high);
+        heads.softmax(scores, low - begin, high - begin);
         wait_copies<1>();  // the other way round
         __syncwarp();
-        values.visit(cache.type_v, [&](auto format) { heads.add(format, values, scores, weights); });
+        values.visit(cache.type_v, [&](auto format) { heads.add(format, values, scores); });
         __syncwarp();
         values.ask<false>(task, row, kv_head, begin + attend_threads, low, high);
     }
@@ -392,7 +589,7 @@ __global__ void __launch_bounds__(attend_threads, 3) decode_kernel(Attention tas
     WarpResults results(SharedMemory(), to.value_width);
     results.put(heads);
     __syncthreads();
-    for (int i = threadIdx.x; i < heads.count * to.value_width; i += blockDim.x) {
+    for (int i = threadIdx.x; i < count * to.value_width; i += blockDim.x) {
         int h = i / to.value_width, c = i % to.value_width;
         int64_t at = to.index(query_head + h, split);
         plain::Softmax partial = results.merge(h, c, to.values[at * to.value_width + c]);
@@ -405,12 +602,11 @@ __global__ void __launch_bounds__(attend_threads, 3) decode_kernel(Attention tas
 inline bool decode_attention(Gpu &m, const Attention &task, const Pass &pass) {
     const CacheView &cache = task.cache;
     auto fits = [](const Choice<Precision> &type, int width) {
-        return width % together == 0 && width <= most_width &&
+        return width % 8 == 0 && width <= most_width &&
                type.visit([](auto format) { return readable<decltype(format)>; });
     };
     size_t bytes = Tile::memory_for(cache.keys, cache.residual_keys) +
-                   Tile::memory_for(cache.values, cache.residual_values) +
-                   shared_size(attend_threads * batch_heads * sizeof(float));
+                   Tile::memory_for(cache.values, cache.residual_values) + Queries::memory_for(task.heads.width);
     bytes = std::max(bytes, WarpResults::memory_for(task.values.width));
     if (!fits(cache.type_k, task.keys.width) || !fits(cache.type_v, task.values.width)) return false;
     if (bytes > m.properties.sharedMemPerBlockOptin) return false;

@@ -13,7 +13,11 @@
 #ifdef HAS_CUDA
 namespace fast {
 
-constexpr int tile_positions = 512;
+#ifdef CUDA_ON_CPU
+constexpr int tile_positions = 128;
+#else
+constexpr int tile_positions = 1024;
+#endif
 
 // The tokens of one sequence in a pass, of one layer; and what is computed with, for all KV heads: 16-bit numbers, or
 // float32, and float32.
@@ -52,11 +56,12 @@ struct ChunkTile {
     int begin, end;
     bool own, blocks;
     HOST_DEVICE int count() const { return end - begin; }
-    // What of it a query at `position` sees.
-    HOST_DEVICE bool sees(const Visible &visible, int position, int t) const {
-        int block = position / group_size * group_size;
-        if (t < visible.first(position) || t > position) return false;
-        return !blocks || (own ? t >= block : t < block);
+    // What of it a query at `position` sees: [low, high) of its positions.
+    HOST_DEVICE void find(const Visible &visible, int position, int &low, int &high) const {
+        int block = position / group_size * group_size, first = visible.first(position), end = position + 1;
+        if (blocks && own && first < block) first = block;
+        if (blocks && !own && end > block) end = block;
+        low = first > begin ? first - begin : 0, high = (end < this->end ? end : this->end) - begin;
     }
 };
 
@@ -67,8 +72,8 @@ struct ChunkMemory {
     Buffer<plain::Softmax> softmax;
 };
 
-// The queries, times log2(e) and the scores' scale, and what each has of the sinks, in float32: few rows see one, none sees many,
-// and each sees their keys rotated to another place.
+// The queries, times log2(e) and the scores' scale, and what each has of the sinks, in float32: few rows see one, none
+// sees many, and each sees their keys rotated to another place.
 template <class Number>
 void begin_rows(Gpu &m, const Chunk<Number> &chunk) {
     int rows = chunk.rows(), width = chunk.task.keys.width, value_width = chunk.task.values.width;
@@ -123,16 +128,15 @@ void softmax_tile(Gpu &m, const Chunk<Number> &chunk, const ChunkTile &tile, int
         int64_t head = item / (rows - first_row), row = head * rows + first_row + item % (rows - first_row);
         const float *scores = chunk.scores + row * tile_positions;
         Number *weights = chunk.weights + row * tile_positions;
-        int position = chunk.position((int)(row % rows));
+        int low, high;
+        tile.find(chunk.task.visible, chunk.position((int)(row % rows)), low, high);
         plain::Softmax before = chunk.softmax[row], after = before;
-        for (int i = team.first(); i < tile.count(); i += team.step())
-            if (tile.sees(chunk.task.visible, position, tile.begin + i))
-                after.max_score = fmaxf(after.max_score, scores[i]);
+        for (int i = low + team.first(); i < high; i += team.step())
+            after.max_score = fmaxf(after.max_score, scores[i]);
         after.max_score = team.largest(after.max_score);
         float sum = 0, rescale = before.max_score < after.max_score ? exp2f(before.max_score - after.max_score) : 1;
         for (int i = team.first(); i < tile.count(); i += team.step()) {
-            bool seen = tile.sees(chunk.task.visible, position, tile.begin + i);
-            float weight = seen ? exp2f(scores[i] - after.max_score) : 0;
+            float weight = low <= i && i < high ? exp2f(scores[i] - after.max_score) : 0;
             sum += weight;
             from_float(weights[i], weight);
         }
@@ -151,11 +155,11 @@ void add_tile(Gpu &m, const Chunk<Number> &chunk, const ChunkTile &tile) {
     constexpr auto type = blas_type<Number>;
     read_tile<true>(m, chunk, tile);
     read_tile<false>(m, chunk, tile);
-    check(CUBLAS(cublasGemmStridedBatchedEx_64)(
-              m.blas, CUBLAS_OP_T, CUBLAS_OP_N, positions, rows - first, width, &one, chunk.keys, type, width,
-              positions * width, chunk.queries + first * width, type, width, rows * width, &none,
-              chunk.scores + first * tile_positions, CUDA_R_32F, tile_positions, rows * tile_positions, heads,
-              CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+    check(CUBLAS(cublasGemmStridedBatchedEx_64)(m.blas, CUBLAS_OP_T, CUBLAS_OP_N, positions, rows - first, width, &one,
+                                                chunk.keys, type, width, positions * width,
+                                                chunk.queries + first * width, type, width, rows * width, &none,
+                                                chunk.scores + first * tile_positions, CUDA_R_32F, tile_positions,
+                                                rows * tile_positions, heads, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
           "cublasGemmStridedBatchedEx_64");
     softmax_tile(m, chunk, tile, (int)first);
     check(CUBLAS(cublasGemmStridedBatchedEx_64)(

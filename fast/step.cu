@@ -43,7 +43,8 @@ void run(Gpu &m, const std::vector<Pass> &passes, const std::vector<Store> &stor
     Between &between = m.kept<Between>();
     between.out = nullptr;
     auto one_token = [](const Span &span) { return span.end == span.first + 1; };
-    between.decoding = stores[0].view.keys.data && std::all_of(pass.spans_on_host, pass.spans_on_host + pass.count, one_token);
+    const Span *spans = pass.spans_on_host;
+    between.decoding = stores[0].view.keys.data && std::all_of(spans, spans + pass.count, one_token);
     if (!between.decoding) return body();
     StepGraphs &graphs = m.kept<StepGraphs>();
     if (graphs.reservations != m.reservations) graphs.list.clear();

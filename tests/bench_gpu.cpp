@@ -106,7 +106,8 @@ static Cache cache_of(Engine &engine, const Layout &layout, const Precision &typ
     return open_cache(engine.memory(), {shape}, layout, type, type);
 }
 
-// Attention of one decoding step over `sequences` of `length` positions, layer after layer, so that none is in the L2.
+// Attention of one layer of a decoding step over `sequences` of `length` positions: all layers, recorded and replayed
+// as a step is, so that none is in the L2; and a layer's share of the time.
 static double attention_of(Engine &engine, const Layout &layout, const Precision &type, int sequences, int length,
                            double bar) {
     Gpu &m = std::get<Gpu>(*engine.machine);
@@ -117,15 +118,42 @@ static double attention_of(Engine &engine, const Layout &layout, const Precision
     for (int i = 0; i < sequences; i++) batch.add(1, i, length - 1);
     Pass pass = begin_pass(engine.a, engine.memory(), engine.model.config, batch)[0];
     m.kept<fast::Between>().decoding = true;
-    double taken = seconds_of(m, 20, [&](int i) {
-        Attention task = ::attention_of(engine.a, engine.model, i % cache.stores[0].shape.layers, cache.stores);
-        fast::attention(m, task, pass);
-    });
-    double bytes = (double)sequences * length * (double)(cache.stores[0].view.keys.stride() + cache.stores[0].view.values.stride());
+    const int layers = cache.stores[0].shape.layers;
+    auto all_layers = [&] {
+        for (int layer = 0; layer < layers; layer++)
+            fast::attention(m, ::attention_of(engine.a, engine.model, layer, cache.stores), pass);
+    };
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t step = nullptr;
+    all_layers();  // takes the memory that it needs
+    check(cudaStreamBeginCapture(m.stream, cudaStreamCaptureModeRelaxed), "cudaStreamBeginCapture");
+    all_layers();
+    check(cudaStreamEndCapture(m.stream, &graph), "cudaStreamEndCapture");
+    check(cudaGraphInstantiate(&step, graph, 0), "cudaGraphInstantiate");
+    double taken = seconds_of(m, 20, [&](int) { check(cudaGraphLaunch(step, m.stream), "cudaGraphLaunch"); }) / layers;
+    cudaGraphExecDestroy(step);
+    cudaGraphDestroy(graph);
+    const CacheView &view = cache.stores[0].view;
+    double bytes = (double)sequences * length * (double)(view.keys.stride() + view.values.stride());
     std::string work = "attention of decoding, " + std::to_string(sequences) + " x " + std::to_string(length) +
                        " positions, " + name_of(type) + ", " + name_of(layout);
     print_line(work, taken, bytes / taken / bandwidth, bar, "the copies' bandwidth");
     return taken;
+}
+
+// Attention of one layer of a prompt of `tokens` tokens.
+static void prefill_attention(Engine &engine, Cache &cache, int tokens) {
+    Gpu &m = std::get<Gpu>(*engine.machine);
+    Batch batch;
+    for (int t = 0; t < tokens; t++) batch.add(1, 0, t);
+    Pass pass = begin_pass(engine.a, engine.memory(), engine.model.config, batch)[0];
+    m.kept<fast::Between>().decoding = false;
+    double taken = seconds_of(m, 5, [&](int) {
+        fast::attention(m, ::attention_of(engine.a, engine.model, 0, cache.stores), pass);
+    });
+    double operations = 4.0 * pass.heads.query * pass.heads.width * tokens * (tokens + 1) / 2.0;
+    print_line("attention of prefill, a layer, " + std::to_string(tokens) + " tokens", taken,
+               operations / taken / matrix_rate, 0.50, "the products' rate");
 }
 
 static void bench_all(bool small) {
@@ -156,6 +184,7 @@ static void bench_all(bool small) {
                             4.0 * shape.layers * shape.heads * shape.head_dim * tokens * (tokens + 1) / 2.0;
         print_line("prefill, " + std::to_string(tokens) + " tokens", taken, operations / taken / matrix_rate, 0.60,
                    "the products' rate");
+        prefill_attention(engine, cache, tokens);
         attention_of(engine, Contiguous{}, BF16{}, 1, length, 0.75);
         for (auto &[type, bar] :
              std::vector<std::pair<Precision, double>>{{BF16{}, 0.88}, {Int8{}, 0.80}, {FP8{}, 0.80}, {Int4{}, 0.65}})

@@ -76,6 +76,13 @@ inline dim3 blockDim, gridDim;
 
 inline int min(int a, int b) { return b < a ? b : a; }
 inline int max(int a, int b) { return a < b ? b : a; }
+// Byte i of the result is byte (selector >> 4 i) & 7 of the eight bytes of x, then y.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    uint64_t bytes = (uint64_t)y << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++) result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
 }  // namespace words
 
 // ---- Threads -----------------------------------------------------------------------------------------------
@@ -106,13 +113,13 @@ struct Thread {
     void *fake_stack = nullptr;  // AddressSanitizer's
     int number = 0;              // in its block: threadIdx.x
     State state = ended;
-    Site site = {};            // where it waits
-    unsigned shuffles = 0;     // so far,
-    uint64_t given[2] = {};    // and what it gave to the last two
-    bool waited = false;       // for the kernel before
-    int pieces = 0;            // of shared memory that it took
-    int batches = 0;           // of copies that it committed
-    std::vector<Copy> copies;  // on their way
+    Site site = {};             // where it waits
+    unsigned shuffles = 0;      // so far,
+    uint64_t given[2][3] = {};  // and what it gave to the last two
+    bool waited = false;        // for the kernel before
+    int pieces = 0;             // of shared memory that it took
+    int batches = 0;            // of copies that it committed
+    std::vector<Copy> copies;   // on their way
 };
 
 struct Warp {
@@ -340,13 +347,24 @@ T __shfl_xor_sync(unsigned mask, T value, int bits, FROM_HERE) {
     if (mask != 0xffffffff) broken("%s: of mask %08x, not of all lanes", text_of(site).c_str(), mask);
     if (is_planted(site)) source = (source + 5) % 32;  // xor would lead a butterfly to all lanes again
     unsigned turn = running->shuffles++ % 2;           // a lane is at most one shuffle ahead of the others
-    memcpy(&running->given[turn], &value, sizeof value);
+    memcpy(running->given[turn], &value, sizeof value);
     meet_warp(site, nullptr);
-    memcpy(&value, &threads[running->number - lane_number() + source]->given[turn], sizeof value);
+    memcpy(&value, threads[running->number - lane_number() + source]->given[turn], sizeof value);
     return value;
 }
 
 }  // namespace words
+
+// What all lanes of the warp give: of(lane), there until the thread's next shuffle but one.
+template <class T>
+auto exchange(const T &value, FROM_HERE) {
+    static_assert(sizeof value <= sizeof running->given[0]);
+    unsigned turn = running->shuffles++ % 2;
+    memcpy(running->given[turn], &value, sizeof value);
+    meet_warp({"exchange", file, line}, nullptr);
+    Thread **lanes = &threads[running->number - lane_number()];
+    return [lanes, turn](int lane) -> const T & { return *(const T *)lanes[lane]->given[turn]; };
+}
 
 // ---- Shared memory -----------------------------------------------------------------------------------------
 

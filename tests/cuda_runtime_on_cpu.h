@@ -254,7 +254,10 @@ inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { return delete ex
 
 // ---- Launching ---------------------------------------------------------------------------------------------
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+enum cudaLaunchAttributeID {
+    cudaLaunchAttributeProgrammaticStreamSerialization = 6,
+    cudaLaunchAttributePreferredSharedMemoryCarveout = 14
+};
 struct cudaFuncAttributes {
     int ptxVersion = 0;
 };
@@ -264,6 +267,7 @@ struct cudaLaunchAttribute {
     union {
         char pad[64];
         int programmaticStreamSerializationAllowed;
+        unsigned sharedMemCarveout;
     } val;
 };
 struct cudaLaunchConfig_t {

@@ -78,7 +78,9 @@ static std::string small_checkpoint(const Family &family) {
         "\"layer_types\":[\"" +
         (family.window ? "sliding" : "full") +
         "_attention\"],\"layer_rope_theta\":[0],\"num_kv_shared_layers\":0,"
-        "\"per_layer_config\":{\"0\":{\"head_dim\":2}},\"hidden_size_per_layer_input\":0,\"rope_theta\":1e4,"
+        "\"per_layer_config\":{" +
+        (family.has("gemma4") ? "\"0\":{\"head_dim\":2}" : "") +
+        "},\"hidden_size_per_layer_input\":0,\"rope_theta\":1e4,"
         "\"hidden_activation\":\"silu\",\"eos_token_id\":[1,2],"
         "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":1,"
         "\"high_freq_factor\":4,\"original_max_position_embeddings\":16}}";

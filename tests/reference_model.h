@@ -30,10 +30,11 @@ inline Doubles normed(Doubles x, const Tensor &norm, double epsilon) {
     return x;
 }
 
-// Each head, by the angles of its position. Frequencies are float32 numbers, as Transformers has them.
+// Each head, by the angles of its position: all its pairs, or the first few. Frequencies are float32 numbers, as
+// Transformers has them.
 inline Doubles turned(Doubles x, const Kind &kind, int position) {
     const size_t width = (size_t)kind.key_width, half = width / 2;
-    for (size_t i = 0; kind.rope_theta && i < half; i++) {
+    for (size_t i = 0; kind.rope_theta && i < half * kind.rope.turned; i++) {
         float frequency = 1 / std::pow((float)kind.rope_theta, 2 * (float)i / (float)width);
         if (kind.rope.kind == RopeScaling::linear) frequency /= (float)kind.rope.factor;
         const double angle = position * (double)frequency;
@@ -112,6 +113,7 @@ inline Doubles logits_of(const Model &model, const std::vector<int> &tokens) {
             Doubles gate = times(w.gate, m);
             for (size_t i = 0; i < gate.size(); i++) gate[i] = gate_of(gate[i], config.gelu) * up[i];
             add(x[p], normed(times(w.down, gate), w.mlp_out_norm, epsilon));
+            for (double &number : x[p]) number *= w.scale;
         }
     }
     Doubles logits;

@@ -55,6 +55,7 @@ inline Engine with_threads(const Engine &engine, int threads) {
 struct Layer {
     Kind kind;  // `layers` is counted
     bool own = true, sinks = false;  // with rows of its own, with learned sinks
+    float scale = 1;                 // only with post_norms
 };
 struct Shape {
     int layers = 2, hidden = 64, ffn = 96, heads = 4, kv_heads = 2, head_dim = 16, vocabulary = 50;
@@ -106,8 +107,10 @@ inline Model random_model(const Shape &shape, uint64_t seed = 1) {
         w.down = linear(shape.hidden, shape.ffn);
         w.query_norm = norm(shape.qk_norm, width), w.key_norm = norm(shape.qk_norm && layer.own, width);
         w.value_norm = norm(shape.value_norm && layer.own, width);
-        w.attention_out_norm = norm(shape.post_norms, shape.hidden), w.mlp_out_norm = norm(shape.post_norms, shape.hidden);
+        w.attention_out_norm = norm(shape.post_norms, shape.hidden);
+        w.mlp_out_norm = norm(shape.post_norms, shape.hidden);
         if (layer.sinks) w.sinks = tensor(1, shape.heads, 0, 3);
+        w.scale = layer.scale;
         model.layers.push_back(w);
     }
     model.final_norm = tensor(1, shape.hidden, 1, 0.5);

@@ -10,6 +10,7 @@
 
 #include "../base/usable.h"
 #include "../cache.h"
+#include "../commands/report.h"
 #include "files.h"
 #include "program.h"
 

@@ -51,7 +51,8 @@ static int recorded(Engine &engine) {
 
 TEST_CASE("naive and cached path on the card give the CPU's logits: every family") {
     for (const char *name : {"llama_gqa_9_on_3", "llama_bias", "llama_f16", "llama_bf16", "mistral_window",
-                             "qwen2_14_on_2", "qwen3", "llama_tied_with_head", "head_dim_80"}) {
+                             "qwen2_14_on_2", "qwen3", "llama_tied_with_head", "head_dim_80", "qwen2_window",
+                             "gemma3", "gemma3_vision", "gemma4_shared", "granite_swa"}) {
         CAPTURE(name);
         Engine cpu = engine_of(fixtures + name), card = on_card(name);
         Tokens tokens = random_tokens(cpu, 45);
@@ -85,7 +86,7 @@ TEST_CASE("every layout and precision on the card is close to the same on the CP
 
 #ifdef CUDA_ON_CPU
 TEST_CASE("no kernel touches what those before it write until it has waited for them") {
-    for (const char *name : {"qwen3", "llama_bf16"}) {
+    for (const char *name : {"qwen3", "llama_bf16", "gemma4_shared", "granite_swa"}) {
         CAPTURE(name);
         Engine card = on_card(name);
         Tokens tokens = random_tokens(card, 45);
@@ -223,8 +224,8 @@ TEST_CASE("a model or a cache without room on the card is told in one line") {
 TEST_CASE("a function of a library is found, and one that is not there named, with what helps") {
     auto *cosine = (double (*)(double))library_function("libm.so.6", "cos");
     CHECK(cosine(0) == 1);
-    for (const std::string &library : {"libm.so.6", "libnobody_has.so.1"}) {
-        std::string line = error_of([&] { library_function(library.c_str(), "nobody_has_this"); });
+    for (const char *library : {"libm.so.6", "libnobody_has.so.1"}) {
+        std::string line = error_of([&] { library_function(library, "nobody_has_this"); });
         CHECK(contains(line, library));
         CHECK(contains(line, "install it, or add --device cpu"));
     }

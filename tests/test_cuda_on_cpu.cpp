@@ -43,7 +43,7 @@ struct Numbers {
 
 // What is wrong with a launch; empty: nothing.
 template <class... Parameters>
-std::string failure_of(const Grid &grid, void (*kernel)(Parameters...), typename Same<Parameters>::type... arguments) {
+std::string failure_of(const Grid &grid, void (*kernel)(Parameters...), std::common_type_t<Parameters>... arguments) {
     size_t known = cuda_on_cpu::failures.size();
     try {
         card().launch(grid, kernel, arguments...);

@@ -59,14 +59,16 @@ static Shape random_shape(Random &random) {
         kind = kind_of(one_of(random, {1, 2, 4}), one_of(random, {8, 16, 20, 34}),
                        one_of(random, {0, 0, 1, 2, 7, 16, 31, 33, 40, 100}), one_of(random, {0, 100, 10000, 1000000}));
         if (coin()) kind.rope.kind = RopeScaling::linear, kind.rope.factor = 8;
+        if (coin()) kind.rope.turned = 0.25;
     }
+    shape.qk_norm = coin(), shape.value_norm = coin(), shape.post_norms = coin(), shape.gelu = coin();
     std::vector<bool> begun(kinds.size());
     for (int layers = 2 + below(random, 5); layers > 0; layers--) {
         const int at = below(random, (int)kinds.size());
-        shape.list.push_back({kinds[at], !begun[at] || below(random, 3) > 0, coin()});
+        const float scale = shape.post_norms ? (float)random.uniform(0.3, 1) : 1;
+        shape.list.push_back({kinds[at], !begun[at] || below(random, 3) > 0, coin(), scale});
         begun[at] = true;
     }
-    shape.qk_norm = coin(), shape.value_norm = coin(), shape.post_norms = coin(), shape.gelu = coin();
     if (coin()) shape.score_scale = random.uniform(0.05, 0.5);
     if (coin()) shape.embedding_scale = std::sqrt(32.0);
     return shape;
@@ -88,16 +90,16 @@ static void check_pages(const Cache &cache) {
         if (!store.pool) continue;
         const PagePool &pool = *store.pool;
         std::vector<int> held(pool.references.size()), free(held.size());
+        bool right = true;
         for (int i = 0; i < (int)pool.table.size(); i++) {
             const int sequence = i / (int)pool.pages_per_sequence, logical = i % (int)pool.pages_per_sequence;
             const int end = pages_for(cache.lengths[sequence], pool.page), page = pool.table[i];
-            REQUIRE((page >= 0) == (logical >= pool.first[sequence] && logical < end));
-            if (page >= 0) REQUIRE(store.page_table[i] == page);
-            if (page >= 0) held.at(page)++;
+            right = right && (page >= 0) == (logical >= pool.first[sequence] && logical < end);
+            if (page >= 0) held.at(page)++, right = right && store.page_table[i] == page;
         }
         for (int page : pool.free) free.at(page)++;
-        REQUIRE(held == pool.references);
-        for (size_t page = 0; page < held.size(); page++) REQUIRE((held[page] > 0) + free[page] == 1);
+        for (size_t page = 0; page < held.size(); page++) right = right && (held[page] > 0) + free[page] == 1;
+        REQUIRE((right && held == pool.references));
     }
 }
 
@@ -168,16 +170,14 @@ TEST_CASE("models drawn anew in each run: naive is double precision, an f32 cach
     CAPTURE(seed);
     Random random{seed};
     const std::vector<Precision> types = all_of<Precision>();
-    for (int round = 0; round < (plain_path ? 8 : 60); round++) {
+    for (int round = 0; round < (plain_path ? 6 : 40); round++) {
         CAPTURE(round);
-        Engine first = engine_of(random_model(random_shape(random), random.bits()));
-        std::vector<Engine> engines;
-        for (int threads : {2, 3}) engines.push_back(with_threads(first, threads));
-        engines.push_back(std::move(first));
-        auto engine = [&]() -> Engine & { return engines[below(random, 3)]; };
-        const Tokens tokens = random_tokens(engines[0], 30 + below(random, 130), random.bits());
+        Engine alone = engine_of(random_model(random_shape(random), random.bits()));
+        Engine two = with_threads(alone, 2), three = with_threads(alone, 3);
+        auto engine = [&]() -> Engine & { return below(random, 8) ? alone : below(random, 2) ? two : three; };
+        const Tokens tokens = random_tokens(alone, 30 + below(random, 130), random.bits());
         const Vector naive = naive_rows(engine(), tokens);
-        CHECK(relative_error(naive, reference::logits_of(engines[2].model, tokens)) <= 1e-5);
+        CHECK(relative_error(naive, reference::logits_of(alone.model, tokens)) <= 1e-5);
         CHECK(same_bits(naive, naive_rows(engine(), tokens)));
         auto check = [&](const Precision &type_k, const Precision &type_v, const Vector &expected, bool is_naive) {
             const Place place = random_place(random, (int)tokens.size());
@@ -204,6 +204,7 @@ TEST_CASE("every pair of precisions: chunks, steps, company, pages and rings hav
     Random random{seed_of_run()};
     CAPTURE(random.state);
     for_each_pair([&](const Precision &type_k, const Precision &type_v) {
+        if (plain_path && below(random, 8)) return;
         CAPTURE(std::string(name_of(type_k)) + " " + name_of(type_v));
         const Vector whole = cached(engine, type_k, type_v, keeping_all({}), tokens, 512, total);
         CHECK(finite(whole));
@@ -417,7 +418,7 @@ TEST_CASE("a cut sequence reads as if it had never been longer, or is refused an
         const std::pair<Precision, Precision> pairs[] = {{F32{}, F32{}}, {Int4{}, Int2{}}, {F16{}, Int4{}}, {Int2{}, FP8{}}};
         for (const auto &[type_k, type_v] : pairs)
             for (const Place &place : {Place{}, keeping_all(paged(7)), paged(1), paged(3), paged(16), paged(48), ring(60, 2)})
-                refused += check_cuts(engine, type_k, type_v, place, plain_path ? 3 : 12, random);
+                refused += check_cuts(engine, type_k, type_v, place, plain_path ? 1 : 8, random);
         for (const Precision &type : all_of<Precision>()) check_cuts(engine, type, type, paged(5), 4, random);
     }
     CHECK(refused > 20);

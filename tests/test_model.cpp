@@ -1,11 +1,12 @@
-// base/model.h, json.h, usable.h: every fixture loads with the config and the weights Transformers sees in it, and
-// every kind of broken checkpoint ends in one line that says what is wrong. Run from the repository's root. Its parts:
-// what is right loads, the head and the embedding; what is broken: a directory, a config, weights; the cache of any
-// config; results as text and JSON; what this process may use.
+// base/model.h, json.h, usable.h and commands/report.h: every fixture loads with the config and the weights that
+// Transformers sees in it, and every kind of broken checkpoint ends in one line that says what is wrong. Run from the
+// repository's root. Its parts: what is right loads, the head and the embedding; what is broken: a directory, a config,
+// weights; the cache of any config; results as text and JSON; what this process may use.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "../base/model.h"
 
 #include "../base/usable.h"
+#include "../commands/report.h"
 #include "../commands/sizes.h"
 
 #include <random>
@@ -781,7 +782,7 @@ TEST_CASE("what of Gemma and Granite is not computed here, or makes no sense") {
                  {{{"logits_scaling", "8"}}, "logits_scaling is 8, expected 1"},
                  {{{"residual_multiplier", "0.22"}}, "residual_multiplier is 0.22, expected 1"}});
     check_cases({{{{"layer_rope_theta", "[1e4, 1e4]"}}, "layer_rope_theta is [10000,10000], expected 0"},
-                 {{{"per_layer_config", R"({"0": {"num_key_value_heads": 2}})"}}, ""},
+                 {{{"per_layer_config", R"({"0": {"num_key_value_heads": 2}})"}}, "expected 0, or no such key"},
                  {{{"text_config", "{}"}}, "architecture LlamaForCausalLM is not supported"}});
     check_contains(error_of([] {
                        parse(R"({"architectures": ["Gemma3ForConditionalGeneration"], "text_config":

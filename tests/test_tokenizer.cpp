@@ -351,6 +351,8 @@ TEST_CASE("tokens that only the files beside tokenizer.json name are tokens, as 
     }
     CHECK(tokenizer_end(folder.load(R"({"eos_token":"<|i|>"})").get()) == 14);
     CHECK(tokenizer_end(folder.load("{}").get()) == -1);
+    Folder unmarked(replaced(LETTERS, R"(,"special":true)", ""));
+    CHECK(decode(unmarked.load(R"({"eos_token":"<s>"})").get(), {0, 13}, true) == "h");
     // The older special_tokens_map.json goes before the settings, but where these number the added tokens.
     const std::string map = folder.scratch / "special_tokens_map.json";
     spill(map, R"({"eos_token":{"content":"<|i|>","lstrip":true},"additional_special_tokens":["<m>"]})");
@@ -394,6 +396,8 @@ TEST_CASE("only a template puts BOS before a text: add_bos_token says nothing be
         CHECK_FALSE(folder.load(none));
         check_contains(folder.error, "a token beside it is neither a string nor has a content");
     }
+    CHECK_FALSE(folder.load(R"({"added_tokens_decoder": [{"content": "a"}, {"content": "b"}]})"));
+    check_contains(folder.error, "added_tokens_decoder beside it is not an object");
     const char *refused[][2] = {
         {R"({"eos_token": "a", "eos_token": "b"})", "key \"eos_token\" stands twice in one object"},
         {"[]", "not an object"},

@@ -152,8 +152,9 @@ def fill(model, seed):
                 weight.copy_(2 + noise)
             elif adds_one(model, name):
                 weight.copy_(0.25 * noise)
-            elif weight.dim() == 1:
-                weight.copy_(1 + 0.25 * noise)
+            elif weight.dim() == 1:  # Gemma 4 does not divide its scores by sqrt(D): there they come small from q and k
+                small = type(model).__name__.startswith("Gemma4") and name.endswith(("q_norm.weight", "k_norm.weight"))
+                weight.copy_((0.4 if small else 1) * (1 + 0.25 * noise))
             elif "embed_tokens" in name:
                 tied = model.config.get_text_config().tie_word_embeddings
                 scaled = hasattr(model.get_input_embeddings(), "embed_scale")
@@ -190,7 +191,7 @@ def load(directory):
 
 
 def try_seed(directory, case, seed):
-    """Writes the checkpoint for one seed; returns (prompt, greedy, logits), or None where a step is too close a call."""
+    """Writes the checkpoint for one seed; returns (prompt, greedy, logits), or None where a step is too close."""
     ends = case.get("ends", 2)
     config = FAMILIES[case["family"]](**case["config"], bos_token_id=1, eos_token_id=ends, pad_token_id=None)
     torch.manual_seed(seed)

@@ -1,0 +1,164 @@
+// How a command says what it found: numbers with their units, text in as many columns as there are, and results, which
+// are described once for both a reader and a program.
+#pragma once
+
+#include <sys/ioctl.h>
+
+#include "../base/json.h"
+
+// ---- Numbers and words ---------------------------------------------------------------------------------------------
+
+// "1 token", "    12 tokens".
+inline std::string counted(int64_t count, const std::string &what, int width = 0) {
+    return formatted("%*lld %s%s", width, (long long)count, what.c_str(), count == 1 ? "" : "s");
+}
+
+// Three digits and a unit: "1.25 GiB".
+inline std::string in_units(double bytes) {
+    const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+    int unit = 0;
+    for (; bytes >= 1023.5 && unit < 5; unit++) bytes /= 1024;
+    return formatted(bytes < 999.5 ? "%.3g %s" : "%.0f %s", bytes, units[unit]);
+}
+
+inline std::string joined(const std::vector<std::string> &items, const char *between) {
+    std::string all;
+    for (const std::string &item : items) all += (all.empty() ? "" : between) + item;
+    return all;
+}
+
+// ---- Text in as many columns as there are ---------------------------------------------------------------------------
+
+// Columns of the terminal behind a stream, by the environment's COLUMNS or by what the terminal says. Files and pipes
+// have no end of a line.
+inline size_t columns_of(FILE *stream) {
+    if (!isatty(fileno(stream))) return SIZE_MAX;
+    const char *given = getenv("COLUMNS");
+    int columns = given ? atoi(given) : 0;
+    winsize size = {};
+    if (columns <= 0 && ioctl(fileno(stream), TIOCGWINSZ, &size) == 0) columns = size.ws_col;
+    return columns > 0 ? (size_t)columns : SIZE_MAX;
+}
+
+// Lines with more columns (bytes) are broken at their blanks; the rest begins behind `indent` blanks.
+inline std::string wrapped(const std::string &text, size_t columns, size_t indent = 0) {
+    std::string result;
+    for (size_t begin = 0, end; begin < text.size(); begin = end + 1) {
+        end = std::min(text.find('\n', begin), text.size());
+        std::string line = text.substr(begin, end - begin);
+        while (line.size() > columns) {
+            size_t first = line.find_first_not_of(' '), blank = line.rfind(' ', columns);
+            if (blank == std::string::npos || blank < first) blank = line.find(' ', std::min(first, line.size()));
+            size_t rest = std::min(line.find_first_not_of(' ', blank), line.size());
+            if (rest == line.size()) {
+                line.resize(std::min(blank, line.size()));
+                break;
+            }
+            result += line.substr(0, blank) + "\n";
+            line = std::string(indent, ' ') + line.substr(rest);
+        }
+        result += line + (end < text.size() ? "\n" : "");
+    }
+    return result;
+}
+
+// ---- Results, described once: as text for a reader, as JSON for a program ------------------------------------------
+
+// What a command found, or a row or a part of it. In the order of the calls: what has a key stands in the JSON, what
+// has a text stands in the text, as it is given (several values may share a line). For example
+//   Report report;
+//   report.add("tokens", 12, formatted("prefill  %6d tokens", 12)).add("seconds", 0.5, "  24.0 tokens/s\n");
+// says "prefill      12 tokens  24.0 tokens/s" or {"tokens": 12, "seconds": 0.5}.
+class Report {
+public:
+    std::string text;
+    std::string heads;  // over the columns of such rows: over numbers on the right, else behind the text's blanks
+    std::string above;  // a line of its own over such a row
+
+    template <class Value>
+    Report &add(const char *key, const Value &value, const std::string &shown = "", const std::string &head = "") {
+        put(key, json_of(value), json_of(value));
+        return say(shown, head, std::is_arithmetic_v<Value>);
+    }
+    // The same, with printf's format for this one value.
+    template <class Value>
+    Report &show(const char *key, const Value &value, const char *format, const std::string &head = "") {
+        if constexpr (std::is_same_v<Value, std::string>)
+            return add(key, value, formatted(format, value.c_str()), head);
+        else
+            return add(key, value, formatted(format, value), head);
+    }
+    Report &add(const char *key, const Report &object) {
+        put(key, object.json(), object.json());
+        return say(object.text);
+    }
+    Report &say(const std::string &shown, const std::string &head = "", bool number = true) {
+        if (!shown.empty() && (!head.empty() || columns.empty())) {
+            columns.push_back({text.size(), heads.size()});
+            names += !number && names + 1 == columns.size();
+        }
+        size_t missing = shown.size() - std::min(shown.size(), head.size());
+        size_t before = number ? missing : std::min(missing, shown.find_first_not_of(' '));
+        heads += std::string(before, ' ') + head + std::string(missing - before, ' ');
+        text += shown;
+        return *this;
+    }
+    // Rows whose text is shown elsewhere; table() shows it here, under the heads, a line a row.
+    Report &list(const char *key, const std::vector<Report> &rows) {
+        std::vector<std::string> items;
+        for (const Report &row : rows) items.push_back(row.json());
+        put(key, "[" + joined(items, ", ") + "]", rows.empty() ? "[]" : "[\n    " + joined(items, ",\n    ") + "\n  ]");
+        return *this;
+    }
+    Report &table(const char *key, const std::vector<Report> &rows, size_t width = columns_of(stdout)) {
+        if (!rows.empty()) say(lines_of(rows, width));
+        return list(key, rows);
+    }
+    std::string json() const { return "{" + joined(short_items, ", ") + "}"; }
+    // The JSON to standard output, a key a line; or else the text to `readers`.
+    void print(bool as_json, FILE *readers = stdout) const {
+        std::string all = "{\n  " + joined(long_items, ",\n  ") + "\n}\n";
+        if (!as_json) all = wrapped(text, columns_of(readers));
+        fwrite(all.data(), 1, all.size(), as_json ? stdout : readers);
+    }
+
+private:
+    struct Column {
+        size_t text, head;  // where it begins in each
+    };
+    std::vector<Column> columns;
+    size_t names = 0;                                  // the first columns, which are no numbers
+    std::vector<std::string> short_items, long_items;  // "key": value; the long ones have a line for each row of a list
+
+    // A table's lines. If they are too long, its columns come in blocks below one another, with the names in each.
+    static std::string lines_of(const std::vector<Report> &rows, size_t width) {
+        const size_t count = rows[0].columns.size(), names = std::min(std::max<size_t>(1, rows[0].names), count);
+        auto part = [](const Report &row, bool head, size_t from, size_t to) {
+            auto place = [&](size_t i) {
+                return i >= row.columns.size() ? std::string::npos : head ? row.columns[i].head : row.columns[i].text;
+            };
+            const std::string &line = head ? row.heads : row.text;
+            return from < to ? line.substr(std::min(place(from), line.size()), place(to) - place(from)) : "";
+        };
+        std::string result;
+        for (size_t from = names, to; from < count || result.empty(); from = to) {
+            auto line = [&](const Report &row, bool head) {
+                std::string text = part(row, head, 0, names) + part(row, head, from, to);
+                return head ? text.substr(0, text.find_last_not_of(' ') + 1) : text;
+            };
+            auto fits = [&] {
+                bool all = line(rows[0], true).size() <= width;
+                for (const Report &row : rows) all &= line(row, false).size() <= width;
+                return all;
+            };
+            for (to = count; to > from + 1 && !fits();) to--;
+            result += line(rows[0], true) + "\n";
+            for (const Report &row : rows) result += row.above + line(row, false) + "\n";
+        }
+        return result;
+    }
+    void put(const std::string &key, const std::string &brief, const std::string &broken) {
+        short_items.push_back(json_of(key) + ": " + brief);
+        long_items.push_back(json_of(key) + ": " + broken);
+    }
+};
