@@ -308,11 +308,11 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
         // "shared": finds rows by the keys of a layer before
         if (!cJSON_IsString(indexer) || strcmp(indexer->valuestring, "shared")) kind.key_width += index_width;
         for (const cJSON *item = by_layer.object ? by_layer.object->child : nullptr; item; item = item->next) {
+            if (atoi(item->string) != i) continue;
             const Section own{by_layer.name, item};
-            for (const cJSON *key = atoi(item->string) == i ? item->child : nullptr; key; key = key->next)
+            for (const cJSON *key = item->child; key; key = key->next)
                 if (!has("head_dim num_key_value_heads num_attention_heads intermediate_size", key->string))
                     own.refuse(printable(key->string).c_str(), key, "none");
-            if (atoi(item->string) != i) continue;
             take(own, "head_dim", {&kind.key_width, &kind.value_width});
             take(own, "num_key_value_heads", {&kind.kv_heads});
         }
