@@ -242,9 +242,10 @@ build/simd/%: tests/test_numbers.cpp fast/simd.h $(STORY) $(wildcard tests/*.h) 
 	$(SIMD$(suffix $*)) -std=c++17 -O1 -ffp-contract=off $(WARN) $< -o $@.program
 	printf '#!/bin/sh\nexec $(RUN$(suffix $*)) $@.program "$$@"\n' > $@ && chmod +x $@
 
-# Products with fewer lanes than this machine has. -O0: with 4 lanes g++ needs minutes to optimize them.
+# Products with fewer lanes than this machine has. With 4 lanes g++ needs minutes to optimize them.
+OPTIMIZE.sse2 := -O0
 build/simd/test_products.%: tests/test_products.cpp fast/linear.cpp $(wildcard fast/*.h) $(STORY) build/flags
-	$(SIMD.$*) -std=c++17 -O0 -ffp-contract=off $(OPENMP) $(WARN) $< fast/linear.cpp $(LIBS) -o $@
+	$(SIMD.$*) -std=c++17 $(or $(OPTIMIZE.$*),-O1) -ffp-contract=off $(OPENMP) $(WARN) $< fast/linear.cpp $(LIBS) -o $@
 
 # The sources as macOS's compiler reads them: zig has its clang and its headers, to which come those of the libraries
 # alone. zig prepares the source, since its headers take options that only it knows.
