@@ -1,4 +1,5 @@
-// What the tests of layers of several kinds share: models, made up by hand or drawn, and what must be true of any cache.
+// What the tests of layers of several kinds share: models, made up by hand or drawn, and what must be true of any
+// cache.
 #pragma once
 
 #define POISON_FREED_PAGES
@@ -59,6 +60,13 @@ inline Shape random_shape(Random &random) {
                        one_of(random, {0, 0, 1, 2, 7, 16, 31, 33, 40, 100}), one_of(random, {0, 100, 10000, 1000000}));
         if (coin()) kind.rope.kind = RopeScaling::linear, kind.rope.factor = 8;
         if (coin()) kind.rope.turned = 0.25;
+        if (&kind == &kinds[0] || coin()) continue;
+        const Kind drawn = kind;  // alike but for one thing
+        kind = kinds[0];
+        const int what = below(random, 3);
+        if (what == 0) kind.window = drawn.window;
+        if (what == 1) kind.rope_theta = drawn.rope_theta;
+        if (what == 2) kind.rope = drawn.rope;
     }
     shape.qk_norm = coin(), shape.value_norm = coin(), shape.post_norms = coin(), shape.gelu = coin();
     std::vector<bool> begun(kinds.size());
