@@ -66,10 +66,11 @@ TEST_CASE("a cut sequence reads as if it had never been longer, or is refused an
         for (const auto &[type_k, type_v] : pairs)
             for (const Place &place :
                  {Place{}, keeping_all(paged(7)), paged(1), paged(3), paged(16), paged(48), ring(60, 2)})
-                refused += check_cuts(engine, type_k, type_v, place, plain_path ? 1 : 8, random);
-        for (const Precision &type : all_of<Precision>()) check_cuts(engine, type, type, paged(5), 4, random);
+                refused += left_out() ? 0 : check_cuts(engine, type_k, type_v, place, plain_path ? 4 : 8, random);
+        for (const Precision &type : all_of<Precision>())
+            if (!left_out()) check_cuts(engine, type, type, paged(5), 4, random);
     }
-    CHECK(refused > 20);
+    CHECK(refused > (plain_path ? 2 : 20));
 }
 
 TEST_CASE("a sequence that ends gives everything back and begins anew, in every precision") {
@@ -77,6 +78,7 @@ TEST_CASE("a sequence that ends gives everything back and begins anew, in every 
     const Tokens tokens = random_tokens(engine, 200), others = random_tokens(engine, 150, 5);
     for (const Precision &type : all_of<Precision>())
         for (const Place &place : {Place{}, paged(3), paged(48), ring(60, 2)}) {
+            if (left_out()) continue;
             CAPTURE(std::string(name_of(type)) + " " + place.name());
             Cache cache = cache_for(engine, type, type, 200, place), fresh = cache_for(engine, type, type, 200, place);
             const Vector right = cached_rows(engine, fresh, 0, others, 150, 120);
@@ -132,8 +134,10 @@ TEST_CASE("a pass that failed in any layer, or was ended: lengths are the old on
         };
         const std::pair<Precision, Precision> pairs[] = {
             {F32{}, F32{}}, {Int4{}, Int4{}}, {F16{}, Int2{}}, {Int2{}, Int8{}}};
-        for (const auto &[type_k, type_v] : pairs)
+        for (const auto &pair : pairs)
             for (const Place &place : {Place{}, paged(1), paged(3), paged(32), paged(48), ring(20, 2)}) {
+                if (left_out()) continue;
+                const auto &type_k = pair.first, &type_v = pair.second;
                 CAPTURE(std::string(name_of(type_k)) + " " + name_of(type_v) + " " + place.name());
                 Cache never = cache_for(engine, type_k, type_v, total, place),
                       often = cache_for(engine, type_k, type_v, total, place);
