@@ -387,7 +387,7 @@ inline void poison([[maybe_unused]] const Store &store, [[maybe_unused]] const s
 
 // Makes room for `count` more positions of a sequence and returns the first of them; they are then to be stored. Why
 // not position by position, as they are stored: a pass gets all its pages or none, and what cannot be had is refused
-// before anything is computed.
+// before anything is computed. Where layers keep a window, `count` is that of one pass, at most chunk_of(cache).
 inline int grow(Cache &cache, int sequence, int count) {
     require_room(cache, sequence, count);
     const int first = cache.lengths[sequence], end = cache.lengths[sequence] += count;

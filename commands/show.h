@@ -8,7 +8,7 @@
 
 struct SeenPosition {
     int position;
-    double score = 0, weight = 0;   // q . k / sqrt(D); softmax of the scores
+    double score = 0, weight = 0;   // q . k, scaled; softmax of the scores
     std::vector<float> key, value;  // as the query reads them
 };
 
@@ -74,6 +74,7 @@ inline void add_attention(Report &report, Session &session, const Options &optio
                           const std::vector<std::string> &texts) {
     const Attention task = attention_in(session, options.layer);
     const Heads heads = task.heads;
+    const bool scaled = session.engine.model.config.score_scale;  // by a number of the model's own
     const int width = heads.width, kv_head = heads.kv_head(options.head);
     const int64_t row = session.engine.a.spans_on_host.back().row;
     auto vector_at = [&](const float *of) {
@@ -99,7 +100,7 @@ inline void add_attention(Report &report, Session &session, const Options &optio
         line.say("  " + texts[one.position] + std::string(12 - std::min<size_t>(12, texts[one.position].size()), ' '));
         line.add("key", one.key, first_of({one.key.begin(), one.key.begin() + 2}), "   key (first 2)");
         line.add("value", one.value, first_of({one.value.begin(), one.value.begin() + 2}), "   value (first 2)");
-        line.add("score", one.score, formatted("%10.4f", one.score), "  q.k/sqrt(D)");
+        line.add("score", one.score, formatted("%10.4f", one.score), scaled ? "  q.k * scale" : "  q.k/sqrt(D)");
         line.add("weight", one.weight, formatted("%9.4f  ", one.weight), "softmax  ");
         line.say(std::string((size_t)std::lround(24 * one.weight), '#'));
         rows.push_back(line);

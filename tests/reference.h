@@ -241,8 +241,8 @@ inline void swiglu(Expected &out, double gate, double up) {
     out.add(number, gamma(10) * std::fabs(number) + (gate < -88 ? 2 * std::fabs(gate * up) * std::exp(-88) : 0));
 }
 
-// gelu(gate) * up, by tanh (Hendrycks and Gimpel 2016). Its argument is a sum of two products of up to three numbers; the
-// engine divides by 1 + e^-2u in place of the tanh, which is the same but for small factors.
+// gelu(gate) * up, by tanh (Hendrycks and Gimpel 2016). Its argument is a sum of two products of up to three numbers;
+// the engine divides by 1 + e^-2u in place of the tanh, which is the same but for small factors.
 inline void geglu(Expected &out, double gate, double up) {
     double u = std::sqrt(2 / M_PI) * (gate + 0.044715 * gate * gate * gate);
     double number = gate / (1 + std::exp(-2 * u)) * up;

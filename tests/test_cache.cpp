@@ -81,7 +81,9 @@ TEST_CASE("bytes are those of the memory that was taken; of pages, those that we
         for (int sequence = 0; sequence < 3; sequence++) grow(cache, sequence, 70);
         double taken = 0;
         for (const CacheRows *rows : memories(cache)) taken += (double)rows->bytes(shape.layers);
-        if (cache.stores[0].pool) taken += sizeof(int) * (double)(cache.stores[0].pool->table.size() + 2 * cache.stores[0].pool->references.size());
+        if (cache.stores[0].pool)
+            taken += sizeof(int) *
+                     (double)(cache.stores[0].pool->table.size() + 2 * cache.stores[0].pool->references.size());
         CHECK(bytes_of(cache).total() == taken);
         CHECK(bytes_of(cache).payload == bytes_for(shape, layout, type_k, type_v).payload);
     });
@@ -140,8 +142,10 @@ TEST_CASE("rows never overlap, stay inside the memory, and follow one another as
         }
     }
     Cache cache = opened({3, 2, 20, 6, 3, 5}, Contiguous{}, Int8{}, BF16{});  // fills its memory to the last byte
-    CHECK(cache.stores[0].view.keys.at(2, row_of(cache.stores[0], 2, 4), 1) + 22 == cache.stores[0].view.keys.data + cache.stores[0].view.keys.bytes(3));
-    CHECK(cache.stores[0].view.values.at(2, row_of(cache.stores[0], 2, 4), 1) + 12 == cache.stores[0].view.values.data + 3 * 3 * 5 * 2 * 12);
+    CHECK(cache.stores[0].view.keys.at(2, row_of(cache.stores[0], 2, 4), 1) + 22 ==
+          cache.stores[0].view.keys.data + cache.stores[0].view.keys.bytes(3));
+    CHECK(cache.stores[0].view.values.at(2, row_of(cache.stores[0], 2, 4), 1) + 12 ==
+          cache.stores[0].view.values.data + 3 * 3 * 5 * 2 * 12);
 }
 
 TEST_CASE(
@@ -385,7 +389,8 @@ struct Scene {
         for (int sequence : batch.sequences) {
             for (int head = 0; head < cache.stores[0].shape.kv_heads; head++) {
                 Random random{++vectors};
-                Vector vector = numbers(random, keys ? cache.stores[0].shape.key_width : cache.stores[0].shape.value_width);
+                Vector vector =
+                    numbers(random, keys ? cache.stores[0].shape.key_width : cache.stores[0].shape.value_width);
                 column(keys, layer, head, sequence).append(vector);
                 all.insert(all.end(), vector.begin(), vector.end());
             }
@@ -452,7 +457,8 @@ struct Scene {
     // What the next query of a sequence would read of the past.
     int wrong(int sequence) {
         int count = 0, length = cache.lengths[sequence];
-        Vector nothing((size_t)cache.stores[0].shape.kv_heads * std::max(cache.stores[0].shape.key_width, cache.stores[0].shape.value_width));
+        Vector nothing((size_t)cache.stores[0].shape.kv_heads *
+                       std::max(cache.stores[0].shape.key_width, cache.stores[0].shape.value_width));
         for (int layer = 0; layer < cache.stores[0].shape.layers; layer++)
             count += wrong(layer, {0, 1, sequence, length, length, length + 1},
                            {nothing.data(), cache.stores[0].shape.kv_heads, cache.stores[0].shape.key_width},
@@ -498,7 +504,8 @@ void Scene::walk(int steps, uint64_t seed) {
         REQUIRE(contains(line, part));
         REQUIRE(!contains(line, "\n"));
         REQUIRE(cache.lengths == lengths);
-        if (is_paged) REQUIRE((before.table == cache.stores[0].pool->table && before.free == cache.stores[0].pool->free));
+        if (is_paged)
+            REQUIRE((before.table == cache.stores[0].pool->table && before.free == cache.stores[0].pool->free));
         refusals++;
         return true;
     };
@@ -625,7 +632,8 @@ TEST_CASE("a new cache is zero where nothing was stored; a page that was freed r
             Span span = {0, 1, 0, 64, 64, 65};
             for (int layer : {0, 1}) {
                 Segments seen;
-                add_rows(seen, {scene.cache.stores[0].view, layer, 1, {none.data(), 2, 20}, {none.data(), 2, 33}}, span, {});
+                add_rows(seen, {scene.cache.stores[0].view, layer, 1, {none.data(), 2, 20}, {none.data(), 2, 33}}, span,
+                         {});
                 for (int t = 32; t < 64; t++)
                     for (bool keys : {true, false})
                         for (float x : Scene::read(seen.list[0], keys, t, none.data()))

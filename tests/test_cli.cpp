@@ -681,7 +681,8 @@ TEST_CASE("every family, by both paths: Transformers' greedy tokens and logits")
             CAPTURE(name);
             CAPTURE(path[1]);
             std::string dump = scratch / "logits.npy", count = std::to_string(expected.greedy.size());
-            const Words words = generate(models + name, expected.prompt, path + Words{"-n", count, "--dump-logits", dump});
+            const Words words =
+                generate(models + name, expected.prompt, path + Words{"-n", count, "--dump-logits", dump});
             Json root = run_json(words, 0, name == "gemma3_vision" ? "left aside, beside the text model: " : "");
             CHECK(ids(root, "tokens") == expected.greedy);
             CHECK(text(root, "stop") == "-n");

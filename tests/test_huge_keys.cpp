@@ -17,12 +17,18 @@ constexpr int positions = 320, first_scored = 64;  // before it, most of the key
 enum class Bias { huge, without, fast };
 enum class Rounding { none, per_channel, per_token };
 
+// Numbers of a position's keys, all KV heads together.
+static int kv_width(const Engine &engine) {
+    const Kind &kind = engine.model.config.kinds[0];
+    return kind.kv_heads * kind.key_width;
+}
+
 // The first layer's k_proj bias: as stored; without the huge channels; with each of them in the pair (i, i + 32) that
 // lies as far from the fastest one as its own does from the slowest.
 static Vector bias_of(const Engine &engine, Bias which) {
     Vector bias;
-    int width = heads_of(engine.model.config, engine.model.config.kinds[0]).width, half = width / 2;
-    for (int i = 0; i < heads_of(engine.model.config, engine.model.config.kinds[0]).kv * width; i++) bias.push_back(number_of(engine.model.layers[0].key.bias, i));
+    int width = engine.model.config.kinds[0].key_width, half = width / 2;
+    for (int i = 0; i < kv_width(engine); i++) bias.push_back(number_of(engine.model.layers[0].key.bias, i));
     Vector moved = bias;
     for (int i = 0; i < (int)bias.size(); i++) {
         if (std::fabs(bias[i]) < huge_from) continue;
@@ -119,12 +125,12 @@ TEST_CASE("the fixture: keys of norm 600 in the first layer, in 3 of 64 channels
     for (int layer = 0; layer < engine.model.config.layers; layer++) {
         double squares = 0, huge_squares = 0;
         int huge = 0;
-        for (int i = 0; i < heads_of(engine.model.config, engine.model.config.kinds[0]).kv * heads_of(engine.model.config, engine.model.config.kinds[0]).width; i++) {
+        for (int i = 0; i < kv_width(engine); i++) {
             double square = std::pow(number_of(engine.model.layers[layer].key.bias, i), 2);
             squares += square;
             if (square > huge_from * huge_from) huge++, huge_squares += square;
         }
-        CHECK(huge == (layer == 0 ? 3 * heads_of(engine.model.config, engine.model.config.kinds[0]).kv : 0));
+        CHECK(huge == (layer == 0 ? 3 * engine.model.config.kinds[0].kv_heads : 0));
         CHECK(std::sqrt(squares) == doctest::Approx(layer == 0 ? 600 : 5.5).epsilon(0.1));
         if (layer == 0) CHECK(huge_squares / squares > 0.999);
     }
@@ -136,7 +142,7 @@ static double lost(Rounding rounding) {
     Cache cache = cache_for(engine, F32{}, F32{}, positions);
     prefill(engine, cache, 0, plain_tokens(engine));
     const float *keys = (const float *)cache.stores[0].view.keys.at(0, row_of(cache.stores[0], 0, 0), 0);
-    Vector before(keys, keys + positions * heads_of(engine.model.config, engine.model.config.kinds[0]).kv * heads_of(engine.model.config, engine.model.config.kinds[0]).width), bias = bias_of(engine, Bias::huge);
+    Vector before(keys, keys + positions * kv_width(engine)), bias = bias_of(engine, Bias::huge);
     for (int begin = 0; begin < positions; begin += 32) round_block(cache, begin, rounding);
     double errors = 0, squares = 0;
     for (size_t i = 0; i < before.size(); i++) {

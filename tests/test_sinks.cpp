@@ -120,7 +120,8 @@ TEST_CASE("the first token's value is next to nothing") {
             double others = 0;
             for (int t = 0; t < positions; t++) {
                 const CacheRows &values = cache.stores[0].view.values;
-                lengths.push_back(length((const float *)values.at(layer, row_of(cache.stores[0], 0, t), head), values.width));
+                lengths.push_back(
+                    length((const float *)values.at(layer, row_of(cache.stores[0], 0, t), head), values.width));
                 if (t > 0) others += lengths[t] * lengths[t] / (positions - 1);
             }
             double root = std::sqrt(checkpoint.config.kinds[0].key_width);

@@ -382,7 +382,8 @@ static void add_expected(Expected &out, const Shape &shape, const Story &story, 
         Expected size;
         const double scale = shape.scale / std::sqrt(shape.heads.width), sink = shape.learned ? sinks[head] : -INFINITY;
         reference::attention(size, query, seen(sizes), shape.heads.width, shape.value_width, 0, scale, sink);
-        reference::attention(out, query, seen(story.values), shape.heads.width, shape.value_width, factors, scale, sink);
+        reference::attention(out, query, seen(story.values), shape.heads.width, shape.value_width, factors, scale,
+                             sink);
         for (int i = 0; i < shape.value_width; i++)
             out.bound[out.bound.size() - shape.value_width + i] += off_v * size.value[i];
     }
@@ -483,7 +484,8 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
 
 static void check_attention(const Shape &shape, uint64_t seed) {
     std::string text = std::string(name_of(shape.layout)) + (shape.naive ? " naive " : " ") + name_of(shape.type_k) +
-                       " " + name_of(shape.type_v) + "; products, heads, KV heads, widths, windows, page, sinks, local, learned:";
+                       " " + name_of(shape.type_v) +
+                       "; products, heads, KV heads, widths, windows, page, sinks, local, learned:";
     for (int number : {(int)shape.products, shape.heads.query, shape.heads.kv, shape.heads.width, shape.value_width,
                        shape.layer_window, shape.window, shape.page, shape.sinks, (int)shape.local, (int)shape.learned})
         text += " " + std::to_string(number);
