@@ -247,26 +247,20 @@ inline double draw(uint64_t seed, int position) {
 // The token after `position`. At temperature 0 the likeliest one, the first of equals. Otherwise drawn from
 // softmax(logits / T) after top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024) have cut its
 // tail. A point is drawn in the sum of what is kept: the token is the one that it falls on, from the likeliest on.
-// base/ranking.h sums in buckets where others sort. Such a sum may end a rounding of a double away from a sum token by
-// token: of two neighbours, another one may be drawn where the point falls between both sums.
+// Probabilities are float32, and base/ranking.h sums them in buckets where others sort: where the point falls within
+// 10^-6 of the border of two tokens, the other one of them may be drawn than by the definition in double precision.
 inline int sample(const Sampler &sampler, const std::vector<float> &logits, int position) {
     if (sampler.temperature == 0) return argmax(logits.data(), (int)logits.size());
-    const double largest = largest_logit(logits), scale = 1 / std::max(sampler.temperature, 1e-300);
-    std::vector<double> p(logits.size());  // not normalised: the likeliest has 1
-    for (size_t i = 0; i < p.size(); i++) p[i] = std::max((logits[i] - largest) * scale, -693.0);  // 2^-999
-    for (double &x : p) x = exp_below_one(x);
-    if (sampler.top_k > 0 && (size_t)sampler.top_k < p.size()) {
-        std::vector<int> ids(p.size());
-        for (size_t i = 0; i < p.size(); i++) ids[i] = (int)i;
-        auto likelier = [&](int a, int b) { return p[a] > p[b] || (p[a] == p[b] && a < b); };
-        std::partial_sort(ids.begin(), ids.begin() + sampler.top_k, ids.end(), likelier);
-        for (size_t i = (size_t)sampler.top_k; i < p.size(); i++) p[ids[i]] = 0;
-    }
+    const float largest = largest_logit(logits), scale = (float)std::min(1 / sampler.temperature, (double)FLT_MAX);
+    std::vector<float> p(logits.size());  // not normalised: the likeliest has 1, none has less than e^-87
+    for (size_t i = 0; i < p.size(); i++) p[i] = std::max(-87.0f, (logits[i] - largest) * scale);
+    for (float &x : p) x = exp_below_one(x);
     double likely = 0;  // the sum of what min-p keeps
     for (size_t i = 0; sampler.min_p > 0 && i < p.size(); i++) likely += p[i] >= sampler.min_p ? p[i] : 0;
-    const Ranking ranking(std::move(p));
-    double kept = ranking.total;
-    if (sampler.top_p < 1) kept = ranking.find([&](double sum) { return sum >= sampler.top_p * ranking.total; }).sum;
+    const Ranking ranking(logits, std::move(p));
+    const bool some = sampler.top_k > 0 && (size_t)sampler.top_k < logits.size();
+    double kept = some ? ranking.sum_of((size_t)sampler.top_k) : ranking.total;
+    if (sampler.top_p < 1) kept = ranking.find([&](double sum) { return sum >= sampler.top_p * kept; }).sum;
     if (sampler.min_p > 0) kept = std::min(kept, likely);
     const double point = draw(sampler.seed, position) * kept;
     return ranking.find([&](double sum) { return sum > point; }).token;

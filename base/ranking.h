@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <utility>
@@ -9,16 +10,16 @@
 
 #include "formats.h"
 
-// e^x for x from -693 to 0, off by a few units of its last digit: x = n ln 2 + r, and e^r by its series. A compiler
+// e^x for x from -87 to 0, within two units of its last digit: x = n ln 2 + r, and e^r by its series. A compiler
 // computes several at a time in a loop of it, which it cannot with the library's, nor where x is bounded in here: of a
 // bound g++ makes a branch.
-inline double exp_below_one(double x) {
-    constexpr double shift = 0x1.8p52, ln2_high = 0x1.62e42fee00000p-1, ln2_low = 0x1.a39ef35793c76p-33;
-    double shifted = x * M_LOG2E + shift, n = shifted - shift, r = x - n * ln2_high - n * ln2_low;
-    double power = 1.0 / 479001600;
+inline float exp_below_one(float x) {
+    constexpr float shift = 0x1.8p23f, log2_e = 0x1.715476p0f, ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f;
+    float shifted = x * log2_e + shift, n = shifted - shift, r = x - n * ln2_high - n * ln2_low;
+    float power = 1.0f / 5040;
     auto horner = [&](auto... factorials) { ((power = power * r + 1 / factorials), ...); };
-    horner(39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0, 720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0);
-    return bit_cast<double>(bit_cast<uint64_t>(power) + (bit_cast<uint64_t>(shifted) << 52));
+    horner(720.0f, 120.0f, 24.0f, 6.0f, 2.0f, 1.0f, 1.0f);
+    return bit_cast<float>(bit_cast<uint32_t>(power) + (bit_cast<uint32_t>(shifted) << 23));
 }
 
 // From the likeliest token to the least likely, the first of equals first. They are put into buckets by the size of p,
@@ -26,22 +27,18 @@ inline double exp_below_one(double x) {
 class Ranking {
 public:
     double total = 0;
-    // p (token): probability, not normalised: the likeliest has 1.
-    explicit Ranking(std::vector<double> probabilities)
-        : p_(std::move(probabilities)), bucket_(p_.size()), sums_(buckets) {
+    // p (token): probability, not normalised: the likeliest has 1. Of equals in float32, the one of the larger logit is
+    // likelier.
+    Ranking(const std::vector<float> &logits, std::vector<float> p)
+        : logits_(logits), p_(std::move(p)), bucket_(p_.size()), sums_(buckets) {
         for (size_t i = 0; i < p_.size(); i++) {
-            const uint64_t below_one = bit_cast<uint64_t>(1.0) - bit_cast<uint64_t>(p_[i]);  // bits have the order of p
-            bucket_[i] = (uint16_t)std::min((int)(below_one >> 45), last);
+            const uint32_t below_one = bit_cast<uint32_t>(1.0f) - bit_cast<uint32_t>(p_[i]);  // bits are ordered as p
+            bucket_[i] = (uint16_t)std::min((int)(below_one >> 16), last);
         }
-        // Most of a vocabulary may be in the last bucket, and one sum would wait for each addition.
-        const size_t side = 8, whole = p_.size() / side * side;
-        double tiny[side] = {};
-        for (size_t i = 0; i < whole; i += side)
-            for (size_t j = 0; j < side; j++) tiny[j] += bucket_[i + j] == last ? p_[i + j] : 0;
-        for (size_t i = 0; i < p_.size(); i++)
-            if (i >= whole || bucket_[i] < last) sums_[bucket_[i]] += p_[i];
-        for (double sum : tiny) sums_[last] += sum;
-        for (double sum : sums_) total += sum;
+        // Four sums a bucket: one would wait for each addition where neighbours fall into the same.
+        std::vector<std::array<double, 4>> sums(buckets);
+        for (size_t i = 0; i < p_.size(); i++) sums[bucket_[i]][i % 4] += p_[i];
+        for (int b = 0; b < buckets; b++) total += sums_[b] = sums[b][0] + sums[b][1] + sums[b][2] + sums[b][3];
     }
     struct Place {
         int token = 0;
@@ -54,29 +51,46 @@ public:
         double sum = 0;  // of the buckets before
         for (int b = 0; b < buckets; sum += sums_[b++]) {
             if (sums_[b] == 0 || !reached(sum + sums_[b])) continue;
-            std::vector<std::pair<double, int>> tokens;  // -p, token
-            for (size_t i = 0, end; i < p_.size(); i = end) {  // most stretches hold none: several compared at a time
-                end = std::min(p_.size(), i + 64);
-                uint16_t some = 0;
-                for (size_t j = i; j < end; j++) some |= bucket_[j] == (uint16_t)b;
-                for (size_t j = some ? i : end; j < end; j++)
-                    if (bucket_[j] == b) tokens.push_back({-p_[j], (int)j});
-            }
+            auto tokens = tokens_of(b);
             std::sort(tokens.begin(), tokens.end());
             place.sum = sum;
-            for (auto &[minus_p, token] : tokens) {
-                place = {token, place.sum - minus_p};
+            for (auto &[minus_logit, token] : tokens) {
+                place = {token, place.sum + p_[token]};
                 if (reached(place.sum)) return place;
             }
         }
         return place;
     }
+    // Of the p of the `count` likeliest: the very sum that find() has at the last of them.
+    double sum_of(size_t count) const {
+        std::vector<size_t> counts(buckets);
+        for (uint16_t b : bucket_) counts[b]++;
+        int b = 0;
+        double sum = 0;
+        for (; counts[b] < count; count -= counts[b++]) sum += sums_[b];
+        auto tokens = tokens_of(b);
+        std::partial_sort(tokens.begin(), tokens.begin() + count, tokens.end());
+        for (size_t i = 0; i < count; i++) sum += p_[tokens[i].second];
+        return sum;
+    }
 
 private:
     static constexpr int buckets = 40 * 128, last = buckets - 1;  // the last one: all below 2^-40
-    std::vector<double> p_;
+    const std::vector<float> &logits_;
+    std::vector<float> p_;
     std::vector<uint16_t> bucket_;
     std::vector<double> sums_;  // (bucket): of p
+    std::vector<std::pair<float, int>> tokens_of(int bucket) const {  // -logit, token: sorted, the likeliest is first
+        std::vector<std::pair<float, int>> tokens;
+        for (size_t i = 0, end; i < p_.size(); i = end) {  // most stretches hold none: several compared at a time
+            end = std::min(p_.size(), i + 64);
+            uint16_t some = 0;
+            for (size_t j = i; j < end; j++) some |= bucket_[j] == (uint16_t)bucket;
+            for (size_t j = some ? i : end; j < end; j++)
+                if (bucket_[j] == bucket) tokens.push_back({-logits_[j], (int)j});
+        }
+        return tokens;
+    }
 };
 
 // The largest of some numbers, several at a time.
