@@ -12,6 +12,7 @@
 #pragma once
 
 #include <climits>
+#include <functional>
 #include <memory>
 #include <string>
 #include <variant>
@@ -190,19 +191,24 @@ struct Store {
     CacheShape shape = {};
     Layout layout = {};
     CacheView view = {};
-    std::shared_ptr<PagePool> pool = nullptr;  // of a paged one
-    int *page_table = nullptr;                 // where the machine reads it: a copy of pool->table
+    PagePool *pool = nullptr;   // of a paged one, in Cache::pages
+    int *page_table = nullptr;  // where the machine reads it: a copy of pool->table
 };
 
 struct Cache {
-    std::vector<Store> stores;  // (kind)
-    Layout layout;              // of layers that see everything
+    std::vector<Store> stores;     // (kind)
+    std::shared_ptr<Pages> pages;  // of paged ones: who holds which
+    Layout layout;                 // of layers that see everything
     Precision type_k, type_v;
     std::vector<int> lengths;                  // (sequence): positions that are filled
     std::vector<int> reached;                  // (sequence): the most that were filled since it was empty
     std::vector<std::shared_ptr<void>> owned;  // the memory of all of them
     Memory *memory = nullptr;                  // the machine's
+    std::function<void(const PageEvent &)> tell = nullptr;  // what happens to pages, if somebody wants to know
 };
+
+// Whether positions are encoded 32 together, in blocks.
+inline bool blocks_of(const Cache &cache) { return has_blocks(cache.type_k) || has_blocks(cache.type_v); }
 
 inline int64_t row_of(const Store &store, int sequence, int position) {
     return std::visit([&](auto &layout) { return layout.row(sequence, position); }, store.layout);
@@ -288,20 +294,32 @@ inline CacheRows open_rows(Cache &cache, const CacheShape &shape, const std::str
     return rows;
 }
 
-// The pool of a paged store, and its page table twice: where the host counts pages, and where the machine reads rows.
-inline void open_page_table(Cache &cache, Store &store, Paged &paged) {
-    int64_t most = INT_MAX, wanted = paged.pages(store.shape);
-    if (wanted > most)
-        fail("the KV cache has %lld pages, expected at most %lld: raise --page", (long long)wanted, (long long)most);
-    store.pool = std::make_shared<PagePool>(
-        open_pages(store.shape.sequences, paged.pages_per_sequence, paged.page, (int)wanted));
-    std::vector<int> &table = store.pool->table;
-    cache.owned.push_back(cache.memory->reserve(table.size() * sizeof(int), "the page table", "raise --page"));
-    store.page_table = (int *)cache.owned.back().get();
-    cache.memory->write(store.page_table, table.data(), table.size() * sizeof(int));
-    Paged there = paged;
-    paged.table = table.data(), there.table = store.page_table;
-    store.view.layout = Layout(there);
+// The pools of paged stores, and each page table twice: where the host counts pages, and where the machine reads rows.
+inline void open_page_tables(Cache &cache) {
+    std::vector<PagePool> pools;
+    for (const Store &store : cache.stores) {
+        auto *paged = std::get_if<Paged>(&store.layout);
+        if (!paged) return;
+        const int64_t most = INT_MAX, wanted = paged->pages(store.shape);
+        if (wanted > most)
+            fail("the KV cache has %lld pages, expected at most %lld: raise --page", (long long)wanted,
+                 (long long)most);
+        pools.push_back(open_pages(store.shape.sequences, paged->pages_per_sequence, paged->page, (int)wanted,
+                                   store.shape.local));
+    }
+    cache.pages = std::make_shared<Pages>();
+    cache.pages->open((int)cache.lengths.size(), std::move(pools), blocks_of(cache) ? group_size : 1);
+    for (size_t kind = 0; kind < cache.stores.size(); kind++) {
+        Store &store = cache.stores[kind];
+        store.pool = &cache.pages->pools[kind];
+        std::vector<int> &table = store.pool->table;
+        cache.owned.push_back(cache.memory->reserve(table.size() * sizeof(int), "the page table", "raise --page"));
+        store.page_table = (int *)cache.owned.back().get();
+        cache.memory->write(store.page_table, table.data(), table.size() * sizeof(int));
+        Paged &paged = std::get<Paged>(store.layout), there = paged;
+        paged.table = table.data(), there.table = store.page_table;
+        store.view.layout = Layout(there);
+    }
 }
 
 inline void open_store(Cache &cache, Store &store, const std::string &what) {
@@ -321,7 +339,6 @@ inline void open_store(Cache &cache, Store &store, const std::string &what) {
         view.sink_keys = open(F32{}, shape.key_width, sequences * ring->sinks);
         view.sink_values = open(F32{}, shape.value_width, sequences * ring->sinks);
     }
-    if (auto *paged = std::get_if<Paged>(&store.layout)) open_page_table(cache, store, *paged);
 }
 
 // What a cache of some shapes takes with all its rows.
@@ -354,6 +371,7 @@ inline Cache open_cache(Memory &memory, const std::vector<CacheShape> &shapes, L
     const std::string what = formatted("the KV cache of %.1f GiB, its keys or values", bytes / 0x1p30);
     for (const CacheShape &shape : shapes) cache.stores.push_back({shape, open_layout(shape, layout)});
     for (Store &store : cache.stores) open_store(cache, store, what);
+    open_page_tables(cache);
     return cache;
 }
 
@@ -366,23 +384,52 @@ inline void require_room(const Cache &cache, int sequence, int count) {
     if (count > limit - first)
         fail("the cache holds %d positions, %lld are needed: shorten the prompt or raise -c", limit,
              (long long)first + count);
-    for (const Store &store : cache.stores) {
-        if (!store.pool || store.shape.local) continue;
-        const PagePool &pool = *store.pool;
-        if (int pages = pool.between(first, first + count); pages > (int)pool.free.size())
-            fail("the cache has %zu free pages of %d positions, %d are needed: end a sequence, or make the pool larger",
-                 pool.free.size(), pool.page, pages);
+    for (size_t kind = 0; cache.pages && kind < cache.stores.size(); kind++) {
+        const PagePool &pool = cache.pages->pools[kind];
+        const int pages = cache.pages->needed((int)kind, sequence, first, first + count);
+        if (!pool.window && pages > pool.available())
+            fail("the cache has %d free pages of %d positions, %d are needed: end a sequence, or make the pool larger",
+                 pool.available(), pool.page, pages);
+    }
+}
+
+// `count` rows of each layer, from row `from` on to row `to` on. Why through the host, without a kernel: it is rare.
+inline void copy_rows(Memory &memory, const CacheRows &rows, int layers, int64_t from, int64_t to, int64_t count) {
+    std::vector<char> copied(rows.data ? count * rows.stride() : 0);
+    for (int layer = 0; rows.data && layer < layers; layer++) {
+        memory.read(copied.data(), rows.at(layer, from, 0), copied.size());
+        memory.write(rows.at(layer, to, 0), copied.data(), copied.size());
     }
 }
 
 // In tests nothing of a page that is free can be read: every precision reads these bytes as NaN.
-inline void poison([[maybe_unused]] const Store &store, [[maybe_unused]] const std::vector<int> &pages) {
+inline void poison([[maybe_unused]] const Store &store, [[maybe_unused]] int page) {
 #ifdef POISON_FREED_PAGES
-    for (int page : pages)
-        for (const CacheRows *rows : {&store.view.keys, &store.view.values})
-            for (int layer = 0; layer < store.shape.layers; layer++)
-                memset(rows->at(layer, (int64_t)page * store.pool->page, 0), 0xff, store.pool->page * rows->stride());
+    for (const CacheRows *rows : {&store.view.keys, &store.view.values})
+        for (int layer = 0; layer < store.shape.layers; layer++)
+            memset(rows->at(layer, (int64_t)page * store.pool->page, 0), 0xff, store.pool->page * rows->stride());
 #endif
+}
+
+// Does with rows what was decided about pages, in that order; and the machine's table of a sequence follows, for its
+// positions [begin, end).
+inline void carry_out(Cache &cache, int sequence, int begin, int end) {
+    if (cache.pages->events.empty()) return;
+    for (const PageEvent &event : cache.pages->events) {
+        const Store &store = cache.stores[event.kind];
+        const int64_t page = store.pool->page;
+        if (event.what == PageEvent::freed || event.what == PageEvent::evicted) poison(store, event.page);
+        if (event.what == PageEvent::copied)
+            for (const CacheRows *rows : {&store.view.keys, &store.view.values})
+                copy_rows(*cache.memory, *rows, store.shape.layers, event.from * page, event.page * page, event.count);
+        if (cache.tell) cache.tell(event);
+    }
+    cache.pages->events.clear();
+    for (const Store &store : cache.stores) {
+        const int first = begin / store.pool->page, count = pages_for(end, store.pool->page) - first;
+        const int *changed = store.pool->table.data() + sequence * store.pool->pages_per_sequence + first;
+        cache.memory->write(store.page_table + (changed - store.pool->table.data()), changed, count * sizeof(int));
+    }
 }
 
 // Makes room for `count` more positions of a sequence and returns the first of them; they are then to be stored. Why
@@ -392,25 +439,18 @@ inline int grow(Cache &cache, int sequence, int count) {
     require_room(cache, sequence, count);
     const int first = cache.lengths[sequence], end = cache.lengths[sequence] += count;
     cache.reached[sequence] = std::max(cache.reached[sequence], end);
-    for (Store &store : cache.stores) {
-        if (!store.pool) continue;
-        PagePool &pool = *store.pool;
-        if (store.shape.local) {  // whole blocks of 32, as int4 and int2 read them
-            const int seen = std::max(0, first - store.shape.local + 1);
-            poison(store, release_before(pool, sequence, seen / group_size * group_size));
-        }
-        if (const int taken = take_pages(pool, sequence, first, end)) {  // the machine's table follows
-            const int *changed = &pool.entry(sequence, pages_for(first, pool.page));
-            cache.memory->write(store.page_table + (changed - pool.table.data()), changed, taken * sizeof(int));
-        }
+    if (cache.pages) {
+        cache.pages->grow(sequence, first, end);
+        carry_out(cache, sequence, first, end);
     }
     return first;
 }
 
 // Gives back a sequence's pages behind `length` positions.
 inline void shrink_pages(Cache &cache, int sequence, int from, int length) {
-    for (Store &store : cache.stores)
-        if (store.pool) poison(store, release_pages(*store.pool, sequence, from, length));
+    if (!cache.pages) return;
+    cache.pages->shrink(sequence, from, length);
+    carry_out(cache, sequence, length, length);
 }
 
 // The keys or the values of a cut sequence's last block go from codes to the residual block, as they read: where a cut
@@ -450,8 +490,7 @@ void restore_residual(Memory &memory, const Store &store, int sequence, int leng
 inline int first_kept(const Cache &cache, const Store &store, int sequence) {
     if (auto *ring = std::get_if<Ring>(&store.layout)) return std::max(0, cache.reached[sequence] - ring->slots);
     const int first = store.pool ? store.pool->first[sequence] * store.pool->page : 0;
-    const bool blocks = has_blocks(cache.type_k) || has_blocks(cache.type_v);
-    return blocks ? (first + group_size - 1) / group_size * group_size : first;
+    return blocks_of(cache) ? (first + group_size - 1) / group_size * group_size : first;
 }
 
 inline void restore_residuals(Cache &cache, int sequence, int length) {
@@ -484,6 +523,47 @@ inline void shrink(Cache &cache, int sequence, int length) {
     shrink_pages(cache, sequence, from, length);
     cache.lengths[sequence] = length;
 }
+
+// ---- Sharing -------------------------------------------------------------------------------------------------
+
+// Gives an empty sequence what is known of its tokens, from other sequences' pages: so many of the first ones need not
+// be computed, 0 where there are no pages.
+inline int find_known(Cache &cache, int sequence, const std::vector<int> &tokens) {
+    if (!cache.pages) return 0;
+    const int known = cache.pages->find(sequence, tokens);
+    carry_out(cache, sequence, 0, known);
+    return cache.lengths[sequence] = cache.reached[sequence] = known;
+}
+
+// Others may find the first `length` positions of a sequence, whose tokens are these: all its full pages.
+inline void publish(Cache &cache, int sequence, const std::vector<int> &tokens, int length) {
+    if (!cache.pages) return;
+    cache.pages->publish(sequence, tokens, length);
+    carry_out(cache, sequence, 0, length);
+}
+
+// An empty sequence gets all that another one has. Pages are shared, and copied by the first to write into one; where
+// there are none the rows are copied, and so is what belongs to the sequence alone: its residual block and its sinks.
+inline void fork(Cache &cache, int from, int to) {
+    const int length = cache.lengths.at(from);
+    if (cache.pages) {
+        cache.pages->fork(from, to, length);
+        carry_out(cache, to, 0, length);
+    }
+    for (const Store &store : cache.stores) {
+        auto copy = [&](const CacheRows &rows, int64_t each) {
+            copy_rows(*cache.memory, rows, store.shape.layers, from * each, to * each, each);
+        };
+        const CacheView &view = store.view;
+        const int64_t each = view.keys.rows_per_layer / store.shape.sequences;
+        if (!store.pool) copy(view.keys, each), copy(view.values, each);
+        copy(view.residual_keys, group_size), copy(view.residual_values, group_size);
+        copy(view.sink_keys, view.sinks), copy(view.sink_values, view.sinks);
+    }
+    cache.lengths.at(to) = length, cache.reached.at(to) = cache.reached[from];
+}
+
+// ---- All of a pass or nothing --------------------------------------------------------------------------------
 
 // Calls pass(), which lets sequences grow and stores their new positions: all of them or none. If it fails, for want of
 // pages or by Ctrl-C, each sequence has its old length and pages again, and may go on. What the failed pass overwrote

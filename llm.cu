@@ -119,25 +119,34 @@ inline void forward(Engine &engine, const Batch &batch, const std::vector<Store>
     Progress::add(batch.count());
 }
 
-// Logits of `count` tokens of the last pass, from its token `first` on: (count, vocabulary).
-inline std::vector<float> logits(Engine &engine, int first, int count) {
+// Logits of some tokens of the last pass: (rows, vocabulary).
+inline std::vector<float> logits(Engine &engine, const std::vector<int> &rows) {
     const Model &model = engine.model;
+    const size_t count = rows.size(), hidden = (size_t)model.config.hidden;
     Activations &a = engine.a;
-    std::vector<float> result((size_t)count * model.config.vocabulary);
+    std::vector<float> result(count * model.config.vocabulary);
     a.logits.resize(engine.memory(), result.size());
-    const float *x = a.x.data() + (size_t)first * model.config.hidden;
+    float *normed = a.normed.data();
     Linear head = {model.head, {}};
-    std::visit(
-        [&](auto &m) {
-            m.run([&] {
-                best::rms_norm(m, a.normed.data(), x, model.final_norm, count, model.config.norm_epsilon);
-                best::linear(m, a.normed.data(), count, {{head, a.logits.data()}});
-            });
-        },
-        *engine.machine);
+    auto compute = [&](auto &m) {
+        m.run([&] {
+            for (size_t i = 0, end; i < count; i = end) {  // rows that follow one another together
+                for (end = i + 1; end < count && rows[end] == rows[end - 1] + 1;) end++;
+                best::rms_norm(m, normed + i * hidden, a.x.data() + rows[i] * hidden, model.final_norm, (int)(end - i),
+                               model.config.norm_epsilon);
+            }
+            best::linear(m, normed, (int)count, {{head, a.logits.data()}});
+        });
+    };
+    if (count) std::visit(compute, *engine.machine);
     stop_if_interrupted();
     engine.memory().read(result.data(), a.logits.data(), result.size() * sizeof(float));
     return result;
+}
+inline std::vector<float> logits(Engine &engine, int first, int count) {
+    std::vector<int> rows;
+    for (int row = first; row < first + count; row++) rows.push_back(row);
+    return logits(engine, rows);
 }
 
 // ---- Prefill and decode ------------------------------------------------------------------------------------
@@ -163,6 +172,14 @@ inline std::vector<float> forward_naive(Engine &engine, const std::vector<int> &
     return logits(engine, (int)tokens.size() - 1, 1);
 }
 
+// How many of the next `count` tokens of a sequence a pass can take. int4 and int2 encode 32 positions together: what
+// begins within such a block goes no further than its end. Positions of the next block would overwrite those of the
+// residual block that are from before the pass; and if the pass fails, these are still needed (all_or_nothing).
+inline int tokens_of_pass(const Cache &cache, int sequence, int count) {
+    const int in_block = blocks_of(cache) ? cache.lengths[sequence] % group_size : 0;
+    return std::min({count, chunk_of(cache), in_block ? group_size - in_block : count});
+}
+
 // Reads a prompt into the cache, in chunks of many tokens, and returns which token of the last pass its last one is.
 // Why not at once: a pass keeps the activations of all its tokens, and a ring must hold all of a chunk beside what the
 // chunk's first query sees. after_chunk(count), if there is one, may ask for the logits of all tokens of the chunk.
@@ -171,14 +188,9 @@ inline int prefill_pass(Engine &engine, Cache &cache, int sequence, const std::v
                         const std::function<void(int count)> &after_chunk = nullptr) {
     require_room(cache, sequence, (int)tokens.size());
     Progress progress("prefill", (double)tokens.size());
-    const bool blocks = has_blocks(cache.type_k) || has_blocks(cache.type_v);
-    size_t chunk = std::min(engine.chunk, chunk_of(cache)), count = 0;
+    size_t count = 0;
     for (size_t begin = 0; begin < tokens.size(); begin += count) {
-        // int4 and int2 encode 32 positions together. A chunk that begins within such a block goes no further than its
-        // end. Positions of the next block would overwrite those of the residual block that are from before this chunk;
-        // and if the pass fails, these are still needed (all_or_nothing).
-        size_t in_block = blocks ? cache.lengths[sequence] % group_size : 0;
-        count = std::min({in_block ? group_size - in_block : chunk, chunk, tokens.size() - begin});
+        count = (size_t)tokens_of_pass(cache, sequence, (int)std::min((size_t)engine.chunk, tokens.size() - begin));
         all_or_nothing(cache, [&] {
             Batch batch;
             int first = grow(cache, sequence, (int)count);
@@ -321,6 +333,8 @@ struct TextStream {
         return text ? std::string(text, length) : "";
     }
 };
+
+#include "batch.h"
 
 // ---- llm generate ------------------------------------------------------------------------------------------
 

@@ -33,8 +33,7 @@ struct DiffResult {
 // Positions that the query at `position` reads as the cache's types store them, in the layer that looks back furthest:
 // not the newest block of int4 and int2, which is at f16, nor the sinks of a ring, at f32.
 inline int read_as_stored(const Cache &cache, const Config &config, int position) {
-    const bool blocks = has_blocks(cache.type_k) || has_blocks(cache.type_v);
-    const int end = blocks ? position / group_size * group_size : position + 1;
+    const int end = blocks_of(cache) ? position / group_size * group_size : position + 1;
     int most = 0;
     for (const Kind &kind : config.kinds)
         most = std::max(most, end - visible_of(cache.layout, kind.window).first(position));

@@ -1,0 +1,262 @@
+// Many requests, one cache: who may come in, what the next pass computes, who must make room.
+//
+// Requests come, run and end at any pass (Yu et al. 2022, Orca). A pass takes one token of each request that is being
+// decoded, and pieces of prompts in what is left of it (Agrawal et al. 2024, Sarathi-Serve), each request with as many
+// positions as it has: there is no padding. Of a pass of 8 tokens, where A and B are decoded and C's prompt has 9:
+//   pass 1   A B C C C C C C      pass 2   A B C C C      pass 3   A B C
+// A text does not depend on its company: a token's vectors have the same bits in any pass, and the draw for a position
+// is a function of seed and position alone. So requests may share pages, wait, or be computed anew, and nothing shows.
+#pragma once
+
+#include <deque>
+
+// What is asked for, and how far it is.
+struct Request {
+    std::string id;
+    std::vector<int> tokens;    // the prompt, then what was generated
+    int prompt = 0, count = 0;  // tokens of the prompt; tokens to generate at most
+    Sampler sampler = {};
+    std::vector<std::string> stops = {};  // texts that end it, and do not stand in its text
+    double at = 0;                        // when it comes, in seconds
+    int number = 0;                       // in the order that they come
+    int sequence = -1;                    // its own in the cache, or -1: it waits
+    int known = -1;                       // tokens of the prompt that were found in the cache when it was let in
+    int preemptions = 0;
+    std::string text, stop;  // stop: why it ended
+    uint64_t bits = 0;       // a checksum of all its logits
+    std::unique_ptr<TextStream> stream = nullptr;
+    double first_token = 0, ended = 0;  // when, in seconds
+
+    // Positions that the cache holds of it in the end. Nobody asks what follows its last token.
+    int positions() const { return prompt + std::max(count, 1) - 1; }
+};
+
+// The next `count` tokens of a request.
+struct Piece {
+    Request *request;
+    int count;
+};
+
+struct Schedule {
+    Cache &cache;
+    int pass_tokens = 512;            // of a pass at most, and no fewer than sequences
+    bool optimistic = false;          // admission by what is needed now
+    std::deque<Request *> waiting;    // first come, first served
+    std::vector<Request *> running;   // in the order that they came
+    bool changed = true;              // there may be room for somebody who waits
+    bool checks = false;              // Request::bits are wanted
+    int unread(const Request &request) const { return (int)request.tokens.size() - cache.lengths[request.sequence]; }
+};
+
+inline void admit(Schedule &schedule);
+inline bool has_pages(const Schedule &schedule, const std::vector<Piece> &pass);
+inline void preempt(Schedule &schedule);
+
+// What the next pass computes: a token of each request that is being decoded, and pieces of prompts, first come, first
+// served. Nobody who is decoded waits for a long prompt by more than one pass. Empty where there is nothing to do.
+inline std::vector<Piece> next_pass(Schedule &schedule) {
+    admit(schedule);
+    while (true) {
+        std::vector<Piece> pass;
+        int left = schedule.pass_tokens;
+        for (bool prompts : {false, true})
+            for (Request *request : schedule.running) {
+                const int unread = schedule.unread(*request);
+                if ((unread > 1) != prompts || left == 0) continue;
+                pass.push_back({request, tokens_of_pass(schedule.cache, request->sequence, std::min(unread, left))});
+                left -= pass.back().count;
+            }
+        if (has_pages(schedule, pass)) return pass;
+        preempt(schedule);
+    }
+}
+
+// ---- Who may come in -------------------------------------------------------------------------------------------
+
+// The pages that can run out: those of layers that see everything. Behind a window there is always one.
+inline PagePool *scarce_pool(const Cache &cache) {
+    for (const Store &store : cache.stores)
+        if (store.pool && !store.pool->window) return store.pool;
+    return nullptr;
+}
+
+// The most pages that the requests that run will ever hold at once, if each generates all that it may. After t passes
+// a request has at most the tokens that it has now and t more; then it ends, and gives its pages back. So the most are
+// held just before one ends, and those that end later are there (LightLLM's scheduler). Three that are decoded:
+//
+//   positions now   to come   held when A ends   when C ends   when B ends
+//   A       5          1             5+1
+//   C       2          3             2+1             2+3
+//   B       4          7             4+1             4+3           4+7        the most: max(14, 12, 11)
+//
+// Here in pages, of which those that several hold count once. A prompt may be read in one pass or in many, so a request
+// that is still reading is there at the end of any other.
+inline int64_t peak_pages(const Schedule &schedule, const PagePool &pool) {
+    struct Future {
+        const Request *request;
+        int length;   // positions now
+        int to_come;  // passes until it ends
+    };
+    std::vector<Future> order;
+    for (const Request *request : schedule.running) {
+        const int to_come = request->positions() - (int)request->tokens.size() + 1;
+        const bool reading = schedule.unread(*request) > 1;
+        order.push_back({request, schedule.cache.lengths[request->sequence], reading ? INT_MAX : to_come});
+    }
+    std::stable_sort(order.begin(), order.end(), [](auto &a, auto &b) { return a.to_come > b.to_come; });
+    std::vector<bool> counted(pool.references.size());
+    int64_t held = 0, most = 0;
+    for (size_t last = 0; last < order.size(); last++) {
+        for (int i = 0; i < pages_for(order[last].length, pool.page); i++) {
+            const int page = pool.entry(order[last].request->sequence, i);
+            held += !counted[page], counted[page] = true;
+        }
+        int64_t then = held;
+        for (size_t i = 0; i <= last; i++) {
+            const Request &request = *order[i].request;
+            const int64_t length = (int64_t)request.tokens.size() - 1 + order[last].to_come;
+            then += pool.between(order[i].length, (int)std::min<int64_t>(length, request.positions()));
+        }
+        most = std::max(most, then);
+    }
+    return most;
+}
+
+// Refuses what can never fit, when it comes.
+inline void submit(Schedule &schedule, Request &request) {
+    const int positions = request.positions(), limit = limit_of(schedule.cache);
+    if (positions > limit)
+        fail("%s: %d tokens and %d more take %d positions, a sequence has %d: shorten it, or raise -c",
+             request.id.c_str(), request.prompt, request.count, positions, limit);
+    const PagePool *pool = scarce_pool(schedule.cache);
+    const int pages = pool ? pages_for(positions, pool->page) : 0;
+    if (pool && pages > (int)pool->references.size())
+        fail("%s: %d tokens and %d more take %d pages, the pool has %zu: shorten it, or raise --pool",
+             request.id.c_str(), request.prompt, request.count, pages, pool->references.size());
+    schedule.waiting.push_back(&request);
+    schedule.changed = true;
+}
+
+// Into the place that its number gives it, as requests that were preempted come back.
+template <class List>
+void insert_by_number(List &list, Request *request) {
+    auto later = [](const Request *a, const Request *b) { return a->number < b->number; };
+    list.insert(std::upper_bound(list.begin(), list.end(), request, later), request);
+}
+
+inline void leave(Schedule &schedule, Request &request) {
+    shrink(schedule.cache, request.sequence, 0);
+    request.sequence = -1;
+    schedule.running.erase(std::find(schedule.running.begin(), schedule.running.end(), &request));
+}
+
+// Lets in who waits, first come, first served, while there are sequences and pages: so many that the peak fits, or as
+// optimists do, that what its tokens take now is there. It holds what is known of its tokens while that is asked.
+inline void admit(Schedule &schedule) {
+    Cache &cache = schedule.cache;
+    const PagePool *pool = scarce_pool(cache);
+    while (std::exchange(schedule.changed, false) && !schedule.waiting.empty()) {
+        std::vector<bool> taken(cache.lengths.size());
+        for (const Request *running : schedule.running) taken[running->sequence] = true;
+        const size_t sequence = std::find(taken.begin(), taken.end(), false) - taken.begin();
+        if (sequence == taken.size()) return;
+        Request &request = *schedule.waiting.front();
+        request.sequence = (int)sequence;
+        const int known = find_known(cache, request.sequence, request.tokens);
+        insert_by_number(schedule.running, &request);
+        const int now = pool ? pool->between(known, (int)request.tokens.size()) : 0;
+        const bool enough = !pool || (schedule.optimistic
+                                          ? now <= pool->available()
+                                          : peak_pages(schedule, *pool) <= (int64_t)pool->references.size());
+        if (!enough) return leave(schedule, request);
+        schedule.waiting.pop_front();
+        schedule.changed = true;
+        if (request.known < 0) request.known = known;
+    }
+}
+
+// ---- Who must make room ------------------------------------------------------------------------------------------
+
+inline bool has_pages(const Schedule &schedule, const std::vector<Piece> &pass) {
+    const PagePool *pool = scarce_pool(schedule.cache);
+    int64_t needed = 0;
+    for (const Piece &piece : pass) {
+        const int length = schedule.cache.lengths[piece.request->sequence];
+        if (pool) needed += pool->between(length, length + piece.count);
+    }
+    return !pool || needed <= pool->available();
+}
+
+// The request with the fewest positions, which cost least to compute anew, waits again, and finds those pages of its
+// own that nobody took meanwhile. Never the one that came first: so each comes to its end.
+inline void preempt(Schedule &schedule) {
+    auto fewer = [&](const Request *a, const Request *b) {
+        return schedule.cache.lengths[a->sequence] < schedule.cache.lengths[b->sequence];
+    };
+    Request &victim = **std::min_element(schedule.running.begin() + 1, schedule.running.end(), fewer);
+    victim.preemptions++;
+    leave(schedule, victim);
+    insert_by_number(schedule.waiting, &victim);
+}
+
+// ---- A pass ------------------------------------------------------------------------------------------------------
+
+inline uint64_t checksum(uint64_t sum, const std::vector<float> &numbers) {  // FNV-1a, of words
+    for (float number : numbers) sum = (sum ^ bit_cast<uint32_t>(number)) * 0x100000001b3;
+    return sum;
+}
+
+// A request gets its next token, or ends.
+inline void take_token(Request &request, const Config &config, bool ignore_end, const std::vector<float> &logits) {
+    const int token = sample(request.sampler, logits, (int)request.tokens.size() - 1);
+    request.tokens.push_back(token);
+    std::string &text = request.text;
+    const size_t before = text.size();
+    text += request.stream->next(token);
+    const int generated = (int)request.tokens.size() - request.prompt;
+    if (!ignore_end && std::count(config.end_ids.begin(), config.end_ids.end(), token)) request.stop = "end id";
+    if (generated >= request.count) request.stop = request.stop.empty() ? "-n" : request.stop;
+    if (!request.stop.empty()) text += request.stream->flush();
+    for (const std::string &stop : request.stops) {
+        const size_t place = text.find(stop, before - std::min(before, stop.size() - 1));
+        if (place != std::string::npos) text.resize(place), request.stop = "stop";
+    }
+}
+
+// Computes a pass. Requests whose tokens were all read get their next one; show(request) is told of each that ends.
+template <class Show>
+void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass, bool ignore_end, Show show) {
+    Cache &cache = schedule.cache;
+    std::vector<int> rows;  // of the pass: the last tokens of those whose tokens were all read
+    std::vector<float> found;
+    const size_t vocabulary = (size_t)engine.model.config.vocabulary;
+    all_or_nothing(cache, [&] {
+        Batch batch;
+        for (const Piece &piece : pass) {
+            const Request &request = *piece.request;
+            const int first = grow(cache, request.sequence, piece.count);
+            for (int t = first; t < first + piece.count; t++) batch.add(request.tokens[t], request.sequence, t);
+            if (schedule.unread(request) == 0) rows.push_back(batch.count() - 1);
+        }
+        forward(engine, batch, cache.stores);
+        found = logits(engine, rows);
+    });
+    // A GPU prefills with other instructions than it decodes with: what others may find there is prefilled.
+    const bool alike = std::holds_alternative<Cpu>(*engine.machine);
+    size_t row = 0;
+    for (const Piece &piece : pass) {
+        Request &request = *piece.request;
+        const int length = cache.lengths[request.sequence];
+        publish(cache, request.sequence, request.tokens, alike ? length : std::min(length, request.prompt));
+        if (schedule.unread(request) > 0) continue;
+        const std::vector<float> last(&found[row * vocabulary], &found[row * vocabulary] + vocabulary);
+        row++;
+        require_finite(last, length - 1, [&] { blame_cache(engine, &cache, request.tokens); });
+        if (schedule.checks) request.bits = checksum(request.bits, last);
+        take_token(request, engine.model.config, ignore_end, last);
+        if (request.stop.empty()) continue;
+        leave(schedule, request);
+        schedule.changed = true;
+        show(request);
+    }
+}
