@@ -45,6 +45,11 @@ struct Schedule {
     std::vector<Request *> running;   // in the order that they came
     bool changed = true;              // there may be room for somebody who waits
     bool checks = false;              // Request::bits are wanted
+    std::function<void(const std::string &what, const Request &)> tell;  // who came in, made room or ended
+    explicit Schedule(Cache &of) : cache(of) {}
+    void say(const std::string &what, const Request &request) const {
+        if (tell) tell(what, request);
+    }
     int unread(const Request &request) const { return (int)request.tokens.size() - cache.lengths[request.sequence]; }
 };
 
@@ -122,8 +127,8 @@ inline int64_t peak_pages(const Schedule &schedule, const PagePool &pool) {
     return most;
 }
 
-// Refuses what can never fit, when it comes.
-inline void submit(Schedule &schedule, Request &request) {
+// Refuses what can never fit.
+inline void require_fit(const Schedule &schedule, const Request &request) {
     const int positions = request.positions(), limit = limit_of(schedule.cache);
     if (positions > limit)
         fail("%s: %d tokens and %d more take %d positions, a sequence has %d: shorten it, or raise -c",
@@ -133,6 +138,9 @@ inline void submit(Schedule &schedule, Request &request) {
     if (pool && pages > (int)pool->references.size())
         fail("%s: %d tokens and %d more take %d pages, the pool has %zu: shorten it, or raise --pool",
              request.id.c_str(), request.prompt, request.count, pages, pool->references.size());
+}
+inline void submit(Schedule &schedule, Request &request) {
+    require_fit(schedule, request);
     schedule.waiting.push_back(&request);
     schedule.changed = true;
 }
@@ -162,8 +170,8 @@ inline void admit(Schedule &schedule) {
         if (sequence == taken.size()) return;
         Request &request = *schedule.waiting.front();
         request.sequence = (int)sequence;
-        const int known = find_known(cache, request.sequence, request.tokens);
         insert_by_number(schedule.running, &request);
+        const int known = find_known(cache, request.sequence, request.tokens);
         const int now = pool ? pool->between(known, (int)request.tokens.size()) : 0;
         const bool enough = !pool || (schedule.optimistic
                                           ? now <= pool->available()
@@ -172,6 +180,7 @@ inline void admit(Schedule &schedule) {
         schedule.waiting.pop_front();
         schedule.changed = true;
         if (request.known < 0) request.known = known;
+        schedule.say("admit", request);
     }
 }
 
@@ -195,6 +204,7 @@ inline void preempt(Schedule &schedule) {
     };
     Request &victim = **std::min_element(schedule.running.begin() + 1, schedule.running.end(), fewer);
     victim.preemptions++;
+    schedule.say("preempt", victim);
     leave(schedule, victim);
     insert_by_number(schedule.waiting, &victim);
 }
@@ -255,6 +265,7 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
         if (schedule.checks) request.bits = checksum(request.bits, last);
         take_token(request, engine.model.config, ignore_end, last);
         if (request.stop.empty()) continue;
+        schedule.say("end", request);
         leave(schedule, request);
         schedule.changed = true;
         show(request);

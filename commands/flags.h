@@ -3,6 +3,7 @@
 // what was expected and the cure.
 #pragma once
 
+#include "batch.h"
 #include "diff.h"
 #include "eval.h"
 #include "memory.h"
@@ -32,25 +33,27 @@ inline const std::vector<Flag> &flags() {
     using Int = Range<int>;
     using Ints = Range<std::vector<int>>;
     using Real = Range<double>;
-    const char *all = "generate diff eval bench memory show tokenize info", *run = "generate diff eval bench";
-    const char *text = "generate diff show tokenize", *texts = "generate diff eval show tokenize",
-               *timed = "generate diff bench";
-    const char *caches = "generate diff eval bench memory show", *one = "generate", *shape = "memory";
-    const std::string several = "; all but generate and show take several, as a,b";
+    const char *all = "generate diff eval bench batch memory show tokenize info",
+               *run = "generate diff eval bench batch", *many = "batch";
+    const char *text = "generate diff show tokenize", *timed = "generate diff bench batch";
+    const char *caches = "generate diff eval bench batch memory show", *one = "generate", *shape = "memory";
+    const std::string several = "; diff, eval, bench and memory take several, as a,b";
     // clang-format off
     static const std::vector<Flag> table = {
         {"-m --model", "DIR", all, &O::directory, "a Hugging Face directory (default: the built-in checkpoint)"},
         {"-p --prompt", "TEXT", text, &O::prompt, "the prompt; empty: it starts from the token that opens a text"},
-        {"-f --file", "FILE", texts, &O::prompt_file,
-         "the prompt, or eval's text, from a file without its last newline; -: standard input"},
-        {"--ids", "1,2,3", texts, Ints{&O::prompt_ids, 0, INT_MAX}, "the same as ids; nothing is put before them"},
+        {"-f --file", "FILE", "generate diff eval batch show tokenize", &O::prompt_file,
+         "the prompt, eval's text, or batch's requests, from a file without its last newline; -: standard input"},
+        {"--ids", "1,2,3", "generate diff eval show tokenize", Ints{&O::prompt_ids, 0, INT_MAX},
+         "the same as ids; nothing is put before them"},
         {"-n --predict", "N", timed, Int{&O::count, -1, 1e9},
          "tokens to generate at most (default 256; bench: 64); -1: until an end id or until the context is full"},
         {"--no-display-prompt", "", one, &O::hide_prompt, "print the new text alone"},
-        {"-c --ctx-size", "N", "generate diff eval memory show", Int{&O::context, 1, 1 << 30},
+        {"-c --ctx-size", "N", "generate diff eval batch memory show", Int{&O::context, 1, 1 << 30},
          "positions the cache holds (default: prompt + N, at most the model's context; memory: that context)"},
-        {"-ub --ubatch-size", "N", run, Int{&O::chunk, 1, 1 << 20}, "tokens of a prefill pass (default 512)"},
-        {"-t --threads", "N", "generate diff eval bench show", Int{&O::threads, 1, 256},
+        {"-ub --ubatch-size", "N", "generate diff eval bench", Int{&O::chunk, 1, 1 << 20},
+         "tokens of a prefill pass (default 512)"},
+        {"-t --threads", "N", "generate diff eval bench batch show", Int{&O::threads, 1, 256},
          "threads (default, and at most: as many as this process may use)"},
         {"--cache", "LAYOUT", caches, &O::layouts, "none (the naive path) or " + layout_names() + several},
         {"--kv", "TYPE", caches, &O::types_k, "type of K and V (default f16): " + precision_names() + several},
@@ -68,11 +71,19 @@ inline const std::vector<Flag> &flags() {
         {"--top-p", "P", one, Real{&O::top_p, 0, 1}, "sample from the likeliest that reach probability P (default 1)"},
         {"--min-p", "P", one, Real{&O::min_p, 0, 1}, "drop tokens below P times the likeliest's share (default 0)"},
         {"-s --seed", "SEED", one, Range<int64_t>{&O::seed, -1, 0x1p53}, "for the same text again (default -1: drawn)"},
-        {"--ignore-eos", "", "generate diff", &O::ignore_end, "go on after an end id"},
+        {"-np --parallel", "N", many, Int{&O::sequences, 1, 4096}, "requests that run at once (default 16)"},
+        {"--pool", "N", many, Int{&O::pool, 1, 1 << 30},
+         "paged: positions in all pages together (default: enough for each of -np to be as long as the longest)"},
+        {"--pass-tokens", "N", many, Int{&O::pass_tokens, 1, 1 << 20}, "tokens of a pass at most (default 512)"},
+        {"--admission", "exact|optimistic", many, &O::admission,
+         "who comes in: those whose peak fits (default), or whose tokens now fit, which may have to make room"},
+        {"--keep-going", "", many, &O::keep_going, "say which lines are wrong, and run the others"},
+        {"--events", "FILE", many, &O::events, "a JSON line for each pass and for all that happens to a page"},
+        {"--ignore-eos", "", "generate diff batch", &O::ignore_end, "go on after an end id"},
         {"--tolerance", "X", "diff", Real{&O::tolerance, 0, 1e30},
          "exit 1 where a logit is further off than X (default: 1e-4 for f32, which then is the same; else any)"},
-        {"--against", "naive|full", "diff", &O::against,
-         "beside what: the naive path, or an f32 cache that holds all positions, which is faster (default naive)"},
+        {"--against", "naive|full|alone", "diff batch", &O::against,
+         "diff: beside the naive path (default), or a full f32 cache, which is faster; batch: each request alone"},
         {"--depth", "N,...", "bench", Ints{&O::depths, 0, 1 << 24},
          "positions in the cache before the timed steps (default: what the context holds of 0,1024,4096,8000)"},
         {"--prefill", "N,...", "bench", Ints{&O::prompts, 1, 1 << 24},
@@ -96,7 +107,8 @@ inline const std::vector<Flag> &flags() {
         {"--activations", "f32|bf16", run, &O::activations,
          "bf16: rounds what bf16 weights are multiplied with to bf16, too; needs AVX512_BF16 (default f32)"},
         {"--device", "auto|cpu|cuda", run, &O::device, "auto: the GPU if there is one (default)"},
-        {"--json", "", all, &O::json, "one JSON object on standard output"},
+        {"--json", "", "generate diff eval bench memory show tokenize info", &O::json,
+         "one JSON object on standard output"},
         {"-h --help", "", all, &O::help, "this text"},
     };
     // clang-format on
@@ -116,6 +128,8 @@ constexpr Command commands[] = {
      "-p \"Once upon a time\" --kv f16,int8,int4"},
     {"eval", run_eval, "quality per cache: perplexity, recall, bytes, tokens/s", "-f my.txt --kv f16,int8,int4"},
     {"bench", run_bench, "prefill and decode beside what memory and processor give", "--depth 0,1k --kv f16,int8"},
+    {"batch", run_batch, "many requests through one cache; a JSON line for each, then a summary",
+     "-f requests.jsonl --kv f16 --against alone"},
     {"memory", run_memory, "bytes of a cache by the formula",
      "--layers 80 --kv-heads 8 --head-dim 128 -c 128k --budget 40GiB"},
     {"show", run_show, "one head, one position: scores, weights, where its row lives, its bytes",
@@ -190,7 +204,7 @@ struct ReadValue {
     }
     std::vector<std::string> names() const {  // one or several, in small letters
         std::vector<std::string> words = split(value, ',');
-        if (words.size() > 1 && has("generate show", options.command))
+        if (words.size() > 1 && has("generate show batch", options.command))
             refuse(name, value, "llm " + options.command + " takes one; the other commands take several");
         if (has(value, "", ',')) refuse(name, value, "an entry is empty, expected names with commas between");
         for (std::string &word : words) std::transform(word.begin(), word.end(), word.begin(), tolower);
@@ -247,6 +261,10 @@ struct ReadValue {
 
 // ---- What may not stand together -----------------------------------------------------------------------------
 
+inline bool any_blocks(const std::vector<Precision> &types) {
+    return std::any_of(types.begin(), types.end(), [](auto &type) { return has_blocks(type); });
+}
+
 // Refuses flags that contradict each other or would have no effect.
 inline void check_together(const Options &o) {
     auto refuse_if = [&](bool wrong, const std::string &names, const std::string &why) {
@@ -263,6 +281,16 @@ inline void check_together(const Options &o) {
     refuse_if(o.has("-ctk") || o.has("-ctv"), "--kv", "is the type of K and V: keep it, or -ctk and -ctv");
     refuse_if(o.standard_set, "--cache --kv -ctk -ctv --page --window --sinks", "--all is a set of its own: drop one");
     refuse_if(o.naive && in("diff eval memory"), "--cache", "llm " + o.command + " is about caches: " + layout_names());
+    refuse_if(o.naive && in("batch"), "--cache", "many requests need a cache: " + layout_names());
+    refuse_if(missing(Paged{}), "--pool", "belongs to --cache paged" + found);
+    refuse_if(o.against == "alone" && in("diff"), "--against", "is for llm batch: expected naive or full");
+    refuse_if(o.against != "alone" && in("batch"), "--against", "is for llm diff: expected alone");
+    refuse_if(in("batch") && o.pass_tokens < o.sequences, "--pass-tokens",
+              formatted("each of %d requests at once (-np) takes a token of a pass: raise it, or lower -np",
+                        o.sequences));
+    const bool blocks = any_blocks(o.types_k) || any_blocks(o.types_v);
+    refuse_if(in("batch") && !missing(Paged{}) && blocks && o.page % group_size, "--page",
+              formatted("pages that are shared hold whole blocks of %d: give a multiple", group_size));
     refuse_if(o.layouts.empty(), "--kv -ctk -ctv", "is the type of a cache" + found + ": drop one of the two");
     refuse_if(o.layouts.empty(), "--swa-full", "is about what a cache keeps" + found + ": drop one of the two");
     refuse_if(shape > 0, "--swa-full", "layers of a shape look back to the first position and keep all: drop it");
@@ -283,6 +311,7 @@ inline void check_together(const Options &o) {
     refuse_if(shape < 3 || !o.has("-c"), "--layers --kv-heads --head-dim",
               "a shape is --layers N --kv-heads N --head-dim N -c N: give all four, or a model");
     refuse_if(texts > 1, "-p -f --ids", "-p, -f and --ids each give the text: keep one of them");
+    if (texts == 0 && in("batch")) fail("no requests: give -f FILE (- is standard input), a JSON object a line");
     if (texts == 0 && in("generate diff show tokenize"))
         fail("no prompt: give -p TEXT, -f FILE (- is standard input) or --ids 1,2,3");
 }
@@ -386,6 +415,12 @@ inline Options parse_options(const std::vector<std::string> &words) {
     if (command == "memory" && !options.has("--cache")) {
         options.layouts.clear();
         for_each_type<Layout>([&](auto layout) { options.layouts.push_back(layout); });
+    }
+    if (command == "batch") {
+        const bool blocks = any_blocks(options.types_k) || any_blocks(options.types_v);
+        if (!options.has("--cache")) options.layouts = {Paged{}};
+        if (!options.has("--page") && blocks) options.page = group_size;
+        if (!options.has("-np")) options.sequences = std::min(16, options.pass_tokens);
     }
     check_together(options);
     if (options.count < 0) options.count = INT_MAX;

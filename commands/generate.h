@@ -37,7 +37,9 @@ inline std::vector<CacheShape> cache_shapes(const Options &options, const std::v
                                             int capacity) {
     CacheShape shape;
     shape.capacity = capacity;
+    shape.sequences = options.sequences;
     shape.page = options.page;
+    if (options.pool) shape.pages = std::max(1, options.pool / options.page);
     const int widest = widest_window(kinds);
     shape.sinks = options.sinks >= 0 ? options.sinks : widest ? 0 : std::min(4, (context - 1) / 2);
     int all = widest ? widest : std::max(1, context - shape.sinks);
@@ -187,33 +189,48 @@ inline std::string on_one_line(const std::string &text) {
     return result;
 }
 
-// A NumPy file of float32 rows. Written beside its place and moved there when it is whole.
-class RowFile {
+// A file that a flag names. Written beside its place and moved there when it is whole.
+class PartFile {
 public:
-    RowFile(const std::string &path, int width) : path_(path), part_(path + ".part"), width_(width) {
+    PartFile(const std::string &path, const std::string &flag) : path_(path), part_(path + ".part"), flag_(flag) {
         struct stat status;
         if (stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
-            fail("--dump-logits %s: is not a regular file: name one, or one that is not there yet", path.c_str());
+            refuse(flag, path, "is not a regular file: name one, or one that is not there yet");
         file_.reset(fopen(part_.c_str(), "wb"));
-        if (!file_) fail("--dump-logits %s: cannot write there: %s", path.c_str(), strerror(errno));
-        write_header();
+        if (!file_) refuse(flag, path, std::string("cannot write there: ") + strerror(errno));
     }
-    ~RowFile() {
+    ~PartFile() {
         if (file_) remove(part_.c_str());
     }
-    void add(const std::vector<float> &rows) {
-        count_ += fwrite(rows.data(), sizeof(float), rows.size(), file_.get()) / (size_t)width_;
-    }
+    size_t write(const void *data, size_t size) { return fwrite(data, 1, size, file_.get()); }
+    void write(const std::string &text) { write(text.data(), text.size()); }
+    void to_begin() { rewind(file_.get()); }
     void finish() {
-        bool written = fseek(file_.get(), 0, SEEK_SET) == 0;
-        write_header();
-        written &= !ferror(file_.get());
+        bool written = !ferror(file_.get());
         written &= fclose(file_.release()) == 0;
         if (!written || rename(part_.c_str(), path_.c_str()) != 0) {
             int problem = errno;
             remove(part_.c_str());
-            throw Error(formatted("--dump-logits %s: cannot write it: %s", path_.c_str(), strerror(problem)), 1);
+            throw Error(formatted("%s %s: cannot write it: %s", flag_.c_str(), path_.c_str(), strerror(problem)), 1);
         }
+    }
+
+private:
+    std::string path_, part_, flag_;
+    std::unique_ptr<FILE, int (*)(FILE *)> file_{nullptr, fclose};
+};
+
+// A NumPy file of float32 rows.
+class RowFile {
+public:
+    RowFile(const std::string &path, int width) : file_(path, "--dump-logits"), width_(width) { write_header(); }
+    void add(const std::vector<float> &rows) {
+        count_ += file_.write(rows.data(), rows.size() * sizeof(float)) / sizeof(float) / (size_t)width_;
+    }
+    void finish() {
+        file_.to_begin();
+        write_header();
+        file_.finish();
     }
 
 private:
@@ -221,12 +238,11 @@ private:
         std::string start("\x93NUMPY\x01\x00\x76\x00", 10), shape = formatted("(%zu, %d)", count_, width_);
         start += "{'descr': '<f4', 'fortran_order': False, 'shape': " + shape + ", }";
         start.resize(127, ' ');
-        fwrite((start + "\n").data(), 1, 128, file_.get());
+        file_.write(start + "\n");
     }
-    std::string path_, part_;
+    PartFile file_;
     int width_;
     size_t count_ = 0;
-    std::unique_ptr<FILE, int (*)(FILE *)> file_{nullptr, fclose};
 };
 
 // "int8", "int8/int4": of K and V.

@@ -79,6 +79,10 @@ struct Options {
     int top_k = 0;
     int64_t seed = 0;  // drawn where there is a temperature, but no seed
 
+    int sequences = 1, pass_tokens = 512, pool = 0;  // batch: at once; of a pass; positions of all pages, 0: for all
+    bool keep_going = false;                         // batch: also where lines are wrong
+    std::string admission = "exact", events;         // batch
+
     double tolerance = -1;                                                        // diff; -1: by the cache's types
     std::string against = "naive";                                                // diff: what is held to be right
     std::vector<int> depths = {0, 1024, 4096, 8000}, prompts = {128, 512, 2048};  // bench
