@@ -7,6 +7,7 @@
 #include "diff.h"
 #include "eval.h"
 #include "memory.h"
+#include "samples.h"
 #include "show.h"
 
 // ---- The flags and commands ----------------------------------------------------------------------------------
@@ -71,6 +72,8 @@ inline const std::vector<Flag> &flags() {
         {"--top-p", "P", one, Real{&O::top_p, 0, 1}, "sample from the likeliest that reach probability P (default 1)"},
         {"--min-p", "P", one, Real{&O::min_p, 0, 1}, "drop tokens below P times the likeliest's share (default 0)"},
         {"-s --seed", "SEED", one, Range<int64_t>{&O::seed, -1, 0x1p53}, "for the same text again (default -1: drawn)"},
+        {"--samples", "N", "generate show", Int{&O::samples, 1, 4096},
+         "generate: continuations of the prompt, with seeds from -s on; show: sequences that share it (default 1)"},
         {"-np --parallel", "N", many, Int{&O::sequences, 1, 4096}, "requests that run at once (default 16)"},
         {"--pool", "N", many, Int{&O::pool, 1, 1 << 30},
          "paged: positions in all pages together (default: enough for each of -np to be as long as the longest)"},
@@ -281,6 +284,10 @@ inline void check_together(const Options &o) {
     refuse_if(o.has("-ctk") || o.has("-ctv"), "--kv", "is the type of K and V: keep it, or -ctk and -ctv");
     refuse_if(o.standard_set, "--cache --kv -ctk -ctv --page --window --sinks", "--all is a set of its own: drop one");
     refuse_if(o.naive && in("diff eval memory"), "--cache", "llm " + o.command + " is about caches: " + layout_names());
+    refuse_if(o.naive, "--samples", "several texts share a cache, which --cache none has not: drop one of the two");
+    refuse_if(o.samples > 1, "--dump-logits", "is for one text: drop --samples or --dump-logits");
+    refuse_if(in("generate") && o.temperature == 0, "--samples", "at --temp 0 all are the same: raise --temp");
+    refuse_if(in("generate") && o.count == 0, "--samples", "with -n 0 there is nothing to draw: raise -n");
     refuse_if(o.naive && in("batch"), "--cache", "many requests need a cache: " + layout_names());
     refuse_if(missing(Paged{}), "--pool", "belongs to --cache paged" + found);
     refuse_if(o.against == "alone" && in("diff"), "--against", "is for llm batch: expected naive or full");

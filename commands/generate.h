@@ -342,7 +342,10 @@ inline Report about_cache(const Config &config, const Cache *cache) {
     return about;
 }
 
+inline int run_samples(const Options &options);  // samples.h
+
 inline int run_generate(const Options &options) {
+    if (options.samples > 1) return run_samples(options);
     Session session = open_session(options);
     std::unique_ptr<RowFile> dump;
     if (options.has("--dump-logits"))

@@ -76,7 +76,7 @@ struct Options {
     int page = 16, window = 0, sinks = -1;  // window 0, sinks -1: as the model has it
 
     double temperature = 0, top_p = 1, min_p = 0;
-    int top_k = 0;
+    int top_k = 0, samples = 1;
     int64_t seed = 0;  // drawn where there is a temperature, but no seed
 
     int sequences = 1, pass_tokens = 512, pool = 0;  // batch: at once; of a pass; positions of all pages, 0: for all

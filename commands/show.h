@@ -139,7 +139,7 @@ struct CacheSide {
 // Layout, page, row of a position.
 inline Report place_of(const Store &cache, int length, int position) {
     Report report;
-    std::string sum;
+    std::string sum, others;
     int64_t row = row_of(cache, 0, position);
     report.add("layout", name_of(cache.layout), formatted("%s: ", name_of(cache.layout)));
     if (auto *paged = std::get_if<Paged>(&cache.layout)) {
@@ -149,10 +149,17 @@ inline Report place_of(const Store &cache, int length, int position) {
         report.add("logical_page", logical, formatted("; position %d is in logical page %d", position, logical));
         report.add("offset", offset, formatted(" at offset %d;\n       ", offset));
         report.add("physical_page", table[logical], formatted("physical page %d, ", table[logical]));
+        std::vector<int> shared, holders;  // pages that others hold; sequences that hold the first of them
+        for (int page : table)
+            if (cache.pool->references[page] > 1) shared.push_back(page);
+        for (int other = 1; !shared.empty() && other < cache.shape.sequences; other++)
+            if (cache.pool->entry(other, 0) == shared[0]) holders.push_back(other);
+        report.add("shared_pages", shared).add("sharing_sequences", holders);
+        if (!shared.empty()) others = "sequences " + json_of(holders) + " hold pages " + json_of(shared) + ", too\n";
         sum = formatted("%d x %d + %d = ", table[logical], paged->page, offset);
     }
     if (auto *ring = std::get_if<Ring>(&cache.layout)) sum = formatted("%d mod %d = ", position, ring->slots);
-    return report.add("row", row, "row " + sum + std::to_string(row) + "\n");
+    return report.add("row", row, "row " + sum + std::to_string(row) + "\n").say(others);
 }
 
 // The key or value of the last position, and what its numbers were when it was stored.
@@ -232,6 +239,7 @@ inline void add_errors(Report &report, const Session &session, const Cache &exac
 inline int run_show(const Options &given) {
     Options options = given;
     options.count = 0, options.device = "cpu";  // whose memory is read here
+    options.sequences = options.samples;
     Session session = open_session(options);
     const Config &config = session.engine.model.config;
     auto check = [](const char *flag, int value, int end) {
@@ -260,6 +268,7 @@ inline int run_show(const Options &given) {
         require_finite(
             cache ? prefill(session.engine, *cache, 0, session.tokens) : forward_naive(session.engine, session.tokens),
             last, [&] { blame_cache(session.engine, cache, session.tokens); });
+        for (int i = 1; i < options.samples; i++) fork(*cache, 0, i);
         stop_after(session, options.layer);
         add_attention(report, session, options, texts);
         if (cache) {

@@ -1,0 +1,84 @@
+// llm generate --samples N: several continuations of one prompt. It is read once; each continuation is a fork of it,
+// which shares the prompt's pages and copies the last of them when it writes there.
+#pragma once
+
+#include "generate.h"
+
+// Pages that are held, and how many it would be if each sequence had its own.
+inline std::pair<int, int> pages_held(const Cache &cache) {
+    int held = 0, alone = 0;
+    for (const Store &store : cache.stores) {
+        if (store.pool) held += store.pool->used();
+        for (int page = 0; store.pool && page < (int)store.pool->references.size(); page++)
+            alone += store.pool->references[page];
+    }
+    return {held, alone};
+}
+
+inline int run_samples(const Options &options) {
+    Options many = options;
+    many.sequences = options.samples;
+    Session session = open_session(many);
+    Engine &engine = session.engine;
+    Cache &cache = session.caches[0];
+    const Config &config = engine.model.config;
+    std::vector<Request> samples((size_t)options.samples);
+    std::vector<int> running, next;
+    const double start = now();
+    auto take = [&](int i, const std::vector<float> &logits) {
+        require_finite(logits, cache.lengths[i] - 1, [&] { blame_cache(engine, &cache, samples[i].tokens); });
+        take_token(samples[i], config, options.ignore_end, logits);
+        if (samples[i].stop.empty()) running.push_back(i), next.push_back(samples[i].tokens.back());
+    };
+    for (size_t i = 0; i < samples.size(); i++) {
+        Request &sample = samples[i];
+        sample.tokens = session.tokens, sample.prompt = session.prompt;
+        sample.count = std::min(options.count, std::max(1, session.limit - session.prompt));
+        sample.sampler = {options.temperature, options.top_p, options.min_p, options.top_k, (uint64_t)options.seed + i};
+        sample.stream = std::make_unique<TextStream>(session.tokenizer.get());
+        for (int token : sample.tokens) sample.stream->next(token);
+    }
+    try {
+        const std::vector<float> first = prefill(engine, cache, 0, session.tokens);
+        for (int i = 1; i < options.samples; i++) fork(cache, 0, i);
+        for (int i = 0; i < options.samples; i++) take(i, first);
+        Progress progress("samples", (double)samples.size() * options.count);
+        while (!running.empty()) {
+            const std::vector<int> sequences = std::exchange(running, {});
+            const std::vector<float> found = decode(engine, cache, sequences, std::exchange(next, {}));
+            for (size_t i = 0; i < sequences.size(); i++) {
+                const float *logits = &found[i * config.vocabulary];
+                take(sequences[i], {logits, logits + config.vocabulary});
+            }
+        }
+    } catch (Interrupted) {
+        for (Request &sample : samples)
+            if (sample.stop.empty()) sample.stop = "interrupted";
+    }
+    std::string prompt, texts;
+    TextStream stream(session.tokenizer.get(), false);
+    const int before = options.has("--ids") ? 0 : tokenizer_before(session.tokenizer.get());
+    for (int i = before; i < session.prompt && !options.hide_prompt; i++) prompt += stream.next(session.tokens[i]);
+    std::vector<Report> rows;
+    int64_t generated = 0;
+    for (const Request &sample : samples) {
+        const std::vector<int> tokens(sample.tokens.begin() + session.prompt, sample.tokens.end());
+        generated += (int64_t)tokens.size();
+        Report row;
+        rows.push_back(row.add("seed", (long long)sample.sampler.seed).add("tokens", tokens).add("text", sample.text));
+        const bool full = sample.stop == "-n" && sample.count < options.count;
+        rows.back().add("stop", full ? "context full" : sample.stop);
+        texts += formatted("== seed %lld\n", (long long)sample.sampler.seed) + prompt + sample.text + "\n";
+    }
+    if (!options.json) fputs(texts.c_str(), stdout), flush_output();
+    Report report;
+    report.add("prompt_tokens", session.tokens).list("samples", rows);
+    report.say(formatted("\n%lld tokens", (long long)generated)).show("seconds", now() - start, " in %.3g s\n");
+    report.add("cache", about_cache(config, &cache));
+    if (const auto [held, alone] = pages_held(cache); cache.pages) {
+        report.show("pages_held", held, "pages    %d held, ");
+        report.show("pages_alone", alone, "%d if each text were alone\n");
+    }
+    report.print(options.json, stderr);
+    return interrupted() ? 130 : 0;
+}
