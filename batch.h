@@ -197,8 +197,8 @@ inline bool has_pages(const Schedule &schedule, const std::vector<Piece> &pass) 
 }
 
 // The request with the fewest positions, which cost least to compute anew, waits again, and finds those pages of its
-// own that nobody took meanwhile. Never the one that came first: so each comes to its end. Until one does, nobody is let
-// in: the victim would take back what it gave.
+// own that nobody took meanwhile. Never the one that came first: so each comes to its end. Until one does, nobody is
+// let in: the victim would take back what it gave.
 inline void preempt(Schedule &schedule) {
     auto fewer = [&](const Request *a, const Request *b) {
         return schedule.cache.lengths[a->sequence] < schedule.cache.lengths[b->sequence];
