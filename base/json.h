@@ -70,6 +70,9 @@ inline bool has(const std::string &list, const std::string &word, char between =
     std::vector<std::string> words = split(list, between);
     return std::count(words.begin(), words.end(), word) > 0;
 }
+inline bool ends_with(const std::string &text, const std::string &end) {
+    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
 
 // ---- Files ---------------------------------------------------------------------------------------------------------
 
@@ -151,6 +154,13 @@ inline std::string printable(const cJSON *item) {
     return result;
 }
 
+// The members of an object or the entries of a list; of anything else, and of nullptr, none.
+inline std::vector<const cJSON *> items_of(const cJSON *whole) {
+    std::vector<const cJSON *> items;
+    for (const cJSON *item = whole ? whole->child : nullptr; item; item = item->next) items.push_back(item);
+    return items;
+}
+
 inline bool is_whole(const cJSON *item, double low, double high) {
     if (!cJSON_IsNumber(item)) return false;
     return item->valuedouble >= low && item->valuedouble <= high && item->valuedouble == std::floor(item->valuedouble);
@@ -190,10 +200,9 @@ inline void name_nan(cJSON *item) {
 // JSON leaves open which of two equal keys counts, so readers differ; a file that has any is refused.
 inline void refuse_duplicate_keys(const std::string &name, const cJSON *item) {
     std::set<std::string> keys;
-    for (const cJSON *child = item->child; child; child = child->next) {
-        if (child->string && !keys.insert(child->string).second) {
+    for (const cJSON *child : items_of(item)) {
+        if (child->string && !keys.insert(child->string).second)
             fail("%s: key \"%s\" stands twice in one object", name.c_str(), printable(child->string).c_str());
-        }
         if (child->child) refuse_duplicate_keys(name, child);
     }
 }
@@ -263,6 +272,17 @@ struct Section {
         const cJSON *item = find(key);
         if (item && !cJSON_IsObject(item)) refuse(key, item, "an object");
         return {name + ": " + key, item};
+    }
+    // A list of so many entries; of none where the key is missing.
+    std::vector<const cJSON *> list(const char *key, int count, const std::string &expected) const {
+        const cJSON *item = find(key);
+        if (item && (!cJSON_IsArray(item) || cJSON_GetArraySize(item) != count)) refuse(key, item, expected);
+        return items_of(item);
+    }
+    // For an object that may have no other keys than the `known` ones, words with a blank between.
+    void refuse_others(const std::string &known, const std::string &expected) const {
+        for (const cJSON *item : items_of(object))
+            if (!has(known, item->string)) refuse(printable(item->string).c_str(), item, expected);
     }
 };
 
