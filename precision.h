@@ -100,6 +100,12 @@ HOST_DEVICE inline void from_float(fp8 &to, float x) {
 
 // ---- Groups of 32 codes -------------------------------------------------------------------------------------
 
+// The largest f16 at or below x.
+HOST_DEVICE inline f16 f16_below(float x) {
+    f16 above = f16_above(-x);
+    return {(uint16_t)(above.bits ^ 0x8000)};
+}
+
 struct ScaleAndZero {
     f16 scale, zero;
 };

@@ -57,11 +57,8 @@ inline void *library_function(const char *library, const char *function) {
     return found;
 }
 
-// cuBLAS is opened with a GPU, not with the program: whoever computes on the CPU needs neither the library nor its
-// 600 MB of addresses.
-#ifdef CUDA_ON_CPU
-#define CUBLAS(function) function
-#else
+// cuBLAS is opened with a GPU: whoever computes on the CPU needs neither the library nor its 600 MB of addresses.
+#ifndef CUDA_ON_CPU
 #define AS_TEXT(word) #word
 #define CUBLAS_LIBRARY(version) "libcublas.so." AS_TEXT(version)
 #define CUBLAS(function)                                                                                  \

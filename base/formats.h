@@ -94,8 +94,8 @@ HOST_DEVICE inline float add_pair(float sum, const bf16 *a, const bf16 *b) {
 }
 
 // A float32's exponent and fraction as those of a shorter format with `dropped` bits less of fraction, rounded to
-// nearest, ties to even. `normal`: the format's smallest normal number. What is smaller is a multiple of 2^(dropped - 23)
-// times that; adding 2^dropped times it leaves the multiple, rounded, in the lowest bits.
+// nearest, ties to even. `normal`: the format's smallest normal number. What is smaller becomes a multiple of
+// 2^(dropped - 23) times that: adding 2^dropped times it leaves the multiple, rounded, in the lowest bits.
 HOST_DEVICE inline uint32_t shortened(uint32_t magnitude, uint32_t normal, int dropped) {
     const uint32_t one_exponent = 1 << 23, half = (1 << (dropped - 1)) - 1, above = normal + dropped * one_exponent;
     if (magnitude < normal) return bit_cast<uint32_t>(bit_cast<float>(magnitude) + bit_cast<float>(above)) - above;
@@ -117,16 +117,12 @@ HOST_DEVICE inline void from_float(int8_t &to, float x) {
     to = (int8_t)(whole > 127 ? 127 : whole < -127 ? -127 : whole);
 }
 
-// The smallest f16 at or above x, and the largest at or below it; infinity beyond 65,504, NaN stays NaN.
+// The smallest f16 at or above x; infinity beyond 65,504, NaN stays NaN.
 HOST_DEVICE inline f16 f16_above(float x) {
     f16 near;
     from_float(near, x);
     if (to_float(near) < x) near.bits = (uint16_t)(near.bits & 0x8000 ? near.bits - 1 : near.bits + 1);
     return near;
-}
-HOST_DEVICE inline f16 f16_below(float x) {
-    f16 above = f16_above(-x);
-    return {(uint16_t)(above.bits ^ 0x8000)};
 }
 
 // ---- Int8 weights -------------------------------------------------------------------------------------------

@@ -70,9 +70,6 @@ inline bool has(const std::string &list, const std::string &word, char between =
     std::vector<std::string> words = split(list, between);
     return std::count(words.begin(), words.end(), word) > 0;
 }
-inline bool ends_with(const std::string &text, const std::string &end) {
-    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
 
 // ---- Files ---------------------------------------------------------------------------------------------------------
 
@@ -162,8 +159,8 @@ inline std::vector<const cJSON *> items_of(const cJSON *whole) {
 }
 
 inline bool is_whole(const cJSON *item, double low, double high) {
-    if (!cJSON_IsNumber(item)) return false;
-    return item->valuedouble >= low && item->valuedouble <= high && item->valuedouble == std::floor(item->valuedouble);
+    const double number = cJSON_IsNumber(item) ? item->valuedouble : NAN;
+    return number >= low && number <= high && number == std::floor(number);
 }
 
 // Python's json writes NaN, Infinity and -Infinity, which JSON has not. Here they become, in as many bytes, what cJSON
@@ -207,9 +204,8 @@ inline void refuse_duplicate_keys(const std::string &name, const cJSON *item) {
     }
 }
 
-// `name` is what messages call the text. Throws unless it is one JSON object, with nothing behind it but white space;
-// `as_python`: or what Python's json takes for one. cJSON refuses nesting deeper than 1,000, so recursion over the
-// result is bounded.
+// `name` is what messages call the text. Throws unless it is one JSON object, and white space; `as_python`: or what
+// Python's json takes for one. cJSON refuses nesting deeper than 1,000, so recursion over the result is bounded.
 inline Json parse_json(const std::string &name, const std::string &written, bool as_python = false) {
     const std::string text = as_python ? as_json(written) : written;
     if (text.size() > max_json_bytes) fail("%s: JSON of %zu bytes is too long", name.c_str(), text.size());
@@ -273,10 +269,11 @@ struct Section {
         if (item && !cJSON_IsObject(item)) refuse(key, item, "an object");
         return {name + ": " + key, item};
     }
-    // A list of so many entries; of none where the key is missing.
-    std::vector<const cJSON *> list(const char *key, int count, const std::string &expected) const {
+    // A list with an entry for each layer; nothing where the key is missing. `what`: " names".
+    std::vector<const cJSON *> by_layer(const char *key, int layers, const char *what = "") const {
         const cJSON *item = find(key);
-        if (item && (!cJSON_IsArray(item) || cJSON_GetArraySize(item) != count)) refuse(key, item, expected);
+        if (item && (!cJSON_IsArray(item) || cJSON_GetArraySize(item) != layers))
+            refuse(key, item, formatted("a list of %d (num_hidden_layers)%s", layers, what));
         return items_of(item);
     }
     // For an object that may have no other keys than the `known` ones, words with a blank between.

@@ -13,6 +13,7 @@
 // names the file, what was found, what was expected and, where there is one, the cure.
 #pragma once
 
+#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
@@ -21,6 +22,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -85,6 +87,7 @@ struct RopeScaling {
     double factor = 1, low_freq_factor = 1, high_freq_factor = 4;
     int original_context = 0;
     double turned = 1;  // the part of a head's pairs that turn, the first ones; f_i of the others is 0 (Gemma 4)
+    auto all() const { return std::tie(kind, factor, low_freq_factor, high_freq_factor, original_context, turned); }
 };
 
 // What layers have in common whose rows are alike: a cache keeps the rows of a kind in one store (cache.h).
@@ -95,6 +98,9 @@ struct Kind {
     double rope_theta = 0;  // 0: nothing turns, whatever the position
     RopeScaling rope = {};
     int layers = 0;  // that store rows
+    auto of_rows() const {  // all but that
+        return std::tuple_cat(std::tie(kv_heads, key_width, value_width, window, rope_theta), rope.all());
+    }
 };
 
 // Where a layer's rows are.
@@ -125,20 +131,9 @@ struct Config {
     const Kind &kind(int layer) const { return kinds[(size_t)rows[(size_t)layer].kind]; }
 };
 
-inline bool same_scaling(const RopeScaling &a, const RopeScaling &b) {
-    return a.kind == b.kind && a.factor == b.factor && a.low_freq_factor == b.low_freq_factor &&
-           a.high_freq_factor == b.high_freq_factor && a.original_context == b.original_context &&
-           a.turned == b.turned;
-}
-
-// One more layer, of a kind that others may have, too. Without rows of its own it reads those of the last layer of its
-// kind that has some.
+// One more layer, whose kind others may have, too. Without rows of its own it reads those of its kind's last that has.
 inline void add_layer(std::vector<Kind> &kinds, std::vector<LayerRows> &rows, const Kind &kind, bool own = true) {
-    auto alike = [&](const Kind &other) {
-        return kind.kv_heads == other.kv_heads && kind.key_width == other.key_width &&
-               kind.value_width == other.value_width && kind.window == other.window &&
-               kind.rope_theta == other.rope_theta && same_scaling(kind.rope, other.rope);
-    };
+    auto alike = [&](const Kind &other) { return other.of_rows() == kind.of_rows(); };
     const size_t at = (size_t)(std::find_if(kinds.begin(), kinds.end(), alike) - kinds.begin());
     if (at == kinds.size()) kinds.push_back(kind), kinds.back().layers = 0;
     kinds[at].layers += own;
@@ -164,8 +159,7 @@ struct Model {
 // ---- config.json ---------------------------------------------------------------------------------------------------
 
 // What a family fixes, and what Transformers takes where a config is silent (transformers/models/*/configuration_*.py).
-// hidden_size, intermediate_size and num_hidden_layers have no default here: a checkpoint without them is not a
-// checkpoint.
+// hidden_size, intermediate_size and num_hidden_layers have no default here: a checkpoint without them is none.
 struct Family {
     const char *architecture, *model_type;
     int heads, kv_heads, head_dim, vocabulary;  // 0: must be said; as many as heads; hidden_size / heads; must be said
@@ -309,8 +303,7 @@ inline void read_sizes(const Section &config, const Family &family, Config &out,
 
 // Two spellings: rope_theta beside rope_scaling {type or rope_type, factor, ...}, or all of it in rope_parameters.
 // As in Transformers, rope_scaling goes before rope_parameters, and a theta in either before the one beside them.
-// Gemma's local layers turn in another way: in the old spelling by rope_local_base_freq alone, in the new one there is
-// an object for each kind.
+// Gemma's local layers turn in another way: first by rope_local_base_freq alone, later each kind has an object.
 inline void read_rope(const Section &config, const Family &family, int context, Kind &kind) {
     const bool by_kind = family.has("gemma"), local = by_kind && kind.window;
     Section rope = config.section("rope_scaling");
@@ -334,8 +327,7 @@ inline void read_rope(const Section &config, const Family &family, int context, 
         fail("%s: partial_rotary_factor is not supported; supported is 1", name);
     if (type == "default") return;
     require_known(rope, "rope_type", type, "default linear llama3 proportional");
-    std::optional<double> no_factor;
-    if (type == "proportional") no_factor = 1;
+    const std::optional<double> no_factor = type == "proportional" ? std::optional<double>(1) : std::nullopt;
     kind.rope.factor = rope.number("factor", 1e-6, 1e6, no_factor);
     if (kind.rope.factor == no_factor) return;
     kind.rope.kind = type == "llama3" ? RopeScaling::llama3 : RopeScaling::linear;
@@ -352,16 +344,8 @@ inline void read_rope(const Section &config, const Family &family, int context, 
 // How far the layers look back that look furthest; 0: some to the first position.
 inline int widest_window(const std::vector<Kind> &kinds) {
     int widest = 0;
-    for (const Kind &kind : kinds) {
-        if (kind.window == 0) return 0;
-        widest = std::max(widest, kind.window);
-    }
-    return widest;
-}
-
-// What a key with a name for each layer must be.
-inline std::string names_of_layers(int layers) {
-    return "a list of " + std::to_string(layers) + " (num_hidden_layers) names";
+    for (const Kind &kind : kinds) widest = std::max(widest, kind.window ? kind.window : INT_MAX);
+    return widest == INT_MAX ? 0 : widest;
 }
 
 // Mistral: every layer slides. Qwen: only with use_sliding_window, and then the layers from max_window_layers on. Gemma
@@ -381,13 +365,14 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
         windows.push_back(full ? 0 : window);
     }
 
-    const std::vector<const cJSON *> types = config.list("layer_types", layers, names_of_layers(layers));
+    const std::vector<const cJSON *> types = config.by_layer("layer_types", layers, " names");
     for (size_t i = 0; i < types.size(); i++) {
         int &layer = windows[i];
         std::string word = cJSON_IsString(types[i]) ? types[i]->valuestring : "";
         const char *other = mixes || layer ? "sliding_attention" : "full_attention";
         if (word != other && (!mixes || word != "full_attention"))
-            config.refuse("an entry of layer_types", types[i], (mixes ? "full_attention or " : "") + std::string(other));
+            config.refuse("an entry of layer_types", types[i],
+                          (mixes ? "full_attention or " : "") + std::string(other));
         layer = word == "full_attention" ? 0 : window;
         if (word == "sliding_attention" && layer == 0)
             fail("%s: layer_types has sliding_attention, but use_sliding_window and sliding_window give no window",
@@ -403,9 +388,10 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
     const std::vector<int> windows = read_windows(config, family, out.layers);
     const int own = out.layers - config.integer("num_kv_shared_layers", 0, out.layers - 1, 0);
     const Section by_layer = config.section("per_layer_config");
-    std::vector<const cJSON *> thetas;
-    if (family.has("layer_rope_theta"))
-        thetas = config.list("layer_rope_theta", out.layers, "a number for each of the layers");
+    const cJSON *theta_list = family.has("layer_rope_theta") ? config.find("layer_rope_theta") : nullptr;
+    const std::vector<const cJSON *> thetas = items_of(theta_list);
+    if (theta_list && (!cJSON_IsArray(theta_list) || (int)thetas.size() != out.layers))
+        config.refuse("layer_rope_theta", theta_list, "a number for each of the layers");
     for (int layer = 0; layer < out.layers; layer++) {
         Kind kind = common;
         kind.window = gemma4 && layer == out.layers - 1 ? 0 : windows[(size_t)layer];  // the last sees everything
@@ -428,8 +414,7 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
     }
 }
 
-// generation_config.json goes before config.json, and in that what stands outside of text_config; a family's default
-// counts only where none has the key.
+// generation_config.json goes before config.json, and there what is outside of text_config; the family comes last.
 inline void read_special_ids(const Section &root, const Section &text, const Section &generation, const Family &family,
                              Config &out) {
     const int last = out.vocabulary - 1;
@@ -504,17 +489,17 @@ inline Config parse_config(const std::string &name, const std::string &text, con
 // What to do about a directory that holds no config.json, by what was given in its place.
 inline std::string directory_cure(const std::string &given) {
     const size_t slash = given.find('/');
-    if (ends_with(given, ".gguf"))
+    if (std::filesystem::path(given).extension() == ".gguf")
         return "GGUF is not read here: fetch the checkpoint it was made from, with its safetensors, and name its "
                "directory";
     // models--org--name of the hub's cache, or its snapshots.
     std::string all = given.substr(0, given.find_last_not_of('/') + 1);
-    if (!ends_with(all, "snapshots")) all = join_path(given, "snapshots");
+    if (std::filesystem::path(all).filename() != "snapshots") all = join_path(given, "snapshots");
     std::error_code none;
     if (std::filesystem::directory_iterator snapshots(all, none); !none) {
         std::string found;
-        for (const std::filesystem::path &path : snapshots)
-            if (file_exists(path / "config.json")) found = std::max(found, path.string());
+        for (const auto &entry : snapshots)
+            if (file_exists(entry.path() / "config.json")) found = std::max(found, entry.path().string());
         return found.empty() ? "it holds no whole snapshot: fetch it again" : "give its snapshot: -m " + found;
     }
     if (slash && slash != std::string::npos && given.find('/', slash + 1) == std::string::npos && given[0] != '.' &&
@@ -609,18 +594,14 @@ inline StoredTensor read_entry(const std::string &file, const cJSON *item, const
 
 // Throws unless the tensors cover the data from its first byte to its last, each byte once.
 inline void check_coverage(const TensorTable &table, const char *data, size_t data_bytes) {
-    std::vector<std::pair<const StoredTensor *, const std::string *>> order;
-    for (const auto &[name, tensor] : table.tensors) order.push_back({&tensor, &name});
-    std::sort(order.begin(), order.end(), [](const auto &a, const auto &b) {
-        return std::make_pair(a.first->data, a.first->bytes) < std::make_pair(b.first->data, b.first->bytes);
-    });
+    std::set<std::tuple<const char *, size_t, std::string>> order;
+    for (const auto &[name, tensor] : table.tensors) order.insert({tensor.data, tensor.bytes, name});
     const char *covered = data;
-    for (const auto &[tensor, name] : order) {
-        if (tensor->data != covered)
+    for (const auto &[begin, bytes, name] : order) {
+        if (begin != covered)
             fail("%s: tensor %s begins at byte %td of the data, expected %td: tensors %s", table.name.c_str(),
-                 printable(*name).c_str(), tensor->data - data, covered - data,
-                 tensor->data < covered ? "overlap" : "leave a gap");
-        covered += tensor->bytes;
+                 printable(name).c_str(), begin - data, covered - data, begin < covered ? "overlap" : "leave a gap");
+        covered += bytes;
     }
     if (covered != data + data_bytes)
         fail("%s: holds %zu bytes of data, its header speaks of %td", table.name.c_str(), data_bytes, covered - data);
@@ -784,9 +765,8 @@ inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) 
     return out;
 }
 
-// The head is the embedding when the config ties them. As in Transformers 5, what is stored has the last word: where a
-// tied checkpoint stores both, each is used as it is (some store the same matrix twice), and if only one, that for
-// both.
+// The head is the embedding when the config ties them. As in Transformers 5, what is stored has the last word: if a
+// tied checkpoint stores both, each is used as it is (some store the same matrix twice), if one, that for both.
 inline void bind_embedding_and_head(Binder &binder, Model &model) {
     const std::vector<int64_t> shape = {model.config.vocabulary, model.config.hidden};
     const std::string embedding = binder.prefix + "embed_tokens.weight", head = binder.head + "weight";
@@ -801,15 +781,14 @@ inline void bind_embedding_and_head(Binder &binder, Model &model) {
 // the RoPE tables that old Llamas store (rotary_emb.inv_freq), which follow from the config, and what stands beside the
 // text model: what sees or hears, heads for other tasks (score, v_head).
 inline void refuse_unused(Binder &binder) {
+    const Config &config = binder.model.config;
     size_t beside = 0;
     for (const auto &[name, tensor] : binder.table.tensors) {
-        bool inside = name.rfind(binder.prefix, 0) == 0 || name.rfind(binder.head, 0) == 0;
         if (binder.taken.count(name) || name.find("rotary_emb.") != std::string::npos) continue;
-        if (!inside && beside++ == 0) binder.model.beside = printable(name);
-        if (!inside) continue;
-        const Config &config = binder.model.config;
-        fail("%s: tensor %s is none of a %s with %d layers: config.json must name the architecture it belongs to",
-             tensor.file.c_str(), printable(name).c_str(), config.architecture.c_str(), config.layers);
+        if (name.rfind(binder.prefix, 0) == 0 || name.rfind(binder.head, 0) == 0)
+            fail("%s: tensor %s is none of a %s with %d layers: config.json must name the architecture it belongs to",
+                 tensor.file.c_str(), printable(name).c_str(), config.architecture.c_str(), config.layers);
+        if (beside++ == 0) binder.model.beside = printable(name);
     }
     if (beside > 1) binder.model.beside += formatted(" and %zu others", beside - 1);
 }

@@ -348,8 +348,7 @@ static Bytes with_symbols(Error *error, const char *pattern) {
     return out;
 }
 
-// A pattern ready to match; NULL on failure. The `tokenizers` library matches with Oniguruma too, so a pattern means
-// here what it means there.
+// A pattern ready to match; NULL on failure. The `tokenizers` library has Oniguruma, too: it means the same there.
 static regex_t *compile(Loader *l, const char *pattern, bool literal) {
     OnigEncoding utf8 = ONIG_ENCODING_UTF8;
     OnigErrorInfo info;
@@ -558,8 +557,7 @@ static cJSON *read_beside(Loader *l, const char *config, const char *name) {
     return object;
 }
 
-// tokenizer_config.json. Where it does not number the added tokens, the named ones of the older special_tokens_map.json
-// go before its own.
+// tokenizer_config.json. Where it numbers no added tokens, those that special_tokens_map.json names go before its own.
 static cJSON *read_settings(Loader *l, const char *path) {
     cJSON *config = read_beside(l, path, "tokenizer_config.json"), *item;
     if (member(config, "added_tokens_decoder")) return config;

@@ -1,5 +1,4 @@
-// What of the machine this process may use: memory and threads, by the machine, its container (cgroups), its
-// environment.
+// What of the machine this process may use: memory and threads, by the machine, its container (cgroups), environment.
 #pragma once
 
 #include <unistd.h>
@@ -59,9 +58,8 @@ inline std::string own_path() {
 constexpr int rusage_unit = 1;
 #endif
 
-// The folders of the cgroups this process is in, and of all around them. `controller`: "memory", "cpu" of version 1;
-// "": version 2. A container sees its own folder at the top, whatever the path says; so paths need not exist. `root`
-// stands before every path, for tests.
+// The folders of the cgroups this process is in, and of all around. `controller`: "memory", "cpu" of version 1; "": of
+// version 2. A container sees its own folder at the top, so paths need not exist. `root`: before each path, for tests.
 inline std::vector<std::string> cgroup_folders(const std::string &root, const std::string &controller) {
     std::vector<std::string> folders;
     std::ifstream groups(root + "/proc/self/cgroup");
@@ -100,8 +98,7 @@ inline FreeMemory free_memory_of_host(const std::string &root = "") {
     return least;
 }
 
-// As many as may run at once: the processors of this process, a cgroup's share of time, and as many as are `wanted`,
-// if that is not nullptr; at least 1.
+// As many as may run at once: this process's processors, a cgroup's share of time, and `wanted`, if any; at least 1.
 inline int usable_threads(const std::string &root = "", const char *wanted = getenv("OMP_NUM_THREADS")) {
 #ifndef _OPENMP  // whose the threads are: a compiler without it, such as Apple's, makes a program of one
     return 1;

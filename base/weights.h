@@ -1,5 +1,4 @@
-// A model's weights: their numbers, whatever type they have, and how they are moved from the mapped files into a
-// machine's memory, as they are or as int8.
+// A model's weights: their numbers, whatever type they have, and how they move into a machine's memory, maybe as int8.
 #pragma once
 
 #include <atomic>

@@ -195,8 +195,8 @@ public:
         if (stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
             fail("--dump-logits %s: is not a regular file: name one, or one that is not there yet", path.c_str());
         file_.reset(fopen(part_.c_str(), "wb"));
-        if (!file_) fail("--dump-logits %s: cannot write there: %s", path.c_str(), strerror(errno));
-        write_header();
+        if (!file_ || fseek(file_.get(), header_bytes, SEEK_SET) != 0)
+            fail("--dump-logits %s: cannot write there: %s", path.c_str(), strerror(errno));
     }
     ~RowFile() {
         if (file_) remove(part_.c_str());
@@ -204,9 +204,13 @@ public:
     void add(const std::vector<float> &rows) {
         count_ += fwrite(rows.data(), sizeof(float), rows.size(), file_.get()) / (size_t)width_;
     }
+    // The header: magic, version 1.0, length of the rest, a Python dictionary.
     void finish() {
+        std::string start("\x93NUMPY\x01\x00\x76\x00", 10), shape = formatted("(%zu, %d)", count_, width_);
+        start += "{'descr': '<f4', 'fortran_order': False, 'shape': " + shape + ", }";
+        start.resize(header_bytes - 1, ' ');
         bool written = fseek(file_.get(), 0, SEEK_SET) == 0;
-        write_header();
+        fwrite((start + "\n").data(), 1, header_bytes, file_.get());
         written &= !ferror(file_.get());
         written &= fclose(file_.release()) == 0;
         if (!written || rename(part_.c_str(), path_.c_str()) != 0) {
@@ -217,12 +221,7 @@ public:
     }
 
 private:
-    void write_header() {  // 128 bytes: magic, version 1.0, length of the rest, a Python dictionary
-        std::string start("\x93NUMPY\x01\x00\x76\x00", 10), shape = formatted("(%zu, %d)", count_, width_);
-        start += "{'descr': '<f4', 'fortran_order': False, 'shape': " + shape + ", }";
-        start.resize(127, ' ');
-        fwrite((start + "\n").data(), 1, 128, file_.get());
-    }
+    static constexpr int header_bytes = 128;
     std::string path_, part_;
     int width_;
     size_t count_ = 0;
@@ -235,16 +234,20 @@ inline std::string types_of(const Precision &type_k, const Precision &type_v) {
     return k == v ? k : k + "/" + v;
 }
 
-// A cache's layout by its name; a ring's with its window and sinks: "ring 124 + 4".
-inline Report &add_layout(Report &report, const Cache &cache, const char *format, const std::string &head = "") {
-    const Ring *ring = std::get_if<Ring>(&cache.layout);
+// A cache's layout and types by their names, "none" for nullptr, a ring as "ring 124 + 4" (window and sinks); and what
+// stands over them in a table.
+inline void add_names(Report &report, const Cache *cache, const char *layout_format, const char *k_format,
+                      const char *v_format, const std::vector<std::string> &heads = {"", "", ""}) {
+    auto name = [&](auto choice) { return std::string(cache ? name_of(cache->*choice) : "none"); };
+    const Ring *ring = cache ? std::get_if<Ring>(&cache->layout) : nullptr;
     if (ring) report.add("window", ring->window).add("sinks", ring->sinks);
-    std::string shown = name_of(cache.layout) + (ring ? formatted(" %d + %d", ring->window, ring->sinks) : "");
-    return report.add("layout", name_of(cache.layout), formatted(format, shown.c_str()), head);
+    const std::string shown = name(&Cache::layout) + (ring ? formatted(" %d + %d", ring->window, ring->sinks) : "");
+    report.add("layout", name(&Cache::layout), formatted(layout_format, shown.c_str()), heads[0]);
+    report.show("type_k", name(&Cache::type_k), k_format, heads[1]);
+    report.show("type_v", name(&Cache::type_v), v_format, heads[2]);
 }
 
-// A ring's rows are used again: it has the last positions, and its sinks. Where kinds of layers differ, of the one that
-// keeps most.
+// A ring's rows are used again: it has the last positions, and its sinks. Of the kind of layers that keeps most.
 inline std::string positions_stored(const Cache &cache) {
     const int all = cache.lengths[0];
     const Ring *ring = nullptr;
@@ -313,10 +316,8 @@ inline std::string lines_of(const std::vector<Report> &kinds, const std::string 
 // nullptr: there is none, every token is computed from all before it.
 inline Report about_cache(const Config &config, const Cache *cache) {
     CacheBytes bytes = cache ? bytes_of(*cache) : CacheBytes{};
-    auto name = [&](auto choice) { return std::string(cache ? name_of(cache->*choice) : "none"); };
     Report about;
-    cache ? add_layout(about, *cache, "cache    %s") : about.add("layout", "none");
-    about.show("type_k", name(&Cache::type_k), ", K %s").show("type_v", name(&Cache::type_v), ", V %s");
+    add_names(about, cache, "cache    %s", ", K %s", ", V %s");
     about.show("bytes", bytes.total(), ": %.0f bytes").add("payload_bytes", bytes.payload);
     about.show("metadata_bytes", bytes.metadata, ", %.0f of them metadata");
     about.say(cache ? positions_stored(*cache) + "\n" : "\n");

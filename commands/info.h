@@ -4,11 +4,10 @@
 #include "generate.h"
 #include "sizes.h"
 
-inline void add_config(Report &report, const Model &model, int tokenizer_ids) {
+// `window`: how far back the layers look at the most that have one.
+inline void add_config(Report &report, const Model &model, int window, int tokenizer_ids) {
     const Config &config = model.config;
     const Kind &kind = config.kinds[0];
-    int window = 0;
-    for (const Kind &each : config.kinds) window = std::max(window, each.window);
     const std::string rope = std::vector<std::string>{"none", "linear", "llama3"}[kind.rope.kind];
     report.add("tied", config.tied, config.tied ? ", tied" : "");
     report.say(formatted(", %s weights\n", dtype_name(model.layers[0].query.weight.type)));
@@ -41,7 +40,6 @@ inline int run_info(const Options &options) {
     if (runs) model = load_model(directory);
     Report report;
     report.add("architecture", sizes.architecture, directory + "\n  architecture   " + sizes.architecture);
-    if (runs) add_config(report, model, tokenizer_ids);
 
     int furthest = 0, windowed = 0, layers = 0;
     double a_token = 0, whole = 0;  // in f16
@@ -49,6 +47,7 @@ inline int run_info(const Options &options) {
         furthest = std::max(furthest, kind.window), layers += kind.layers, windowed += kind.window ? kind.layers : 0;
         a_token += 2.0 * kind.layers * kind.kv_heads * (kind.key_width + kind.value_width);
     }
+    if (runs) add_config(report, model, furthest, tokenizer_ids);
     const std::vector<Store> stores =
         stores_of(cache_shapes(options, sizes.kinds, sizes.context, sizes.context), Contiguous{});
     for (const Store &store : stores) whole += bytes_of(store, F16{}, F16{}).total();

@@ -133,7 +133,7 @@ inline std::vector<Sees> layers_named(const Section &config, const std::string &
         for (const cJSON *item : items_of(cJSON_IsArray(list) ? list : nullptr))
             words.push_back(cJSON_IsString(item) ? item->valuestring : printable(item));
         if (words.empty() || (!known.repeats && (int)words.size() != layers))
-            config.refuse(known.key, list, names_of_layers(layers));
+            config.refuse(known.key, list, formatted("a list of %d (num_hidden_layers) names", layers));
         for (int i = 0; i < layers; i++) {
             const std::string &word = words[(size_t)i % words.size()];
             if (has_part(word, "indexed sparse")) config.need("index_head_dim");
@@ -174,8 +174,7 @@ inline void take(const Section &in, const char *key, std::initializer_list<int *
         if (in.find(key)) *size = in.integer(key, 1, max_size);
 }
 
-// Layers that differ from one another, by number: their KV heads, 0 where they have those of the others. `sees` loses
-// those without attention.
+// Of each layer its own KV heads; 0: those of the others. `sees` loses the layers without attention.
 inline std::vector<int> read_own_heads(const Section &config, int heads, std::vector<Sees> &sees) {
     const int layers = (int)sees.size();
     std::vector<int> own((size_t)layers, 0);
@@ -183,7 +182,7 @@ inline std::vector<int> read_own_heads(const Section &config, int heads, std::ve
         const cJSON *list = config.find(key);
         if (!cJSON_IsArray(list)) continue;
         int i = 0;
-        for (const cJSON *item : config.list(key, layers, formatted("a list of %d (num_hidden_layers)", layers))) {
+        for (const cJSON *item : config.by_layer(key, layers)) {
             const Section attention = Section{config.name + ": an entry of " + key, item}.section("attention");
             if (attention.flag("no_op", false) || attention.flag("replace_with_linear", false)) {  // Nemotron-NAS
                 sees[i] = Sees::nothing;
@@ -247,8 +246,7 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
 
     std::vector<int> own_heads((size_t)layers, 0);
     const cJSON *rank = config.find("kv_lora_rank"), *values = config.find("v_head_dim");
-    std::optional<int> no_index;
-    if (!config.find("index_topk")) no_index = 0;
+    const std::optional<int> no_index = config.find("index_topk") ? std::nullopt : std::optional<int>(0);
     const int index_width = config.integer("index_head_dim", 1, max_size, no_index);  // V3.2: keys to find rows by
     if (rank && !is_neutral(rank, 0)) {  // DeepSeek-AI 2024, DeepSeek-V2, section 2.1: one row for all heads
         all.kv_heads = 1;
@@ -295,18 +293,21 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
     if (config.flag("attention_k_eq_v", !gemma4)) take(config, "num_global_key_value_heads", {&all.kv_heads});
     const int shared = config.integer("num_kv_shared_layers", 0, layers, 0);  // the last ones: they store nothing
     // "shared": finds rows by the keys of a layer before
-    const std::vector<const cJSON *> indexers =
-        config.list("indexer_types", index_width ? layers : -1, names_of_layers(layers));
+    const std::vector<const cJSON *> indexers = config.by_layer("indexer_types", layers, " names");
+    if (!indexers.empty() && !index_width)
+        config.refuse("indexer_types", config.find("indexer_types"), "none without index_topk");
     for (int i = 0; i < layers; i++) {
         if (sees[i] == Sees::nothing) continue;
         Kind kind = sees[i] == Sees::window ? local : all;
         if (own_heads[i]) kind.kv_heads = own_heads[i];
         const cJSON *indexer = indexers.empty() ? nullptr : indexers[(size_t)i];
         if (!cJSON_IsString(indexer) || strcmp(indexer->valuestring, "shared")) kind.key_width += index_width;
-        const Section own = by_layer.section(std::to_string(i).c_str());
-        own.refuse_others("head_dim num_key_value_heads num_attention_heads intermediate_size", "none");
-        take(own, "head_dim", {&kind.key_width, &kind.value_width});
-        take(own, "num_key_value_heads", {&kind.kv_heads});
+        for (const cJSON *item : items_of(by_layer.object)) {
+            const Section own{by_layer.name, atoi(item->string) == i ? item : nullptr};
+            own.refuse_others("head_dim num_key_value_heads num_attention_heads intermediate_size", "none");
+            take(own, "head_dim", {&kind.key_width, &kind.value_width});
+            take(own, "num_key_value_heads", {&kind.kv_heads});
+        }
         add_layer(out.kinds, out.rows, kind, i + shared < layers);
     }
     if (out.kinds.empty()) fail("%s: no layer has keys and values", config.name.c_str());
@@ -338,11 +339,8 @@ inline CacheSizes read_cache_sizes(const std::string &name, const std::string &t
         }
         read_any_sizes(config, model_type, inside, out);
     } catch (const Error &error) {
-        CacheSizes none;
-        none.architecture = out.architecture, none.why_not = out.why_not;
-        out = none;
-        out.no_size =
-            error.what() + std::string("; `llm memory` takes a shape: --layers N --kv-heads N --head-dim N -c N");
+        const char *cure = "; `llm memory` takes a shape: --layers N --kv-heads N --head-dim N -c N";
+        return {out.architecture, out.why_not, error.what() + std::string(cure), 0, {}, {}};
     }
     return out;
 }

@@ -51,6 +51,7 @@
 #define __device__
 #define __host__
 #define __launch_bounds__(...)
+#define CUBLAS(function) function
 
 namespace cuda_on_cpu {
 
