@@ -39,14 +39,17 @@ struct Choice<std::variant<Types...>> {
         static_assert(((std::is_empty_v<Types> || std::has_unique_object_representations_v<Types>)&&...));
         *this = std::visit([](auto &type) { return of(type); }, chosen);
     }
-    // Of a type that is known when this is compiled.
-    template <class T>
+    // Of a type that is known when this is compiled. It is found in the list from place i on.
+    template <class T, size_t i = 0>
     HOST_DEVICE static Choice of(const T &chosen) {
-        constexpr bool is_type[] = {std::is_same_v<T, Types>...};
-        Choice choice;
-        while (!is_type[choice.index]) choice.index++;
-        if (!std::is_empty_v<T>) memcpy(choice.bytes, &chosen, sizeof chosen);
-        return choice;
+        if constexpr (std::is_same_v<T, std::variant_alternative_t<i, List>>) {
+            Choice choice;
+            choice.index = (int)i;
+            if (!std::is_empty_v<T>) memcpy(choice.bytes, &chosen, sizeof chosen);
+            return choice;
+        } else {
+            return of<T, i + 1>(chosen);
+        }
     }
     bool operator==(const Choice &other) const {
         return index == other.index && memcmp(bytes, other.bytes, sizeof bytes) == 0;

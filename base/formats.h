@@ -84,8 +84,7 @@ constexpr bool multiplies_pairs = true;
 constexpr bool multiplies_pairs = false;
 #endif
 
-// sum + a[0] b[0] + a[1] b[1] as x86's VDPBF16PS adds them: the second product first, each with one rounding, and what
-// is smaller than 2^-126 is zero.
+// sum + a[0] b[0] + a[1] b[1] as x86's VDPBF16PS: the second product first, each rounded once; below 2^-126 is zero.
 HOST_DEVICE inline float add_pair(float sum, const bf16 *a, const bf16 *b) {
     auto normal = [](float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; };
     for (int i = 1; i >= 0; i--)
@@ -157,8 +156,7 @@ HOST_DEVICE inline float largest_magnitude(const float (&group)[int8_group]) {
     return bit_cast<float>(most < 0x7f800000 ? most : 0x7fc00000u);
 }
 
-// The whole numbers next to those of a group over its scale; zeros if that is 0 or NaN. A scale below the normal
-// numbers is so coarse that a quotient may pass 127.
+// The whole numbers next to a group's over its scale; zeros if that is 0 or NaN. By a denormal scale one may pass 127.
 HOST_DEVICE inline void round_group(int8_t (&to)[int8_group], const float (&group)[int8_group], float scale) {
     for (int i = 0; i < int8_group; i++) from_float(to[i], scale > 0 ? group[i] / scale : 0);
 }
@@ -173,8 +171,7 @@ HOST_DEVICE inline float quantize(int8_t (&to)[int8_group], const float *x, int 
     return scale;
 }
 
-// The blocks of up to 16 rows (rows, inputs) of a weight, zeros beyond the last row and channel. False if a number is
-// not finite, or too large for the scales (8.3e6).
+// The blocks of up to 16 rows (rows, inputs) of a weight, zeros beyond. False: a number is not finite, or beyond 8.3e6.
 template <class Number>
 bool quantize(Int8Block *blocks, const Number *weight, int rows, int64_t inputs) {
     bool good = true;

@@ -126,8 +126,7 @@ inline std::string read_file(const std::string &path, size_t limit) {
 
 // ---- JSON, read -----------------------------------------------------------------------------------------------------
 
-// A node takes 64 bytes where the text may take 2, so the bound on the text bounds the memory, too. The header of a
-// model with 10,000 tensors is about 1 MiB long.
+// A node takes 64 bytes where the text may take 2: this bounds the memory, too. A header of 10,000 tensors takes 1 MiB.
 constexpr size_t max_json_bytes = 16 << 20;
 
 struct DeleteJson {

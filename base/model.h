@@ -17,7 +17,6 @@
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
-#include <initializer_list>
 #include <map>
 #include <memory>
 #include <set>
@@ -237,8 +236,7 @@ inline bool is_neutral(const cJSON *item, double neutral) {
 
 // What other architectures compute differently and no tensor shows: Granite, Cohere, MiniCPM, Falcon-H1 scale
 // embedding, residual stream, scores or logits; Gemma 2 and OLMo cut them off; SmolLM3, Llama 4, MPT and DeepSeek place
-// tokens in other ways; then experts, the order of a layer's steps, norms of q and k, and what Gemma 4 may do besides.
-// By the value that changes nothing:
+// tokens in other ways; then experts, the order of steps, norms of q and k, more of Gemma 4. By what changes nothing:
 inline void refuse_foreign_keys(const Section &config, const Family &family, const Config &sizes, const Kind &kind) {
     const std::pair<double, const char *> table[] = {
         {1,
@@ -271,8 +269,7 @@ inline void check_heads(const char *name, int heads, const Kind &kind) {
     if (heads % kind.kv_heads)
         fail("%s: num_attention_heads is %d, expected a multiple of num_key_value_heads, %d", name, heads,
              kind.kv_heads);
-    if (kind.key_width % 2)
-        fail("%s: head_dim is %d, expected an even number: RoPE turns pairs", name, kind.key_width);
+    if (kind.key_width % 2) fail("%s: head_dim is %d, expected an even number: RoPE turns pairs", name, kind.key_width);
     if (kind.key_width > max_size / heads)
         fail("%s: num_attention_heads * head_dim is %lld, expected at most %d", name, (long long)heads * kind.key_width,
              max_size);
@@ -388,10 +385,10 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
     const std::vector<int> windows = read_windows(config, family, out.layers);
     const int own = out.layers - config.integer("num_kv_shared_layers", 0, out.layers - 1, 0);
     const Section by_layer = config.section("per_layer_config");
-    const cJSON *theta_list = family.has("layer_rope_theta") ? config.find("layer_rope_theta") : nullptr;
-    const std::vector<const cJSON *> thetas = items_of(theta_list);
-    if (theta_list && (!cJSON_IsArray(theta_list) || (int)thetas.size() != out.layers))
-        config.refuse("layer_rope_theta", theta_list, "a number for each of the layers");
+    const cJSON *thetas = family.has("layer_rope_theta") ? config.find("layer_rope_theta") : nullptr;
+    if (thetas && (!cJSON_IsArray(thetas) || cJSON_GetArraySize(thetas) != out.layers))
+        config.refuse("layer_rope_theta", thetas, "a number for each of the layers");
+    const cJSON *theta = thetas ? thetas->child : nullptr;
     for (int layer = 0; layer < out.layers; layer++) {
         Kind kind = common;
         kind.window = gemma4 && layer == out.layers - 1 ? 0 : windows[(size_t)layer];  // the last sees everything
@@ -403,10 +400,9 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
         kind.value_width = kind.key_width = mine.integer("head_dim", 1, max_size, kind.key_width);
         check_heads((mine.object ? mine : config).name.c_str(), out.heads, kind);
         read_rope(config, family, out.context, kind);
-        const cJSON *theta = thetas.empty() ? nullptr : thetas[(size_t)layer];
         if (theta && !(cJSON_IsNumber(theta) && theta->valuedouble >= 0 && theta->valuedouble <= 1e15))
             config.refuse("layer_rope_theta", theta, "numbers from 0 to 1e15");
-        if (theta) kind.rope_theta = theta->valuedouble;
+        if (theta) kind.rope_theta = theta->valuedouble, theta = theta->next;
         add_layer(out.kinds, out.rows, kind, layer < own);
         if (out.rows.back().index < 0)
             fail("%s: num_kv_shared_layers is %d, but layer %d has no earlier one of its kind whose rows it could read",
@@ -567,10 +563,7 @@ inline StoredTensor read_entry(const std::string &file, const cJSON *item, const
     const char *name = entry.name.c_str();
     if (!cJSON_IsObject(item)) fail("%s: expected an object", name);
     entry.need("dtype");
-    StoredTensor tensor;
-    tensor.file = file;
-    tensor.dtype = entry.text("dtype", "");
-    tensor.shape = read_counts(entry, "shape");
+    StoredTensor tensor{file, entry.text("dtype", ""), read_counts(entry, "shape")};
     std::vector<int64_t> offsets = read_counts(entry, "data_offsets");
     if (offsets.size() != 2 || offsets[0] > offsets[1])
         entry.refuse("data_offsets", entry.find("data_offsets"), "[begin, end]");
@@ -615,8 +608,7 @@ inline TensorTable parse_safetensors(const std::string &name, const char *bytes,
     uint64_t header_bytes = 0;
     if (size < sizeof header_bytes) fail("%s: is %zu bytes long, too short for a safetensors file", name.c_str(), size);
     memcpy(&header_bytes, bytes, sizeof header_bytes);
-    const size_t rest = size - sizeof header_bytes;
-    const size_t most = std::min(rest, max_json_bytes);
+    const size_t rest = size - sizeof header_bytes, most = std::min(rest, max_json_bytes);
     if (header_bytes > most)
         fail("%s: its header is said to be %llu bytes long, expected at most %zu: %s", name.c_str(),
              (unsigned long long)header_bytes, most,
@@ -804,8 +796,7 @@ inline Model bind_weights(Config config, const TensorTable &table) {
     }
     if (binder.find("language_model.lm_head.weight")) binder.head = "language_model.lm_head.";
     bind_embedding_and_head(binder, model);
-    for (int layer = 0; layer < model.config.layers; layer++)
-        model.layers.push_back(bind_layer(binder, model.config, layer));
+    for (int i = 0; i < model.config.layers; i++) model.layers.push_back(bind_layer(binder, model.config, i));
     model.final_norm = binder.norm(binder.prefix + "norm", model.config.hidden);
     refuse_unused(binder);
     return model;
@@ -814,8 +805,7 @@ inline Model bind_weights(Config config, const TensorTable &table) {
 inline Model load_model(const std::string &directory) {
     Config config = load_config(directory);
     std::vector<Mapping> files;
-    TensorTable table = open_weights(directory, files);
-    Model model = bind_weights(std::move(config), table);
+    Model model = bind_weights(std::move(config), open_weights(directory, files));
     model.files = std::move(files);
     return model;
 }

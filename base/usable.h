@@ -10,8 +10,7 @@
 #include <string>
 #include <vector>
 
-// The number behind `key` in a file of the kernel's ("MemAvailable: 123 kB"); "": the file's first. `otherwise` where
-// there is none: no such file, or "max".
+// The number behind `key` ("MemAvailable:") in a file of the kernel's; "": its first. `otherwise`: no file, or "max".
 inline double kernel_number(const std::string &path, const std::string &key, double otherwise) {
     std::ifstream file(path);
     std::string word;
@@ -78,14 +77,15 @@ inline std::vector<std::string> cgroup_folders(const std::string &root, const st
     return folders;
 }
 
-struct FreeMemory {
+// Bytes that can still be had, and of what: a card, or "this machine" or "this container", whichever has less.
+struct Room {
     double bytes;
-    std::string where;  // "this machine" or "this container": whichever has less
+    std::string name;
 };
 
 // What can be had without swapping. A cgroup's page cache, such as weights read before, gives way like free memory.
-inline FreeMemory free_memory_of_host(const std::string &root = "") {
-    FreeMemory least{free_memory_of_machine(root), "this machine"};
+inline Room free_memory_of_host(const std::string &root = "") {
+    Room least{free_memory_of_machine(root), "this machine"};
     auto look_into = [&](const std::string &folder, const char *most, const char *used, const std::string &total) {
         double bytes = kernel_number(folder + most, "", INFINITY) - kernel_number(folder + used, "", 0);
         for (const char *cached : {"inactive_file", "active_file"})

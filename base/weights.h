@@ -113,9 +113,8 @@ inline std::shared_ptr<void> move_weights(Model &model, Machine &machine, bool t
     model.weight_bytes = 0;
     for_each_tensor(model, [&](Tensor &tensor, bool matrix) {
         if (moves(tensor, matrix)) {
-            const size_t at = places.at(tensor.data).at;
-            tensor = moved(tensor);
-            tensor.data = start + at;
+            const char *there = start + places.at(tensor.data).at;
+            tensor = moved(tensor), tensor.data = there;
         }
         if (tensor.data && counted.insert(tensor.data).second) model.weight_bytes += (int64_t)stored_bytes(tensor);
     });

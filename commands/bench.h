@@ -150,8 +150,7 @@ inline std::vector<int> bench_tokens(int count, int vocabulary) {
     return tokens;
 }
 
-// Fills a cache up to `depth` positions with random numbers in place of a prompt's keys and values: what they are does
-// not change the time that reading them takes.
+// Fills a cache up to `depth` positions with random numbers: what keys and values are does not change the time taken.
 inline void fill(Engine &engine, Cache &cache, int depth) {
     int chunk = std::min(engine.chunk, chunk_of(cache)), widest = 0;
     for (const Store &store : cache.stores) widest = std::max(widest, store.shape.kv_heads * store.shape.key_width);

@@ -234,8 +234,7 @@ inline std::string types_of(const Precision &type_k, const Precision &type_v) {
     return k == v ? k : k + "/" + v;
 }
 
-// A cache's layout and types by their names, "none" for nullptr, a ring as "ring 124 + 4" (window and sinks); and what
-// stands over them in a table.
+// A cache's layout and types by name, "none" for nullptr, "ring 124 + 4": window and sinks; `heads` are of a table.
 inline void add_names(Report &report, const Cache *cache, const char *layout_format, const char *k_format,
                       const char *v_format, const std::vector<std::string> &heads = {"", "", ""}) {
     auto name = [&](auto choice) { return std::string(cache ? name_of(cache->*choice) : "none"); };

@@ -53,7 +53,7 @@ inline int run_info(const Options &options) {
     for (const Store &store : stores) whole += bytes_of(store, F16{}, F16{}).total();
     const Kind first = sizes.kinds.empty() ? Kind{} : sizes.kinds[0];
     double weights = (double)model.weight_bytes;
-    FreeMemory free = free_memory_of_host();
+    const Room free = free_memory_of_host();
     const bool several = sizes.kinds.size() > 1;
     auto known = [&](double number) { return sizes.no_size.empty() ? number : NAN; };
     auto of_one = [&](const std::string &text) { return several ? "" : text; };
@@ -82,7 +82,7 @@ inline int run_info(const Options &options) {
                          : some_fit
                              ? formatted("yes, with -c %.0f or fewer", std::floor((free.bytes - weights) / a_token))
                              : "slowly, its weights read from the disk again and again: " + in_units(weights);
-    if (runs) report.say(answer + ", " + free.where + " has " + in_units(free.bytes) + " free\n");
+    if (runs) report.say(answer + ", " + free.name + " has " + in_units(free.bytes) + " free\n");
     report.print(options.json);
     return runs ? 0 : 1;
 }

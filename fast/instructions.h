@@ -46,10 +46,11 @@ __device__ inline uint32_t transposed(uint32_t matrix) {
 // of row g + 8.
 template <class Number>  // f16 or bf16
 __device__ inline void multiply_matrices(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-#define MULTIPLY(type)                                                                                                \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "   \
-                 "{%8, %9}, {%0, %1, %2, %3};"                                                                        \
-                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                                         \
+#define MULTIPLY(type)                                                        \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type       \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "                  \
+                 "{%8, %9}, {%0, %1, %2, %3};"                                \
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
     if constexpr (std::is_same_v<Number, f16>)
         MULTIPLY("f16");
