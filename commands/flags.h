@@ -1,6 +1,5 @@
-// The command line: a typed row a flag, from which parsing, help and messages come; what may not stand together;
-// parse_options(), which fills Options (options.h), or throws Error with a line that names the flag, what was found,
-// what was expected and the cure.
+// The command line: a typed row a flag, from which parsing, help and messages come; what may not stand together; and
+// parse_options(), which fills Options (options.h), or fails with the flag, what was found and expected, and the cure.
 #pragma once
 
 #include "batch.h"
@@ -141,8 +140,7 @@ constexpr Command commands[] = {
     {"info", run_info, "what is in a checkpoint, what its cache costs, and will it run", "-m ~/models/SmolLM2-135M"},
 };
 
-// Flags of llama.cpp, Transformers, vLLM and ollama, without dashes and with "-" for "_" -> the flag that does the same
-// here, or what to do.
+// Flags of llama.cpp, Transformers, vLLM and ollama, without dashes, "-" for "_" -> the same flag here, or what to do.
 constexpr const char *elsewhere[][2] = {
     {"temperature", "--temp"},
     {"n-predict num-predict max-tokens max-new-tokens", "-n"},
