@@ -57,7 +57,8 @@ TEST_CASE("each request has the text that generate gives it, and the summary cou
                               request("b", shared + "Mia", 12, ", \"temp\": 0.9, \"top_k\": 20, \"seed\": 7") +
                               request("c", "In the morning", 9, ", \"temp\": 1, \"top_p\": 0.9, \"min_p\": 0.01, "
                                                                 "\"seed\": 3, \"at\": 0.02");
-    for (const std::string &flags : Words{"", "--cache contiguous", "--kv int8 --page 4", "--kv int4", "--cache ring"}) {
+    for (const std::string &flags :
+         Words{"", "--cache contiguous", "--kv int8 --page 4", "--kv int4", "--cache ring"}) {
         Batch batch(lines, words_of(flags) + Words{"--against", "alone", "-np", "2"});
         const Words common = Words{"generate", "-t", "1"} +
                              words_of(flags.empty() || flags[2] == 'k' ? "--cache paged " + flags : flags);
