@@ -76,7 +76,8 @@ struct Activations {
     Buffer<float> normed;           // (count, hidden)
     Buffer<float> query, attended;  // (count, heads, D)
     Buffer<float> gate, up;         // (count, ffn)
-    Buffer<float> logits;           // (count, vocabulary)
+    Buffer<float> picked;           // (rows, hidden): of x, those whose logits are wanted
+    Buffer<float> logits;           // (rows, vocabulary)
     Buffer<int> tokens;             // (count)
     Buffer<Span> spans;             // (count)
     std::vector<Span> spans_on_host;

@@ -119,28 +119,33 @@ inline void forward(Engine &engine, const Batch &batch, const std::vector<Store>
     Progress::add(batch.count());
 }
 
-// Logits of some tokens of the last pass: (rows, vocabulary).
+// Logits of some tokens of the last pass: (rows, vocabulary). Their rows of x are picked as those of an embedding are.
 inline std::vector<float> logits(Engine &engine, const std::vector<int> &rows) {
     const Model &model = engine.model;
-    const size_t count = rows.size(), hidden = (size_t)model.config.hidden;
+    const int count = (int)rows.size();
     Activations &a = engine.a;
-    std::vector<float> result(count * model.config.vocabulary);
-    a.logits.resize(engine.memory(), result.size());
-    float *normed = a.normed.data();
+    std::vector<float> result((size_t)count * model.config.vocabulary);
+    if (count == 0) return result;
+    Memory &memory = engine.memory();
+    a.logits.resize(memory, result.size());
+    a.picked.resize(memory, (size_t)count * model.config.hidden);
+    memory.write(a.tokens.data(), rows.data(), rows.size() * sizeof(int));
+    Tensor x = model.embedding;
+    x.data = a.x.data(), x.type = DType::f32;
+    Pass picked;
+    picked.count = count, picked.tokens = a.tokens.data();
     Linear head = {model.head, {}};
-    auto compute = [&](auto &m) {
-        m.run([&] {
-            for (size_t i = 0, end; i < count; i = end) {  // rows that follow one another together
-                for (end = i + 1; end < count && rows[end] == rows[end - 1] + 1;) end++;
-                best::rms_norm(m, normed + i * hidden, a.x.data() + rows[i] * hidden, model.final_norm, (int)(end - i),
-                               model.config.norm_epsilon);
-            }
-            best::linear(m, normed, (int)count, {{head, a.logits.data()}});
-        });
-    };
-    if (count) std::visit(compute, *engine.machine);
+    std::visit(
+        [&](auto &m) {
+            m.run([&] {
+                best::embed(m, a.picked.data(), x, 1, picked);
+                best::rms_norm(m, a.normed.data(), a.picked.data(), model.final_norm, count, model.config.norm_epsilon);
+                best::linear(m, a.normed.data(), count, {{head, a.logits.data()}});
+            });
+        },
+        *engine.machine);
     stop_if_interrupted();
-    engine.memory().read(result.data(), a.logits.data(), result.size() * sizeof(float));
+    memory.read(result.data(), a.logits.data(), result.size() * sizeof(float));
     return result;
 }
 inline std::vector<float> logits(Engine &engine, int first, int count) {

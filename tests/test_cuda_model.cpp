@@ -132,6 +132,41 @@ TEST_CASE("layouts agree bit for bit, and a sequence has its bits alone and in a
 
 // ---- Recorded steps ----------------------------------------------------------------------------------------
 
+// Requests of the first `prompt` tokens and one more, together; then one that begins with all that the first one has.
+static std::vector<Tokens> company(Engine &engine, int &known) {
+    const Tokens tokens = random_tokens(engine, 20);
+    Cache cache = cache_for(engine, F16{}, F16{}, 60, {Paged{}, 4, 34, 2}, 3);
+    Schedule schedule(cache);
+    schedule.pass_tokens = 8;
+    std::vector<Request> requests(4);
+    auto run = [&](int first, int end) {
+        for (int i = first; i < end; i++) {
+            Request &request = requests[i];
+            request.number = i, request.count = 12, request.prompt = (int)request.tokens.size();
+            request.stream = std::make_unique<TextStream>(nullptr);
+            submit(schedule, request);
+        }
+        for (std::vector<Piece> pass; !(pass = next_pass(schedule)).empty();)
+            run_pass(engine, schedule, pass, true, [](Request &) {});
+    };
+    for (int i = 0; i < 3; i++) requests[i].tokens = tokens, requests[i].tokens.push_back(i);
+    run(0, 3);
+    requests[3].tokens = requests[0].tokens;
+    run(3, 4);
+    CHECK((cache.pages->check() == nullptr && cache.pages->pools[0].used() == 0));
+    known = requests[3].known;
+    std::vector<Tokens> found;
+    for (const Request &request : requests) found.push_back(request.tokens);
+    return found;
+}
+
+TEST_CASE("requests in company on the card have the CPU's tokens; there only what was prefilled is found by others") {
+    Engine cpu = engine_of(fixtures + "llama_gqa_9_on_3"), card = on_card("llama_gqa_9_on_3");
+    int here = 0, there = 0;
+    CHECK(company(cpu, here) == company(card, there));
+    CHECK((here == 32 && there == 20));  // all but the last token; the first one's prompt of 21, in pages of 4
+}
+
 TEST_CASE("steps of caches that take turns are recorded once each, also with a naive pass between") {
     Engine card = on_card("llama_gqa_9_on_3");
     std::vector<Cache> caches;
