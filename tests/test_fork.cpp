@@ -76,3 +76,15 @@ TEST_CASE("a forked sequence goes on as if it had been read alone: every layout 
         }
     });
 }
+
+TEST_CASE("pages that hold parts of blocks of 32 are not shared") {
+    Engine engine = engine_of(random_model({2, 32, 48, 4, 2, 20, 40}));
+    Cache cache = cache_for(engine, F16{}, Int4{}, 100, paged(16), 2);
+    prefill(engine, cache, 0, random_tokens(engine, 48));
+    CHECK_THROWS_WITH_AS(
+        fork(cache, 0, 1),
+        "pages of 16 positions cannot be shared where 32 are stored together: make --page a multiple of 32", Error);
+    CHECK((cache.lengths == Tokens{48, 0}));
+    publish(cache, 0, random_tokens(engine, 48), 48);
+    CHECK(find_known(cache, 1, random_tokens(engine, 49)) == 0);
+}
