@@ -264,6 +264,8 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
         const std::vector<float> last(&found[row * vocabulary], &found[row * vocabulary] + vocabulary);
         row++;
         require_finite(last, length - 1, [&] { blame_cache(engine, &cache, request.tokens); });
+        // Now its prompt is found. Not for optimists, who would try those that were preempted again too soon.
+        if ((int)request.tokens.size() == request.prompt) schedule.changed |= !schedule.optimistic;
         if (schedule.checks) request.bits = checksum(request.bits, last);
         take_token(request, engine.model.config, ignore_end, last);
         if (request.stop.empty()) continue;

@@ -534,9 +534,15 @@ inline int find_known(Cache &cache, int sequence, const std::vector<int> &tokens
     return cache.lengths[sequence] = cache.reached[sequence] = known;
 }
 
+// Where 32 positions are stored together, pages that are shared hold whole blocks of them: what ends within a block is
+// written again, as codes, when the block is full.
+inline bool can_share_pages(const Cache &cache) {
+    return cache.pages && !(blocks_of(cache) && cache.pages->pools[0].page % group_size);
+}
+
 // Others may find the first `length` positions of a sequence, whose tokens are these: all its full pages.
 inline void publish(Cache &cache, int sequence, const std::vector<int> &tokens, int length) {
-    if (!cache.pages) return;
+    if (!can_share_pages(cache)) return;
     cache.pages->publish(sequence, tokens, length);
     carry_out(cache, sequence, 0, length);
 }
@@ -545,6 +551,9 @@ inline void publish(Cache &cache, int sequence, const std::vector<int> &tokens, 
 // there are none the rows are copied, and so is what belongs to the sequence alone: its residual block and its sinks.
 inline void fork(Cache &cache, int from, int to) {
     const int length = cache.lengths.at(from);
+    if (cache.pages && !can_share_pages(cache))
+        fail("pages of %d positions cannot be shared where %d are stored together: make --page a multiple of %d",
+             cache.pages->pools[0].page, group_size, group_size);
     if (cache.pages) {
         cache.pages->fork(from, to, length);
         carry_out(cache, to, 0, length);

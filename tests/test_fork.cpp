@@ -1,0 +1,90 @@
+// fork() (cache.h): two sequences that begin alike share what they have, and go on as if each had been read alone.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "kinds.h"
+
+// After a fork at `length` two sequences go on with other tokens, by turns and together.
+static void check_fork(Engine &engine, const Precision &type_k, const Precision &type_v, const Place &place, int length,
+                       Random &random) {
+    CAPTURE(std::string(name_of(type_k)) + " " + name_of(type_v) + " " + place.name());
+    CAPTURE(length);
+    const Tokens begin = random_tokens(engine, length, 1);
+    const Tokens rest[] = {random_tokens(engine, 75, 2), random_tokens(engine, 75, 3)};
+    Cache cache = cache_for(engine, type_k, type_v, 240, place, 3);
+    prefill(engine, cache, 2, random_tokens(engine, 3, 9));
+    // It may have been longer: what was overwritten then does not come back by a fork.
+    const int longer = below(random, 2) ? below(random, 70) : 0;
+    auto begun = [&](Cache &any) {
+        prefill(engine, any, 0, begin);
+        if (longer) prefill(engine, any, 0, random_tokens(engine, longer, 4));
+        if (error_of([&] { shrink(any, 0, length); }).empty()) return;
+        shrink(any, 0, 0);
+        prefill(engine, any, 0, begin);
+    };
+    begun(cache);
+    const bool pages = cache.pages != nullptr;
+    const PagePool *pool = pages ? &cache.pages->pools[0] : nullptr;
+    const int used = pages ? pool->used() : 0;
+    fork(cache, 0, 1);
+    CHECK((cache.lengths == Tokens{length, length, 3} && cache.reached[1] == cache.reached[0]));
+    if (pages) CHECK(pool->used() == used);
+    const int cut = below(random, 3) ? 0 : below(random, std::min(length, 20)), of = below(random, 2);
+    const std::string line = error_of([&] { shrink(cache, of, length - cut); });  // within its window, or refused
+    const bool back = cut && line.empty();
+    Vector found[2], expected[2];
+    auto right = [&] { return !pages || cache.pages->check() == nullptr; };
+    for (int sequence : {0, 1}) {  // alone
+        Cache alone = cache_for(engine, type_k, type_v, 240, place);
+        begun(alone);
+        if (sequence == of) CHECK(error_of([&] { shrink(alone, 0, length - cut); }) == line);
+        expected[sequence] = cached_rows(engine, alone, 0, rest[sequence], 33, 33);
+    }
+    auto add = [](Vector &to, const Vector &rows) { to.insert(to.end(), rows.begin(), rows.end()); };
+    const int first = below(random, 2);
+    for (int sequence : {first, 1 - first}) {
+        found[sequence] = cached_rows(engine, cache, sequence, part(rest[sequence], 0, 33), 33, 33);
+        REQUIRE(right());
+    }
+    if (pages && !pool->window) {  // those that were full at the fork once, and one of sequence 2
+        const int shorter = length - (back ? cut : 0), most = pages_for(length + 33, place.page);
+        CHECK(pool->used() ==
+              most + pages_for(shorter + 33, place.page) - shorter / place.page + pages_for(3, place.page));
+    }
+    for (int t = 33; t < 75; t++) {
+        const Vector both = decode(engine, cache, {1, 0}, {rest[1][t], rest[0][t]});
+        add(found[1], Vector(both.begin(), both.begin() + both.size() / 2));
+        add(found[0], Vector(both.begin() + both.size() / 2, both.end()));
+    }
+    REQUIRE(right());
+    for (int sequence : {0, 1}) CHECK(same_bits(found[sequence], expected[sequence]));
+    for (int sequence : {0, 1, 2}) shrink(cache, sequence, 0);
+    REQUIRE(right());
+    for (int kind = 0; pages && kind < (int)cache.stores.size(); kind++) CHECK(cache.pages->pools[kind].used() == 0);
+}
+
+TEST_CASE("a forked sequence goes on as if it had been read alone: every layout and pair of precisions") {
+    Random random{seed_of_run()};
+    CAPTURE(seed_of_run());
+    Engine engines[] = {engine_of(random_model({2, 32, 48, 4, 2, 20, 40})), engine_of(random_model(mixed_shape()))};
+    int turn = 0;
+    for_each_pair([&](const Precision &type_k, const Precision &type_v) {
+        const bool blocks = has_blocks(Choice<Precision>(type_k)) || has_blocks(Choice<Precision>(type_v));
+        for (const Place &place : {Place{}, paged(blocks ? 32 : 1 + below(random, 20)), paged(64), ring(40, 3),
+                                   keeping_all(paged(32)), keeping_all(Place{})}) {
+            if (left_out()) continue;
+            const int length = turn++ % 3 ? 1 + below(random, 140) : one_of(random, {31, 32, 33, 64, 96, 100});
+            check_fork(engines[below(random, 2)], type_k, type_v, place, length, random);
+        }
+    });
+}
+
+TEST_CASE("pages that hold parts of blocks of 32 are not shared") {
+    Engine engine = engine_of(random_model({2, 32, 48, 4, 2, 20, 40}));
+    Cache cache = cache_for(engine, F16{}, Int4{}, 100, paged(16), 2);
+    prefill(engine, cache, 0, random_tokens(engine, 48));
+    CHECK_THROWS_WITH_AS(
+        fork(cache, 0, 1),
+        "pages of 16 positions cannot be shared where 32 are stored together: make --page a multiple of 32", Error);
+    CHECK((cache.lengths == Tokens{48, 0}));
+    publish(cache, 0, random_tokens(engine, 48), 48);
+    CHECK(find_known(cache, 1, random_tokens(engine, 49)) == 0);
+}
