@@ -13,7 +13,12 @@ import math
 import pathlib
 import struct
 import subprocess
+import sys
 import tempfile
+
+sys.dont_write_bytecode = True
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
+import tables  # docs/tables.py
 
 WIDTH = 800
 STYLE = """
@@ -487,18 +492,12 @@ def errors(llm):
     return picture
 
 
-def batch_run(llm, file, *words):
-    """What llm batch says of each request, and the events between two passes, the pass last: [[event, ..], ..]."""
-    with tempfile.TemporaryDirectory() as folder:
-        events = pathlib.Path(folder) / "events"
-        result = subprocess.run([llm.program, "batch", "-f", file, "--events", str(events), *words],
-                                capture_output=True, text=True, check=True)
-        passes = [[]]
-        for event in map(json.loads, events.read_text().splitlines()):
-            passes[-1].append(event)
-            if event["event"] == "pass":
-                passes.append([])
-    return {line["id"]: line for line in map(json.loads, result.stdout.splitlines()) if "id" in line}, passes[:-1]
+def batch_run(llm, folder, file, *words):
+    """What llm batch says of each request, by id, and where its events are."""
+    events = f"{folder}/events"
+    result = subprocess.run([llm.program, "batch", "-f", file, "--events", events, *words], capture_output=True,
+                            text=True, check=True)
+    return {line["id"]: line for line in map(json.loads, result.stdout.splitlines()) if "id" in line}, events
 
 
 def three_batches(llm):
@@ -521,24 +520,22 @@ def three_batches(llm):
                 else:
                     picture.box(130 + at * 32, y + line * 34, 30, 30, "empty dash", 'stroke="#8c959f"')
     def places(np):  # of a real run: who has which place in each pass
-        lines, passes = batch_run(llm, "docs/requests.jsonl", "-np", str(np), "--cache", "contiguous")
-        rows, place, done = [[] for _ in range(np)], [None] * np, {}
-        for events in passes:
-            for event in events:
+        rows, place, ended, reads = [[] for _ in range(np)], [None] * np, [], {}
+        with tempfile.TemporaryDirectory() as folder:
+            lines, events = batch_run(llm, folder, "docs/requests.jsonl", "-np", str(np), "--cache", "contiguous")
+            for event in map(json.loads, open(events)):
                 if event["event"] == "admit":
                     place[place.index(None)] = event["id"]
-                    done[event["id"]] = event["known"]
-            tokens = 0
-            for row, name in zip(rows, place):
-                count = name and max(1, lines[name]["prompt_tokens"] - done[name])
-                row.append(name and (name, count, count))
-                if name:
-                    done[name] += count
-                tokens += count or 0
-            assert tokens == events[-1]["tokens"], "not the tokens that the pass says"
-            for event in events:
-                if event["event"] == "end":
-                    place[place.index(event["id"])] = None
+                    reads[event["id"]] = lines[event["id"]]["prompt_tokens"]
+                elif event["event"] == "end":
+                    ended.append(event["id"])
+                elif event["event"] == "pass":  # the events of its ends came before
+                    cells = [name and (name, reads[name], reads[name]) for name in place]
+                    assert sum(cell[1] for cell in cells if cell) == event["tokens"], "not the tokens that the pass says"
+                    for row, cell in zip(rows, cells):
+                        row.append(cell)
+                    reads = dict.fromkeys(reads, 1)
+                    place = [None if name in ended else name for name in place]
         return lines, rows
     lines, alone = places(1)
     panel(60, "one by one", "", alone)
@@ -561,36 +558,19 @@ def three_batches(llm):
 
 def pages_by_pass(llm, picture, top, left, height, file, *words):
     """Who holds which page while a pass computes: a column a pass, a row a page; a page of several has their colours."""
-    lines, passes = batch_run(llm, file, *words)
-    colours = {}
-    held, known, columns = {}, set(), []
-    def change(event):
-        page, what = event.get("page"), event["event"]
-        if what in ("take", "share"):
-            held.setdefault(page, []).append(event["id"])
-            colours.setdefault(event["id"], ("one", "two", "cached", "naive")[len(colours) % 4])
-        elif what == "release":
-            held[page].remove(event["id"])
-        elif what == "publish":
-            known.add(page)
-        if what in ("evict", "take"):
-            known.discard(page)
-    for events in passes:
-        computed = next(i for i, event in enumerate(events) if event["event"] in ("publish", "end", "pass"))
-        for event in events[:computed]:
-            change(event)
-        columns.append(({page: list(ids) for page, ids in held.items() if ids}, set(known)))
-        for event in events[computed:]:
-            change(event)
-    pages = 1 + max(event["page"] for events in passes for event in events if "page" in event)
+    with tempfile.TemporaryDirectory() as folder:
+        columns = [rest for _, *rest in tables.passes(batch_run(llm, folder, file, *words)[1])]
+    names = dict.fromkeys(name for held, _ in columns for name in held)
+    colours = dict(zip(names, ("one", "two", "cached", "naive")))
+    pages = 1 + max(page for held, _ in columns for table in held.values() for page in table)
     width = (WIDTH - 20 - left) / len(columns)
     for page in range(pages):
         picture.text(left - 8, top + page * height + height / 2 + 5, page, "small", "end")
-        for at, (holders, cached) in enumerate(columns):
+        for at, (held, known) in enumerate(columns):
             x, y = left + at * width, top + page * height
-            ids = sorted(holders.get(page, []), key=list(colours).index)
+            ids = [name for name in names if page in held.get(name, [])]
             if not ids:
-                picture.box(x, y, width - 2, height - 2, "grey" if page in cached else "empty")
+                picture.box(x, y, width - 2, height - 2, "grey" if page in known else "empty")
             for i, name in enumerate(ids):
                 picture.box(x + i * (width - 2) / len(ids), y, (width - 2) / len(ids), height - 2, colours[name])
     for at in range(len(columns)):
@@ -610,14 +590,6 @@ def pages_shared(llm):
     y = pages_by_pass(llm, picture, 76, 76, 20, "docs/agents.jsonl", "-n", "20", "-np", "2")
     picture.height = int(y + 12)
     picture.text(20, y, "A page with two colours is held by two requests. docs/agents.jsonl (llm batch -np 2 --events).", "small")
-    return picture
-
-
-def preemption(llm):
-    picture = Picture("The second request makes room, and finds two of its pages again", 300)
-    y = pages_by_pass(llm, picture, 76, 76, 26, "docs/two.jsonl", "--page", "4", "--pool", "24", "--admission", "optimistic")
-    picture.height = int(y + 12)
-    picture.text(20, y, "docs/two.jsonl, 6 pages of 4 positions (llm batch --admission optimistic --events).", "small")
     return picture
 
 
@@ -642,11 +614,12 @@ def batch_steps(llm):
             print(depth, size, f"{times[depth, size]:.2f} ms, {size / times[depth, size] * 1e3:.0f} tokens/s", flush=True)
     about = llm("info", *llm.model)
     weights, cache = about["weight_bytes"], about["cache_bytes_per_token_f16"]
-    picture = Picture("Texts share the weights that a pass reads, not their caches", 390)
+    longer = [times[depth, 16] / times[depth, 1] for depth in depths]
+    picture = Picture(f"16 texts in a pass take {min(longer):.1f} to {max(longer):.1f} times as long as one", 390)
     most = max(times.values())
     top = next(f * 10**p for p in range(-1, 5) for f in (1, 2, 4, 5, 8) if f * 10**p >= most)
-    axes = Axes(picture, (80, 80, 560, 310), (0, 16), (0, top))
-    axes.ticks(sizes, [0, top / 2, top], "texts in a pass", "ms for a pass")
+    axes = Axes(picture, (80, 80, 540, 300), (0, 16), (0, top))
+    axes.ticks(sizes, [0, top // 2, top], "texts in a pass", "ms for a pass")
     for depth in depths:
         rate = (weights + 16 * cache) / times[16, 1]  # what the memory gave
         picture.line([axes.at(size, (weights + size * depth * cache) / rate) for size in sizes], "axis dash")
@@ -654,17 +627,17 @@ def batch_steps(llm):
         for size in sizes:
             picture.dot(*axes.at(size, times[depth, size]), style[depth])
         x, y = axes.at(16, times[depth, 16])
-        picture.text(x + 12, y, f"after {depth:,} tokens: {16e3 / times[depth, 16]:.0f} tokens/s", style[depth] + " bold")
-        picture.text(x + 12, y + 18, f"alone: {1e3 / times[depth, 1]:.0f}", "small")
-    picture.text(20, 362, "Dashed: (weights + B · cache) / bandwidth, the memory's limit; above it the processor is the limit.",
+        picture.text(x + 12, y, f"after {depth:,} tokens each", style[depth] + " bold")
+        picture.text(x + 12, y + 18, f"{16e3 / times[depth, 16]:.0f} tokens/s; one text {1e3 / times[depth, 1]:.0f}", "small")
+    picture.text(20, 366, "Dashed: (weights + B · cache) / bandwidth, the memory's limit; above it the processor is the limit.",
                  "small")
-    picture.text(20, 382, f"{'SmolLM2-135M’s shape, bf16' if llm.model else 'Built-in model'}, f16 cache, 1 thread's own "
+    picture.text(20, 384, f"{'SmolLM2-135M’s shape, bf16' if llm.model else 'Built-in model'}, f16 cache, 1 thread's own "
                  "time, mean of 30 passes (llm batch).", "small")
     return picture
 
 
 PICTURES = [head, whole_model, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, kinds, residues, int4_block,
-            ladder, errors, quality, three_batches, batch_steps, pages_shared, preemption]
+            ladder, errors, quality, three_batches, batch_steps, pages_shared]
 
 
 def main():
