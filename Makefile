@@ -223,7 +223,7 @@ build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) $(OBJECTS) build
 build/test_%: TEST_CXX := $(CXX)
 
 # These run the program.
-build/test_cli build/test_memory build/test_show build/test_plain: | llm
+build/test_cli build/test_memory build/test_requests build/test_show build/test_plain: | llm
 build/test_plain: | llm-plain
 
 # Tests that run the kernels on the CPU (tests/cuda_on_cpu.h) are always checked for accesses out of bounds, and for those

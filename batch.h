@@ -53,24 +53,27 @@ struct Schedule {
     int unread(const Request &request) const { return (int)request.tokens.size() - cache.lengths[request.sequence]; }
 };
 
-inline void admit(Schedule &schedule);
+inline Request *admit(Schedule &schedule);
 inline bool has_pages(const Schedule &schedule, const std::vector<Piece> &pass);
 inline void preempt(Schedule &schedule);
 
-// What the next pass computes: a token of each request that is being decoded, and pieces of prompts, first come, first
-// served. Nobody who is decoded waits for a long prompt by more than one pass. Empty where there is nothing to do.
+// What the next pass computes: a token of each request that is being decoded, then pieces of prompts, first come, first
+// served. Nobody who is decoded waits for a long prompt by more than one pass. Who waits is let in only when a pass has
+// tokens left for it: so of requests that begin alike and come together, the later ones find what the first has read.
+// Empty where there is nothing to do.
 inline std::vector<Piece> next_pass(Schedule &schedule) {
-    admit(schedule);
     while (true) {
         std::vector<Piece> pass;
         int left = schedule.pass_tokens;
+        auto add = [&](Request *request) {
+            const int count = std::min(schedule.unread(*request), left);
+            pass.push_back({request, tokens_of_pass(schedule.cache, request->sequence, count)});
+            left -= pass.back().count;
+        };
         for (bool prompts : {false, true})
-            for (Request *request : schedule.running) {
-                const int unread = schedule.unread(*request);
-                if ((unread > 1) != prompts || left == 0) continue;
-                pass.push_back({request, tokens_of_pass(schedule.cache, request->sequence, std::min(unread, left))});
-                left -= pass.back().count;
-            }
+            for (Request *request : schedule.running)
+                if (left > 0 && (schedule.unread(*request) > 1) == prompts) add(request);
+        while (Request *request = left > 0 ? admit(schedule) : nullptr) add(request);
         if (has_pages(schedule, pass)) return pass;
         preempt(schedule);
     }
@@ -158,30 +161,27 @@ inline void leave(Schedule &schedule, Request &request) {
     schedule.running.erase(std::find(schedule.running.begin(), schedule.running.end(), &request));
 }
 
-// Lets in who waits, first come, first served, while there are sequences and pages: so many that the peak fits, or as
-// optimists do, that what its tokens take now is there. It holds what is known of its tokens while that is asked.
-inline void admit(Schedule &schedule) {
+// Lets in the first of those who wait, if there are a sequence and pages: so many that the peak fits, or, as optimists
+// do, that what its tokens take now is there. It holds what is known of its tokens while that is asked.
+inline Request *admit(Schedule &schedule) {
     Cache &cache = schedule.cache;
     const PagePool *pool = scarce_pool(cache);
-    while (std::exchange(schedule.changed, false) && !schedule.waiting.empty()) {
-        std::vector<bool> taken(cache.lengths.size());
-        for (const Request *running : schedule.running) taken[running->sequence] = true;
-        const size_t sequence = std::find(taken.begin(), taken.end(), false) - taken.begin();
-        if (sequence == taken.size()) return;
-        Request &request = *schedule.waiting.front();
-        request.sequence = (int)sequence;
-        insert_by_number(schedule.running, &request);
-        const int known = find_known(cache, request.sequence, request.tokens);
-        const int now = pool ? pool->between(known, (int)request.tokens.size()) : 0;
-        const bool enough = !pool || (schedule.optimistic
-                                          ? now <= pool->available()
-                                          : peak_pages(schedule, *pool) <= (int64_t)pool->references.size());
-        if (!enough) return leave(schedule, request);
-        schedule.waiting.pop_front();
-        schedule.changed = true;
-        if (request.known < 0) request.known = known;
-        schedule.say("admit", request);
-    }
+    std::vector<bool> taken(cache.lengths.size());
+    for (const Request *running : schedule.running) taken[running->sequence] = true;
+    const size_t unused = std::find(taken.begin(), taken.end(), false) - taken.begin();
+    if (!schedule.changed || schedule.waiting.empty() || unused == taken.size()) return nullptr;
+    Request &request = *schedule.waiting.front();
+    request.sequence = (int)unused;
+    insert_by_number(schedule.running, &request);
+    const int known = find_known(cache, request.sequence, request.tokens);
+    const int now = pool ? pool->between(known, (int)request.tokens.size()) : 0;
+    bool enough = !pool || now <= pool->available();
+    if (pool && !schedule.optimistic) enough = peak_pages(schedule, *pool) <= (int64_t)pool->references.size();
+    if (!enough) return leave(schedule, request), schedule.changed = false, nullptr;
+    schedule.waiting.pop_front();
+    if (request.known < 0) request.known = known;
+    schedule.say("admit", request);
+    return &request;
 }
 
 // ---- Who must make room ------------------------------------------------------------------------------------------
@@ -197,7 +197,8 @@ inline bool has_pages(const Schedule &schedule, const std::vector<Piece> &pass) 
 }
 
 // The request with the fewest positions, which cost least to compute anew, waits again, and finds those pages of its
-// own that nobody took meanwhile. Never the one that came first: so each comes to its end.
+// own that nobody took meanwhile. Never the one that came first: so each comes to its end. Until one does, nobody is
+// let in: the victim would take back what it gave.
 inline void preempt(Schedule &schedule) {
     auto fewer = [&](const Request *a, const Request *b) {
         return schedule.cache.lengths[a->sequence] < schedule.cache.lengths[b->sequence];
@@ -207,6 +208,7 @@ inline void preempt(Schedule &schedule) {
     schedule.say("preempt", victim);
     leave(schedule, victim);
     insert_by_number(schedule.waiting, &victim);
+    schedule.changed = false;
 }
 
 // ---- A pass ------------------------------------------------------------------------------------------------------

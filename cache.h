@@ -4,11 +4,11 @@
 // (precision.h) what bytes a row takes. K and V lie in memory of their own, each as rows of row_bytes in the order
 // (layer, row, kv_head). Of 3 tokens, 2 KV heads and 4 numbers in bf16, 8 bytes a row:
 //   token 1, head 1 is at bytes (1 * 2 + 1) * 8 = 24 .. 31
-// Layers are of one kind or of several (base/model.h, Kind). Each kind has a store: a layout and rows of its own. The
-// formula is a sum over kinds; where layers look back over a window, that is their capacity:
+// Each kind of layers (base/model.h, Kind) has a store: a layout and rows of its own. The formula is a sum over kinds;
+// where layers look back over a window, that is their capacity:
 //   bytes = 2 * sequences * capacity * layers * kv_heads * head_dim * bytes_per_number
-// Another layout is one struct and one entry of `Layout` below: the flags, their help and error messages, the choice at
-// run time, the tables and the tests go through that list. docs/09_make_your_own.md adds one step by step.
+// Another layout is one struct and one entry of `Layout` below: flags, help, messages, the choice at run time, tables
+// and tests go through that list. docs/09_make_your_own.md adds one step by step.
 #pragma once
 
 #include <climits>
@@ -16,7 +16,6 @@
 #include <memory>
 #include <string>
 #include <variant>
-#include <vector>
 
 #include "pages.h"
 #include "precision.h"

@@ -80,10 +80,44 @@ struct ScaledRow {
     }
 };
 
+// An 8-bit float as a code.
+struct fp8 {  // e4m3 (Micikevicius et al. 2022, FP8 Formats): 1 sign, 4 exponent, 3 fraction bits; 2^-9 .. 448
+    uint8_t bits;
+};
+
+// The same bits are an f16 2^8 times as small, but for NaN, which fp8 keeps in the place of 480.
+HOST_DEVICE inline float to_float(fp8 x) {
+    if ((x.bits & 0x7f) == 0x7f) return bit_cast<float>(0x7fc00000u);
+    return 256 * to_float(f16{(uint16_t)((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)});
+}
+
+// What is too large becomes 448, infinity too. NaN stays NaN.
+HOST_DEVICE inline void from_float(fp8 &to, float x) {
+    uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
+    bool nan = magnitude > 0x7f800000, large = magnitude >= 0x43e00000;
+    to.bits = (uint8_t)(sign | (nan ? 0x7f : large ? 0x7e : shortened(magnitude, 0x3c800000, 20)));
+}
+
 // ---- Groups of 32 codes -------------------------------------------------------------------------------------
+
+// The largest f16 at or below x.
+HOST_DEVICE inline f16 f16_below(float x) {
+    f16 above = f16_above(-x);
+    return {(uint16_t)(above.bits ^ 0x8000)};
+}
 
 struct ScaleAndZero {
     f16 scale, zero;
+};
+
+// 32 whole numbers of 2 or 4 bits. A byte holds numbers that are far apart, so that a register of bytes, shifted, is a
+// register of neighbours: with 4 bits byte i has the numbers i and i + 16, with 2 bits i, i + 8, i + 16 and i + 24.
+template <int bits>
+struct Packed {
+    static constexpr int count = 32, largest = (1 << bits) - 1, size = 4 * bits;
+    uint8_t bytes[size];
+    HOST_DEVICE int code(int i) const { return bytes[i % size] >> bits * (i / size) & largest; }
+    HOST_DEVICE void set(int i, int code) { bytes[i % size] |= (uint8_t)(code << bits * (i / size)); }  // was 0
 };
 
 // 32 numbers that share an f16 scale and an f16 zero point: x ~ zero + scale * code, codes from 0 to 2^bits - 1. The
@@ -233,4 +267,23 @@ HOST_DEVICE float stored_number(RowAt row_at, int t, int channel, int width) {
     } else {
         return Format::number(row_at(t), channel);
     }
+}
+
+// The largest number that a type stores as a number. Blocks keep their newest positions at f16.
+inline float largest_of(const Precision &type) {
+    auto of = [](auto format) {
+        auto stored = [&](uint32_t magnitude) {  // as it reads
+            float x = bit_cast<float>(magnitude);
+            std::vector<char> row(format.row_bytes(1));
+            format.encode(row.data(), &x, 1);
+            return format.number(row.data(), 0);
+        };
+        uint32_t below = 0, beyond = 0x7f800000;  // infinity: magnitudes are in the order of their bits
+        while (beyond - below > 1) {
+            uint32_t middle = below + (beyond - below) / 2;
+            (stored(middle) <= FLT_MAX ? below : beyond) = middle;
+        }
+        return stored(below);
+    };
+    return std::visit([&](auto format) { return decltype(format)::blocks ? of(F16()) : of(format); }, type);
 }

@@ -1,12 +1,11 @@
-// The GPU under the operations: its memory, how a kernel is launched, and the few instructions that C++ has no word
-// for.
+// The GPU under the operations: its memory, and how a kernel is launched.
 //
 // nvcc compiles a kernel for the GPU. Where there is none, tests/cuda_on_cpu.h gives g++ what the toolkit would, and
 // runs the same source thread by thread on the CPU, with checks; it defines CUDA_ON_CPU. For that, kernels keep to
 // CUDA's basic words (threadIdx, __syncthreads, __shfl_sync, ...) and to what stands here:
 //   Shared<T>            shared memory, of a size the launch gives, piece by piece from SharedMemory
 //   wait_for_previous()  called by every thread of every kernel before it touches what another kernel writes or reads
-//   the last part        2^x and asynchronous copies, each with its plain twin
+//   fast/instructions.h  what C++ has no word for, in functions of which tests/cuda_on_cpu.h has plain twins
 #pragma once
 
 #include <variant>
@@ -58,11 +57,8 @@ inline void *library_function(const char *library, const char *function) {
     return found;
 }
 
-// cuBLAS is opened with a GPU, not with the program: whoever computes on the CPU needs neither the library nor its
-// 600 MB of addresses.
-#ifdef CUDA_ON_CPU
-#define CUBLAS(function) function
-#else
+// cuBLAS is opened with a GPU: whoever computes on the CPU needs neither the library nor its 600 MB of addresses.
+#ifndef CUDA_ON_CPU
 #define AS_TEXT(word) #word
 #define CUBLAS_LIBRARY(version) "libcublas.so." AS_TEXT(version)
 #define CUBLAS(function)                                                                                  \
@@ -334,138 +330,6 @@ struct SharedMemory {
     }
 };
 #endif
-
-// ---- Instructions ------------------------------------------------------------------------------------------
-
-// Before a loop over registers: they are no array, so each must be named.
-#ifdef CUDA_ON_CPU
-#define UNROLL
-#else
-#define UNROLL _Pragma("unroll")
-#endif
-
-// 2^x within 2 units in the last place, in one instruction; 0 below 2^-126.
-__device__ inline float exp2_fast(float x) {
-#ifdef CUDA_ON_CPU
-    return x < -126 ? 0 : exp2f(x);
-#else
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-#endif
-}
-
-// Two numbers rounded to 16 bits each, the first in the lower half.
-template <class Number>  // f16 or bf16
-__device__ inline uint32_t pack(float first, float second) {
-#ifdef CUDA_ON_CPU
-    Number low, high;
-    from_float(low, first);
-    from_float(high, second);
-    return (uint32_t)low.bits | (uint32_t)high.bits << 16;
-#else
-    uint32_t both;
-    if constexpr (std::is_same_v<Number, f16>)
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    else
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    return both;
-#endif
-}
-
-// a * b + c for two bf16 numbers in each, rounded once.
-constexpr uint32_t bf16_ones = 0x3f803f80;
-__device__ inline uint32_t fma_bf16(uint32_t a, uint32_t b, uint32_t c) {
-#ifdef CUDA_ON_CPU
-    auto part = [](uint32_t two, int i) { return (double)to_float(bf16{(uint16_t)(two >> 16 * i)}); };
-    auto one = [&](int i) { return (float)(part(a, i) * part(b, i) + part(c, i)); };
-    return pack<bf16>(one(0), one(1));
-#else
-    uint32_t result;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
-    return result;
-#endif
-}
-
-// A matrix (8, 8) of 16-bit numbers, of which lane i has numbers 2 (i % 4) and the next one of row i / 4: transposed.
-__device__ inline uint32_t transposed(uint32_t matrix) {
-#ifdef CUDA_ON_CPU
-    auto of = cuda_on_cpu::exchange(matrix);
-    int row = (int)threadIdx.x % 32 / 4, column = 2 * ((int)threadIdx.x % 4);
-    auto number = [&](int from) { return of(from * 4 + row / 2) >> 16 * (row % 2) & 0xffff; };
-    return number(column) | number(column + 1) << 16;
-#else
-    uint32_t result;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
-    return result;
-#endif
-}
-
-// sums (16, 8) += a (16, 16) b (16, 8) for a warp, of 16-bit numbers, two in a register, in float32. With g = lane / 4
-// and c = lane % 4 a lane has of a: row g, row g + 8, columns 2 c and 2 c + 1; then both, columns 2 c + 8 and 2 c + 9;
-// of b: column g, rows 2 c and 2 c + 1, then 2 c + 8 and 2 c + 9; of the sums: columns 2 c and 2 c + 1 of row g, then
-// of row g + 8.
-template <class Number>  // f16 or bf16
-__device__ inline void multiply_matrices(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-#ifdef CUDA_ON_CPU
-    struct Factors {
-        uint32_t a[4], b[2];
-    };
-    auto of = cuda_on_cpu::exchange(Factors{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
-    auto number = [](uint32_t two, int i) { return (double)to_float(Number{(uint16_t)(two >> 16 * i)}); };
-    for (int i = 0; i < 4; i++) {
-        int row = (int)threadIdx.x % 32 / 4 + i / 2 * 8, column = 2 * ((int)threadIdx.x % 4) + i % 2;
-        double sum = sums[i];
-        for (int k = 0; k < 16; k++)
-            sum += number(of(row % 8 * 4 + k % 8 / 2).a[row / 8 + k / 8 * 2], k % 2) *
-                   number(of(column * 4 + k % 8 / 2).b[k / 8], k % 2);
-        sums[i] = (float)sum;
-    }
-#else
-    if constexpr (std::is_same_v<Number, f16>)
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    else
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-#endif
-}
-
-// Asks for up to 16 bytes to be copied to to[i] and behind, and zeros behind them up to 16. Both are aligned to 16
-// bytes. commit_copies() closes a batch of a thread's copies; wait_copies<n>() waits until at most n batches of this
-// thread are on their way. Other threads see them after the next barrier.
-template <class T>
-__device__ inline void copy_async16(Shared<T> to, int i, const void *from, int bytes) {
-#ifdef CUDA_ON_CPU
-    cuda_on_cpu::copy_async(to, i, from, bytes);
-#else
-    unsigned at = (unsigned)__cvta_generic_to_shared(&to[i]);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
-#endif
-}
-
-__device__ inline void commit_copies() {
-#ifdef CUDA_ON_CPU
-    cuda_on_cpu::commit_copies();
-#else
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-template <int most>
-__device__ inline void wait_copies() {
-#ifdef CUDA_ON_CPU
-    cuda_on_cpu::wait_copies(most);
-#else
-    asm volatile("cp.async.wait_group %0;" ::"n"(most) : "memory");
-#endif
-}
 
 #else
 using Machine = std::variant<Cpu>;

@@ -1,5 +1,5 @@
-// Numbers as they are stored: the 16- and 8-bit floats, packed codes, int8 weights; and aligned memory for them. One
-// number at a time: registers full of them are fast/simd.h's. Everything here runs on both machines.
+// Numbers as they are stored: 16-bit floats, int8 weights; and aligned memory for them. One number at a time: registers
+// full of them are fast/simd.h's. Everything here runs on both machines.
 #pragma once
 
 #include <cmath>
@@ -43,9 +43,6 @@ struct bf16 {  // the upper half of a float32: 1 sign, 8 exponent, 7 fraction bi
     uint16_t bits;
 };
 struct paired_bf16 : bf16 {};  // of a row of weights whose products take two neighbours at a time (add_pair)
-struct fp8 {  // e4m3 (Micikevicius et al. 2022, FP8 Formats): 1 sign, 4 exponent, 3 fraction bits; 2^-9 .. 448
-    uint8_t bits;
-};
 
 HOST_DEVICE inline float to_float(float x) { return x; }
 
@@ -69,12 +66,6 @@ HOST_DEVICE inline float to_float(f16 x) {
 #endif
 }
 
-// The same bits are an f16 2^8 times as small, but for NaN, which fp8 keeps in the place of 480.
-HOST_DEVICE inline float to_float(fp8 x) {
-    if ((x.bits & 0x7f) == 0x7f) return bit_cast<float>(0x7fc00000u);
-    return 256 * to_float(f16{(uint16_t)((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)});
-}
-
 HOST_DEVICE inline float to_float(int8_t x) { return x; }
 
 HOST_DEVICE inline void from_float(float &to, float x) { to = x; }
@@ -93,8 +84,7 @@ constexpr bool multiplies_pairs = true;
 constexpr bool multiplies_pairs = false;
 #endif
 
-// sum + a[0] b[0] + a[1] b[1] as x86's VDPBF16PS adds them: the second product first, each with one rounding, and what
-// is smaller than 2^-126 is zero.
+// sum + a[0] b[0] + a[1] b[1] as x86's VDPBF16PS: the second product first, each rounded once; below 2^-126 is zero.
 HOST_DEVICE inline float add_pair(float sum, const bf16 *a, const bf16 *b) {
     auto normal = [](float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; };
     for (int i = 1; i >= 0; i--)
@@ -102,32 +92,21 @@ HOST_DEVICE inline float add_pair(float sum, const bf16 *a, const bf16 *b) {
     return sum;
 }
 
-// Rounds to nearest, ties to even. NaN stays NaN; 65,520 and more becomes infinity.
-HOST_DEVICE inline void from_float(f16 &to, float x) {
-    uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000) {
-        to.bits = (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
-    } else if (magnitude >= 0x477ff000) {
-        to.bits = (uint16_t)(sign | 0x7c00);
-    } else if (magnitude >= 0x38800000) {  // 2^-14, the smallest normal f16
-        to.bits = (uint16_t)(sign | ((magnitude + 0xfff + (magnitude >> 13 & 1) - 0x38000000) >> 13));
-    } else {  // adding 0.5 leaves the multiple of 2^-24, rounded, in the lowest bits
-        to.bits = (uint16_t)(sign | (bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000));
-    }
+// A float32's exponent and fraction as those of a shorter format with `dropped` bits less of fraction, rounded to
+// nearest, ties to even. `normal`: the format's smallest normal number. What is smaller becomes a multiple of
+// 2^(dropped - 23) times that: adding 2^dropped times it leaves the multiple, rounded, in the lowest bits.
+HOST_DEVICE inline uint32_t shortened(uint32_t magnitude, uint32_t normal, int dropped) {
+    const uint32_t one_exponent = 1 << 23, half = (1 << (dropped - 1)) - 1, above = normal + dropped * one_exponent;
+    if (magnitude < normal) return bit_cast<uint32_t>(bit_cast<float>(magnitude) + bit_cast<float>(above)) - above;
+    return (magnitude + half + (magnitude >> dropped & 1) - (normal - one_exponent)) >> dropped;
 }
 
-// Rounds to nearest, ties to even; what is too large becomes 448, infinity too. NaN stays NaN.
-HOST_DEVICE inline void from_float(fp8 &to, float x) {
-    uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000) {
-        to.bits = (uint8_t)(sign | 0x7f);
-    } else if (magnitude >= 0x43e00000) {  // 448
-        to.bits = (uint8_t)(sign | 0x7e);
-    } else if (magnitude >= 0x3c800000) {  // 2^-6, the smallest normal number
-        to.bits = (uint8_t)(sign | ((magnitude + 0x7ffff + (magnitude >> 20 & 1) - 0x3c000000) >> 20));
-    } else {  // adding 2^14 leaves the multiple of 2^-9, rounded, in the lowest bits
-        to.bits = (uint8_t)(sign | (bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0x1p14f) - 0x46800000));
-    }
+// NaN stays NaN; 65,520 and more becomes infinity.
+HOST_DEVICE inline void from_float(f16 &to, float x) {
+    uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    bool nan = magnitude > 0x7f800000, large = magnitude >= 0x477ff000;
+    uint32_t rounded = nan ? 0x7e00 | (magnitude >> 13 & 0x3ff) : large ? 0x7c00 : shortened(magnitude, 0x38800000, 13);
+    to.bits = (uint16_t)(sign | rounded);
 }
 
 // Rounds to nearest, ties to even; what is too large becomes 127. x is a number.
@@ -137,27 +116,13 @@ HOST_DEVICE inline void from_float(int8_t &to, float x) {
     to = (int8_t)(whole > 127 ? 127 : whole < -127 ? -127 : whole);
 }
 
-// The smallest f16 at or above x, and the largest at or below it; infinity beyond 65,504, NaN stays NaN.
+// The smallest f16 at or above x; infinity beyond 65,504, NaN stays NaN.
 HOST_DEVICE inline f16 f16_above(float x) {
     f16 near;
     from_float(near, x);
     if (to_float(near) < x) near.bits = (uint16_t)(near.bits & 0x8000 ? near.bits - 1 : near.bits + 1);
     return near;
 }
-HOST_DEVICE inline f16 f16_below(float x) {
-    f16 above = f16_above(-x);
-    return {(uint16_t)(above.bits ^ 0x8000)};
-}
-
-// 32 whole numbers of 2 or 4 bits. A byte holds numbers that are far apart, so that a register of bytes, shifted, is a
-// register of neighbours: with 4 bits byte i has the numbers i and i + 16, with 2 bits i, i + 8, i + 16 and i + 24.
-template <int bits>
-struct Packed {
-    static constexpr int count = 32, largest = (1 << bits) - 1, size = 4 * bits;
-    uint8_t bytes[size];
-    HOST_DEVICE int code(int i) const { return bytes[i % size] >> bits * (i / size) & largest; }
-    HOST_DEVICE void set(int i, int code) { bytes[i % size] |= (uint8_t)(code << bits * (i / size)); }  // was 0
-};
 
 // ---- Int8 weights -------------------------------------------------------------------------------------------
 //
@@ -191,8 +156,7 @@ HOST_DEVICE inline float largest_magnitude(const float (&group)[int8_group]) {
     return bit_cast<float>(most < 0x7f800000 ? most : 0x7fc00000u);
 }
 
-// The whole numbers next to those of a group over its scale; zeros if that is 0 or NaN. A scale below the normal
-// numbers is so coarse that a quotient may pass 127.
+// The whole numbers next to a group's over its scale; zeros if that is 0 or NaN. By a denormal scale one may pass 127.
 HOST_DEVICE inline void round_group(int8_t (&to)[int8_group], const float (&group)[int8_group], float scale) {
     for (int i = 0; i < int8_group; i++) from_float(to[i], scale > 0 ? group[i] / scale : 0);
 }
@@ -207,8 +171,7 @@ HOST_DEVICE inline float quantize(int8_t (&to)[int8_group], const float *x, int 
     return scale;
 }
 
-// The blocks of up to 16 rows (rows, inputs) of a weight, zeros beyond the last row and channel. False if a number is
-// not finite, or too large for the scales (8.3e6).
+// The blocks of up to 16 rows (rows, inputs) of a weight, zeros beyond. False: a number is not finite, or beyond 8.3e6.
 template <class Number>
 bool quantize(Int8Block *blocks, const Number *weight, int rows, int64_t inputs) {
     bool good = true;

@@ -126,8 +126,7 @@ inline std::string read_file(const std::string &path, size_t limit) {
 
 // ---- JSON, read -----------------------------------------------------------------------------------------------------
 
-// A node takes 64 bytes where the text may take 2, so the bound on the text bounds the memory, too. The header of a
-// model with 10,000 tensors is about 1 MiB long.
+// A node takes 64 bytes where the text may take 2: this bounds the memory, too. A header of 10,000 tensors takes 1 MiB.
 constexpr size_t max_json_bytes = 16 << 20;
 
 struct DeleteJson {
@@ -151,9 +150,16 @@ inline std::string printable(const cJSON *item) {
     return result;
 }
 
+// The members of an object or the entries of a list; of anything else, and of nullptr, none.
+inline std::vector<const cJSON *> items_of(const cJSON *whole) {
+    std::vector<const cJSON *> items;
+    for (const cJSON *item = whole ? whole->child : nullptr; item; item = item->next) items.push_back(item);
+    return items;
+}
+
 inline bool is_whole(const cJSON *item, double low, double high) {
-    if (!cJSON_IsNumber(item)) return false;
-    return item->valuedouble >= low && item->valuedouble <= high && item->valuedouble == std::floor(item->valuedouble);
+    const double number = cJSON_IsNumber(item) ? item->valuedouble : NAN;
+    return number >= low && number <= high && number == std::floor(number);
 }
 
 // Python's json writes NaN, Infinity and -Infinity, which JSON has not. Here they become, in as many bytes, what cJSON
@@ -190,17 +196,15 @@ inline void name_nan(cJSON *item) {
 // JSON leaves open which of two equal keys counts, so readers differ; a file that has any is refused.
 inline void refuse_duplicate_keys(const std::string &name, const cJSON *item) {
     std::set<std::string> keys;
-    for (const cJSON *child = item->child; child; child = child->next) {
-        if (child->string && !keys.insert(child->string).second) {
+    for (const cJSON *child : items_of(item)) {
+        if (child->string && !keys.insert(child->string).second)
             fail("%s: key \"%s\" stands twice in one object", name.c_str(), printable(child->string).c_str());
-        }
         if (child->child) refuse_duplicate_keys(name, child);
     }
 }
 
-// `name` is what messages call the text. Throws unless it is one JSON object, with nothing behind it but white space;
-// `as_python`: or what Python's json takes for one. cJSON refuses nesting deeper than 1,000, so recursion over the
-// result is bounded.
+// `name` is what messages call the text. Throws unless it is one JSON object, and white space; `as_python`: or what
+// Python's json takes for one. cJSON refuses nesting deeper than 1,000, so recursion over the result is bounded.
 inline Json parse_json(const std::string &name, const std::string &written, bool as_python = false) {
     const std::string text = as_python ? as_json(written) : written;
     if (text.size() > max_json_bytes) fail("%s: JSON of %zu bytes is too long", name.c_str(), text.size());
@@ -263,6 +267,18 @@ struct Section {
         const cJSON *item = find(key);
         if (item && !cJSON_IsObject(item)) refuse(key, item, "an object");
         return {name + ": " + key, item};
+    }
+    // A list with an entry for each layer; nothing where the key is missing. `what`: " names".
+    std::vector<const cJSON *> by_layer(const char *key, int layers, const char *what = "") const {
+        const cJSON *item = find(key);
+        if (item && (!cJSON_IsArray(item) || cJSON_GetArraySize(item) != layers))
+            refuse(key, item, formatted("a list of %d (num_hidden_layers)%s", layers, what));
+        return items_of(item);
+    }
+    // For an object that may have no other keys than the `known` ones, words with a blank between.
+    void refuse_others(const std::string &known, const std::string &expected) const {
+        for (const cJSON *item : items_of(object))
+            if (!has(known, item->string)) refuse(printable(item->string).c_str(), item, expected);
     }
 };
 

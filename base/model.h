@@ -13,16 +13,15 @@
 // names the file, what was found, what was expected and, where there is one, the cure.
 #pragma once
 
-#include <dirent.h>
-
+#include <climits>
 #include <cmath>
 #include <cstdint>
-#include <initializer_list>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <set>
-#include <sstream>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -87,6 +86,7 @@ struct RopeScaling {
     double factor = 1, low_freq_factor = 1, high_freq_factor = 4;
     int original_context = 0;
     double turned = 1;  // the part of a head's pairs that turn, the first ones; f_i of the others is 0 (Gemma 4)
+    auto all() const { return std::tie(kind, factor, low_freq_factor, high_freq_factor, original_context, turned); }
 };
 
 // What layers have in common whose rows are alike: a cache keeps the rows of a kind in one store (cache.h).
@@ -97,6 +97,9 @@ struct Kind {
     double rope_theta = 0;  // 0: nothing turns, whatever the position
     RopeScaling rope = {};
     int layers = 0;  // that store rows
+    auto of_rows() const {  // all but that
+        return std::tuple_cat(std::tie(kv_heads, key_width, value_width, window, rope_theta), rope.all());
+    }
 };
 
 // Where a layer's rows are.
@@ -127,20 +130,9 @@ struct Config {
     const Kind &kind(int layer) const { return kinds[(size_t)rows[(size_t)layer].kind]; }
 };
 
-inline bool same_scaling(const RopeScaling &a, const RopeScaling &b) {
-    return a.kind == b.kind && a.factor == b.factor && a.low_freq_factor == b.low_freq_factor &&
-           a.high_freq_factor == b.high_freq_factor && a.original_context == b.original_context &&
-           a.turned == b.turned;
-}
-
-// One more layer, of a kind that others may have, too. Without rows of its own it reads those of the last layer of its
-// kind that has some.
+// One more layer, whose kind others may have, too. Without rows of its own it reads those of its kind's last that has.
 inline void add_layer(std::vector<Kind> &kinds, std::vector<LayerRows> &rows, const Kind &kind, bool own = true) {
-    auto alike = [&](const Kind &other) {
-        return kind.kv_heads == other.kv_heads && kind.key_width == other.key_width &&
-               kind.value_width == other.value_width && kind.window == other.window &&
-               kind.rope_theta == other.rope_theta && same_scaling(kind.rope, other.rope);
-    };
+    auto alike = [&](const Kind &other) { return other.of_rows() == kind.of_rows(); };
     const size_t at = (size_t)(std::find_if(kinds.begin(), kinds.end(), alike) - kinds.begin());
     if (at == kinds.size()) kinds.push_back(kind), kinds.back().layers = 0;
     kinds[at].layers += own;
@@ -166,8 +158,7 @@ struct Model {
 // ---- config.json ---------------------------------------------------------------------------------------------------
 
 // What a family fixes, and what Transformers takes where a config is silent (transformers/models/*/configuration_*.py).
-// hidden_size, intermediate_size and num_hidden_layers have no default here: a checkpoint without them is not a
-// checkpoint.
+// hidden_size, intermediate_size and num_hidden_layers have no default here: a checkpoint without them is none.
 struct Family {
     const char *architecture, *model_type;
     int heads, kv_heads, head_dim, vocabulary;  // 0: must be said; as many as heads; hidden_size / heads; must be said
@@ -219,16 +210,14 @@ inline const Family &find_family(const Section &config, const Section &text) {
     for (const Family &family : families) {
         known += (known.empty() ? "" : " ") + std::string(family.architecture);
         std::string name = family.architecture, type = family.model_type;
-        if (text.object) {
+        if (text.object)
             name.replace(name.find("CausalLM"), 8, "ConditionalGeneration"), type = type.substr(0, type.find("_text"));
-            if (wanted == (list ? name : type))
-                require_known(text, "model_type", text.text("model_type", family.model_type), family.model_type);
-        }
         if (wanted != (list ? name : type)) continue;
-        if (!model_type.empty() && model_type != type) {
+        if (text.object)
+            require_known(text, "model_type", text.text("model_type", family.model_type), family.model_type);
+        if (!model_type.empty() && model_type != type)
             fail("%s: model_type is %s, but %s asks for %s", config.name.c_str(), printable(model_type).c_str(),
                  name.c_str(), type.c_str());
-        }
         return family;
     }
     fail("%s: architecture %s is not supported; supported are %s", config.name.c_str(), printable(wanted).c_str(),
@@ -240,15 +229,14 @@ inline bool is_neutral(const cJSON *item, double neutral) {
     if (cJSON_IsNumber(item)) return std::fabs(item->valuedouble - neutral) <= 1e-5 * std::fabs(neutral);
     if (cJSON_IsBool(item)) return cJSON_IsTrue(item) == (neutral != 0);
     if (cJSON_IsString(item)) return !*item->valuestring;
-    for (const cJSON *child = item->child; child; child = child->next)
-        if (!cJSON_IsArray(item) || !is_neutral(child, neutral)) return false;
+    for (const cJSON *each : items_of(item))
+        if (!cJSON_IsArray(item) || !is_neutral(each, neutral)) return false;
     return true;
 }
 
 // What other architectures compute differently and no tensor shows: Granite, Cohere, MiniCPM, Falcon-H1 scale
 // embedding, residual stream, scores or logits; Gemma 2 and OLMo cut them off; SmolLM3, Llama 4, MPT and DeepSeek place
-// tokens in other ways; then experts, the order of a layer's steps, norms of q and k, and what Gemma 4 may do besides.
-// By the value that changes nothing:
+// tokens in other ways; then experts, the order of steps, norms of q and k, more of Gemma 4. By what changes nothing:
 inline void refuse_foreign_keys(const Section &config, const Family &family, const Config &sizes, const Kind &kind) {
     const std::pair<double, const char *> table[] = {
         {1,
@@ -267,8 +255,7 @@ inline void refuse_foreign_keys(const Section &config, const Family &family, con
         {std::sqrt(sizes.layers), "scale_depth"},
         {sizes.hidden, "dim_model_base"}};
     for (const auto &[neutral, keys] : table) {
-        std::istringstream words(keys);
-        for (std::string key; words >> key;) {
+        for (const std::string &key : split(keys)) {
             const cJSON *item = config.find(key.c_str());
             if (item && !family.has(key.c_str()) && !is_neutral(item, neutral))
                 config.refuse(key.c_str(), item,
@@ -282,8 +269,7 @@ inline void check_heads(const char *name, int heads, const Kind &kind) {
     if (heads % kind.kv_heads)
         fail("%s: num_attention_heads is %d, expected a multiple of num_key_value_heads, %d", name, heads,
              kind.kv_heads);
-    if (kind.key_width % 2)
-        fail("%s: head_dim is %d, expected an even number: RoPE turns pairs", name, kind.key_width);
+    if (kind.key_width % 2) fail("%s: head_dim is %d, expected an even number: RoPE turns pairs", name, kind.key_width);
     if (kind.key_width > max_size / heads)
         fail("%s: num_attention_heads * head_dim is %lld, expected at most %d", name, (long long)heads * kind.key_width,
              max_size);
@@ -303,10 +289,9 @@ inline void read_sizes(const Section &config, const Family &family, Config &out,
     kind.kv_heads = config.integer("num_key_value_heads", 1, max_size, as_heads ? out.heads : family.kv_heads);
     int &width = kind.key_width = config.integer("head_dim", 1, max_size, family.head_dim);
     if (width == 0) {
-        if (out.hidden % out.heads) {
+        if (out.hidden % out.heads)
             fail("%s: hidden_size is %d, expected a multiple of num_attention_heads, %d (or a head_dim)",
                  config.name.c_str(), out.hidden, out.heads);
-        }
         width = out.hidden / out.heads;
     }
     check_heads(config.name.c_str(), out.heads, kind);
@@ -315,8 +300,7 @@ inline void read_sizes(const Section &config, const Family &family, Config &out,
 
 // Two spellings: rope_theta beside rope_scaling {type or rope_type, factor, ...}, or all of it in rope_parameters.
 // As in Transformers, rope_scaling goes before rope_parameters, and a theta in either before the one beside them.
-// Gemma's local layers turn in another way: in the old spelling by rope_local_base_freq alone, in the new one there is
-// an object for each kind.
+// Gemma's local layers turn in another way: first by rope_local_base_freq alone, later each kind has an object.
 inline void read_rope(const Section &config, const Family &family, int context, Kind &kind) {
     const bool by_kind = family.has("gemma"), local = by_kind && kind.window;
     Section rope = config.section("rope_scaling");
@@ -325,10 +309,9 @@ inline void read_rope(const Section &config, const Family &family, int context, 
         if (by_kind) rope = rope.section(local ? "sliding_attention" : "full_attention");
     }
     const char *name = rope.name.c_str();
-    for (const cJSON *item = rope.object ? rope.object->child : nullptr; item; item = item->next) {
+    for (const cJSON *item : items_of(rope.object))
         if (cJSON_IsObject(item))
             rope.refuse(printable(item->string).c_str(), item, "no object: one RoPE for all layers");
-    }
     kind.rope_theta = local ? config.number("rope_local_base_freq", 1, 1e15, 10000)
                             : config.number("rope_theta", 1, 1e15, by_kind ? 1e6 : 10000);
     kind.rope_theta = rope.number("rope_theta", 1, 1e15, kind.rope_theta);
@@ -341,18 +324,16 @@ inline void read_rope(const Section &config, const Family &family, int context, 
         fail("%s: partial_rotary_factor is not supported; supported is 1", name);
     if (type == "default") return;
     require_known(rope, "rope_type", type, "default linear llama3 proportional");
-    std::optional<double> no_factor;
-    if (type == "proportional") no_factor = 1;
+    const std::optional<double> no_factor = type == "proportional" ? std::optional<double>(1) : std::nullopt;
     kind.rope.factor = rope.number("factor", 1e-6, 1e6, no_factor);
     if (kind.rope.factor == no_factor) return;
     kind.rope.kind = type == "llama3" ? RopeScaling::llama3 : RopeScaling::linear;
     if (type != "llama3") return;
     kind.rope.low_freq_factor = rope.number("low_freq_factor", 1e-6, 1e6);
     kind.rope.high_freq_factor = rope.number("high_freq_factor", 1e-6, 1e6);
-    if (kind.rope.high_freq_factor <= kind.rope.low_freq_factor) {
+    if (kind.rope.high_freq_factor <= kind.rope.low_freq_factor)
         fail("%s: high_freq_factor is %g, expected more than low_freq_factor, %g", name, kind.rope.high_freq_factor,
              kind.rope.low_freq_factor);
-    }
     int original = rope.integer("original_max_position_embeddings", 1, 1 << 30, context);
     kind.rope.original_context = config.integer("original_max_position_embeddings", 1, 1 << 30, original);
 }
@@ -360,11 +341,8 @@ inline void read_rope(const Section &config, const Family &family, int context, 
 // How far the layers look back that look furthest; 0: some to the first position.
 inline int widest_window(const std::vector<Kind> &kinds) {
     int widest = 0;
-    for (const Kind &kind : kinds) {
-        if (kind.window == 0) return 0;
-        widest = std::max(widest, kind.window);
-    }
-    return widest;
+    for (const Kind &kind : kinds) widest = std::max(widest, kind.window ? kind.window : INT_MAX);
+    return widest == INT_MAX ? 0 : widest;
 }
 
 // Mistral: every layer slides. Qwen: only with use_sliding_window, and then the layers from max_window_layers on. Gemma
@@ -384,23 +362,18 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
         windows.push_back(full ? 0 : window);
     }
 
-    const cJSON *types = config.find("layer_types");
-    if (!types) return windows;
-    if (!cJSON_IsArray(types) || cJSON_GetArraySize(types) != layers) {
-        config.refuse("layer_types", types, "a list of " + std::to_string(layers) + " (num_hidden_layers) names");
-    }
-    const cJSON *type = types->child;
-    for (int &layer : windows) {
-        std::string word = cJSON_IsString(type) ? type->valuestring : "";
+    const std::vector<const cJSON *> types = config.by_layer("layer_types", layers, " names");
+    for (size_t i = 0; i < types.size(); i++) {
+        int &layer = windows[i];
+        std::string word = cJSON_IsString(types[i]) ? types[i]->valuestring : "";
         const char *other = mixes || layer ? "sliding_attention" : "full_attention";
         if (word != other && (!mixes || word != "full_attention"))
-            config.refuse("an entry of layer_types", type, (mixes ? "full_attention or " : "") + std::string(other));
+            config.refuse("an entry of layer_types", types[i],
+                          (mixes ? "full_attention or " : "") + std::string(other));
         layer = word == "full_attention" ? 0 : window;
-        if (word == "sliding_attention" && layer == 0) {
+        if (word == "sliding_attention" && layer == 0)
             fail("%s: layer_types has sliding_attention, but use_sliding_window and sliding_window give no window",
                  config.name.c_str());
-        }
-        type = type->next;
     }
     return windows;
 }
@@ -420,9 +393,7 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
         Kind kind = common;
         kind.window = gemma4 && layer == out.layers - 1 ? 0 : windows[(size_t)layer];  // the last sees everything
         const Section mine = by_layer.section(std::to_string(layer).c_str());
-        for (const cJSON *item = mine.object ? mine.object->child : nullptr; item; item = item->next)
-            if (!has("head_dim num_key_value_heads", item->string))
-                mine.refuse(printable(item->string).c_str(), item, "no such key: all layers have it in common");
+        mine.refuse_others("head_dim num_key_value_heads", "no such key: all layers have it in common");
         if (gemma4 && !kind.window && !by_layer.object)
             kind.key_width = config.integer("global_head_dim", 1, max_size, 512);
         kind.kv_heads = mine.integer("num_key_value_heads", 1, max_size, kind.kv_heads);
@@ -439,8 +410,7 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
     }
 }
 
-// generation_config.json goes before config.json, and in that what stands outside of text_config; a family's default
-// counts only where none has the key.
+// generation_config.json goes before config.json, and there what is outside of text_config; the family comes last.
 inline void read_special_ids(const Section &root, const Section &text, const Section &generation, const Family &family,
                              Config &out) {
     const int last = out.vocabulary - 1;
@@ -453,9 +423,8 @@ inline void read_special_ids(const Section &root, const Section &text, const Sec
     bool no_end = end.has_null("eos_token_id") || family.end_id < 0 || family.end_id > last;
     if (!ids && !no_end) out.end_ids = {family.end_id};
     for (const cJSON *id = cJSON_IsArray(ids) ? ids->child : ids; id; id = cJSON_IsArray(ids) ? id->next : nullptr) {
-        if (!is_whole(id, 0, last)) {
+        if (!is_whole(id, 0, last))
             end.refuse("eos_token_id", ids, "ids from 0 to " + std::to_string(last) + " (vocab_size - 1)");
-        }
         out.end_ids.push_back((int)id->valuedouble);
     }
 }
@@ -515,25 +484,22 @@ inline Config parse_config(const std::string &name, const std::string &text, con
 
 // What to do about a directory that holds no config.json, by what was given in its place.
 inline std::string directory_cure(const std::string &given) {
-    const size_t slash = given.find('/'), length = given.size();
-    if (length > 5 && given.compare(length - 5, 5, ".gguf") == 0)
+    const size_t slash = given.find('/');
+    if (std::filesystem::path(given).extension() == ".gguf")
         return "GGUF is not read here: fetch the checkpoint it was made from, with its safetensors, and name its "
                "directory";
     // models--org--name of the hub's cache, or its snapshots.
     std::string all = given.substr(0, given.find_last_not_of('/') + 1);
-    if (all.size() < 9 || all.compare(all.size() - 9, 9, "snapshots")) all = join_path(given, "snapshots");
-    if (DIR *snapshots = opendir(all.c_str())) {
+    if (std::filesystem::path(all).filename() != "snapshots") all = join_path(given, "snapshots");
+    std::error_code none;
+    if (std::filesystem::directory_iterator snapshots(all, none); !none) {
         std::string found;
-        while (const dirent *entry = readdir(snapshots)) {
-            std::string directory = join_path(all, entry->d_name);
-            if (entry->d_name[0] != '.' && file_exists(join_path(directory, "config.json")))
-                found = std::max(found, directory);
-        }
-        closedir(snapshots);
+        for (const auto &entry : snapshots)
+            if (file_exists(entry.path() / "config.json")) found = std::max(found, entry.path().string());
         return found.empty() ? "it holds no whole snapshot: fetch it again" : "give its snapshot: -m " + found;
     }
     if (slash && slash != std::string::npos && given.find('/', slash + 1) == std::string::npos && given[0] != '.' &&
-        slash + 1 < length && !file_exists(given))
+        slash + 1 < given.size() && !file_exists(given))
         return "no such directory; of the hub: `hf download " + given + " --local-dir " + given.substr(slash + 1) +
                "`, then -m " + given.substr(slash + 1);
     return "expected the directory that holds config.json and model.safetensors";
@@ -584,7 +550,7 @@ inline std::vector<int64_t> read_counts(const Section &tensor, const char *key) 
     const cJSON *list = tensor.need(key);
     if (!cJSON_IsArray(list)) tensor.refuse(key, list, "a list of whole numbers");
     std::vector<int64_t> counts;
-    for (const cJSON *item = list->child; item; item = item->next) {
+    for (const cJSON *item : items_of(list)) {
         if (!is_whole(item, 0, 1LL << 53)) tensor.refuse(key, list, "a list of whole numbers");  // exact in a double
         counts.push_back((int64_t)item->valuedouble);
     }
@@ -597,18 +563,13 @@ inline StoredTensor read_entry(const std::string &file, const cJSON *item, const
     const char *name = entry.name.c_str();
     if (!cJSON_IsObject(item)) fail("%s: expected an object", name);
     entry.need("dtype");
-    StoredTensor tensor;
-    tensor.file = file;
-    tensor.dtype = entry.text("dtype", "");
-    tensor.shape = read_counts(entry, "shape");
+    StoredTensor tensor{file, entry.text("dtype", ""), read_counts(entry, "shape")};
     std::vector<int64_t> offsets = read_counts(entry, "data_offsets");
-    if (offsets.size() != 2 || offsets[0] > offsets[1]) {
+    if (offsets.size() != 2 || offsets[0] > offsets[1])
         entry.refuse("data_offsets", entry.find("data_offsets"), "[begin, end]");
-    }
-    if ((uint64_t)offsets[1] > data_bytes) {
+    if ((uint64_t)offsets[1] > data_bytes)
         fail("%s ends at byte %lld of the data, but the file holds %zu: it is cut off, fetch it again", name,
              (long long)offsets[1], data_bytes);
-    }
     tensor.data = data + offsets[0];
     tensor.bytes = (size_t)(offsets[1] - offsets[0]);
 
@@ -618,57 +579,46 @@ inline StoredTensor read_entry(const std::string &file, const cJSON *item, const
             entry.refuse("shape", entry.find("shape"), "one that fits a file");
         expected *= (size_t)count;
     }
-    if (element && expected != tensor.bytes) {
+    if (element && expected != tensor.bytes)
         fail("%s has %zu bytes, its shape %s in %s asks for %zu", name, tensor.bytes,
              printable(json_of(tensor.shape)).c_str(), tensor.dtype.c_str(), expected);
-    }
     return tensor;
 }
 
 // Throws unless the tensors cover the data from its first byte to its last, each byte once.
 inline void check_coverage(const TensorTable &table, const char *data, size_t data_bytes) {
-    std::vector<std::pair<const StoredTensor *, const std::string *>> order;
-    for (const auto &[name, tensor] : table.tensors) order.push_back({&tensor, &name});
-    std::sort(order.begin(), order.end(), [](const auto &a, const auto &b) {
-        return std::make_pair(a.first->data, a.first->bytes) < std::make_pair(b.first->data, b.first->bytes);
-    });
+    std::set<std::tuple<const char *, size_t, std::string>> order;
+    for (const auto &[name, tensor] : table.tensors) order.insert({tensor.data, tensor.bytes, name});
     const char *covered = data;
-    for (const auto &[tensor, name] : order) {
-        if (tensor->data != covered) {
+    for (const auto &[begin, bytes, name] : order) {
+        if (begin != covered)
             fail("%s: tensor %s begins at byte %td of the data, expected %td: tensors %s", table.name.c_str(),
-                 printable(*name).c_str(), tensor->data - data, covered - data,
-                 tensor->data < covered ? "overlap" : "leave a gap");
-        }
-        covered += tensor->bytes;
+                 printable(name).c_str(), begin - data, covered - data, begin < covered ? "overlap" : "leave a gap");
+        covered += bytes;
     }
-    if (covered != data + data_bytes) {
+    if (covered != data + data_bytes)
         fail("%s: holds %zu bytes of data, its header speaks of %td", table.name.c_str(), data_bytes, covered - data);
-    }
 }
 
 // The tensors of one file, given as its bytes in memory; nothing behind the header is read.
 inline TensorTable parse_safetensors(const std::string &name, const char *bytes, size_t size) {
     const char lfs[] = "version https://git-lfs";
-    if (size >= sizeof lfs - 1 && memcmp(bytes, lfs, sizeof lfs - 1) == 0) {
+    if (size >= sizeof lfs - 1 && memcmp(bytes, lfs, sizeof lfs - 1) == 0)
         fail("%s: is a Git LFS pointer, not the weights: run `git lfs pull` where it came from", name.c_str());
-    }
     uint64_t header_bytes = 0;
     if (size < sizeof header_bytes) fail("%s: is %zu bytes long, too short for a safetensors file", name.c_str(), size);
     memcpy(&header_bytes, bytes, sizeof header_bytes);
-    const size_t rest = size - sizeof header_bytes;
-    const size_t most = std::min(rest, max_json_bytes);
-    if (header_bytes > most) {
+    const size_t rest = size - sizeof header_bytes, most = std::min(rest, max_json_bytes);
+    if (header_bytes > most)
         fail("%s: its header is said to be %llu bytes long, expected at most %zu: %s", name.c_str(),
              (unsigned long long)header_bytes, most,
              header_bytes > max_json_bytes ? "not a safetensors file" : "it is cut off, fetch it again");
-    }
     const char *header = bytes + sizeof header_bytes, *data = header + header_bytes;
     Json root = parse_json(name + ": header", std::string(header, (size_t)header_bytes));
     TensorTable table{name, {}};
-    for (const cJSON *item = root->child; item; item = item->next) {
-        if (strcmp(item->string, "__metadata__") == 0) continue;
-        table.tensors[item->string] = read_entry(name, item, data, rest - (size_t)header_bytes);
-    }
+    for (const cJSON *item : items_of(root.get()))
+        if (strcmp(item->string, "__metadata__") != 0)
+            table.tensors[item->string] = read_entry(name, item, data, rest - (size_t)header_bytes);
     check_coverage(table, data, rest - (size_t)header_bytes);
     return table;
 }
@@ -685,23 +635,20 @@ inline TensorTable open_shards(const std::string &directory, const std::string &
     whole.need("weight_map");
     TensorTable all{index, {}};
     std::map<std::string, TensorTable> shards;
-    for (const cJSON *item = map.object->child; item; item = item->next) {
+    for (const cJSON *item : items_of(map.object)) {
         std::string shard = map.text(item->string, "");
-        if (shard.empty() || shard == "." || shard == ".." || shard.find('/') != std::string::npos) {
+        if (shard.empty() || shard == "." || shard == ".." || shard.find('/') != std::string::npos)
             map.refuse(printable(item->string).c_str(), item, "the name of a file in the same directory");
-        }
         if (!shards.count(shard)) {
             std::string path = join_path(directory, shard);
-            if (!file_exists(path)) {
+            if (!file_exists(path))
                 fail("%s: cannot open it: %s; %s names it", path.c_str(), strerror(errno), index.c_str());
-            }
             shards[shard] = open_safetensors(path, files);
         }
         auto found = shards[shard].tensors.find(item->string);
-        if (found == shards[shard].tensors.end()) {
+        if (found == shards[shard].tensors.end())
             fail("%s: tensor %s is missing, %s says it is here", shards[shard].name.c_str(),
                  printable(item->string).c_str(), index.c_str());
-        }
         all.tensors[item->string] = found->second;
     }
     return all;
@@ -732,22 +679,19 @@ struct Binder {
     }
     Tensor take(const std::string &name, const std::vector<int64_t> &shape) {
         const StoredTensor *stored = find(name);
-        if (!stored) {
+        if (!stored)
             fail("%s: tensor %s is missing, config.json asks for it (%s, %d layers)", table.name.c_str(), name.c_str(),
                  model.config.architecture.c_str(), model.config.layers);
-        }
-        if (stored->shape != shape) {
+        if (stored->shape != shape)
             fail("%s: tensor %s has shape %s, config.json asks for %s", stored->file.c_str(), name.c_str(),
                  printable(json_of(stored->shape)).c_str(), json_of(shape).c_str());
-        }
         taken.insert(name);
         static const std::map<std::string, DType> types = {
             {"F32", DType::f32}, {"F16", DType::f16}, {"BF16", DType::bf16}};
         auto type = types.find(stored->dtype);
-        if (type == types.end()) {
+        if (type == types.end())
             fail("%s: tensor %s has dtype %s, supported are F32 F16 BF16", stored->file.c_str(), name.c_str(),
                  printable(stored->dtype).c_str());
-        }
         Tensor tensor{stored->data, type->second, shape.size() == 1 ? 1 : shape[0], shape.back()};
         if ((uintptr_t)tensor.data % (uintptr_t)dtype_bytes(tensor.type)) {
             model.copies.emplace_back(new char[stored->bytes]);
@@ -813,9 +757,8 @@ inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) 
     return out;
 }
 
-// The head is the embedding when the config ties them. As in Transformers 5, what is stored has the last word: where a
-// tied checkpoint stores both, each is used as it is (some store the same matrix twice), and if only one, that for
-// both.
+// The head is the embedding when the config ties them. As in Transformers 5, what is stored has the last word: if a
+// tied checkpoint stores both, each is used as it is (some store the same matrix twice), if one, that for both.
 inline void bind_embedding_and_head(Binder &binder, Model &model) {
     const std::vector<int64_t> shape = {model.config.vocabulary, model.config.hidden};
     const std::string embedding = binder.prefix + "embed_tokens.weight", head = binder.head + "weight";
@@ -830,15 +773,14 @@ inline void bind_embedding_and_head(Binder &binder, Model &model) {
 // the RoPE tables that old Llamas store (rotary_emb.inv_freq), which follow from the config, and what stands beside the
 // text model: what sees or hears, heads for other tasks (score, v_head).
 inline void refuse_unused(Binder &binder) {
+    const Config &config = binder.model.config;
     size_t beside = 0;
     for (const auto &[name, tensor] : binder.table.tensors) {
-        bool inside = name.rfind(binder.prefix, 0) == 0 || name.rfind(binder.head, 0) == 0;
         if (binder.taken.count(name) || name.find("rotary_emb.") != std::string::npos) continue;
-        if (!inside && beside++ == 0) binder.model.beside = printable(name);
-        if (!inside) continue;
-        const Config &config = binder.model.config;
-        fail("%s: tensor %s is none of a %s with %d layers: config.json must name the architecture it belongs to",
-             tensor.file.c_str(), printable(name).c_str(), config.architecture.c_str(), config.layers);
+        if (name.rfind(binder.prefix, 0) == 0 || name.rfind(binder.head, 0) == 0)
+            fail("%s: tensor %s is none of a %s with %d layers: config.json must name the architecture it belongs to",
+                 tensor.file.c_str(), printable(name).c_str(), config.architecture.c_str(), config.layers);
+        if (beside++ == 0) binder.model.beside = printable(name);
     }
     if (beside > 1) binder.model.beside += formatted(" and %zu others", beside - 1);
 }
@@ -854,9 +796,7 @@ inline Model bind_weights(Config config, const TensorTable &table) {
     }
     if (binder.find("language_model.lm_head.weight")) binder.head = "language_model.lm_head.";
     bind_embedding_and_head(binder, model);
-    for (int layer = 0; layer < model.config.layers; layer++) {
-        model.layers.push_back(bind_layer(binder, model.config, layer));
-    }
+    for (int i = 0; i < model.config.layers; i++) model.layers.push_back(bind_layer(binder, model.config, i));
     model.final_norm = binder.norm(binder.prefix + "norm", model.config.hidden);
     refuse_unused(binder);
     return model;
@@ -865,8 +805,7 @@ inline Model bind_weights(Config config, const TensorTable &table) {
 inline Model load_model(const std::string &directory) {
     Config config = load_config(directory);
     std::vector<Mapping> files;
-    TensorTable table = open_weights(directory, files);
-    Model model = bind_weights(std::move(config), table);
+    Model model = bind_weights(std::move(config), open_weights(directory, files));
     model.files = std::move(files);
     return model;
 }

@@ -62,12 +62,6 @@ inline void wake_all(std::atomic<unsigned> &) {
 
 // ---- Memory of a machine -----------------------------------------------------------------------------------
 
-// Bytes that can still be had, and of what.
-struct Room {
-    double bytes;
-    std::string name;
-};
-
 // Memory of 4 KiB pages, or of 2 MiB where they lie within it and the kernel can give them: whoever reads much looks
 // up small pages so often that it costs a tenth of the time (Linux, Documentation/admin-guide/mm/transhuge.rst).
 // Zeros; pages are taken when they are first written.
@@ -195,10 +189,7 @@ public:
     }
     void write(void *to, const void *from, size_t bytes) override { memcpy(to, from, bytes); }
     void read(void *to, const void *from, size_t bytes) override { memcpy(to, from, bytes); }
-    Room room() const override {
-        FreeMemory free = free_memory_of_host();
-        return {free.bytes, free.where};
-    }
+    Room room() const override { return free_memory_of_host(); }
     std::string name() const { return "CPU, " + std::to_string(threads) + (threads == 1 ? " thread" : " threads"); }
 
 private:

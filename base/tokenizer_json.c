@@ -79,8 +79,7 @@ Bytes read_file(const char *path, Error *error) {
 
 // ---- JSON ----------------------------------------------------------------------------------------------------
 
-// cJSON's strings end at their first NUL, so \u0000 is refused. It takes signs that JSON has not: control characters
-// anywhere, and \u12g4 as \u0000.
+// cJSON's strings end at their first NUL, so \u0000 is refused. It takes control characters, and \u12g4 as \u0000.
 static void check_characters(const Bytes *json, Error *error) {
     const char *s = json->data, *digits = "0123456789abcdefABCDEF";
     bool in_string = false;
@@ -110,8 +109,7 @@ static int by_key(const void *a, const void *b) {
     return strcmp((*(const cJSON *const *)a)->string, (*(const cJSON *const *)b)->string);
 }
 
-// A key that stands twice in one object means either to one reader or the other, so it is refused. (In a vocabulary
-// add_token() sees it.)
+// A key that stands twice in one object means either to one reader or the other: refused. Of a "vocab" by add_token().
 static void check_keys(const cJSON *object, Error *error) {
     size_t count;
     const cJSON *item, **items = sorted(error, object, by_key, &count);
@@ -348,8 +346,7 @@ static Bytes with_symbols(Error *error, const char *pattern) {
     return out;
 }
 
-// A pattern ready to match; NULL on failure. The `tokenizers` library matches with Oniguruma too, so a pattern means
-// here what it means there.
+// A pattern ready to match; NULL on failure. The `tokenizers` library has Oniguruma, too: it means the same there.
 static regex_t *compile(Loader *l, const char *pattern, bool literal) {
     OnigEncoding utf8 = ONIG_ENCODING_UTF8;
     OnigErrorInfo info;
@@ -528,8 +525,7 @@ static void load_post_processor(Loader *l, const cJSON *item) {
 // list of extra ones.
 // add_bos_token says nothing where there is a tokenizer.json: only a template puts BOS before a text.
 
-// Python writes NaN and Infinity, which neither JSON nor the library has. No key that is read has a use for them: they
-// become, in as many bytes, numbers that are no id.
+// Python writes NaN and Infinity, for which no key that is read has a use: in as many bytes, numbers that are no id.
 static void number_words(Bytes *json) {
     const char *const words[] = {"Infinity", "NaN"}, *const numbers[] = {"1e999   ", "1e9"};
     bool in_string = false;
@@ -558,8 +554,7 @@ static cJSON *read_beside(Loader *l, const char *config, const char *name) {
     return object;
 }
 
-// tokenizer_config.json. Where it does not number the added tokens, the named ones of the older special_tokens_map.json
-// go before its own.
+// tokenizer_config.json. Where it numbers no added tokens, those that special_tokens_map.json names go before its own.
 static cJSON *read_settings(Loader *l, const char *path) {
     cJSON *config = read_beside(l, path, "tokenizer_config.json"), *item;
     if (member(config, "added_tokens_decoder")) return config;

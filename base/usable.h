@@ -1,5 +1,4 @@
-// What of the machine this process may use: memory and threads, by the machine, its container (cgroups), its
-// environment.
+// What of the machine this process may use: memory and threads, by the machine, its container (cgroups), environment.
 #pragma once
 
 #include <unistd.h>
@@ -11,8 +10,7 @@
 #include <string>
 #include <vector>
 
-// The number behind `key` in a file of the kernel's ("MemAvailable: 123 kB"); "": the file's first. `otherwise` where
-// there is none: no such file, or "max".
+// The number behind `key` ("MemAvailable:") in a file of the kernel's; "": its first. `otherwise`: no file, or "max".
 inline double kernel_number(const std::string &path, const std::string &key, double otherwise) {
     std::ifstream file(path);
     std::string word;
@@ -59,9 +57,8 @@ inline std::string own_path() {
 constexpr int rusage_unit = 1;
 #endif
 
-// The folders of the cgroups this process is in, and of all around them. `controller`: "memory", "cpu" of version 1;
-// "": version 2. A container sees its own folder at the top, whatever the path says; so paths need not exist. `root`
-// stands before every path, for tests.
+// The folders of the cgroups this process is in, and of all around. `controller`: "memory", "cpu" of version 1; "": of
+// version 2. A container sees its own folder at the top, so paths need not exist. `root`: before each path, for tests.
 inline std::vector<std::string> cgroup_folders(const std::string &root, const std::string &controller) {
     std::vector<std::string> folders;
     std::ifstream groups(root + "/proc/self/cgroup");
@@ -80,14 +77,15 @@ inline std::vector<std::string> cgroup_folders(const std::string &root, const st
     return folders;
 }
 
-struct FreeMemory {
+// Bytes that can still be had, and of what: a card, or "this machine" or "this container", whichever has less.
+struct Room {
     double bytes;
-    std::string where;  // "this machine" or "this container": whichever has less
+    std::string name;
 };
 
 // What can be had without swapping. A cgroup's page cache, such as weights read before, gives way like free memory.
-inline FreeMemory free_memory_of_host(const std::string &root = "") {
-    FreeMemory least{free_memory_of_machine(root), "this machine"};
+inline Room free_memory_of_host(const std::string &root = "") {
+    Room least{free_memory_of_machine(root), "this machine"};
     auto look_into = [&](const std::string &folder, const char *most, const char *used, const std::string &total) {
         double bytes = kernel_number(folder + most, "", INFINITY) - kernel_number(folder + used, "", 0);
         for (const char *cached : {"inactive_file", "active_file"})
@@ -100,8 +98,7 @@ inline FreeMemory free_memory_of_host(const std::string &root = "") {
     return least;
 }
 
-// As many as may run at once: the processors of this process, a cgroup's share of time, and as many as are `wanted`,
-// if that is not nullptr; at least 1.
+// As many as may run at once: this process's processors, a cgroup's share of time, and `wanted`, if any; at least 1.
 inline int usable_threads(const std::string &root = "", const char *wanted = getenv("OMP_NUM_THREADS")) {
 #ifndef _OPENMP  // whose the threads are: a compiler without it, such as Apple's, makes a program of one
     return 1;

@@ -1,5 +1,4 @@
-// A model's weights: their numbers, whatever type they have, and how they are moved from the mapped files into a
-// machine's memory, as they are or as int8.
+// A model's weights: their numbers, whatever type they have, and how they move into a machine's memory, maybe as int8.
 #pragma once
 
 #include <atomic>
@@ -114,9 +113,8 @@ inline std::shared_ptr<void> move_weights(Model &model, Machine &machine, bool t
     model.weight_bytes = 0;
     for_each_tensor(model, [&](Tensor &tensor, bool matrix) {
         if (moves(tensor, matrix)) {
-            const size_t at = places.at(tensor.data).at;
-            tensor = moved(tensor);
-            tensor.data = start + at;
+            const char *there = start + places.at(tensor.data).at;
+            tensor = moved(tensor), tensor.data = there;
         }
         if (tensor.data && counted.insert(tensor.data).second) model.weight_bytes += (int64_t)stored_bytes(tensor);
     });

@@ -88,7 +88,7 @@ inline std::vector<std::unique_ptr<Request>> read_requests(const Options &option
 class EventFile {
 public:
     EventFile(const std::string &path, double start) : file_(path, "--events"), start_(start) {}
-    void add(Report event) { file_.write(event.add("seconds", now() - start_).json() + "\n"); }
+    void add(Report event) { fprintf(file_.file(), "%s\n", event.add("seconds", now() - start_).json().c_str()); }
     void add(const PageEvent &page, const Schedule &schedule) {
         const char *const names[] = {"take", "share", "copy", "publish", "release", "free", "evict"};
         Report event;
@@ -211,8 +211,8 @@ struct BatchRun {
         all.show("hit_tokens", (long long)found, "%lld of ").say(counted(prompts, "prompt token"));
         all.show("preemptions", (long long)preemptions, " were found in the cache; %lld preemptions\n");
         Report of;
-        add_layout(of, cache, "cache %s, ").show("type_k", name_of(cache.type_k), "K %s, ");
-        of.show("type_v", name_of(cache.type_v), "V %s: ").add("peak_bytes", most_bytes, in_units(most_bytes));
+        add_names(of, &cache, "cache %s", ", K %s", ", V %s: ");
+        of.add("peak_bytes", most_bytes, in_units(most_bytes));
         all.add("cache", of).say(" at the most");
         if (pool) {
             all.show("peak_pages", most_pages, ", in %d of ");

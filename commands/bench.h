@@ -79,8 +79,7 @@ inline Roofline roofline_of(Cpu &cpu, const Engine &engine) {
     return {bandwidth, matrix_rate, "f32", bytes};
 }
 
-// Of a GPU: the bandwidth of copies within its memory, bytes read and written both counted, and the rate of a large
-// product of the weights' type.
+// Of a GPU: the bandwidth of copies in its memory, read and written, and the rate of a large product of such weights.
 template <class M>
 Roofline roofline_of(M &gpu, const Engine &engine) {
     const int side = gpu.room().bytes > 4e9 ? 8192 : 64;  // the emulated one is slow
@@ -151,8 +150,7 @@ inline std::vector<int> bench_tokens(int count, int vocabulary) {
     return tokens;
 }
 
-// Fills a cache up to `depth` positions with random numbers in place of a prompt's keys and values: what they are does
-// not change the time that reading them takes.
+// Fills a cache up to `depth` positions with random numbers: what keys and values are does not change the time taken.
 inline void fill(Engine &engine, Cache &cache, int depth) {
     int chunk = std::min(engine.chunk, chunk_of(cache)), widest = 0;
     for (const Store &store : cache.stores) widest = std::max(widest, store.shape.kv_heads * store.shape.key_width);
@@ -198,8 +196,7 @@ inline void decode_some(Engine &engine, Cache &cache, int steps) {
     });
 }
 
-// Rounds of runs, which take turns with measurements of the machine: other programs on it make its rates change within
-// seconds.
+// Rounds of runs that take turns with measurements of the machine, whose rates other programs change within seconds.
 struct Bench {
     Engine &engine;
     const Options &options;
@@ -280,12 +277,10 @@ inline std::string percent(double share) { return formatted(share < 1 ? "%.1f" :
 inline Report bench_row(const BenchRow &row) {
     double seconds = median(row.seconds), share = median(row.shares);
     auto [least, most] = std::minmax_element(row.shares.begin(), row.shares.end());
-    auto name = [&](auto choice) { return std::string(row.cache ? name_of(row.cache->*choice) : "none"); };
     Report report;
     report.show("name", row.name, "%-7s");
     report.show("tokens", row.tokens, " %6d", "tokens").show("depth", row.depth, " %6d ", "depth ");
-    row.cache ? add_layout(report, *row.cache, " %-13s", "cache") : report.add("layout", "none", " none         ");
-    report.show("type_k", name(&Cache::type_k), " %-4s", "K").show("type_v", name(&Cache::type_v), " %-4s", "V");
+    add_names(report, row.cache, " %-13s", " %-4s", " %-4s", {"cache", "K", "V"});
     report.add("seconds", seconds).add("bytes", row.bytes).add("operations", row.operations);
     report.show("tokens_per_second", row.tokens / seconds, " %10.1f", "tokens/s");
     report.show("gb_per_second", row.bytes / seconds / 1e9, " %8.2f", "GB/s");
@@ -332,8 +327,7 @@ cache are read faster.
 )");
 }
 
-// The lengths of a list that leave room for `beside` positions more in a model's context: all of them, or fail, if a
-// flag gave the list.
+// The lengths of a list that leave room for `beside` positions in the context: all, or it fails, if a flag gave them.
 inline std::vector<int> that_fit(const Options &options, const char *flag, const std::vector<int> &list, int context,
                                  int beside, const std::string &what) {
     std::vector<int> fitting;

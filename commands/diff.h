@@ -69,9 +69,8 @@ inline void sum_up(DiffResult &result, const Config &config, int prompt) {
     result.kl /= result.tested, result.tv /= result.tested;  // NAN: nothing was tested
 }
 
-// Whether both paths multiply the same numbers. Otherwise a last digit that differs is made large: a GPU rounds a
-// prompt's activations to the 16 bits of such weights, int8 weights ask for activations in whole numbers, and
-// --activations bf16 for 16 bits.
+// Whether both paths multiply the same numbers. Otherwise a last digit that differs is made large: a GPU and
+// --activations bf16 round activations to 16 bits where weights have them, int8 weights ask for whole numbers.
 inline bool exact_products(const Engine &engine) {
     const DType weights = engine.model.layers[0].query.weight.type;
     return weights == DType::f32 || (std::holds_alternative<Cpu>(*engine.machine) && weights != DType::int8 &&

@@ -69,7 +69,7 @@ inline std::vector<EvalText> eval_texts(const Options &options, const std::strin
         content = read_file(file, 1 << 28);
     }
     if (content.empty() && !from_ids) fail("%s: is empty, expected a text", file.c_str());
-    if (from_ids || file.size() < 6 || file.substr(file.size() - 6) != ".jsonl") {
+    if (from_ids || std::filesystem::path(file).extension() != ".jsonl") {
         std::vector<int> tokens =
             from_ids ? prompt_tokens(options, tokenizer, config) : encode(tokenizer, content, file);
         if (tokens.size() < 2) fail("%s: one token, expected two or more", from_ids ? "--ids" : file.c_str());
@@ -199,8 +199,7 @@ inline Report eval_row(const Config &config, const EvalResult &result, const Eva
     const Cache &cache = result.cache;
     const std::vector<Report> kinds = kinds_of(config, cache);
     report.list("kinds", kinds).above = lines_of(kinds, "  ");
-    add_layout(report, cache, "%-18s", "cache");
-    report.show("type_k", name_of(cache.type_k), " %-4s", "K").show("type_v", name_of(cache.type_v), " %-4s", "V");
+    add_names(report, &cache, "%-18s", " %-4s", " %-4s", {"cache", "K", "V"});
     if (!result.activations.empty()) report.show("activations", result.activations, " %-4s", "act.");
     report.show("bytes_per_token", result.bytes_per_token, " %8.1f", "B/token");
     report.show("times_smaller", f32.bytes_per_token / result.bytes_per_token, " %6.2f", "x");

@@ -1,6 +1,5 @@
-// The command line: a typed row a flag, from which parsing, help and messages come; what may not stand together;
-// parse_options(), which fills Options (options.h), or throws Error with a line that names the flag, what was found,
-// what was expected and the cure.
+// The command line: a typed row a flag, from which parsing, help and messages come; what may not stand together; and
+// parse_options(), which fills Options (options.h), or fails with the flag, what was found and expected, and the cure.
 #pragma once
 
 #include "batch.h"
@@ -141,8 +140,7 @@ constexpr Command commands[] = {
     {"info", run_info, "what is in a checkpoint, what its cache costs, and will it run", "-m ~/models/SmolLM2-135M"},
 };
 
-// Flags of llama.cpp, Transformers, vLLM and ollama, without dashes and with "-" for "_" -> the flag that does the same
-// here, or what to do.
+// Flags of llama.cpp, Transformers, vLLM and ollama, without dashes, "-" for "_" -> the same flag here, or what to do.
 constexpr const char *elsewhere[][2] = {
     {"temperature", "--temp"},
     {"n-predict num-predict max-tokens max-new-tokens", "-n"},
@@ -154,7 +152,8 @@ constexpr const char *elsewhere[][2] = {
     {"do-sample", "--temp above 0 draws the tokens"},
     {"repeat-penalty repetition-penalty repeat-last-n presence-penalty frequency-penalty mirostat typical num-beams",
      "there is none: --temp --top-k --top-p --min-p say how a token is drawn"},
-    {"stop r reverse-prompt", "there are no stop words: a text ends at an end id or after -n tokens"},
+    {"stop r reverse-prompt",
+     "it ends at an end id or after -n tokens; requests of llm batch may name texts that end them"},
     {"cnv conversation no-cnv no-conversation i interactive if st single-turn sys system-prompt chat-template jinja",
      "there is no chat: give -p or -f the text that the model's chat template makes"},
     {"e escape", "a prompt is taken as it stands: in bash $'two\\nlines', or -f FILE"},
@@ -286,8 +285,9 @@ inline void check_together(const Options &o) {
     refuse_if(o.naive && in("diff eval memory"), "--cache", "llm " + o.command + " is about caches: " + layout_names());
     refuse_if(o.naive, "--samples", "several texts share a cache, which --cache none has not: drop one of the two");
     refuse_if(o.samples > 1, "--dump-logits", "is for one text: drop --samples or --dump-logits");
-    refuse_if(in("generate") && o.temperature == 0, "--samples", "at --temp 0 all are the same: raise --temp");
-    refuse_if(in("generate") && o.count == 0, "--samples", "with -n 0 there is nothing to draw: raise -n");
+    const bool texts_drawn = in("generate") && o.samples > 1;
+    refuse_if(texts_drawn && o.temperature == 0, "--samples", "at --temp 0 all are the same: raise --temp");
+    refuse_if(texts_drawn && o.count == 0, "--samples", "with -n 0 there is nothing to draw: raise -n");
     refuse_if(o.naive && in("batch"), "--cache", "many requests need a cache: " + layout_names());
     refuse_if(missing(Paged{}), "--pool", "belongs to --cache paged" + found);
     refuse_if(o.against == "alone" && in("diff"), "--against", "is for llm batch: expected naive or full");
@@ -312,7 +312,7 @@ inline void check_together(const Options &o) {
               "is for the CPU, found --device cuda: drop one of the two, or use --device auto");
     refuse_if(o.weights == "int8" && o.activations == "bf16", "--activations",
               "int8 weights are multiplied with int8 activations: drop one of the two");
-    refuse_if((o.count == 0 && in("diff bench")) || (o.count < 0 && in("bench")), "-n",
+    refuse_if((o.count == 0 && in("diff bench batch")) || (o.count < 0 && in("bench batch")), "-n",
               "expected 1 or more, or there is nothing to compare or time");
     refuse_if(shape > 0, "-m", "a model has a shape of its own: drop -m, or --layers --kv-heads --head-dim");
     refuse_if(shape < 3 || !o.has("-c"), "--layers --kv-heads --head-dim",
@@ -428,6 +428,7 @@ inline Options parse_options(const std::vector<std::string> &words) {
         if (!options.has("--cache")) options.layouts = {Paged{}};
         if (!options.has("--page") && blocks) options.page = group_size;
         if (!options.has("-np")) options.sequences = std::min(16, options.pass_tokens);
+        if (!options.has("--pass-tokens")) options.pass_tokens = std::max(512, options.sequences);
     }
     check_together(options);
     if (options.count < 0) options.count = INT_MAX;

@@ -202,9 +202,7 @@ public:
     ~PartFile() {
         if (file_) remove(part_.c_str());
     }
-    size_t write(const void *data, size_t size) { return fwrite(data, 1, size, file_.get()); }
-    void write(const std::string &text) { write(text.data(), text.size()); }
-    void to_begin() { rewind(file_.get()); }
+    FILE *file() { return file_.get(); }
     void finish() {
         bool written = !ferror(file_.get());
         written &= fclose(file_.release()) == 0;
@@ -223,24 +221,25 @@ private:
 // A NumPy file of float32 rows.
 class RowFile {
 public:
-    RowFile(const std::string &path, int width) : file_(path, "--dump-logits"), width_(width) { write_header(); }
-    void add(const std::vector<float> &rows) {
-        count_ += file_.write(rows.data(), rows.size() * sizeof(float)) / sizeof(float) / (size_t)width_;
+    RowFile(const std::string &path, int width) : part_(path, "--dump-logits"), width_(width) {
+        fseek(part_.file(), header_bytes, SEEK_SET);
     }
+    void add(const std::vector<float> &rows) {
+        count_ += fwrite(rows.data(), sizeof(float), rows.size(), part_.file()) / (size_t)width_;
+    }
+    // The header: magic, version 1.0, length of the rest, a Python dictionary.
     void finish() {
-        file_.to_begin();
-        write_header();
-        file_.finish();
+        std::string start("\x93NUMPY\x01\x00\x76\x00", 10), shape = formatted("(%zu, %d)", count_, width_);
+        start += "{'descr': '<f4', 'fortran_order': False, 'shape': " + shape + ", }";
+        start.resize(header_bytes - 1, ' ');
+        rewind(part_.file());
+        fwrite((start + "\n").data(), 1, header_bytes, part_.file());
+        part_.finish();
     }
 
 private:
-    void write_header() {  // 128 bytes: magic, version 1.0, length of the rest, a Python dictionary
-        std::string start("\x93NUMPY\x01\x00\x76\x00", 10), shape = formatted("(%zu, %d)", count_, width_);
-        start += "{'descr': '<f4', 'fortran_order': False, 'shape': " + shape + ", }";
-        start.resize(127, ' ');
-        file_.write(start + "\n");
-    }
-    PartFile file_;
+    static constexpr int header_bytes = 128;
+    PartFile part_;
     int width_;
     size_t count_ = 0;
 };
@@ -251,16 +250,19 @@ inline std::string types_of(const Precision &type_k, const Precision &type_v) {
     return k == v ? k : k + "/" + v;
 }
 
-// A cache's layout by its name; a ring's with its window and sinks: "ring 124 + 4".
-inline Report &add_layout(Report &report, const Cache &cache, const char *format, const std::string &head = "") {
-    const Ring *ring = std::get_if<Ring>(&cache.layout);
+// A cache's layout and types by name, "none" for nullptr, "ring 124 + 4": window and sinks; `heads` are of a table.
+inline void add_names(Report &report, const Cache *cache, const char *layout_format, const char *k_format,
+                      const char *v_format, const std::vector<std::string> &heads = {"", "", ""}) {
+    auto name = [&](auto choice) { return std::string(cache ? name_of(cache->*choice) : "none"); };
+    const Ring *ring = cache ? std::get_if<Ring>(&cache->layout) : nullptr;
     if (ring) report.add("window", ring->window).add("sinks", ring->sinks);
-    std::string shown = name_of(cache.layout) + (ring ? formatted(" %d + %d", ring->window, ring->sinks) : "");
-    return report.add("layout", name_of(cache.layout), formatted(format, shown.c_str()), head);
+    const std::string shown = name(&Cache::layout) + (ring ? formatted(" %d + %d", ring->window, ring->sinks) : "");
+    report.add("layout", name(&Cache::layout), formatted(layout_format, shown.c_str()), heads[0]);
+    report.show("type_k", name(&Cache::type_k), k_format, heads[1]);
+    report.show("type_v", name(&Cache::type_v), v_format, heads[2]);
 }
 
-// A ring's rows are used again: it has the last positions, and its sinks. Where kinds of layers differ, of the one that
-// keeps most.
+// A ring's rows are used again: it has the last positions, and its sinks. Of the kind of layers that keeps most.
 inline std::string positions_stored(const Cache &cache) {
     const int all = cache.lengths[0];
     const Ring *ring = nullptr;
@@ -329,10 +331,8 @@ inline std::string lines_of(const std::vector<Report> &kinds, const std::string 
 // nullptr: there is none, every token is computed from all before it.
 inline Report about_cache(const Config &config, const Cache *cache) {
     CacheBytes bytes = cache ? bytes_of(*cache) : CacheBytes{};
-    auto name = [&](auto choice) { return std::string(cache ? name_of(cache->*choice) : "none"); };
     Report about;
-    cache ? add_layout(about, *cache, "cache    %s") : about.add("layout", "none");
-    about.show("type_k", name(&Cache::type_k), ", K %s").show("type_v", name(&Cache::type_v), ", V %s");
+    add_names(about, cache, "cache    %s", ", K %s", ", V %s");
     about.show("bytes", bytes.total(), ": %.0f bytes").add("payload_bytes", bytes.payload);
     about.show("metadata_bytes", bytes.metadata, ", %.0f of them metadata");
     about.say(cache ? positions_stored(*cache) + "\n" : "\n");

@@ -4,11 +4,10 @@
 #include "generate.h"
 #include "sizes.h"
 
-inline void add_config(Report &report, const Model &model, int tokenizer_ids) {
+// `window`: how far back the layers look at the most that have one.
+inline void add_config(Report &report, const Model &model, int window, int tokenizer_ids) {
     const Config &config = model.config;
     const Kind &kind = config.kinds[0];
-    int window = 0;
-    for (const Kind &each : config.kinds) window = std::max(window, each.window);
     const std::string rope = std::vector<std::string>{"none", "linear", "llama3"}[kind.rope.kind];
     report.add("tied", config.tied, config.tied ? ", tied" : "");
     report.say(formatted(", %s weights\n", dtype_name(model.layers[0].query.weight.type)));
@@ -41,7 +40,6 @@ inline int run_info(const Options &options) {
     if (runs) model = load_model(directory);
     Report report;
     report.add("architecture", sizes.architecture, directory + "\n  architecture   " + sizes.architecture);
-    if (runs) add_config(report, model, tokenizer_ids);
 
     int furthest = 0, windowed = 0, layers = 0;
     double a_token = 0, whole = 0;  // in f16
@@ -49,12 +47,13 @@ inline int run_info(const Options &options) {
         furthest = std::max(furthest, kind.window), layers += kind.layers, windowed += kind.window ? kind.layers : 0;
         a_token += 2.0 * kind.layers * kind.kv_heads * (kind.key_width + kind.value_width);
     }
+    if (runs) add_config(report, model, furthest, tokenizer_ids);
     const std::vector<Store> stores =
         stores_of(cache_shapes(options, sizes.kinds, sizes.context, sizes.context), Contiguous{});
     for (const Store &store : stores) whole += bytes_of(store, F16{}, F16{}).total();
     const Kind first = sizes.kinds.empty() ? Kind{} : sizes.kinds[0];
     double weights = (double)model.weight_bytes;
-    FreeMemory free = free_memory_of_host();
+    const Room free = free_memory_of_host();
     const bool several = sizes.kinds.size() > 1;
     auto known = [&](double number) { return sizes.no_size.empty() ? number : NAN; };
     auto of_one = [&](const std::string &text) { return several ? "" : text; };
@@ -83,7 +82,7 @@ inline int run_info(const Options &options) {
                          : some_fit
                              ? formatted("yes, with -c %.0f or fewer", std::floor((free.bytes - weights) / a_token))
                              : "slowly, its weights read from the disk again and again: " + in_units(weights);
-    if (runs) report.say(answer + ", " + free.where + " has " + in_units(free.bytes) + " free\n");
+    if (runs) report.say(answer + ", " + free.name + " has " + in_units(free.bytes) + " free\n");
     report.print(options.json);
     return runs ? 0 : 1;
 }

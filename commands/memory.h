@@ -3,8 +3,7 @@
 
 #include "info.h"
 
-// What is asked about. A shape that the flags give is that of a model without weights, whose layers all look back to
-// the first position.
+// What is asked about. A shape by flags is that of a model without weights, whose layers look back to the beginning.
 struct MemoryQuestion {
     std::string model;               // its directory; "": the flags give the shape
     std::vector<Kind> kinds;         // of the layers with keys and values

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,29 +24,21 @@ inline std::string precision_names() {
     return names;
 }
 
-// The entry of a list by its name; whether there is one.
+// The entry of a list by its name. `flag` is where that stood, and `known` says what else might, for the message.
 template <class List>
-bool find_name(List &found, const std::string &name) {
-    bool known = false;
+List parse_name(const std::string &flag, const std::string &name, const std::string &known) {
+    std::optional<List> found;
     for_each_type<List>([&](auto type) {
-        if (name == type.name) found = type, known = true;
+        if (name == type.name) found = type;
     });
-    return known;
+    if (!found) fail("%s %s: unknown %s", flag.c_str(), name.c_str(), known.c_str());
+    return *found;
 }
-
-// A layout or precision by its name. `flag` is where the name stood, for the message.
 inline Precision parse_precision(const std::string &flag, const std::string &name) {
-    Precision found;
-    if (!find_name(found, name))
-        fail("%s %s: unknown type; known are %s", flag.c_str(), name.c_str(), precision_names().c_str());
-    return found;
+    return parse_name<Precision>(flag, name, "type; known are " + precision_names());
 }
 inline Layout parse_layout(const std::string &flag, const std::string &name) {
-    Layout found;
-    if (!find_name(found, name))
-        fail("%s %s: unknown layout; known are none (recompute everything) %s", flag.c_str(), name.c_str(),
-             layout_names().c_str());
-    return found;
+    return parse_name<Layout>(flag, name, "layout; known are none (recompute everything) " + layout_names());
 }
 
 // A cache that was asked for.

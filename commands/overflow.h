@@ -2,25 +2,6 @@
 // is found when that has happened, so no step pays for it.
 #pragma once
 
-// The largest number that a type stores as a number. Blocks keep their newest positions at f16.
-inline float largest_of(const Precision &type) {
-    auto of = [](auto format) {
-        auto stored = [&](uint32_t magnitude) {  // as it reads
-            float x = bit_cast<float>(magnitude);
-            std::vector<char> row(format.row_bytes(1));
-            format.encode(row.data(), &x, 1);
-            return format.number(row.data(), 0);
-        };
-        uint32_t below = 0, beyond = 0x7f800000;  // infinity: magnitudes are in the order of their bits
-        while (beyond - below > 1) {
-            uint32_t middle = below + (beyond - below) / 2;
-            (stored(middle) <= FLT_MAX ? below : beyond) = middle;
-        }
-        return stored(below);
-    };
-    return std::visit([&](auto format) { return decltype(format)::blocks ? of(F16()) : of(format); }, type);
-}
-
 // Fails with the first key or value that is beyond its type, if there is one: the tokens that `cache` has read are read
 // once more, into an f32 cache of the same layout. begin(exact), if there is one, stores what stood before them.
 inline void blame_cache(Engine &engine, const Cache *cache, const std::vector<int> &tokens,

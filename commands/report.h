@@ -29,8 +29,7 @@ inline std::string joined(const std::vector<std::string> &items, const char *bet
 
 // ---- Text in as many columns as there are ---------------------------------------------------------------------------
 
-// Columns of the terminal behind a stream, by the environment's COLUMNS or by what the terminal says. Files and pipes
-// have no end of a line.
+// Columns of the terminal behind a stream, by COLUMNS or by what the terminal says. Files and pipes have no line's end.
 inline size_t columns_of(FILE *stream) {
     if (!isatty(fileno(stream))) return SIZE_MAX;
     const char *given = getenv("COLUMNS");

@@ -4,8 +4,6 @@
 #include <map>
 #include <optional>
 #include <set>
-#include <sstream>
-
 #include "../base/model.h"
 
 // What a cache's size follows from, also of architectures that do not run here.
@@ -46,10 +44,8 @@ const char fixed_width[] =
 
 // Whether `text` has one of the parts, words with a blank between.
 inline bool has_part(const std::string &text, const char *parts) {
-    std::istringstream words(parts);
-    for (std::string part; words >> part;)
-        if (text.find(part) != std::string::npos) return true;
-    return false;
+    const std::vector<std::string> words = split(parts);
+    return std::any_of(words.begin(), words.end(), [&](auto &part) { return text.find(part) != std::string::npos; });
 }
 
 // New architectures come with keys of their own, and a size that leaves one out is wrong without a word. So a key that
@@ -68,7 +64,7 @@ inline void refuse_unknown_shape(const Section &config, bool mixed) {
         "per_layer_config swa_num_attention_heads swa_num_key_value_heads swa_head_dim swa_v_head_dim global_head_dim "
         "num_global_key_value_heads attention_k_eq_v index_head_dim index_n_heads index_topk indexer_types";
     const cJSON *window = config.find("sliding_window");
-    for (const cJSON *item = config.object->child; item; item = item->next) {
+    for (const cJSON *item : items_of(config.object)) {
         const std::string key = item->string;
         bool shape = has_part(key,
                               "attn attention layer head kv_ _kv key_value window swa latent block_type block_config "
@@ -134,10 +130,10 @@ inline std::vector<Sees> layers_named(const Section &config, const std::string &
         if (!list || cJSON_IsNumber(list)) continue;
         std::vector<std::string> words;
         for (const char *c = cJSON_IsString(list) ? list->valuestring : ""; *c; c++) words.push_back({*c});
-        for (const cJSON *item = cJSON_IsArray(list) ? list->child : nullptr; item; item = item->next)
+        for (const cJSON *item : items_of(cJSON_IsArray(list) ? list : nullptr))
             words.push_back(cJSON_IsString(item) ? item->valuestring : printable(item));
         if (words.empty() || (!known.repeats && (int)words.size() != layers))
-            config.refuse(known.key, list, "a list of " + std::to_string(layers) + " (num_hidden_layers) names");
+            config.refuse(known.key, list, formatted("a list of %d (num_hidden_layers) names", layers));
         for (int i = 0; i < layers; i++) {
             const std::string &word = words[(size_t)i % words.size()];
             if (has_part(word, "indexed sparse")) config.need("index_head_dim");
@@ -178,29 +174,28 @@ inline void take(const Section &in, const char *key, std::initializer_list<int *
         if (in.find(key)) *size = in.integer(key, 1, max_size);
 }
 
-// Layers that differ from one another, by number: their KV heads, 0 where they have those of the others. `sees` loses
-// those without attention.
+// Of each layer its own KV heads; 0: those of the others. `sees` loses the layers without attention.
 inline std::vector<int> read_own_heads(const Section &config, int heads, std::vector<Sees> &sees) {
     const int layers = (int)sees.size();
     std::vector<int> own((size_t)layers, 0);
     for (const char *key : {"num_key_value_heads_per_layer", "num_key_value_heads", "num_kv_heads", "block_configs"}) {
-        const cJSON *list = config.find(key), *item = list ? list->child : nullptr;
+        const cJSON *list = config.find(key);
         if (!cJSON_IsArray(list)) continue;
-        if (cJSON_GetArraySize(list) != layers)
-            config.refuse(key, list, "a list of " + std::to_string(layers) + " (num_hidden_layers)");
-        for (int i = 0; i < layers; i++, item = item->next) {
+        int i = 0;
+        for (const cJSON *item : config.by_layer(key, layers)) {
             const Section attention = Section{config.name + ": an entry of " + key, item}.section("attention");
             if (attention.flag("no_op", false) || attention.flag("replace_with_linear", false)) {  // Nemotron-NAS
                 sees[i] = Sees::nothing;
             } else if (attention.object) {
                 own[i] = heads / attention.integer("n_heads_in_group", 1, heads);
-                for (const cJSON *other = attention.object->child; other; other = other->next)
+                for (const cJSON *other : items_of(attention.object))
                     if (!has("n_heads_in_group", other->string) && !is_neutral(other, 0))
                         attention.refuse(printable(other->string).c_str(), other, "none");
             } else {
                 if (!is_whole(item, 1, max_size)) config.refuse(key, list, "a whole number for each layer");
                 own[i] = (int)item->valuedouble;
             }
+            i++;
         }
     }
     return own;
@@ -251,8 +246,7 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
 
     std::vector<int> own_heads((size_t)layers, 0);
     const cJSON *rank = config.find("kv_lora_rank"), *values = config.find("v_head_dim");
-    std::optional<int> no_index;
-    if (!config.find("index_topk")) no_index = 0;
+    const std::optional<int> no_index = config.find("index_topk") ? std::nullopt : std::optional<int>(0);
     const int index_width = config.integer("index_head_dim", 1, max_size, no_index);  // V3.2: keys to find rows by
     if (rank && !is_neutral(rank, 0)) {  // DeepSeek-AI 2024, DeepSeek-V2, section 2.1: one row for all heads
         all.kv_heads = 1;
@@ -298,21 +292,19 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
     take(config, "global_head_dim", {&all.key_width, &all.value_width});
     if (config.flag("attention_k_eq_v", !gemma4)) take(config, "num_global_key_value_heads", {&all.kv_heads});
     const int shared = config.integer("num_kv_shared_layers", 0, layers, 0);  // the last ones: they store nothing
-    const cJSON *indexers = config.find("indexer_types"), *indexer = indexers ? indexers->child : nullptr;
-    if (indexers && (!index_width || cJSON_GetArraySize(indexers) != layers))
-        config.refuse("indexer_types", indexers, "a list of " + std::to_string(layers) + " (num_hidden_layers) names");
-    for (int i = 0; i < layers; i++, indexer = indexer ? indexer->next : nullptr) {
+    // "shared": finds rows by the keys of a layer before
+    const std::vector<const cJSON *> indexers = config.by_layer("indexer_types", layers, " names");
+    if (!indexers.empty() && !index_width)
+        config.refuse("indexer_types", config.find("indexer_types"), "none without index_topk");
+    for (int i = 0; i < layers; i++) {
         if (sees[i] == Sees::nothing) continue;
         Kind kind = sees[i] == Sees::window ? local : all;
         if (own_heads[i]) kind.kv_heads = own_heads[i];
-        // "shared": finds rows by the keys of a layer before
+        const cJSON *indexer = indexers.empty() ? nullptr : indexers[(size_t)i];
         if (!cJSON_IsString(indexer) || strcmp(indexer->valuestring, "shared")) kind.key_width += index_width;
-        for (const cJSON *item = by_layer.object ? by_layer.object->child : nullptr; item; item = item->next) {
-            if (atoi(item->string) != i) continue;
-            const Section own{by_layer.name, item};
-            for (const cJSON *key = item->child; key; key = key->next)
-                if (!has("head_dim num_key_value_heads num_attention_heads intermediate_size", key->string))
-                    own.refuse(printable(key->string).c_str(), key, "none");
+        for (const cJSON *item : items_of(by_layer.object)) {
+            const Section own{by_layer.name, atoi(item->string) == i ? item : nullptr};
+            own.refuse_others("head_dim num_key_value_heads num_attention_heads intermediate_size", "none");
             take(own, "head_dim", {&kind.key_width, &kind.value_width});
             take(own, "num_key_value_heads", {&kind.kv_heads});
         }
@@ -347,11 +339,8 @@ inline CacheSizes read_cache_sizes(const std::string &name, const std::string &t
         }
         read_any_sizes(config, model_type, inside, out);
     } catch (const Error &error) {
-        CacheSizes none;
-        none.architecture = out.architecture, none.why_not = out.why_not;
-        out = none;
-        out.no_size =
-            error.what() + std::string("; `llm memory` takes a shape: --layers N --kv-heads N --head-dim N -c N");
+        const char *cure = "; `llm memory` takes a shape: --layers N --kv-heads N --head-dim N -c N";
+        return {out.architecture, out.why_not, error.what() + std::string(cure), 0, {}, {}};
     }
     return out;
 }

@@ -230,6 +230,8 @@ __device__ inline void split(uint32_t (&parts)[count], float x, float y) {
     }
 }
 
+constexpr uint32_t bf16_ones = 0x3f803f80;
+
 // The codes in bytes 0 and 2, exactly; fp8 as numbers.
 template <int largest, int divisor>
 __device__ inline uint32_t two_codes(const ScaledRow<int8_t, largest, divisor> &, uint32_t x) {

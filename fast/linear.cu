@@ -8,6 +8,8 @@
 #include "../layers.cu"
 
 #ifdef HAS_CUDA
+#include "instructions.h"
+
 namespace fast {
 
 constexpr int block_threads = 256;

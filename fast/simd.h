@@ -13,7 +13,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "../base/formats.h"
+#include "../precision.h"
 
 #define HWY_COMPILE_ONLY_STATIC  // for the machine that -march names
 #define HWY_DISABLE_PCLMUL_AES   // and that is no less an AVX2 machine without instructions for ciphers

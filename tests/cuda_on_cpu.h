@@ -51,6 +51,7 @@
 #define __device__
 #define __host__
 #define __launch_bounds__(...)
+#define CUBLAS(function) function
 
 namespace cuda_on_cpu {
 
@@ -611,5 +612,60 @@ inline bool run_blocks(size_t bytes) {
 }  // namespace cuda_on_cpu
 
 using namespace cuda_on_cpu::words;
+
+// ---- Instructions ------------------------------------------------------------------------------------------
+// The plain twins of fast/instructions.h, which says what each computes.
+
+#define UNROLL
+
+inline float exp2_fast(float x) { return x < -126 ? 0 : exp2f(x); }
+
+template <class Number>
+uint32_t pack(float first, float second) {
+    Number low, high;
+    from_float(low, first);
+    from_float(high, second);
+    return (uint32_t)low.bits | (uint32_t)high.bits << 16;
+}
+
+inline uint32_t fma_bf16(uint32_t a, uint32_t b, uint32_t c) {
+    auto part = [](uint32_t two, int i) { return (double)to_float(bf16{(uint16_t)(two >> 16 * i)}); };
+    auto one = [&](int i) { return (float)(part(a, i) * part(b, i) + part(c, i)); };
+    return pack<bf16>(one(0), one(1));
+}
+
+inline uint32_t transposed(uint32_t matrix) {
+    auto of = cuda_on_cpu::exchange(matrix);
+    int row = (int)threadIdx.x % 32 / 4, column = 2 * ((int)threadIdx.x % 4);
+    auto number = [&](int from) { return of(from * 4 + row / 2) >> 16 * (row % 2) & 0xffff; };
+    return number(column) | number(column + 1) << 16;
+}
+
+template <class Number>
+void multiply_matrices(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    struct Factors {
+        uint32_t a[4], b[2];
+    };
+    auto of = cuda_on_cpu::exchange(Factors{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
+    auto number = [](uint32_t two, int i) { return (double)to_float(Number{(uint16_t)(two >> 16 * i)}); };
+    for (int i = 0; i < 4; i++) {
+        int row = (int)threadIdx.x % 32 / 4 + i / 2 * 8, column = 2 * ((int)threadIdx.x % 4) + i % 2;
+        double sum = sums[i];
+        for (int k = 0; k < 16; k++)
+            sum += number(of(row % 8 * 4 + k % 8 / 2).a[row / 8 + k / 8 * 2], k % 2) *
+                   number(of(column * 4 + k % 8 / 2).b[k / 8], k % 2);
+        sums[i] = (float)sum;
+    }
+}
+
+template <class T>
+void copy_async16(Shared<T> to, int i, const void *from, int bytes) {
+    cuda_on_cpu::copy_async(to, i, from, bytes);
+}
+inline void commit_copies() { cuda_on_cpu::commit_copies(); }
+template <int most>
+void wait_copies() {
+    cuda_on_cpu::wait_copies(most);
+}
 
 #include "cuda_runtime_on_cpu.h"

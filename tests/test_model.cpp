@@ -1494,10 +1494,10 @@ TEST_CASE("memory: what is free, and less in a container") {
                             {folder + (old ? "memory.limit_in_bytes" : "memory.max"), tree.most},
                             {folder + (old ? "memory.usage_in_bytes" : "memory.current"), tree.used},
                             {cgroup + (tree.extra.empty() ? "none" : tree.extra_file), tree.extra}});
-        FreeMemory memory = free_memory_of_host(scratch.str());
+        const Room memory = free_memory_of_host(scratch.str());
         CAPTURE(tree.group + " " + tree.folder);
         CHECK(memory.bytes == tree.kib * 1024);
-        CHECK(memory.where == (tree.kib < 800 ? "this container" : "this machine"));
+        CHECK(memory.name == (tree.kib < 800 ? "this container" : "this machine"));
     }
     CHECK(free_memory_of_host("/nowhere").bytes > 0);
     CHECK(free_memory_of_host().bytes <= (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE));

@@ -1,0 +1,264 @@
+// llm batch and generate --samples as their user meets them: lines in, lines out. That a text does not depend on its
+// company is shown in test_batch.cpp; here, that the program says so of what it is given.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "files.h"
+#include "program.h"
+
+using namespace program;
+using Ids = std::vector<int>;
+
+const std::string shared = "Once upon a time there was a small village near a river. Tom, Mia and Ben lived there. ";
+
+Ids ids_at(const cJSON *root, const std::string &path) {
+    Ids result;
+    const cJSON *list = at(root, path), *item;
+    REQUIRE_MESSAGE(cJSON_IsArray(list), path);
+    cJSON_ArrayForEach(item, list) result.push_back(item->valueint);
+    return result;
+}
+std::string text_at(const cJSON *root, const std::string &path) {
+    const cJSON *item = at(root, path);
+    REQUIRE_MESSAGE(cJSON_IsString(item), path);
+    return item->valuestring;
+}
+
+// A run of llm batch: each line of standard output is JSON; the last one is the summary.
+struct Batch {
+    Outcome outcome;
+    std::map<std::string, Json> requests;  // by id
+    Json summary;
+    Batch(const std::string &lines, const Words &rest = {}, int status = 0) {
+        Scratch scratch;
+        spill(scratch / "requests.jsonl", lines);
+        outcome = run(Words{"batch", "-f", scratch / "requests.jsonl", "-t", "1"} + rest);
+        REQUIRE_MESSAGE(outcome.status == status, outcome);
+        std::vector<std::string> out = split(outcome.out, '\n');
+        REQUIRE((out.size() >= 2 && out.back().empty()));
+        out.pop_back();
+        summary = parse_json("summary", out.back());
+        out.pop_back();
+        for (const std::string &line : out) {
+            Json json = parse_json("line", line);
+            requests[text_at(json.get(), "id")] = std::move(json);
+        }
+    }
+    double of(const std::string &id, const std::string &key) { return number(requests.at(id), key); }
+};
+
+std::string request(const std::string &id, const std::string &prompt, int count, const std::string &rest = "") {
+    return "{\"id\": " + json_of(id) + ", \"prompt\": " + json_of(prompt) + ", \"n\": " + std::to_string(count) + rest +
+           "}\n";
+}
+
+// ---- llm batch -----------------------------------------------------------------------------------------------
+
+TEST_CASE("each request has the text that generate gives it, and the summary counts") {
+    const std::string lines = request("a", shared + "Tom", 20) +
+                              request("b", shared + "Mia", 12, ", \"temp\": 0.9, \"top_k\": 20, \"seed\": 7") +
+                              request("c", "In the morning", 9, ", \"temp\": 1, \"top_p\": 0.9, \"min_p\": 0.01, "
+                                                                "\"seed\": 3, \"at\": 0.02");
+    for (const std::string &flags :
+         Words{"", "--cache contiguous", "--kv int8 --page 4", "--kv int4", "--cache ring"}) {
+        Batch batch(lines, words_of(flags) + Words{"--against", "alone", "-np", "2"});
+        const Words common = Words{"generate", "-t", "1"} +
+                             words_of(flags.empty() || flags[2] == 'k' ? "--cache paged " + flags : flags);
+        const std::map<std::string, Words> each = {
+            {"a", {"-p", shared + "Tom", "-n", "20"}},
+            {"b", {"-p", shared + "Mia", "-n", "12", "--temp", "0.9", "--top-k", "20", "-s", "7"}},
+            {"c", {"-p", "In the morning", "-n", "9", "--temp", "1", "--top-p", "0.9", "--min-p", "0.01", "-s", "3"}}};
+        double tokens = 0;
+        for (auto &[id, words] : each) {
+            CAPTURE(id);
+            CAPTURE(flags);
+            Json alone = run_json(common + words);
+            CHECK(ids_at(alone.get(), "tokens") == ids_at(batch.requests.at(id).get(), "tokens"));
+            CHECK(text_at(alone.get(), "text") == text_at(batch.requests.at(id).get(), "text"));
+            CHECK(text_at(batch.requests.at(id).get(), "stop") == text_at(alone.get(), "stop"));
+            CHECK(batch.of(id, "seconds") >= batch.of(id, "seconds_to_first_token"));
+            CHECK(batch.of(id, "seconds_to_first_token") > 0);
+            tokens += (double)ids_at(alone.get(), "tokens").size();
+        }
+        CHECK(number(batch.summary, "requests") == 3);
+        CHECK(number(batch.summary, "tokens") == tokens);
+        CHECK(number(batch.summary, "same_alone") == 3);
+        check_contains(batch.outcome.err, "beside each alone: 3 of 3 requests the same, to the last bit");
+    }
+}
+
+TEST_CASE("what others have read is found, also by those who come together, and pages are given back") {
+    std::string lines;
+    for (int i = 0; i < 4; i++) lines += request("r" + std::to_string(i), shared + shared + std::to_string(i), 4);
+    Batch batch(lines, {"--page", "4", "--pass-tokens", "32", "--against", "alone"});
+    double found = 0;
+    for (int i = 0; i < 4; i++) found += batch.of("r" + std::to_string(i), "cached_tokens");
+    CHECK(batch.of("r0", "cached_tokens") == 0);
+    for (int i = 1; i < 4; i++) CHECK(batch.of("r" + std::to_string(i), "cached_tokens") > 30);
+    CHECK(number(batch.summary, "hit_tokens") == found);
+    const double alone = std::ceil((batch.of("r0", "prompt_tokens") + 3) / 4);
+    CHECK(number(batch.summary, "peak_pages") < 2 * alone);
+    CHECK(number(batch.summary, "same_alone") == 4);
+}
+
+TEST_CASE("a stop text ends a request and does not stand in its text; so does an end id") {
+    Json whole = run_json({"generate", "-p", shared + "Tom", "-n", "40", "-t", "1"});
+    const std::string text = text_at(whole.get(), "text"), stop = text.substr(text.size() / 2, 3);
+    Batch batch(request("a", shared + "Tom", 40, ", \"stop\": [\"@@\", " + json_of(stop) + "]") +
+                request("b", shared + "Tom", 40, ", \"stop\": \"@@\""));
+    CHECK(text_at(batch.requests["a"].get(), "text") == text.substr(0, text.find(stop)));
+    CHECK(text_at(batch.requests["a"].get(), "stop") == "stop");
+    CHECK(text_at(batch.requests["b"].get(), "text") == text);
+}
+
+TEST_CASE("a small pool: exact admission waits, optimistic admission preempts; the texts are the same") {
+    std::string lines;
+    for (char c = 'a'; c < 'g'; c++) lines += request({c}, std::string("Tom put the key ") + c, 30);
+    const Words pool = {"--page", "4", "--pool", "72", "--against", "alone"};
+    Batch exact(lines, pool), optimistic(lines, pool + Words{"--admission", "optimistic"});
+    CHECK(number(exact.summary, "preemptions") == 0);
+    CHECK(number(optimistic.summary, "preemptions") > 0);
+    for (Batch *batch : {&exact, &optimistic}) {
+        CHECK(number(batch->summary, "same_alone") == 6);
+        CHECK(number(batch->summary, "peak_pages") <= 18);
+        CHECK(number(batch->summary, "pages") == 18);
+    }
+}
+
+TEST_CASE("--events: each page that is handed out is released as often as it was taken or shared") {
+    Scratch scratch;
+    const std::string file = scratch / "events.jsonl";
+    Batch batch(request("a", shared, 6) + request("b", shared + "Tom", 6), {"--page", "4", "--pass-tokens", "16",
+                                                                           "--events", file});
+    std::map<std::string, int> counts;
+    std::map<double, int> held;
+    double tokens = 0, last = 0;
+    for (const std::string &line : split(slurp(file), '\n')) {
+        if (line.empty()) continue;
+        Json event = parse_json("event", line);
+        const std::string what = text_at(event.get(), "event");
+        counts[what]++;
+        if (what == "take" || what == "share") held[number(event, "page")]++;
+        if (what == "release") REQUIRE(--held[number(event, "page")] >= 0);
+        if (what == "pass") tokens += number(event, "tokens");
+        CHECK(number(event, "seconds") >= last);
+        last = number(event, "seconds");
+    }
+    for (auto &[page, count] : held) CHECK(count == 0);
+    CHECK((counts["admit"] == 2 && counts["end"] == 2 && counts["publish"] > 0 && counts["share"] > 0));
+    CHECK(counts["pass"] == number(batch.summary, "passes"));
+    const double prompts = number(batch.summary, "prompt_tokens"), found = number(batch.summary, "hit_tokens");
+    CHECK(tokens == prompts - found + 2 * 5);  // nobody asks what follows the last token
+    CHECK(!fs::exists(file + ".part"));
+}
+
+TEST_CASE("a line that is wrong ends the program before anything runs, with its number and the reason") {
+    auto refused = [](const std::string &line, const Words &parts, const Words &rest = {}) {
+        Scratch scratch;
+        spill(scratch / "r.jsonl", "\n" + request("good", "Tom", 2) + line);
+        check_refused(run(Words{"batch", "-f", scratch / "r.jsonl"} + rest), parts);
+    };
+    refused("{", {"r.jsonl: line 3: not valid JSON"});
+    refused("[1]", {"line 3", "expected a JSON object"});
+    refused("{\"prompt\": \"a\", \"max_tokens\": 3}", {"line 3: unknown key \"max_tokens\"", "known are id prompt"});
+    refused("{\"n\": 3}", {"line 3", "expected either \"prompt\" or \"ids\""});
+    refused("{\"prompt\": \"a\", \"ids\": [1]}", {"expected either"});
+    refused("{\"prompt\": 5}", {"line 3: prompt is 5, expected a text"});
+    refused("{\"ids\": [1, -2]}", {"ids is -2, expected a list of whole numbers"});
+    refused("{\"ids\": [1, 999999]}", {"token id 999999"});
+    refused("{\"ids\": 7}", {"ids is 7, expected a list"});
+    refused("{\"prompt\": \"a\", \"n\": 0}", {"n is 0, expected a whole number from 1"});
+    refused("{\"prompt\": \"a\", \"n\": 2.5}", {"n is 2.5"});
+    refused("{\"prompt\": \"a\", \"temp\": -1}", {"temp is -1, expected a number from 0"});
+    refused("{\"prompt\": \"a\", \"top_p\": 2}", {"top_p is 2, expected a number from 0 to 1"});
+    refused("{\"prompt\": \"a\", \"seed\": -1}", {"seed is -1"});
+    refused("{\"prompt\": \"a\", \"at\": -1}", {"at is -1"});
+    refused("{\"prompt\": \"a\", \"stop\": [\"\"]}", {"stop is \"\", expected a text, or a list of texts"});
+    refused("{\"prompt\": \"a\", \"stop\": 3}", {"stop is 3"});
+    refused("{\"prompt\": \"a\", \"n\": 2000}", {"line 3: ", "2000 more take", "a sequence has 1280"});
+    refused("{\"prompt\": \"a\", \"n\": 30}", {"30 more take", "a sequence has 20", "-c"}, {"-c", "20"});
+    refused("{\"id\": \"good\", \"prompt\": \"a\"}", {"line 3: id \"good\" stands on line 2, too"});
+    refused("{\"id\": \"big\", \"prompt\": \"a\", \"n\": 60}", {"big: ", "60 more take", "the pool has 2"},
+            {"--pool", "32"});
+}
+
+TEST_CASE("--keep-going runs the others, and says so by its status") {
+    Batch batch(request("a", "Tom", 3) + "{\n" + request("b", "Mia", 3), {"--keep-going"}, 1);
+    CHECK((batch.requests.size() == 2 && batch.requests.count("a") && batch.requests.count("b")));
+    check_contains(batch.outcome.err, "line 2: not valid JSON");
+}
+
+TEST_CASE("flags of llm batch that cannot be") {
+    Scratch scratch;
+    spill(scratch / "r.jsonl", request("a", "Tom", 3));
+    auto refused = [&](const std::string &flags, const Words &parts) {
+        check_refused(run(Words{"batch", "-f", scratch / "r.jsonl"} + words_of(flags)), parts);
+    };
+    check_refused(run({"batch"}), {"no requests: give -f FILE"});
+    check_refused(run({"batch", "-f", scratch / "none"}), {"No such file"});
+    refused("--cache none", {"--cache none: many requests need a cache"});
+    refused("--cache paged,ring", {"llm batch takes one"});
+    refused("--cache ring --pool 64", {"--pool 64: belongs to --cache paged"});
+    refused("--kv int4 --page 16", {"--page 16: pages that are shared hold whole blocks of 32"});
+    refused("--pass-tokens 4 -np 8", {"--pass-tokens 4: each of 8 requests"});
+    refused("--against naive", {"--against naive: is for llm diff"});
+    refused("--admission maybe", {"--admission maybe: expected exact|optimistic"});
+    refused("--events /nowhere/e", {"--events /nowhere/e: cannot write there"});
+    refused("--json", {"--json: llm batch has no such flag"});
+    spill(scratch / "r.jsonl", "\n");
+    refused("", {"no request is there"});
+    check_refused(run({"diff", "-p", "a", "--against", "alone"}), {"--against alone: is for llm batch"});
+}
+
+TEST_CASE("Ctrl-C: each request has its line, and the summary is there") {
+    Scratch scratch;
+    std::string lines;
+    for (int i = 0; i < 3; i++) lines += request(std::to_string(i), shared, 1000, i ? ", \"at\": 1000" : "");
+    spill(scratch / "r.jsonl", lines);
+    Setting shell;
+    shell.program = "/bin/sh";
+    Outcome result = run({"-c", program_path() + " batch --ignore-eos -t 1 -f " + (scratch / "r.jsonl") +
+                                    " & sleep 1; kill -INT $!; wait $!"}, shell);
+    // A shell's background jobs do not hear Ctrl-C unless they ask for it, as the program does.
+    CHECK_MESSAGE(result.status == 130, result);
+    const std::vector<std::string> out = split(result.out, '\n');
+    REQUIRE_MESSAGE(out.size() == 5, result);
+    for (int i = 0; i < 3; i++) {
+        Json line = parse_json("line", out[i]);
+        const bool done = ids_at(line.get(), "tokens").size() == 1000;
+        CHECK(text_at(line.get(), "stop") == (done ? "-n" : "interrupted"));
+    }
+    CHECK(number(parse_json("summary", out[3]), "requests") == 3);
+}
+
+// ---- generate --samples --------------------------------------------------------------------------------------
+
+TEST_CASE("--samples: each continuation is the one that its seed gives alone; the prompt's pages are shared") {
+    const Words prompt = {"-p", shared + shared, "-n", "12", "--temp", "0.9", "-t", "1"};
+    for (const std::string &flags : Words{"", "--cache paged --page 4", "--cache ring --window 40",
+                                          "--cache paged --kv int4 --page 32", "--kv int2"}) {
+        Json many = run_json(Words{"generate", "--samples", "3", "-s", "5"} + prompt + words_of(flags));
+        for (int i = 0; i < 3; i++) {
+            CAPTURE(flags);
+            Json alone = run_json(Words{"generate", "-s", std::to_string(5 + i)} + prompt + words_of(flags));
+            const std::string sample = "samples." + std::to_string(i);
+            CHECK(number(many, sample + ".seed") == 5 + i);
+            CHECK(ids_at(many.get(), sample + ".tokens") == ids_at(alone.get(), "tokens"));
+            CHECK(text_at(many.get(), sample + ".text") == text_at(alone.get(), "text"));
+        }
+        if (!contains(flags, "paged")) continue;
+        const double tokens = (double)ids_at(many.get(), "prompt_tokens").size();
+        const double page = contains(flags, "int4") ? 32 : 4;
+        const double alone = std::ceil((tokens + 11) / page);
+        CHECK(number(many, "pages_alone") == 3 * alone);
+        CHECK(number(many, "pages_held") == 3 * alone - 2 * std::floor(tokens / page));
+    }
+    check_refused(run({"generate", "-p", "a", "--samples", "2"}), {"--samples 2: at --temp 0 all are the same"});
+    check_refused(run({"generate", "-p", "a", "--samples", "2", "--temp", "1", "--cache", "none"}), {"--samples 2"});
+}
+
+TEST_CASE("show --samples names the sequences that hold the same pages") {
+    Outcome shown = run_well({"show", "-p", shared, "--cache", "paged", "--page", "4", "--samples", "3"});
+    check_contains(shown.out, "sequences [1, 2] hold pages [0, 1, ");
+    Json json = run_json({"show", "-p", shared, "--cache", "paged", "--page", "4", "--samples", "3"});
+    CHECK(ids_at(json.get(), "place.shared_pages") == ids_at(json.get(), "place.page_table"));
+    CHECK(ids_at(json.get(), "place.sharing_sequences") == Ids{1, 2});
+}
