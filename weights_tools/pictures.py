@@ -556,40 +556,35 @@ def three_batches(llm):
     return picture
 
 
-def pages_by_pass(llm, picture, top, left, height, file, *words):
-    """Who holds which page while a pass computes: a column a pass, a row a page; a page of several has their colours."""
+def pages_shared(llm):
+    """Who holds which page while a pass computes: a page that several hold has the colours of all."""
+    picture = Picture("Four questions about one story hold its pages together", 410)
     with tempfile.TemporaryDirectory() as folder:
-        columns = [rest for _, *rest in tables.passes(batch_run(llm, folder, file, *words)[1])]
+        _, events = batch_run(llm, folder, "docs/agents.jsonl", "-n", "20", "-np", "2")
+        columns = [rest for _, *rest in tables.passes(events)]
     names = dict.fromkeys(name for held, _ in columns for name in held)
     colours = dict(zip(names, ("one", "two", "cached", "naive")))
     pages = 1 + max(page for held, _ in columns for table in held.values() for page in table)
-    width = (WIDTH - 20 - left) / len(columns)
+    left, top, height, width = 76, 76, 20, (WIDTH - 96) / len(columns)
+    picture.text(20, top - 6, "pass", "small")
+    picture.text(20, top + height - 4, "page", "small")
     for page in range(pages):
         picture.text(left - 8, top + page * height + height / 2 + 5, page, "small", "end")
-        for at, (held, known) in enumerate(columns):
-            x, y = left + at * width, top + page * height
-            ids = [name for name in names if page in held.get(name, [])]
-            if not ids:
-                picture.box(x, y, width - 2, height - 2, "grey" if page in known else "empty")
-            for i, name in enumerate(ids):
-                picture.box(x + i * (width - 2) / len(ids), y, (width - 2) / len(ids), height - 2, colours[name])
-    for at in range(len(columns)):
+    for at, (held, known) in enumerate(columns):
         picture.text(left + at * width + width / 2 - 1, top - 6, at + 1, "small", "middle")
-    picture.text(20, top - 6, "pass", "small")
+        for page in range(pages):
+            styles = [colours[name] for name in names if page in held.get(name, [])]
+            styles = styles or ["grey" if page in known else "empty"]
+            for i, style in enumerate(styles):
+                share = (width - 2) / len(styles)
+                picture.box(left + at * width + i * share, top + page * height, share, height - 2, style)
     x, y = left, top + pages * height + 24
     for name, style in [*colours.items(), ("known, held by nobody", "grey"), ("free", "empty")]:
         picture.box(x, y - 12, 15, 15, style)
         picture.text(x + 20, y, name, "small")
         x += 44 + 7.2 * len(name)
-    picture.text(20, top + height - 4, "page", "small")
-    return y + 28
-
-
-def pages_shared(llm):
-    picture = Picture("Four questions about one story hold its pages together", 410)
-    y = pages_by_pass(llm, picture, 76, 76, 20, "docs/agents.jsonl", "-n", "20", "-np", "2")
-    picture.height = int(y + 12)
-    picture.text(20, y, "A page with two colours is held by two requests. docs/agents.jsonl (llm batch -np 2 --events).", "small")
+    picture.text(20, y + 28, "A page with two colours is held by two requests. docs/agents.jsonl (llm batch -np 2 --events).",
+                 "small")
     return picture
 
 
