@@ -4,8 +4,8 @@
     python3 weights_tools/pictures.py [NAME ...] [--out docs/pictures] [--llm ./llm] [--model DIR]
 
 NAME: one of those below, default all but quality, which takes two minutes. roofline and batch_steps (on Linux), of a
-model in --model, are those of your machine. Needs nothing but Python. One style for all: the title says the message, labels stand at what they name,
-one colour for naive and one for cached, and all is readable on white and on black.
+model in --model, are those of your machine. Needs nothing but Python. One style for all: the title says the message,
+labels stand at what they name, one colour for naive and one for cached, and all is readable on white and on black.
 """
 import argparse
 import json
