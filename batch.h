@@ -39,14 +39,17 @@ struct Piece {
 
 struct Schedule {
     Cache &cache;
-    int pass_tokens = 512;            // of a pass at most, and no fewer than sequences
-    bool optimistic = false;          // admission by what is needed now
+    int pass_tokens;                  // of a pass at most, and no fewer than sequences
+    bool optimistic;                  // admission by what is needed now
     std::deque<Request *> waiting;    // first come, first served
     std::vector<Request *> running;   // in the order that they came
     bool changed = true;              // there may be room for somebody who waits
     bool checks = false;              // Request::bits are wanted
+    int held = 0;                     // pages in the last pass,
+    double bytes = 0;                 // and bytes of the cache
     std::function<void(const std::string &what, const Request &)> tell;  // who came in, made room or ended
-    explicit Schedule(Cache &of) : cache(of) {}
+    explicit Schedule(Cache &of, int tokens = 512, bool by_now = false)
+        : cache(of), pass_tokens(tokens), optimistic(by_now) {}
     void say(const std::string &what, const Request &request) const {
         if (tell) tell(what, request);
     }
@@ -197,8 +200,8 @@ inline bool has_pages(const Schedule &schedule, const std::vector<Piece> &pass) 
 }
 
 // The request with the fewest positions, which cost least to compute anew, waits again, and finds those pages of its
-// own that nobody took meanwhile. Never the one that came first: so each comes to its end. Until one does, nobody is
-// let in: the victim would take back what it gave.
+// own that nobody took meanwhile. Never the first of those that run: so each comes to its end. Until one does, nobody
+// is let in: the victim would take back what it gave.
 inline void preempt(Schedule &schedule) {
     auto fewer = [&](const Request *a, const Request *b) {
         return schedule.cache.lengths[a->sequence] < schedule.cache.lengths[b->sequence];
@@ -250,6 +253,8 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
             for (int t = first; t < first + piece.count; t++) batch.add(request.tokens[t], request.sequence, t);
             if (schedule.unread(request) == 0) rows.push_back(batch.count() - 1);
         }
+        schedule.bytes = bytes_of(cache).total();
+        if (const PagePool *pool = scarce_pool(cache)) schedule.held = pool->used();
         forward(engine, batch, cache.stores);
         found = logits(engine, rows);
     });

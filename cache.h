@@ -531,7 +531,9 @@ inline int find_known(Cache &cache, int sequence, const std::vector<int> &tokens
     if (!cache.pages) return 0;
     const int known = cache.pages->find(sequence, tokens);
     carry_out(cache, sequence, 0, known);
-    return cache.lengths[sequence] = cache.reached[sequence] = known;
+    cache.lengths[sequence] = cache.reached[sequence] = known;
+    if (known && blocks_of(cache)) restore_residuals(cache, sequence, known);  // where a cut looks for them
+    return known;
 }
 
 // Where 32 positions are stored together, pages that are shared hold whole blocks of them: what ends within a block is

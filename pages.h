@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <map>
 #include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -175,8 +176,8 @@ public:
         }
     }
 
-    // What must be true at any time: the first thing that is not, or nullptr.
-    const char *check() const {
+    // What must be true at any time: the first thing that is not, or "".
+    std::string check() const {
         for (int kind = 0; kind < kinds(); kind++) {
             const PagePool &pool = pools[kind];
             const int pages = (int)pool.references.size();
@@ -201,7 +202,7 @@ public:
             for (int node : path) sequences[node] += node > 0;
         for (size_t node = 1; node < nodes_.size(); node++)
             if (nodes_[node].sequences != sequences[node]) return "a node has lost count of its sequences";
-        return nullptr;
+        return "";
     }
 
 private:
@@ -253,8 +254,7 @@ private:
         return most;
     }
 
-    // ---- One page ----
-
+    // One page.
     void hold(int kind, int sequence, int logical, int page) {
         PagePool &pool = pools[kind];
         if (pool.references[page]++ == 0) pool.cached.erase({pool.left[page], page});
@@ -304,8 +304,7 @@ private:
         forget_if_empty(node);
     }
 
-    // ---- One node ----
-
+    // One node.
     int new_node(const Key &key) {
         nodes_[key.first].children++;
         Node node = {key.first, key.second, std::vector<int>(pools.size(), -1)};

@@ -44,6 +44,13 @@ inline Request read_request(const std::string &name, const std::string &line, co
     return request;
 }
 
+// What is wrong with a request ends the program, or is said and counted.
+inline void leave_out(const Options &options, const Error &error, int &wrong) {
+    if (!options.keep_going) throw error;
+    note(error.what());
+    wrong++;
+}
+
 // All requests of the file, in the order that they come. Lines that are wrong end the program before anything runs;
 // with --keep-going they are said and left out, and `wrong` counts them.
 inline std::vector<std::unique_ptr<Request>> read_requests(const Options &options, const Session &session, int &wrong) {
@@ -72,9 +79,7 @@ inline std::vector<std::unique_ptr<Request>> read_requests(const Options &option
             for (int token : request.tokens) request.stream->next(token);
             requests.push_back(std::make_unique<Request>(std::move(request)));
         } catch (const Error &error) {
-            if (!options.keep_going) throw;
-            note(error.what());
-            wrong++;
+            leave_out(options, error, wrong);
         }
     }
     if (requests.empty()) fail("%s: no request is there, expected a JSON object a line", options.prompt_file.c_str());
@@ -98,17 +103,17 @@ public:
         if (page.what == PageEvent::copied) event.add("from", page.from).add("count", page.count);
         add(event);
     }
-    void add(const std::string &what, const Request &request) {
-        add(Report().add("event", what).add("id", request.id).add("known", std::max(0, request.known)));
+    // `known`: positions that it has in the cache, for one that comes in those that were found.
+    void add(const std::string &what, const Request &request, int known) {
+        add(Report().add("event", what).add("id", request.id).add("known", known));
     }
-    void add(const std::vector<Piece> &pass, const Schedule &schedule, const PagePool *pool) {
-        Report event;
+    void add(const std::vector<Piece> &pass, const Schedule &schedule) {
+        Report event, pieces;
         int tokens = 0;
-        for (const Piece &piece : pass) tokens += piece.count;
-        event.add("event", std::string("pass")).add("tokens", tokens).add("requests", (int)pass.size());
+        for (const Piece &piece : pass) tokens += piece.count, pieces.add(piece.request->id.c_str(), piece.count);
+        event.add("event", std::string("pass")).add("tokens", tokens).add("pieces", pieces);
         event.add("running", (int)schedule.running.size()).add("waiting", (int)schedule.waiting.size());
-        if (pool) event.add("pages", pool->used());
-        add(event);
+        add(event.add("pages", schedule.held));
     }
     void finish() { file_.finish(); }
 
@@ -139,7 +144,9 @@ struct BatchRun {
         if (!options.has("--events")) return;
         events = std::make_unique<EventFile>(options.events, start);
         cache.tell = [&](const PageEvent &event) { events->add(event, schedule); };
-        schedule.tell = [&](const std::string &what, const Request &request) { events->add(what, request); };
+        schedule.tell = [&](const std::string &what, const Request &request) {
+            events->add(what, request, cache.lengths[request.sequence]);
+        };
     }
 
     // A line of what it has, as soon as it ends.
@@ -193,9 +200,8 @@ struct BatchRun {
                 const bool first = request.first_token == 0 && (int)request.tokens.size() > request.prompt;
                 if (first) request.first_token = now() - start;
             }
-            if (pool) most_pages = std::max(most_pages, pool->used());
-            most_bytes = std::max(most_bytes, bytes_of(cache).total());
-            if (events) events->add(pass, schedule, pool);
+            most_pages = std::max(most_pages, schedule.held), most_bytes = std::max(most_bytes, schedule.bytes);
+            if (events) events->add(pass, schedule);
             say_progress(requests);
         }
     }
@@ -247,18 +253,23 @@ inline int run_batch(const Options &options) {
     Session session{open_engine(options, directory), open_tokenizer(options, directory), {}, {}};
     add_end(options, session.tokenizer.get(), session.engine.model.config);
     int wrong = 0, longest = 1;
-    const Requests requests = read_requests(options, session, wrong);
+    Requests requests = read_requests(options, session, wrong);
     for (auto &request : requests) longest = std::max(longest, request->positions());
     Options many = options, one = options;
     many.sequences = std::min(options.sequences, (int)requests.size());
     one.sequences = 1, one.pool = 0;
     Cache cache = open_cache(many, session.engine, options.caches()[0], options.context ? options.context : longest);
-    Schedule schedule(cache);
-    schedule.pass_tokens = options.pass_tokens;
-    schedule.optimistic = options.admission == "optimistic";
+    Schedule schedule(cache, options.pass_tokens, options.admission == "optimistic");
     schedule.checks = options.against == "alone";
-    for (auto &request : requests) require_fit(schedule, *request);
-    BatchRun run{options, session, cache, schedule, cache.pages ? &cache.pages->pools[0] : nullptr};
+    for (auto &request : std::exchange(requests, {})) {
+        try {
+            require_fit(schedule, *request);
+            requests.push_back(std::move(request));
+        } catch (const Error &error) {
+            leave_out(options, error, wrong);
+        }
+    }
+    BatchRun run{options, session, cache, schedule, scarce_pool(cache)};
     run.open_events();
     try {
         run.run(requests);

@@ -59,7 +59,8 @@ inline const std::vector<Flag> &flags() {
         {"--kv", "TYPE", caches, &O::types_k, "type of K and V (default f16): " + precision_names() + several},
         {"-ctk --cache-type-k", "TYPE", caches, &O::types_k, "cache type of K alone"},
         {"-ctv --cache-type-v", "TYPE", caches, &O::types_v, "cache type of V alone"},
-        {"--page", "N", caches, Int{&O::page, 1, 1 << 16}, "paged: positions per page (default 16)"},
+        {"--page", "N", caches, Int{&O::page, 1, 1 << 16},
+         "paged: positions per page (default 16; 32 where int4 or int2 share)"},
         {"--swa-full", "", caches, &O::keep_all,
          "layers that look back over a window keep all positions (to measure what the window saves)"},
         {"--window", "N", caches, Int{&O::window, 1, 1 << 24},
@@ -296,7 +297,7 @@ inline void check_together(const Options &o) {
               formatted("each of %d requests at once (-np) takes a token of a pass: raise it, or lower -np",
                         o.sequences));
     const bool blocks = any_blocks(o.types_k) || any_blocks(o.types_v);
-    refuse_if(in("batch") && !missing(Paged{}) && blocks && o.page % group_size, "--page",
+    refuse_if((in("batch") || o.samples > 1) && !missing(Paged{}) && blocks && o.page % group_size, "--page",
               formatted("pages that are shared hold whole blocks of %d: give a multiple", group_size));
     refuse_if(o.layouts.empty(), "--kv -ctk -ctv", "is the type of a cache" + found + ": drop one of the two");
     refuse_if(o.layouts.empty(), "--swa-full", "is about what a cache keeps" + found + ": drop one of the two");
@@ -423,10 +424,10 @@ inline Options parse_options(const std::vector<std::string> &words) {
         options.layouts.clear();
         for_each_type<Layout>([&](auto layout) { options.layouts.push_back(layout); });
     }
+    const bool blocks = any_blocks(options.types_k) || any_blocks(options.types_v);
+    if ((command == "batch" || options.samples > 1) && !options.has("--page") && blocks) options.page = group_size;
     if (command == "batch") {
-        const bool blocks = any_blocks(options.types_k) || any_blocks(options.types_v);
         if (!options.has("--cache")) options.layouts = {Paged{}};
-        if (!options.has("--page") && blocks) options.page = group_size;
         if (!options.has("-np")) options.sequences = std::min(16, options.pass_tokens);
         if (!options.has("--pass-tokens")) options.pass_tokens = std::max(512, options.sequences);
     }

@@ -50,7 +50,7 @@ struct Company {
     Engine &engine;
     Setting setting;
     Cache cache;
-    Schedule schedule = {cache, setting.pass_tokens, setting.optimistic, {}, {}};
+    Schedule schedule{cache, setting.pass_tokens, setting.optimistic};
     std::deque<Request> requests;
     std::vector<Request *> ended;
     int passes = 0, copies = 0, evicted = 0, most_used = 0;
@@ -97,8 +97,8 @@ struct Company {
         REQUIRE(std::is_sorted(schedule.waiting.begin(), schedule.waiting.end(), earlier));
         REQUIRE(std::is_sorted(schedule.running.begin(), schedule.running.end(), earlier));
         if (!cache.pages) return;
-        const char *wrong = cache.pages->check();
-        REQUIRE_MESSAGE(!wrong, wrong);
+        const std::string wrong = cache.pages->check();
+        REQUIRE_MESSAGE(wrong.empty(), wrong);
         bool right = true;
         for (const Store &store : cache.stores)
             for (int i = 0; i < (int)store.pool->table.size(); i++) {

@@ -153,7 +153,7 @@ static std::vector<Tokens> company(Engine &engine, int &known) {
     run(0, 3);
     requests[3].tokens = requests[0].tokens;
     run(3, 4);
-    CHECK((cache.pages->check() == nullptr && cache.pages->pools[0].used() == 0));
+    CHECK((cache.pages->check().empty() && cache.pages->pools[0].used() == 0));
     known = requests[3].known;
     std::vector<Tokens> found;
     for (const Request &request : requests) found.push_back(request.tokens);

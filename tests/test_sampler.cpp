@@ -50,8 +50,8 @@ double deviations(const std::vector<int> &counts, const std::vector<double> &pro
     return (square - freedom) / std::sqrt(2 * std::max(1.0, freedom));
 }
 
-// The definition: the whole vocabulary sorted, summed up token by token, in double precision. off: by how much of them
-// the probability of each cut, and of the point drawn, may be moved, -1 to 1 times 10^-6: a sum of float32 is off by less.
+// The definition: the whole vocabulary sorted, summed up token by token, in double precision. off: by how many times
+// 10^-6 each cut and the point drawn are moved, from -1 to 1, as sums of float32 are off by less.
 int sample_by_sorting(Sampler sampler, const std::vector<float> &logits, int position, double off = 0) {
     int likeliest = argmax(logits.data(), (int)logits.size());
     if (sampler.temperature == 0) return likeliest;

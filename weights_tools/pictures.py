@@ -3,9 +3,9 @@
 
     python3 weights_tools/pictures.py [NAME ...] [--out docs/pictures] [--llm ./llm] [--model DIR]
 
-NAME: one of those below, default all but quality, which takes two minutes. roofline, of a model in --model, is that of
-your machine. Needs nothing but Python. One style for all: the title says the message, labels stand at what they name,
-one colour for naive and one for cached, and all is readable on white and on black.
+NAME: one of those below, default all but quality, which takes two minutes. roofline and batch_steps (on Linux), of a
+model in --model, are those of your machine. Needs nothing but Python. One style for all: the title says the message,
+labels stand at what they name, one colour for naive and one for cached, and all is readable on white and on black.
 """
 import argparse
 import json
@@ -13,7 +13,12 @@ import math
 import pathlib
 import struct
 import subprocess
+import sys
 import tempfile
+
+sys.dont_write_bytecode = True
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
+import tables  # docs/tables.py
 
 WIDTH = 800
 STYLE = """
@@ -487,8 +492,147 @@ def errors(llm):
     return picture
 
 
+def batch_run(llm, folder, file, *words):
+    """What llm batch says of each request, by id, and where its events are."""
+    events = f"{folder}/events"
+    result = subprocess.run([llm.program, "batch", "-f", file, "--events", events, *words], capture_output=True,
+                            text=True, check=True)
+    return {line["id"]: line for line in map(json.loads, result.stdout.splitlines()) if "id" in line}, events
+
+
+def three_batches(llm):
+    picture = Picture("Four requests: the places of a continuous batch are never empty", 430)
+    colours = dict(zip("ABCD", ("one", "two", "cached", "naive")))
+    def cell(at, y, name, tokens, padded):
+        x, share = 130 + at * 32, tokens / padded
+        picture.box(x, y, 30 * share, 30, colours[name], 'fill-opacity=".55"' if padded == 1 else "")
+        if share < 1:
+            picture.box(x + 30 * share, y, 30 * (1 - share), 30, "grey")
+        picture.text(x + 15, y + 20, name if padded == 1 else tokens, "on bold", "middle")
+    def panel(y, name, note, rows):  # rows: a place, its cells (name, tokens, padded to) or None
+        picture.text(20, y + 20, name, "bold")
+        picture.text(20, y + 38, f"{len(rows[0])} passes", "small")
+        picture.text(20, y + 54, note, "small")
+        for line, row in enumerate(rows):
+            for at, one in enumerate(row):
+                if one:
+                    cell(at, y + line * 34, *one)
+                else:
+                    picture.box(130 + at * 32, y + line * 34, 30, 30, "empty dash", 'stroke="#8c959f"')
+    def places(np):  # of a real run: who has which place in each pass
+        rows, place, ended, reads = [[] for _ in range(np)], [None] * np, [], {}
+        with tempfile.TemporaryDirectory() as folder:
+            lines, events = batch_run(llm, folder, "docs/requests.jsonl", "-np", str(np), "--cache", "contiguous")
+            for event in map(json.loads, open(events)):
+                if event["event"] == "admit":
+                    place[place.index(None)] = event["id"]
+                    reads[event["id"]] = lines[event["id"]]["prompt_tokens"]
+                elif event["event"] == "end":
+                    ended.append(event["id"])
+                elif event["event"] == "pass":  # the events of its ends came before
+                    cells = [name and (name, reads[name], reads[name]) for name in place]
+                    assert sum(cell[1] for cell in cells if cell) == event["tokens"], "not the tokens that the pass says"
+                    for row, cell in zip(rows, cells):
+                        row.append(cell)
+                    reads = dict.fromkeys(reads, 1)
+                    place = [None if name in ended else name for name in place]
+        return lines, rows
+    lines, alone = places(1)
+    panel(60, "one by one", "", alone)
+    static = [[], []]
+    for pair in ("AB", "CD"):
+        prompt = max(lines[name]["prompt_tokens"] for name in pair)
+        passes = max(len(lines[name]["tokens"]) for name in pair)
+        for row, name in zip(static, pair):
+            own = len(lines[name]["tokens"])
+            row += [(name, lines[name]["prompt_tokens"], prompt)] + [(name, 1, 1)] * (own - 1) + [None] * (passes - own)
+    panel(142, "static batch", "of two", static)
+    panel(254, "continuous", "two places", places(2)[1])
+    picture.text(20, 364, "A column is a pass. A strong cell reads a prompt and says how many tokens; a pale one writes a token.",
+                 "small")
+    picture.text(20, 384, "Grey: padding, computed for nothing. Dashed: the text has ended, its place is held.", "small")
+    picture.text(20, 418, "docs/requests.jsonl; one by one and continuous as they ran (llm batch -np 1 and -np 2 --events).",
+                 "small")
+    return picture
+
+
+def pages_shared(llm):
+    """Who holds which page while a pass computes: a page that several hold has the colours of all."""
+    picture = Picture("Four questions about one story hold its pages together", 410)
+    with tempfile.TemporaryDirectory() as folder:
+        _, events = batch_run(llm, folder, "docs/agents.jsonl", "-n", "20", "-np", "2")
+        columns = [rest for _, *rest in tables.passes(events)]
+    names = dict.fromkeys(name for held, _ in columns for name in held)
+    colours = dict(zip(names, ("one", "two", "cached", "naive")))
+    pages = 1 + max(page for held, _ in columns for table in held.values() for page in table)
+    left, top, height, width = 76, 76, 20, (WIDTH - 96) / len(columns)
+    picture.text(20, top - 6, "pass", "small")
+    picture.text(20, top + height - 4, "page", "small")
+    for page in range(pages):
+        picture.text(left - 8, top + page * height + height / 2 + 5, page, "small", "end")
+    for at, (held, known) in enumerate(columns):
+        picture.text(left + at * width + width / 2 - 1, top - 6, at + 1, "small", "middle")
+        for page in range(pages):
+            styles = [colours[name] for name in names if page in held.get(name, [])]
+            styles = styles or ["grey" if page in known else "empty"]
+            for i, style in enumerate(styles):
+                share = (width - 2) / len(styles)
+                picture.box(left + at * width + i * share, top + page * height, share, height - 2, style)
+    x, y = left, top + pages * height + 24
+    for name, style in [*colours.items(), ("known, held by nobody", "grey"), ("free", "empty")]:
+        picture.box(x, y - 12, 15, 15, style)
+        picture.text(x + 20, y, name, "small")
+        x += 44 + 7.2 * len(name)
+    picture.text(20, y + 28, "A page with two colours is held by two requests. docs/agents.jsonl (llm batch -np 2 --events).",
+                 "small")
+    return picture
+
+
+def batch_steps(llm):
+    """Time of a pass by texts in it, as the one thread's time on a processor: other programs may run beside it."""
+    depths, sizes, steps, style = (16, 1000), (1, 2, 4, 8, 16), 30, {16: "cached", 1000: "naive"}
+    times = {}
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "requests.jsonl"
+        for depth, size in ((depth, size) for depth in depths for size in sizes):
+            requests = [{"id": f"{i}", "n": steps + 1, "ids": [1 + (37 * t * (i + 1) + i) % 1200 for t in range(depth)]}
+                        for i in range(size)] + [{"id": "read", "n": 1, "ids": [7]}]  # ends when the prompts are read
+            file.write_text("".join(json.dumps(request) + "\n" for request in requests))
+            run = subprocess.Popen([llm.program, "batch", "-f", str(file), "-np", f"{size + 1}", "-t", "1", "--ignore-eos",
+                                    "--pass-tokens", f"{size * depth + 1}", *llm.model], text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            spent = []  # nanoseconds, at the end of each request
+            for line in run.stdout:
+                if '"id"' in line and len(spent) < 2:
+                    spent.append(int(pathlib.Path(f"/proc/{run.pid}/schedstat").read_text().split()[0]))
+            times[depth, size] = (spent[1] - spent[0]) / steps / 1e6
+            print(depth, size, f"{times[depth, size]:.2f} ms, {size / times[depth, size] * 1e3:.0f} tokens/s", flush=True)
+    about = llm("info", *llm.model)
+    weights, cache = about["weight_bytes"], about["cache_bytes_per_token_f16"]
+    longer = [times[depth, 16] / times[depth, 1] for depth in depths]
+    picture = Picture(f"16 texts in a pass take {min(longer):.1f} to {max(longer):.1f} times as long as one", 390)
+    most = max(times.values())
+    top = next(f * 10**p for p in range(-1, 5) for f in (1, 2, 4, 5, 8) if f * 10**p >= most)
+    axes = Axes(picture, (80, 80, 540, 300), (0, 16), (0, top))
+    axes.ticks(sizes, [0, top // 2, top], "texts in a pass", "ms for a pass")
+    for depth in depths:
+        rate = (weights + 16 * cache) / times[16, 1]  # what the memory gave
+        picture.line([axes.at(size, (weights + size * depth * cache) / rate) for size in sizes], "axis dash")
+        picture.line([axes.at(size, times[depth, size]) for size in sizes], f"line s-{style[depth]}")
+        for size in sizes:
+            picture.dot(*axes.at(size, times[depth, size]), style[depth])
+        x, y = axes.at(16, times[depth, 16])
+        picture.text(x + 12, y, f"after {depth:,} tokens each", style[depth] + " bold")
+        picture.text(x + 12, y + 18, f"{16e3 / times[depth, 16]:.0f} tokens/s; one text {1e3 / times[depth, 1]:.0f}", "small")
+    picture.text(20, 366, "Dashed: (weights + B · cache) / bandwidth, the memory's limit; above it the processor is the limit.",
+                 "small")
+    picture.text(20, 384, f"{'SmolLM2-135M’s shape, bf16' if llm.model else 'Built-in model'}, f16 cache, 1 thread's own "
+                 "time, mean of 30 passes (llm batch).", "small")
+    return picture
+
+
 PICTURES = [head, whole_model, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, kinds, residues, int4_block,
-            ladder, errors, quality]
+            ladder, errors, quality, three_batches, batch_steps, pages_shared]
 
 
 def main():
