@@ -39,14 +39,14 @@ struct Piece {
 
 struct Schedule {
     Cache &cache;
-    int pass_tokens;                  // of a pass at most, and no fewer than sequences
-    bool optimistic;                  // admission by what is needed now
-    std::deque<Request *> waiting;    // first come, first served
-    std::vector<Request *> running;   // in the order that they came
-    bool changed = true;              // there may be room for somebody who waits
-    bool checks = false;              // Request::bits are wanted
-    int held = 0;                     // pages in the last pass,
-    double bytes = 0;                 // and bytes of the cache
+    int pass_tokens;                 // of a pass at most, and no fewer than sequences
+    bool optimistic;                 // admission by what is needed now
+    std::deque<Request *> waiting;   // first come, first served
+    std::vector<Request *> running;  // in the order that they came
+    bool changed = true;             // there may be room for somebody who waits
+    bool checks = false;             // Request::bits are wanted
+    int held = 0;                    // pages in the last pass,
+    double bytes = 0;                // and bytes of the cache
     std::function<void(const std::string &what, const Request &)> tell;  // who came in, made room or ended
     explicit Schedule(Cache &of, int tokens = 512, bool by_now = false)
         : cache(of), pass_tokens(tokens), optimistic(by_now) {}

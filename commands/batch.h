@@ -175,9 +175,9 @@ struct BatchRun {
         next_line = time + 0.1;
         int64_t tokens = generated;
         for (const Request *request : schedule.running) tokens += (int64_t)request->tokens.size() - request->prompt;
-        std::string line = formatted("%zu running, %zu waiting, %zu of %zu ended, %.0f tokens/s",
-                                     schedule.running.size(), schedule.waiting.size(), ended, requests.size(),
-                                     (double)tokens / (time - start));
+        std::string line =
+            formatted("%zu running, %zu waiting, %zu of %zu ended, %.0f tokens/s", schedule.running.size(),
+                      schedule.waiting.size(), ended, requests.size(), (double)tokens / (time - start));
         if (pool) line += formatted(", %d of %zu pages held", pool->used(), pool->references.size());
         show_progress(line);
     }

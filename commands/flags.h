@@ -293,9 +293,9 @@ inline void check_together(const Options &o) {
     refuse_if(missing(Paged{}), "--pool", "belongs to --cache paged" + found);
     refuse_if(o.against == "alone" && in("diff"), "--against", "is for llm batch: expected naive or full");
     refuse_if(o.against != "alone" && in("batch"), "--against", "is for llm diff: expected alone");
-    refuse_if(in("batch") && o.pass_tokens < o.sequences, "--pass-tokens",
-              formatted("each of %d requests at once (-np) takes a token of a pass: raise it, or lower -np",
-                        o.sequences));
+    refuse_if(
+        in("batch") && o.pass_tokens < o.sequences, "--pass-tokens",
+        formatted("each of %d requests at once (-np) takes a token of a pass: raise it, or lower -np", o.sequences));
     const bool blocks = any_blocks(o.types_k) || any_blocks(o.types_v);
     refuse_if((in("batch") || o.samples > 1) && !missing(Paged{}) && blocks && o.page % group_size, "--page",
               formatted("pages that are shared hold whole blocks of %d: give a multiple", group_size));

@@ -55,8 +55,9 @@ std::string request(const std::string &id, const std::string &prompt, int count,
 TEST_CASE("each request has the text that generate gives it, and the summary counts") {
     const std::string lines = request("a", shared + "Tom", 20) +
                               request("b", shared + "Mia", 12, ", \"temp\": 0.9, \"top_k\": 20, \"seed\": 7") +
-                              request("c", "In the morning", 9, ", \"temp\": 1, \"top_p\": 0.9, \"min_p\": 0.01, "
-                                                                "\"seed\": 3, \"at\": 0.02");
+                              request("c", "In the morning", 9,
+                                      ", \"temp\": 1, \"top_p\": 0.9, \"min_p\": 0.01, "
+                                      "\"seed\": 3, \"at\": 0.02");
     for (const std::string &flags :
          Words{"", "--cache contiguous", "--kv int8 --page 4", "--kv int4", "--cache ring"}) {
         Batch batch(lines, words_of(flags) + Words{"--against", "alone", "-np", "2"});
@@ -126,8 +127,8 @@ TEST_CASE("a small pool: exact admission waits, optimistic admission preempts; t
 TEST_CASE("--events: each page that is handed out is released as often as it was taken or shared") {
     Scratch scratch;
     const std::string file = scratch / "events.jsonl";
-    Batch batch(request("a", shared, 6) + request("b", shared + "Tom", 6), {"--page", "4", "--pass-tokens", "16",
-                                                                           "--events", file});
+    Batch batch(request("a", shared, 6) + request("b", shared + "Tom", 6),
+                {"--page", "4", "--pass-tokens", "16", "--events", file});
     std::map<std::string, int> counts;
     std::map<double, int> held;
     double tokens = 0, last = 0;
@@ -216,7 +217,8 @@ TEST_CASE("Ctrl-C: each request has its line, and the summary is there") {
     Setting shell;
     shell.program = "/bin/sh";
     Outcome result = run({"-c", program_path() + " batch --ignore-eos -t 1 -f " + (scratch / "r.jsonl") +
-                                    " & sleep 1; kill -INT $!; wait $!"}, shell);
+                                    " & sleep 1; kill -INT $!; wait $!"},
+                         shell);
     // A shell's background jobs do not hear Ctrl-C unless they ask for it, as the program does.
     CHECK_MESSAGE(result.status == 130, result);
     const std::vector<std::string> out = split(result.out, '\n');
