@@ -14,7 +14,7 @@ inline Request read_request(const std::string &name, const std::string &line, co
         if (!has("id prompt ids n temp top_k top_p min_p seed stop at", item->string))
             fail("%s: unknown key \"%s\"; known are id prompt ids n temp top_k top_p min_p seed stop at", name.c_str(),
                  printable(std::string(item->string)).c_str());
-    Options one = options;
+    Options one;
     const cJSON *ids = of.find("ids");
     if (!of.find("prompt") == !ids) fail("%s: expected either \"prompt\" or \"ids\"", name.c_str());
     if (ids) one.given["--ids"] = "";
@@ -26,7 +26,11 @@ inline Request read_request(const std::string &name, const std::string &line, co
     one.prompt = of.text("prompt", "");
     Request request;
     request.id = of.text("id", "");
-    request.tokens = prompt_tokens(one, tokenizer, config);
+    try {
+        request.tokens = prompt_tokens(one, tokenizer, config);
+    } catch (const Error &error) {
+        fail("%s: %s", name.c_str(), error.what());
+    }
     request.prompt = (int)request.tokens.size();
     request.count = of.integer("n", 1, INT_MAX / 2, std::min(options.count, INT_MAX / 2));
     request.sampler = {of.number("temp", 0, 1000, 0), of.number("top_p", 0, 1, 1), of.number("min_p", 0, 1, 0),
@@ -57,6 +61,10 @@ inline std::vector<std::unique_ptr<Request>> read_requests(const Options &option
     std::vector<std::unique_ptr<Request>> requests;
     std::map<std::string, int> lines;  // by id
     const Config &config = session.engine.model.config;
+    const bool endless = std::holds_alternative<Ring>(options.layouts[0]);
+    const int limit = options.context ? options.context : config.context;
+    if (limit > config.context)
+        fail("-c %d: this model was made for %d positions: lower -c, or use --cache ring", limit, config.context);
     int number = 0;
     for (const std::string &line : split(options.prompt, '\n')) {
         number++;
@@ -69,11 +77,9 @@ inline std::vector<std::unique_ptr<Request>> read_requests(const Options &option
                 fail("%s: id \"%s\" stands on line %d, too: give each its own", name.c_str(),
                      printable(request.id).c_str(), lines[request.id]);
             const int64_t positions = (int64_t)request.prompt + request.count - 1;
-            const int64_t limit = options.context ? options.context : config.context;
-            const bool endless = std::holds_alternative<Ring>(options.layouts[0]);
             if (positions > limit && !endless)
-                fail("%s: %d tokens and %d more take %lld positions, a sequence has %lld: shorten it%s", name.c_str(),
-                     request.prompt, request.count, (long long)positions, (long long)limit,
+                fail("%s: %d tokens and %d more take %lld positions, a sequence has %d: shorten it%s", name.c_str(),
+                     request.prompt, request.count, (long long)positions, limit,
                      limit < config.context ? " or raise -c" : "");
             request.stream = std::make_unique<TextStream>(session.tokenizer.get());
             for (int token : request.tokens) request.stream->next(token);

@@ -304,7 +304,8 @@ inline void check_together(const Options &o) {
     refuse_if(shape > 0, "--swa-full", "layers of a shape look back to the first position and keep all: drop it");
     refuse_if(missing(Paged{}), "--page", "belongs to --cache paged" + found);
     refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
-    refuse_if(!missing(Ring{}) && in("generate show"), "-c", "a ring holds --window and --sinks without end: drop -c");
+    refuse_if(!missing(Ring{}) && in("generate show batch"), "-c",
+              "a ring holds --window and --sinks without end: drop -c");
     refuse_if(o.temperature == 0, "--top-k --top-p --min-p",
               "changes nothing at --temp 0, which takes the likeliest token: raise --temp, or drop it");
     refuse_if(o.device == "cuda" && o.weights != "stored", "--weights",

@@ -164,7 +164,9 @@ TEST_CASE("a line that is wrong ends the program before anything runs, with its 
     refused("{\"prompt\": \"a\", \"ids\": [1]}", {"expected either"});
     refused("{\"prompt\": 5}", {"line 3: prompt is 5, expected a text"});
     refused("{\"ids\": [1, -2]}", {"ids is -2, expected a list of whole numbers"});
-    refused("{\"ids\": [1, 999999]}", {"token id 999999"});
+    refused("{\"ids\": [1, 999999]}", {"line 3: token id 999999"});
+    refused("{\"prompt\": \"\xff\"}", {"line 3: "});
+    refused("{\"prompt\": \"a\"}", {"-c 2000: this model was made for 1280"}, {"-c", "2000"});
     refused("{\"ids\": 7}", {"ids is 7, expected a list"});
     refused("{\"prompt\": \"a\", \"n\": 0}", {"n is 0, expected a whole number from 1"});
     refused("{\"prompt\": \"a\", \"n\": 2.5}", {"n is 2.5"});
