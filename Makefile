@@ -239,7 +239,7 @@ SIMD.avx2 := $(CXX) -march=x86-64-v3
 SIMD.neon := aarch64-linux-gnu-g++ -idirafter $(INCLUDE)
 RUN.neon := qemu-aarch64 -L /usr/aarch64-linux-gnu
 build/simd/%: tests/test_numbers.cpp fast/simd.h $(STORY) $(wildcard tests/*.h) build/flags
-	$(SIMD$(suffix $*)) -std=c++17 -O1 -ffp-contract=off $(WARN) $< -o $@.program
+	$(SIMD$(suffix $*)) -std=c++17 -O1 -ffp-contract=off -Wno-unknown-pragmas $(WARN) $< -o $@.program
 	printf '#!/bin/sh\nexec $(RUN$(suffix $*)) $@.program "$$@"\n' > $@ && chmod +x $@
 
 # Products with fewer lanes than this machine has. With 4 lanes g++ needs minutes to optimize them.
