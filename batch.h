@@ -31,16 +31,17 @@ struct Request {
     int positions() const { return prompt + std::max(count, 1) - 1; }
 };
 
-// The next `count` tokens of a request.
+// The next `count` tokens of a request, and how many guesses may stand behind them.
 struct Piece {
     Request *request;
-    int count;
+    int count, guesses = 0;
 };
 
 struct Schedule {
     Cache &cache;
     int pass_tokens;                 // of a pass at most, and no fewer than sequences
     bool optimistic;                 // admission by what is needed now
+    Drafter drafter = {};            // guesses nothing unless --draft says who does
     std::deque<Request *> waiting;   // first come, first served
     std::vector<Request *> running;  // in the order that they came
     bool changed = true;             // there may be room for somebody who waits
@@ -57,7 +58,8 @@ struct Schedule {
 };
 
 inline Request *admit(Schedule &schedule);
-inline bool has_pages(const Schedule &schedule, const std::vector<Piece> &pass);
+inline int64_t spare_pages(const Schedule &schedule, const std::vector<Piece> &pass);
+inline void add_guesses(const Schedule &schedule, std::vector<Piece> &pass, int left);
 inline void preempt(Schedule &schedule);
 
 // What the next pass computes: a token of each request that is being decoded, then pieces of prompts, first come, first
@@ -70,14 +72,14 @@ inline std::vector<Piece> next_pass(Schedule &schedule) {
         int left = schedule.pass_tokens;
         auto add = [&](Request *request) {
             const int count = std::min(schedule.unread(*request), left);
-            pass.push_back({request, tokens_of_pass(schedule.cache, request->sequence, count)});
+            pass.push_back({request, tokens_of_pass(schedule.cache, request->sequence, count), 0});
             left -= pass.back().count;
         };
         for (bool prompts : {false, true})
             for (Request *request : schedule.running)
                 if (left > 0 && (schedule.unread(*request) > 1) == prompts) add(request);
         while (Request *request = left > 0 ? admit(schedule) : nullptr) add(request);
-        if (has_pages(schedule, pass)) return pass;
+        if (spare_pages(schedule, pass) >= 0) return add_guesses(schedule, pass, left), pass;
         preempt(schedule);
     }
 }
@@ -100,8 +102,8 @@ inline PagePool *scarce_pool(const Cache &cache) {
 //   C       2          3             2+1             2+3
 //   B       4          7             4+1             4+3           4+7        the most: max(14, 12, 11)
 //
-// Here in pages, of which those that several hold count once. A prompt may be read in one pass or in many, so a request
-// that is still reading is there at the end of any other.
+// Here in pages, of which those that several hold count once. A prompt may be read in one pass or in many, and guesses
+// may save any pass, so a request that is still reading or guesses is there at the end of any other.
 inline int64_t peak_pages(const Schedule &schedule, const PagePool &pool) {
     struct Future {
         const Request *request;
@@ -111,8 +113,8 @@ inline int64_t peak_pages(const Schedule &schedule, const PagePool &pool) {
     std::vector<Future> order;
     for (const Request *request : schedule.running) {
         const int to_come = request->positions() - (int)request->tokens.size() + 1;
-        const bool reading = schedule.unread(*request) > 1;
-        order.push_back({request, schedule.cache.lengths[request->sequence], reading ? INT_MAX : to_come});
+        const bool any = schedule.unread(*request) > 1 || schedule.drafter.most > 0;
+        order.push_back({request, schedule.cache.lengths[request->sequence], any ? INT_MAX : to_come});
     }
     std::stable_sort(order.begin(), order.end(), [](auto &a, auto &b) { return a.to_come > b.to_come; });
     std::vector<bool> counted(pool.references.size());
@@ -189,14 +191,32 @@ inline Request *admit(Schedule &schedule) {
 
 // ---- Who must make room ------------------------------------------------------------------------------------------
 
-inline bool has_pages(const Schedule &schedule, const std::vector<Piece> &pass) {
+// Pages that a pass leaves; fewer than 0: that it lacks.
+inline int64_t spare_pages(const Schedule &schedule, const std::vector<Piece> &pass) {
     const PagePool *pool = scarce_pool(schedule.cache);
-    int64_t needed = 0;
+    if (!pool) return INT_MAX;
+    int64_t spare = pool->available();
     for (const Piece &piece : pass) {
         const int length = schedule.cache.lengths[piece.request->sequence];
-        if (pool) needed += pool->between(length, length + piece.count);
+        spare -= pool->between(length, length + piece.count);
     }
-    return !pool || needed <= pool->available();
+    return spare;
+}
+
+// Guesses take what a pass leaves of its tokens and of the pages: nobody waits for them.
+inline void add_guesses(const Schedule &schedule, std::vector<Piece> &pass, int left) {
+    const PagePool *pool = scarce_pool(schedule.cache);
+    int64_t spare = schedule.drafter.most ? spare_pages(schedule, pass) : 0;
+    for (Piece &piece : pass) {
+        const Request &request = *piece.request;
+        const int first = schedule.cache.lengths[request.sequence], end = first + piece.count;
+        if (end < (int)request.tokens.size()) continue;  // it still reads
+        int most = std::min({schedule.drafter.most, left, request.positions() - end});
+        most = guesses_of_pass(schedule.cache, first, end, most);
+        while (pool && pool->between(end, end + most) > spare) most--;
+        piece.guesses = most, left -= most;
+        if (pool) spare -= pool->between(end, end + most);
+    }
 }
 
 // The request with the fewest positions, which cost least to compute anew, waits again, and finds those pages of its
@@ -242,16 +262,25 @@ inline void take_token(Request &request, const Config &config, bool ignore_end, 
 template <class Show>
 void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass, bool ignore_end, Show show) {
     Cache &cache = schedule.cache;
-    std::vector<int> rows;  // of the pass: the last tokens of those whose tokens were all read
+    std::vector<int> rows;  // of the pass: the last tokens of those whose tokens were all read, and guesses
     std::vector<float> found;
-    const size_t vocabulary = (size_t)engine.model.config.vocabulary;
+    const int vocabulary = engine.model.config.vocabulary;
+    std::vector<Proposal> proposals;  // (piece)
+    for (const Piece &piece : pass) {
+        const Request &request = *piece.request;
+        proposals.push_back({request.sequence, request.tokens, request.sampler, piece.guesses});
+        propose(schedule.drafter, proposals.back());
+    }
     all_or_nothing(cache, [&] {
         Batch batch;
-        for (const Piece &piece : pass) {
-            const Request &request = *piece.request;
-            const int first = grow(cache, request.sequence, piece.count);
-            for (int t = first; t < first + piece.count; t++) batch.add(request.tokens[t], request.sequence, t);
-            if (schedule.unread(request) == 0) rows.push_back(batch.count() - 1);
+        for (size_t i = 0; i < pass.size(); i++) {
+            const Proposal &proposal = proposals[i];
+            const int count = pass[i].count + (int)proposal.guesses.size();
+            const int first = grow(cache, proposal.sequence, count);
+            for (int t = first; t < first + count; t++) {
+                if (t >= (int)proposal.tokens.size() - 1) rows.push_back(batch.count());
+                batch.add(proposal.token(t), proposal.sequence, t);
+            }
         }
         schedule.bytes = bytes_of(cache).total();
         if (const PagePool *pool = scarce_pool(cache)) schedule.held = pool->used();
@@ -260,19 +289,28 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
     });
     // A GPU prefills with other instructions than it decodes with: what others may find there is prefilled.
     const bool alike = std::holds_alternative<Cpu>(*engine.machine);
-    size_t row = 0;
-    for (const Piece &piece : pass) {
-        Request &request = *piece.request;
+    const float *row = found.data();
+    for (size_t i = 0; i < pass.size(); i++) {
+        Request &request = *pass[i].request;
+        const std::vector<int> &guesses = proposals[i].guesses;
+        if (schedule.unread(request) <= 0) {  // all is read: the tokens that follow
+            // Now its prompt is found. Not for optimists, who would try those that were preempted again too soon.
+            if ((int)request.tokens.size() == request.prompt) schedule.changed |= !schedule.optimistic;
+            auto take = [&](int at) {
+                const std::vector<float> own(row + at * vocabulary, row + (at + 1) * vocabulary);
+                require_finite(own, (int)request.tokens.size() - 1,
+                               [&] { blame_cache(engine, &cache, request.tokens); });
+                if (schedule.checks) request.bits = checksum(request.bits, own);
+                take_token(request, engine.model.config, ignore_end, own);
+                return request.tokens.back();
+            };
+            const int right = accept(guesses, take, [&] { return !request.stop.empty(); });
+            shrink(cache, request.sequence, (int)request.tokens.size() - 1);
+            schedule.drafter.log.push_back({0, right, guesses, false, 0, 0});
+            row += (guesses.size() + 1) * vocabulary;
+        }
         const int length = cache.lengths[request.sequence];
         publish(cache, request.sequence, request.tokens, alike ? length : std::min(length, request.prompt));
-        if (schedule.unread(request) > 0) continue;
-        const std::vector<float> last(&found[row * vocabulary], &found[row * vocabulary] + vocabulary);
-        row++;
-        require_finite(last, length - 1, [&] { blame_cache(engine, &cache, request.tokens); });
-        // Now its prompt is found. Not for optimists, who would try those that were preempted again too soon.
-        if ((int)request.tokens.size() == request.prompt) schedule.changed |= !schedule.optimistic;
-        if (schedule.checks) request.bits = checksum(request.bits, last);
-        take_token(request, engine.model.config, ignore_end, last);
         if (request.stop.empty()) continue;
         schedule.say("end", request);
         leave(schedule, request);

@@ -13,6 +13,7 @@
 
 #include "attention.cu"
 #include "base/ranking.h"
+#include "base/rejection.h"
 #include "base/tokenizer.h"
 #include "base/weights.h"
 #include "cache.h"
@@ -98,7 +99,7 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
             const Attention task = attention_of(a, model, layer, stores);
             const bool cached = task.cache.keys.data;
             float *key = task.keys.start, *value = task.values.start;
-            best::rms_norm(m, normed, x, w.attention_norm, count, epsilon);  // n = RMSNorm(x)
+            best::rms_norm(m, normed, x, w.attention_norm, count, epsilon);                      // n = RMSNorm(x)
             best::linear(m, normed, count, {{w.query, query}, {w.key, key}, {w.value, value}});  // q, k, v = W n + b
             best::norm_and_rope(m, query, key, value, w, epsilon, pass);                         // q and k rotated
             if (cached && rows.own) best::store_rows(m, task, pass);      // before a query reads them
@@ -339,6 +340,8 @@ struct TextStream {
     }
 };
 
+#include "draft.h"
+
 #include "batch.h"
 
 // ---- llm generate ------------------------------------------------------------------------------------------
@@ -347,8 +350,9 @@ struct TextStream {
 struct Session {
     Engine engine;
     TokenizerPointer tokenizer;
-    std::vector<Cache> caches;  // generate: one, or none on the naive path; diff: all that are compared
-    std::vector<int> tokens;    // the prompt, then what was generated
+    std::vector<Cache> caches = {};  // generate: one, or none on the naive path; diff: all that are compared
+    Drafter drafter = {};       // guesses nothing unless --draft says who does
+    std::vector<int> tokens = {};    // the prompt, then what was generated
     int prompt = 0;             // tokens of the prompt
     int limit = 0;              // tokens that may stand in the context
 };
@@ -368,7 +372,8 @@ inline const char *reason_to_stop(const Session &session, const Options &options
 struct Generation {
     std::string text, stop;
     double prefill_seconds = 0, decode_seconds = 0;
-    int prefilled = 0, decoded = 0;  // tokens of the prompt that were read; decoding steps
+    int prefilled = 0, decoded = 0;  // tokens of the prompt that were read; tokens that were decoded,
+    std::vector<int> passes = {};    // and in each pass the positions that its last token sees
 };
 
 using UseLogits = std::function<void(const std::vector<float> &)>;  // rows of them
@@ -385,10 +390,14 @@ inline Generation generate(Session &session, const Options &options, const UseLo
     for (int token : tokens) text.next(token);
     Generation result;
     auto say = [&](const std::string &piece) { result.text += piece, show(piece); };
-    auto next_token = [&](int row) {
+    auto use = [&](const std::vector<float> &found, int position) {
+        require_finite(found, position, [&] { blame_cache(engine, cache, tokens); });
+        if (dump && result.prefilled) dump(found);
+    };
+    auto first_token = [&](int row) {  // after a pass, whose last token that row is
         std::vector<float> found = logits(engine, row, 1);
-        require_finite(found, (int)tokens.size() - 1, [&] { blame_cache(engine, cache, tokens); });
-        return sample(sampler, found, (int)tokens.size() - 1);
+        use(found, (int)tokens.size() - 1);
+        return std::vector<int>{sample(sampler, found, (int)tokens.size() - 1)};
     };
     auto after_chunk = [&](int count) {
         for (int first = 0; dump && first < count; first += 32)
@@ -403,23 +412,26 @@ inline Generation generate(Session &session, const Options &options, const UseLo
             row = prefill_pass(engine, *cache, 0, tokens, after_chunk);
         else
             naive_pass(engine, tokens), after_chunk(session.prompt);
-        int next = next_token(row);
+        std::vector<int> next = first_token(row);  // drawn, and not yet said
         result.prefill_seconds = now() - start;
         result.prefilled = session.prompt;
 
         while (!(stop = reason_to_stop(session, options))) {
-            tokens.push_back(next);
-            say(text.next(next));
+            tokens.push_back(next[0]);
+            next.erase(next.begin());
+            say(text.next(tokens.back()));
+            if (!next.empty()) continue;
             if (reason_to_stop(session, options) && !dump) continue;  // nobody asks what follows the last token
             start = now();
+            const int size = (int)tokens.size(), left = std::min(session.limit, options.count + session.prompt) - size;
             if (cache)
-                decode_pass(engine, *cache, {0}, {next}), row = 0;
+                next =
+                    next_tokens(engine, *cache, session.drafter, sampler, tokens, left - 1, !options.ignore_end, use);
             else
-                naive_pass(engine, tokens), row = (int)tokens.size() - 1;
-            next = next_token(row);
+                naive_pass(engine, tokens), next = first_token((int)tokens.size() - 1);
             result.decode_seconds += now() - start;
-            result.decoded++;
-            if (dump) dump(logits(engine, row, 1));
+            result.decoded += (int)next.size();
+            result.passes.push_back(size + (int)next.size() - 1);
         }
     } catch (Interrupted) {
         stop = "interrupted";

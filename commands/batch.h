@@ -230,7 +230,9 @@ struct BatchRun {
             all.show("peak_pages", most_pages, ", in %d of ");
             all.show("pages", (int)pool->references.size(), "%d pages");
         }
-        return all.say("\n").add("schedule_seconds", planning);
+        all.say("\n");
+        if (schedule.drafter.most) all.add("draft", about_draft(schedule.drafter));
+        return all.add("schedule_seconds", planning);
     }
 };
 
@@ -256,7 +258,7 @@ inline bool same_alone(const Options &options, Session &session, const Request &
 
 inline int run_batch(const Options &options) {
     const std::string directory = checkpoint_directory(options);
-    Session session{open_engine(options, directory), open_tokenizer(options, directory), {}, {}};
+    Session session{open_engine(options, directory), open_tokenizer(options, directory)};
     add_end(options, session.tokenizer.get(), session.engine.model.config);
     int wrong = 0, longest = 1;
     Requests requests = read_requests(options, session, wrong);
@@ -267,6 +269,7 @@ inline int run_batch(const Options &options) {
     Cache cache = open_cache(many, session.engine, options.caches()[0], options.context ? options.context : longest);
     Schedule schedule(cache, options.pass_tokens, options.admission == "optimistic");
     schedule.checks = options.against == "alone";
+    schedule.drafter = open_drafter(options, session, cache, many.sequences, options.context ? options.context : longest);
     for (auto &request : std::exchange(requests, {})) {
         try {
             require_fit(schedule, *request);

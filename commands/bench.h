@@ -341,7 +341,10 @@ inline std::vector<int> that_fit(const Options &options, const char *flag, const
     return fitting;
 }
 
+inline int run_bench_draft(const Options &options);  // draft.h
+
 inline int run_bench(const Options &options) {
+    if (!options.draft.empty()) return run_bench_draft(options);
     std::string directory = checkpoint_directory(options);
     double begin = now(), cache_bytes = 0;
     Engine engine = open_engine(options, directory);

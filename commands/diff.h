@@ -197,8 +197,11 @@ inline void add_result(Report &report, const DiffResult &result, const Config &c
     report.add("cache", about).add("verdict", result.verdict, "verdict     " + coloured(result) + "\n");
 }
 
+inline int run_diff_draft(const Options &options);  // draft.h
+
 // 0 if all caches are as good as their verdicts ask for, else 1.
 inline int run_diff(const Options &options) {
+    if (!options.draft.empty()) return run_diff_draft(options);
     Session session = open_session(options);
     if (reason_to_stop(session, options))
         fail("the prompt has %d tokens and fills the context: shorten it, so that a step can be compared",

@@ -4,6 +4,7 @@
 
 #include "batch.h"
 #include "diff.h"
+#include "draft.h"
 #include "eval.h"
 #include "memory.h"
 #include "samples.h"
@@ -35,16 +36,16 @@ inline const std::vector<Flag> &flags() {
     using Real = Range<double>;
     const char *all = "generate diff eval bench batch memory show tokenize info",
                *run = "generate diff eval bench batch", *many = "batch";
-    const char *text = "generate diff show tokenize", *timed = "generate diff bench batch";
+    const char *texts = "generate diff bench show tokenize", *drawn = "generate bench", *timed = "generate diff bench batch";
     const char *caches = "generate diff eval bench batch memory show", *one = "generate", *shape = "memory";
     const std::string several = "; diff, eval, bench and memory take several, as a,b";
     // clang-format off
     static const std::vector<Flag> table = {
         {"-m --model", "DIR", all, &O::directory, "a Hugging Face directory (default: the built-in checkpoint)"},
-        {"-p --prompt", "TEXT", text, &O::prompt, "the prompt; empty: it starts from the token that opens a text"},
-        {"-f --file", "FILE", "generate diff eval batch show tokenize", &O::prompt_file,
+        {"-p --prompt", "TEXT", texts, &O::prompt, "the prompt; empty: it starts from the token that opens a text"},
+        {"-f --file", "FILE", "generate diff eval bench batch show tokenize", &O::prompt_file,
          "the prompt, eval's text, or batch's requests, from a file without its last newline; -: standard input"},
-        {"--ids", "1,2,3", "generate diff eval show tokenize", Ints{&O::prompt_ids, 0, INT_MAX},
+        {"--ids", "1,2,3", "generate diff eval bench show tokenize", Ints{&O::prompt_ids, 0, INT_MAX},
          "the same as ids; nothing is put before them"},
         {"-n --predict", "N", timed, Int{&O::count, -1, 1e9},
          "tokens to generate at most (default 256; bench: 64); -1: until an end id or until the context is full"},
@@ -67,11 +68,11 @@ inline const std::vector<Flag> &flags() {
          "ring: positions that stay visible (default: as far as any of the model's layers looks back)"},
         {"--sinks", "N", caches, Int{&O::sinks, 0, 1 << 16},
          "ring: first positions that stay visible too, fewer than --window (default 4; 0 where all layers slide)"},
-        {"--temp", "T", one, Real{&O::temperature, 0, 1000}, "temperature; 0 takes the likeliest token (default 0)"},
-        {"--top-k", "N", one, Int{&O::top_k, 0, 1 << 30}, "sample from the N likeliest tokens; 0 (default): from all"},
-        {"--top-p", "P", one, Real{&O::top_p, 0, 1}, "sample from the likeliest that reach probability P (default 1)"},
-        {"--min-p", "P", one, Real{&O::min_p, 0, 1}, "drop tokens below P times the likeliest's share (default 0)"},
-        {"-s --seed", "SEED", one, Range<int64_t>{&O::seed, -1, 0x1p53}, "for the same text again (default -1: drawn)"},
+        {"--temp", "T", drawn, Real{&O::temperature, 0, 1000}, "temperature; 0 takes the likeliest token (default 0)"},
+        {"--top-k", "N", drawn, Int{&O::top_k, 0, 1 << 30}, "sample from the N likeliest tokens; 0 (default): from all"},
+        {"--top-p", "P", drawn, Real{&O::top_p, 0, 1}, "sample from the likeliest that reach probability P (default 1)"},
+        {"--min-p", "P", drawn, Real{&O::min_p, 0, 1}, "drop tokens below P times the likeliest's share (default 0)"},
+        {"-s --seed", "SEED", drawn, Range<int64_t>{&O::seed, -1, 0x1p53}, "for the same text again (default -1: drawn)"},
         {"--samples", "N", "generate show", Int{&O::samples, 1, 4096},
          "generate: continuations of the prompt, with seeds from -s on; show: sequences that share it (default 1)"},
         {"-np --parallel", "N", many, Int{&O::sequences, 1, 4096}, "requests that run at once (default 16)"},
@@ -82,6 +83,11 @@ inline const std::vector<Flag> &flags() {
          "who comes in: those whose peak fits (default), or whose tokens now fit, which may have to make room"},
         {"--keep-going", "", many, &O::keep_going, "say which lines are wrong, and run the others"},
         {"--events", "FILE", many, &O::events, "a JSON line for each pass and for all that happens to a page"},
+        {"--draft", "DIR", timed, &O::draft,
+         "a small model with the same tokenizer guesses tokens, which one pass then checks; or ngram: what stood before"},
+        {"--draft-tokens", "N", timed, Int{&O::draft_tokens, 1, 1024}, "guesses of a pass at most (default 4)"},
+        {"--draft-rule", "exact|leviathan", "generate bench", &O::draft_rule,
+         "exact: the text is the same as without (default); leviathan: another one of the same distribution"},
         {"--ignore-eos", "", "generate diff batch", &O::ignore_end, "go on after an end id"},
         {"--tolerance", "X", "diff", Real{&O::tolerance, 0, 1e30},
          "exit 1 where a logit is further off than X (default: 1e-4 for f32, which then is the same; else any)"},
@@ -290,6 +296,17 @@ inline void check_together(const Options &o) {
     refuse_if(texts_drawn && o.temperature == 0, "--samples", "at --temp 0 all are the same: raise --temp");
     refuse_if(texts_drawn && o.count == 0, "--samples", "with -n 0 there is nothing to draw: raise -n");
     refuse_if(o.naive && in("batch"), "--cache", "many requests need a cache: " + layout_names());
+    const std::string no_draft = "is about guesses: add --draft DIR or ngram, or drop it";
+    refuse_if(o.draft.empty(), "--draft-tokens --draft-rule", no_draft);
+    refuse_if(o.draft.empty() && in("bench"), "-p -f --ids --temp --top-k --top-p --min-p -s", no_draft);
+    refuse_if(!o.draft.empty() && in("bench"), "--depth --prefill",
+              "guesses are timed behind the prompt: drop --draft, or this");
+    refuse_if(!o.draft.empty() && in("diff"), "--against --tolerance",
+              "with --draft each token is held against the one without, to the last bit: drop one of the two");
+    refuse_if(o.naive, "--draft", "--cache none computes all tokens anew in each pass: " + layout_names());
+    refuse_if(o.samples > 1, "--draft", "is for one text, or for llm batch: drop --samples or --draft");
+    refuse_if(o.layouts.size() * o.types_k.size() * o.types_v.size() > (o.has("--kv") ? o.types_k.size() : 1), "--draft",
+              "takes one cache: give one --cache and one --kv");
     refuse_if(missing(Paged{}), "--pool", "belongs to --cache paged" + found);
     refuse_if(o.against == "alone" && in("diff"), "--against", "is for llm batch: expected naive or full");
     refuse_if(o.against != "alone" && in("batch"), "--against", "is for llm diff: expected alone");
@@ -420,7 +437,7 @@ inline Options parse_options(const std::vector<std::string> &words) {
         refuse(command, "", "expected one of: " + known + suggestion(command, known) + " (llm --help says more)");
     for (size_t at = 1; at < words.size(); at++) read_flag(options, words, at);
     if (options.help) return options;
-    if (command == "bench" && !options.has("-n")) options.count = 64;
+    if (command == "bench" && !options.has("-n") && options.draft.empty()) options.count = 64;
     if (command == "memory" && !options.has("--cache")) {
         options.layouts.clear();
         for_each_type<Layout>([&](auto layout) { options.layouts.push_back(layout); });

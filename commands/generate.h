@@ -125,7 +125,7 @@ inline void add_end(const Options &options, const Tokenizer *tokenizer, Config &
 // Checks the prompt against the context and opens caches just large enough, unless -c says how large.
 inline Session open_session(const Options &options) {
     std::string directory = checkpoint_directory(options);
-    Session session{open_engine(options, directory), open_tokenizer(options, directory), {}, {}};
+    Session session{open_engine(options, directory), open_tokenizer(options, directory)};
     Config &config = session.engine.model.config;
     add_end(options, session.tokenizer.get(), config);
     session.tokens = prompt_tokens(options, session.tokenizer.get(), config);
@@ -139,6 +139,10 @@ inline Session open_session(const Options &options) {
         session.caches.push_back(open_cache(options, session.engine, choice, session.limit));
     return session;
 }
+
+inline Drafter open_drafter(const Options &options, const Session &session, const Cache &cache, int sequences,
+                            int capacity);               // draft.h
+inline Report about_draft(const Drafter &drafter);
 
 // Bytes that one decoding step reads: all weights but the embedding table, of which it reads a row.
 inline double weights_read(const Model &model) {
@@ -360,8 +364,9 @@ inline int run_generate(const Options &options) {
     for (int i = before; i < session.prompt && !options.hide_prompt; i++) show(prompt.next(session.tokens[i]));
     UseLogits use_logits;
     if (dump) use_logits = [&](const std::vector<float> &rows) { dump->add(rows); };
-    Generation result = generate(session, options, use_logits, show);
     const Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
+    if (cache) session.drafter = open_drafter(options, session, *cache, 1, session.limit);
+    Generation result = generate(session, options, use_logits, show);
     if (dump) dump->finish();
     if (!options.json) puts("");
 
@@ -381,13 +386,15 @@ inline int run_generate(const Options &options) {
     report.show("stop", result.stop, "\nstopped: %s\n").show("device", session.engine.name(), "device   %s\n");
     if (options.temperature > 0) report.show("seed", (long long)options.seed, "seed     %lld\n");
     double bytes = 0;
-    for (int i = 1; i <= result.decoded; i++) {
+    for (int positions : result.passes) {
         bytes += weights_read(session.engine.model);
-        if (cache) bytes += cache_read(session.engine.model, *cache, session.prompt + i);
+        if (cache) bytes += cache_read(session.engine.model, *cache, positions);
     }
     const double speed = bytes / result.decode_seconds / 1e9;
     decode.add("bytes", bytes, result.decoded ? formatted("  %6.2f GB/s read\n", speed) : "\n");
-    report.add("prefill", prefill).add("decode", decode).add("cache", about_cache(session.engine.model.config, cache));
+    report.add("prefill", prefill).add("decode", decode);
+    if (session.drafter.most) report.add("draft", about_draft(session.drafter));
+    report.add("cache", about_cache(session.engine.model.config, cache));
     report.print(options.json, stderr);
     return interrupted() ? 130 : 0;
 }

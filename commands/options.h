@@ -76,6 +76,9 @@ struct Options {
     bool keep_going = false;                         // batch: also where lines are wrong
     std::string admission = "exact", events;         // batch
 
+    std::string draft, draft_rule = "exact";  // who guesses: a directory, or "ngram"; "": nobody
+    int draft_tokens = 4;                     // at most, in a pass
+
     double tolerance = -1;                                                        // diff; -1: by the cache's types
     std::string against = "naive";                                                // diff: what is held to be right
     std::vector<int> depths = {0, 1024, 4096, 8000}, prompts = {128, 512, 2048};  // bench

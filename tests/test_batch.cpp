@@ -12,10 +12,13 @@ struct Setting {
     int sequences = 3, pass_tokens = 64;
     bool optimistic = false, ignore_end = true;
     int capacity = 160;
+    int guesses = 0;           // of a pass
+    std::function<Model()> draft = nullptr;  // who does; or n-grams
     std::string name() const {
         return std::string(name_of(type_k)) + " " + name_of(type_v) + " " + place.name() + ", " +
                std::to_string(place.pages) + " pages, " + std::to_string(sequences) + " sequences, passes of " +
-               std::to_string(pass_tokens) + (optimistic ? ", optimistic" : "");
+               std::to_string(pass_tokens) + (optimistic ? ", optimistic" : "") + (draft ? ", a draft's " : ", ") +
+               std::to_string(guesses) + " guesses";
     }
 };
 
@@ -60,6 +63,13 @@ struct Company {
           setting(with),
           cache(cache_for(of, with.type_k, with.type_v, with.capacity, with.place, with.sequences)) {
         schedule.checks = true;
+        Drafter &drafter = schedule.drafter;
+        drafter.most = with.guesses, drafter.vocabulary = of.model.config.vocabulary;
+        if (with.draft) {
+            drafter.engine = std::make_unique<Engine>(engine_of(with.draft()));
+            drafter.cache = cache_for(*drafter.engine, F32{}, F32{}, with.capacity, {}, with.sequences);
+            drafter.held.resize(with.sequences);
+        }
         cache.tell = [&](const PageEvent &event) {
             copies += event.what == PageEvent::copied, evicted += event.what == PageEvent::evicted;
             if (pool()) most_used = std::max(most_used, pool()->used());
@@ -128,7 +138,10 @@ struct Company {
         }
         REQUIRE(longest <= shortest);
         int count = 0, least = 1;
-        for (const Piece &piece : pass) count += piece.count, least = std::min(least, piece.count);
+        for (const Piece &piece : pass) {
+            count += piece.count + piece.guesses, least = std::min(least, piece.count);
+            REQUIRE((piece.guesses >= 0 && piece.guesses <= setting.guesses));
+        }
         REQUIRE((count <= schedule.pass_tokens && least > 0));
         for (const Request *running : schedule.running) {  // whoever is decoded is in each pass
             auto is_it = [&](const Piece &piece) { return piece.request == running; };
@@ -172,6 +185,7 @@ static Setting random_setting(Random &random) {
     setting.pass_tokens = setting.sequences + below(random, below(random, 2) ? 12 : 120);
     setting.optimistic = below(random, 2), setting.ignore_end = below(random, 2);
     const int page = blocks ? one_of(random, {32, 32, 64, 64, 16, 40}) : 1 + below(random, below(random, 3) ? 16 : 64);
+    if (below(random, 2)) setting.guesses = 1 + below(random, 8);
     setting.place = below(random, 8) ? paged(page) : Place{};
     if (below(random, 16) == 0) setting.place = ring(8 + below(random, 90), below(random, 5));
     setting.place.all = below(random, 4) == 0;
@@ -204,18 +218,22 @@ static Tokens random_prompt(Engine &engine, const std::vector<Tokens> &stems, co
 TEST_CASE("random requests in any company have the text and the logits that each has alone") {
     Random random{seed_of_run()};
     CAPTURE(seed_of_run());
-    std::vector<Engine> engines;
+    std::vector<std::function<Model()>> models;
     for (const char *name : {"gemma3", "gemma4_shared", "granite_swa", "qwen2_window_16", "mistral_window",
                              "llama_gqa_9_on_3", "qwen3_layer_types"})
-        engines.push_back(engine_of(fixtures + name, 1 + (int)engines.size() % 2));
-    engines.push_back(engine_of(random_model({2, 32, 48, 4, 2, 20, 40})));
-    engines.push_back(engine_of(random_model(mixed_shape())));
+        models.push_back([=] { return load_model(fixtures + name); });
+    models.push_back([] { return random_model({2, 32, 48, 4, 2, 20, 40}); });
+    models.push_back([] { return random_model(mixed_shape()); });
+    std::vector<Engine> engines;
+    for (auto &model : models) engines.push_back(engine_of(model(), 1 + (int)engines.size() % 2));
     const int wanted = getenv("REQUESTS") ? atoi(getenv("REQUESTS")) : plain_path ? 150 : 1000;
-    int requests = 0, refused = 0, preemptions = 0, hits = 0, copies = 0, evicted = 0, stopped = 0;
+    int requests = 0, refused = 0, right = 0, wrong = 0, preemptions = 0, hits = 0, copies = 0, evicted = 0, stopped = 0;
     for (int round = 0; requests < wanted; round++) {
         CAPTURE(round);
-        Engine &engine = engines[below(random, (int)engines.size())];
-        const Setting setting = random_setting(random);
+        const int which = below(random, (int)engines.size());
+        Engine &engine = engines[which];
+        Setting setting = random_setting(random);
+        if (below(random, 3) == 0) setting.draft = models[which];  // the model itself: often right
         CAPTURE(setting.name());
         Company company(engine, setting);
         std::vector<Tokens> stems(1 + below(random, 4));
@@ -246,6 +264,8 @@ TEST_CASE("random requests in any company have the text and the logits that each
         if (!can_share_pages(company.cache)) CHECK(company.hits() == 0);
         requests += (int)company.requests.size(), preemptions += company.preemptions(), hits += company.hits();
         copies += company.copies, evicted += company.evicted;
+        for (const Drafter::Checked &pass : company.schedule.drafter.log)
+            right += pass.right, wrong += (int)pass.guesses.size() - pass.right;
         for (const Request &request : company.requests) stopped += request.stop == "stop";
     }
     if (getenv("REQUESTS"))
@@ -253,6 +273,7 @@ TEST_CASE("random requests in any company have the text and the logits that each
                          << " preemptions, " << hits << " tokens found, " << copies << " copies, " << evicted
                          << " evicted");
     CHECK((refused > wanted / 200 && preemptions > wanted / 50 && hits > wanted && copies > wanted / 20));
+    CHECK((right > wanted / 2 && wrong > wanted / 2));
     CHECK((stopped > wanted / 20 && evicted > wanted / 10));
 }
 

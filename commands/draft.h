@@ -1,0 +1,277 @@
+// --draft: who guesses; what guessing brought (llm bench --draft), and each pass of it (llm diff --draft).
+#pragma once
+
+#include "bench.h"
+
+// ---- Opening -------------------------------------------------------------------------------------------------------
+
+// A guess is an id: both must mean the same by it.
+inline void require_same_tokenizer(const std::string &directory, const Tokenizer *target, const Tokenizer *draft) {
+    const int ids = std::max(tokenizer_size(target), tokenizer_size(draft));
+    auto spelled = [](const Tokenizer *tokenizer, int id) {
+        const char *token = id < tokenizer_size(tokenizer) ? tokenizer_token(tokenizer, id) : nullptr;
+        return token ? "\"" + printable(std::string(token)) + "\"" : std::string("no token");
+    };
+    for (int id = 0; id < ids; id++)
+        if (spelled(target, id) != spelled(draft, id))
+            refuse("--draft", directory,
+                   formatted("id %d is %s there, and %s for the model: expected a model with the same tokenizer", id,
+                             spelled(draft, id).c_str(), spelled(target, id).c_str()));
+}
+
+// For `sequences` texts of up to `capacity` positions in that cache.
+inline Drafter open_drafter(const Options &options, const Session &session, const Cache &cache, int sequences,
+                            int capacity) {
+    Drafter drafter;
+    if (options.draft.empty()) return drafter;
+    const Config &target = session.engine.model.config;
+    drafter.most = options.draft_tokens, drafter.vocabulary = target.vocabulary;
+    drafter.rejection = options.draft_rule == "leviathan";
+    drafter.pauses = options.draft == "ngram" && !drafter.rejection && options.command != "batch";
+    auto require_slack = [&](const Cache &of, const char *whose) {
+        if (drafter.most >= chunk_of(of))
+            refuse("--draft-tokens", std::to_string(drafter.most),
+                   formatted("behind a window the cache of the %s takes back %d positions at most: lower it", whose,
+                             chunk_of(of) - 1));
+    };
+    require_slack(cache, "model");
+    if (options.draft == "ngram") return drafter;
+    drafter.engine = std::make_unique<Engine>(open_engine(options, options.draft));
+    const Config &config = drafter.engine->model.config;
+    Options beside = options;
+    beside.directory = options.draft, beside.given["-m"] = options.draft;
+    const TokenizerPointer tokenizer = open_tokenizer(beside, options.draft);
+    if (tokenizer && session.tokenizer)
+        require_same_tokenizer(options.draft, session.tokenizer.get(), tokenizer.get());
+    else if (config.vocabulary != target.vocabulary)
+        refuse("--draft", options.draft,
+               formatted("knows %d ids, the model %d: expected a model with the same tokenizer", config.vocabulary,
+                         target.vocabulary));
+    beside.sequences = sequences, beside.pool = 0, beside.keep_all = false;
+    const bool endless = std::holds_alternative<Ring>(cache.layout);
+    const CacheChoice choice = {endless ? Layout(Ring{}) : Layout(Contiguous{}), F16{}, F16{}};
+    drafter.cache = open_cache(beside, *drafter.engine, choice, std::min(capacity, config.context));
+    drafter.held.resize(sequences);
+    require_slack(drafter.cache, "draft");
+    return drafter;
+}
+
+// What came of it: in all, and of each guess of a pass.
+struct DraftCounts {
+    int passes = 0, drafted = 0, accepted = 0, paused = 0, guessed = 0;  // guessed: passes with guesses
+    std::vector<int> tried = {}, right = {};                             // (guess): looked at, and right
+    explicit DraftCounts(const Drafter &drafter) : tried(drafter.most), right(drafter.most) {
+        for (const Drafter::Checked &pass : drafter.log) {
+            const int count = (int)pass.guesses.size();
+            passes++, drafted += count, accepted += pass.right, paused += pass.paused, guessed += count > 0;
+            for (int i = 0; i < std::min(count, pass.right + 1); i++) tried[i]++, right[i] += i < pass.right;
+        }
+    }
+    double share() const {  // alpha: of the guesses that were looked at
+        const double looked_at = std::accumulate(tried.begin(), tried.end(), 0.0);
+        return looked_at ? accepted / looked_at : NAN;
+    }
+};
+
+inline Report about_draft(const Drafter &drafter) {
+    const DraftCounts counts(drafter);
+    Report about;
+    about.show("passes", counts.passes, "draft    %d passes").show("drafted", counts.drafted, ", %d drafted");
+    about.show("accepted", counts.accepted, ", %d accepted");
+    about.add("paused", counts.paused,
+              counts.paused
+                  ? formatted("; %d passes without guesses, which cost more time than they saved", counts.paused)
+                  : "");
+    return about.say("\n");
+}
+
+// ---- llm bench --draft
+// -----------------------------------------------------------------------------------------------
+
+// The text goes on, `guesses` at most in a pass, until -n more tokens are there. All runs write the same one.
+inline double time_drafts(Session &session, const Options &options, const Sampler &sampler, int guesses, bool pauses) {
+    Cache &cache = session.caches[0];
+    Drafter &drafter = session.drafter;
+    std::vector<int> tokens(session.tokens.begin(), session.tokens.begin() + session.prompt);
+    const int end = std::min(session.limit, session.prompt + options.count);
+    drafter.most = guesses, drafter.pauses = pauses;
+    auto go_on = [&] {
+        auto use = [&](const std::vector<float> &found, int at) { require_finite(found, at, [] {}); };
+        for (int token :
+             next_tokens(session.engine, cache, drafter, sampler, tokens, end - (int)tokens.size() - 1, false, use))
+            tokens.push_back(token);
+    };
+    shrink(cache, 0, 0);
+    if (session.prompt > 1) prefill_pass(session.engine, cache, 0, {tokens.begin(), tokens.end() - 1});
+    go_on();  // the draft, too, has read the prompt then
+    drafter.log.clear();
+    const int before = (int)tokens.size();
+    const double start = now();
+    while ((int)tokens.size() < end) go_on();
+    const double seconds = (now() - start) / ((int)tokens.size() - before);
+    session.tokens = tokens;
+    return seconds;
+}
+
+// What guesses of one length brought. `seconds` are a token's, of each round; of the same rounds without guesses:
+// `alone`.
+struct DraftRow {
+    int guesses;
+    bool pauses;
+    std::vector<double> seconds = {}, checking = {}, guessing = {};  // (round); of a pass: its check, its guesses
+    DraftCounts counts = DraftCounts(Drafter{});
+    double tokens() const { return 1 + (double)counts.accepted / counts.passes; }  // of a pass
+    // By the share of guesses that are right, as if it were the same for each (Leviathan et al. 2023, equation 1); a
+    // pass without guesses brings one token.
+    double expected_tokens() const {
+        const double a = counts.share(), k = (double)counts.drafted / std::max(1, counts.guessed);
+        const double with = (double)counts.guessed / counts.passes;
+        return with > 0 ? 1 - with + with * (a < 1 ? (1 - std::pow(a, k + 1)) / (1 - a) : k + 1) : 1;
+    }
+};
+
+inline int run_bench_draft(const Options &options) {
+    Session session = open_session(options);
+    if (session.limit - session.prompt < options.draft_tokens + 2)
+        fail("-n: the prompt has %d tokens, and the context %d: too few are left to guess %d of them", session.prompt,
+             session.limit, options.draft_tokens);
+    session.drafter = open_drafter(options, session, session.caches[0], 1, session.limit);
+    const Sampler sampler{options.temperature, options.top_p, options.min_p, options.top_k, (uint64_t)options.seed};
+    std::vector<DraftRow> rows;
+    for (int guesses = 0; guesses <= options.draft_tokens; guesses++) rows.push_back({guesses, false});
+    if (session.drafter.pauses) rows.push_back({options.draft_tokens, true});
+    for (int round = 0; round <= options.repeats; round++)  // the first one warms up
+        for (DraftRow &row : rows) {
+            show_progress(formatted("%d guesses, round %d of %d", row.guesses, round, options.repeats));
+            const double seconds = time_drafts(session, options, sampler, row.guesses, row.pauses);
+            if (round == 0) continue;
+            row.counts = DraftCounts(session.drafter);
+            row.seconds.push_back(seconds);
+            double all = 0, guessing = 0;
+            for (const Drafter::Checked &pass : session.drafter.log) all += pass.seconds, guessing += pass.guessing;
+            row.checking.push_back((all - guessing) / row.counts.passes);
+            row.guessing.push_back(guessing / row.counts.passes);
+        }
+    erase_progress();
+    const double alone = median(rows[0].checking);
+    std::vector<Report> table;
+    const DraftRow *best = &rows[0];
+    double most = 1;
+    for (const DraftRow &row : rows) {
+        std::vector<double> ratios;
+        for (size_t i = 0; i < row.seconds.size(); i++) ratios.push_back(rows[0].seconds[i] / row.seconds[i]);
+        const double check = median(row.checking) / alone, guess = median(row.guessing) / alone;
+        const double predicted = row.expected_tokens() / (check + guess), measured = median(ratios);
+        if (measured > most) most = measured, best = &row;
+        std::vector<double> shares;
+        std::string by_guess;
+        for (size_t i = 0; i < row.counts.tried.size(); i++) {
+            shares.push_back((double)row.counts.right[i] / row.counts.tried[i]);
+            if (row.counts.tried[i]) by_guess += formatted(" %.2f", shares.back());
+        }
+        Report line;
+        line.show("guesses", row.guesses, row.pauses ? "%5d, with pauses" : "%5d             ", "guesses          ");
+        line.show("tokens_per_second", 1 / median(row.seconds), "%9.1f", "tokens/s");
+        line.show("tokens_per_pass", row.tokens(), "%7.2f", "a pass");
+        line.show("expected_tokens_per_pass", row.expected_tokens(), "%9.2f", "expected");
+        line.show("check_cost", check, "%7.2f", "check").show("guess_cost", guess, "%7.2f", "guess");
+        line.show("predicted", predicted, "%8.2f x", "predicted").show("measured", measured, "%8.2f x", "measured");
+        line.add("right", shares, "   " + by_guess, "   right, of the first guess, the second, ...");
+        table.push_back(line.add("share_right", row.counts.share()).add("paused", row.counts.paused));
+    }
+    Report report;
+    report.add("draft", options.draft).add("prompt_tokens", session.prompt).add("tokens", options.count);
+    report.show("device", session.engine.name(), "device: %s\n").table("results", table);
+    report.add("best_guesses", best->guesses,
+               best == &rows[0] ? "No guesses pay here.\n"
+                                : formatted("%s pay best: %.2f x.\n", counted(best->guesses, "guess").c_str(), most));
+    report.say(R"(
+a pass: tokens that a pass brings. expected: (1 - a^(k+1)) / (1 - a), if each of
+k guesses were right with the same probability a. check: a pass of 1 + k tokens,
+guess: its guesses, both beside a pass without guesses. predicted: expected /
+(check + guess). measured: by the time of the same text without guesses.
+)");
+    report.print(options.json);
+    return 0;
+}
+
+// ---- llm diff --draft
+// ------------------------------------------------------------------------------------------------
+
+// A pass a line: the guesses that were right, in [] the first one that was not, and the model's own token. Beside it
+// the same text is decoded token by token, in a cache of its own: tokens and logits must be the same.
+inline int run_diff_draft(const Options &options) {
+    Session session = open_session(options);
+    Engine &engine = session.engine;
+    Cache &cache = session.caches[0];
+    std::vector<int> &tokens = session.tokens;
+    session.drafter = open_drafter(options, session, cache, 1, session.limit);
+    Cache plain = open_cache(options, engine, options.caches()[0], session.limit);
+    const char *none = getenv("NO_COLOR");
+    const bool colours = isatty(1) && !(none && *none);
+    auto painted = [&](const char *colour, const std::string &words) {
+        return colours && !words.empty() ? formatted("\033[%sm", colour) + words + "\033[0m" : words;
+    };
+    auto said = [&](const std::vector<int> &ids) {
+        TextStream stream(session.tokenizer.get(), false);
+        std::string words;
+        for (int id : ids) words += stream.next(id);
+        return on_one_line(words + stream.flush());
+    };
+    int compared = 0, same_tokens = 0, same_bits = 0;
+    double difference = 0;
+    std::vector<Report> passes;
+    const char *stop = nullptr;
+    try {
+        std::vector<float> expected = prefill(engine, plain, 0, tokens);
+        if (session.prompt > 1) prefill_pass(engine, cache, 0, {tokens.begin(), tokens.end() - 1});
+        while (!(stop = reason_to_stop(session, options))) {
+            const int size = (int)tokens.size(), left = std::min(session.limit, options.count + session.prompt) - size;
+            std::vector<std::vector<float>> rows;
+            const std::vector<int> next =
+                next_tokens(engine, cache, session.drafter, Sampler{}, tokens, left - 1, !options.ignore_end,
+                            [&](const std::vector<float> &row, int) { rows.push_back(row); });
+            for (size_t i = 0; i < next.size(); i++) {
+                if (i > 0) expected = decode(engine, plain, {0}, {next[i - 1]});
+                const DiffStep step = compare(expected, rows[i]);
+                compared++, same_bits += step.same_bits, same_tokens += step.token == next[i];
+                difference = std::max(difference, step.difference);
+            }
+            tokens.insert(tokens.end(), next.begin(), next.end());
+            const Drafter::Checked &pass = session.drafter.log.back();
+            const auto guesses = pass.guesses.begin(), wrong = guesses + pass.right, end = pass.guesses.end();
+            Report line;
+            line.show("position", size, "%9d  ", "position  ").add("drafted", pass.guesses);
+            line.add("accepted", pass.right, formatted("%3d of %-3zu ", pass.right, pass.guesses.size()),
+                     "right      ");
+            std::string words = painted("32", said({guesses, wrong}));
+            if (wrong < end) words += painted("31", "[" + said({wrong, wrong + 1}) + "]");
+            words += said({next.begin() + pass.right, next.end()});
+            line.add("tokens", next);
+            if (!options.json && passes.empty()) printf(" pass  %stext\n", line.heads.c_str());
+            if (!options.json) printf("%5zu  %s%s\n", passes.size(), line.text.c_str(), words.c_str()), flush_output();
+            passes.push_back(line);
+            if (!reason_to_stop(session, options)) expected = decode(engine, plain, {0}, {next.back()});
+        }
+    } catch (Interrupted) {
+        if (passes.empty()) throw;
+        stop = "interrupted";
+    }
+    const bool card = !std::holds_alternative<Cpu>(*engine.machine);
+    const bool good = same_tokens == compared && (card || same_bits == compared);
+    const std::string verdict = same_bits == compared ? "the same: all logits have the same bits as without guesses"
+                                : good
+                                    ? formatted("the same tokens as without guesses; a logit is %.3g off", difference)
+                                    : formatted(
+                                          "NOT the same: %d of %d tokens differ from those without guesses, a "
+                                          "logit is %.3g off",
+                                          compared - same_tokens, compared, difference);
+    Report report;
+    report.add("prompt_tokens", std::vector<int>(tokens.begin(), tokens.begin() + session.prompt));
+    report.add("compared", compared, "\ncompared " + counted(compared, "token") + ", stopped: " + stop + "\n");
+    report.show("device", engine.name(), "device   %s\n").list("passes", passes);
+    report.add("draft", about_draft(session.drafter)).add("identical", same_tokens == compared);
+    report.add("max_abs_logit_diff", difference);
+    report.add("verdict", verdict, "verdict  " + painted(good ? "32" : "31", verdict) + "\n").print(options.json);
+    return interrupted() ? 130 : good ? 0 : 1;
+}

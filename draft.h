@@ -1,0 +1,178 @@
+// Drafts: somebody quick guesses the next tokens, and one pass of the model checks all guesses.
+//
+// A pass reads the weights and the cache once, whether it computes one token or five (Leviathan et al. 2023; Chen et
+// al. 2023). Who guesses is a smaller model with the same tokenizer, the draft, or the text itself: what followed its
+// last words before (n-grams; Saxena 2023, prompt lookup). The model that checks is the target:
+//   propose     "time" is to be read next; guesses at what follows it:  , there was an
+//   verify      one pass:               time   ,       there   was   an
+//               the target's own next:  ,      there   was     a
+//   accept      three guesses are its own tokens; the fourth is not, and "a" stands in its place
+//   roll back   the cache forgets "an"
+// Why the text is the one without drafts: a token's vectors have the same bits in any pass, and the draw for a position
+// is a function of seed and position alone. A guess is right if it is what the target draws there anyway. (On a GPU a
+// pass of several tokens goes through other kernels than a pass of one, and the text may part at a tie.)
+#pragma once
+
+// A sequence whose next tokens are wanted, and the guesses at them.
+struct Proposal {
+    int sequence;
+    const std::vector<int> &tokens;  // so far; the last one is not read yet
+    const Sampler &sampler;
+    int most;  // guesses at most
+    std::vector<int> guesses = {};
+    std::vector<std::vector<double>> drawn =
+        {};               // (guess): leviathan, a draft: the distribution that it was drawn from
+    int match = 0;        // n-grams: how many of the last ids stood before
+    bool paused = false;  // n-grams: they did, but guesses cost time lately
+    int token(int position) const {
+        const int count = (int)tokens.size();
+        return position < count ? tokens[position] : guesses[position - count];
+    }
+};
+
+// Who guesses, and what came of it.
+struct Drafter {
+    int most = 0;                              // guesses of a pass
+    int vocabulary = 0;                        // ids that the target knows
+    std::unique_ptr<Engine> engine = nullptr;  // the draft; n-grams where there is none
+    Cache cache = {};                          // the draft's: a sequence for each of the target's,
+    std::vector<std::vector<int>> held = {};   // (sequence): and the tokens that it has read
+    bool rejection = false;                    // --draft-rule leviathan
+    bool pauses = false;                       // n-grams: no guesses while they cost more time than they save
+    struct Checked {
+        int match, right;
+        std::vector<int> guesses;
+        bool paused;
+        double seconds, guessing;  // of all; of the guesses
+    };
+    std::vector<Checked> log = {};  // (pass)
+};
+
+inline int guesses_of_pass(const Cache &cache, int first, int end, int most);
+inline void propose(Drafter &drafter, Proposal &proposal);
+inline int own_token(const Drafter &drafter, const Proposal &proposal, int row, const std::vector<float> &logits);
+
+// How many guesses are right. take(row) takes the target's own token after that row of the pass, and ended() says
+// whether nothing may follow it.
+template <class Take, class Ended>
+int accept(const std::vector<int> &guesses, Take take, Ended ended) {
+    int row = 0;
+    while (take(row) == (row < (int)guesses.size() ? guesses[row] : -1)) {
+        row++;
+        if (ended()) break;
+    }
+    return row;
+}
+
+// The next tokens of a text: guesses that are right, `most` at most, and one more; none after an end id, if it `ends`.
+// use(logits, position) is told of each token's.
+template <class Use>
+std::vector<int> next_tokens(Engine &engine, Cache &cache, Drafter &drafter, const Sampler &sampler,
+                             const std::vector<int> &tokens, int most, bool ends, Use use) {
+    const double start = now();
+    const int end = (int)tokens.size(), vocabulary = engine.model.config.vocabulary;
+    const std::vector<int> &end_ids = engine.model.config.end_ids;
+    Proposal proposal{0, tokens, sampler, guesses_of_pass(cache, end - 1, end, std::min(most, drafter.most))};
+    propose(drafter, proposal);
+    const double guessing = now() - start;
+    std::vector<float> found;  // (1 + guesses, vocabulary)
+    all_or_nothing(cache, [&] {
+        Batch batch;
+        const int count = 1 + (int)proposal.guesses.size(), first = grow(cache, 0, count);
+        for (int t = first; t < first + count; t++) batch.add(proposal.token(t), 0, t);
+        forward(engine, batch, cache.stores);
+        found = logits(engine, 0, batch.count());
+    });
+    std::vector<int> next;
+    auto take = [&](int row) {
+        const std::vector<float> own(&found[(size_t)row * vocabulary], &found[(size_t)row * vocabulary] + vocabulary);
+        use(own, end - 1 + row);
+        next.push_back(own_token(drafter, proposal, row, own));
+        return next.back();
+    };
+    const int right =
+        accept(proposal.guesses, take, [&] { return ends && std::count(end_ids.begin(), end_ids.end(), next.back()); });
+    shrink(cache, 0, end - 1 + (int)next.size());
+    drafter.log.push_back({proposal.match, right, proposal.guesses, proposal.paused, now() - start, guessing});
+    return next;
+}
+
+// ---- Guesses -------------------------------------------------------------------------------------------------------
+
+// Guesses behind the tokens of a pass, which are at positions [first, end): as many as the cache can take back. int4
+// and int2 encode 32 positions together, and only those that are certain: guesses never fill such a block.
+inline int guesses_of_pass(const Cache &cache, int first, int end, int most) {
+    most = std::min({most, chunk_of(cache) - (end - first), limit_of(cache) - end});
+    const bool same_block = end % group_size || first % group_size == 0;
+    if (blocks_of(cache)) most = std::min(most, same_block ? group_size - 1 - end % group_size : 0);
+    return std::max(0, most);
+}
+
+// Whether guesses after such a match are worth their time: a token's in the last passes with them, beside those without
+// any. What was not tried for so long is tried.
+inline bool pays(const Drafter &drafter, int match) {
+    double seconds[2] = {}, tokens[2] = {};  // (guesses or none)
+    for (size_t i = drafter.log.size(), left = 64; i > 0 && left > 0; left--) {
+        const Drafter::Checked &pass = drafter.log[--i];
+        const bool with = !pass.guesses.empty();
+        if (with && pass.match != match) continue;
+        seconds[with] += pass.seconds, tokens[with] += pass.right + 1;
+    }
+    return !drafter.pauses || (tokens[0] > 0 && seconds[1] * tokens[0] <= seconds[0] * tokens[1]);
+}
+
+// What followed the last three tokens where they stood before, or the last two, or one. A text that says the same again
+// and again goes on with the guesses themselves.
+inline void look_up(const Drafter &drafter, Proposal &proposal) {
+    const std::vector<int> &tokens = proposal.tokens;
+    const int count = (int)tokens.size();
+    for (int match = std::min(3, count - 1); match > 0; match--)
+        for (int at = count - 1; at >= match; at--) {
+            if (!std::equal(tokens.end() - match, tokens.end(), tokens.begin() + at - match)) continue;
+            proposal.paused = !pays(drafter, proposal.match = match);
+            for (int i = 0; !proposal.paused && i < proposal.most; i++)
+                proposal.guesses.push_back(proposal.token(at + i));
+            return;
+        }
+}
+
+// The draft reads what it has not read of the text, then each of its own guesses but the last. What it had read that
+// was guessed wrong, or is of another text, shows when tokens are compared: nobody need tell it.
+inline void propose(Drafter &drafter, Proposal &proposal) {
+    if (proposal.most == 0) return;
+    if (!drafter.engine) return look_up(drafter, proposal);
+    const std::vector<int> &tokens = proposal.tokens;
+    std::vector<int> &held = drafter.held[proposal.sequence];
+    size_t same = std::mismatch(held.begin(), held.end(), tokens.begin(), tokens.end() - 1).first - held.begin();
+    if (same + drafter.most + 1 < held.size()) same = 0;  // another text: further than a ring goes back
+    shrink(drafter.cache, proposal.sequence, (int)same);
+    held.resize(same);
+    std::vector<int> unread(tokens.begin() + (int)same, tokens.end());
+    if (*std::max_element(unread.begin(), unread.end()) >= drafter.engine->model.config.vocabulary) return;
+    if ((int)tokens.size() + proposal.most > limit_of(drafter.cache)) return;
+    while ((int)proposal.guesses.size() < proposal.most) {
+        std::vector<float> row = prefill(*drafter.engine, drafter.cache, proposal.sequence, unread);
+        held.insert(held.end(), unread.begin(), unread.end());
+        const int position = (int)held.size() - 1;
+        require_finite(row, position, [&] { blame_cache(*drafter.engine, &drafter.cache, held); });
+        row.resize(drafter.vocabulary, -INFINITY);  // a head may be wider than the tokenizer that both have
+        if (drafter.rejection) proposal.drawn.push_back(distribution(proposal.sampler, row));
+        unread = {drafter.rejection ? draw_from(proposal.drawn.back(), draw(proposal.sampler.seed, position))
+                                    : sample(proposal.sampler, row, position)};
+        proposal.guesses.push_back(unread[0]);
+    }
+}
+
+// The token that stands after a row of the pass: what the target draws there, or what the rule of Leviathan et al.
+// leaves of a guess (base/rejection.h), with draws of its own.
+inline int own_token(const Drafter &drafter, const Proposal &proposal, int row, const std::vector<float> &logits) {
+    const int position = (int)proposal.tokens.size() - 1 + row;
+    const Sampler &sampler = proposal.sampler;
+    if (!drafter.rejection) return sample(sampler, logits, position);
+    const std::vector<double> p = distribution(sampler, logits);
+    const double again = draw(~sampler.seed, position);
+    if (row == (int)proposal.guesses.size()) return draw_from(p, again);
+    const int guess = proposal.guesses[row];
+    const std::vector<double> q = drafter.engine ? proposal.drawn[row] : only(guess, p.size());
+    return take_or_replace(p, q, guess, draw(sampler.seed ^ 0x5555555555555555, position), again);
+}

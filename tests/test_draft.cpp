@@ -1,0 +1,411 @@
+// Drafts (draft.h): a text with guesses is the text without, to the last bit of its logits, whoever guesses; the rule of
+// others draws from the same distribution; and what went wrong elsewhere.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "kinds.h"
+
+// ---- With guesses and without --------------------------------------------------------------------------------------
+
+struct Text {
+    Tokens tokens;  // the prompt, then `count` more
+    Vector rows;    // the logits from which each was taken
+};
+
+static Text plainly(Engine &engine, Cache &cache, const Tokens &prompt, const Sampler &sampler, int count) {
+    Text text{prompt, {}};
+    for (int i = 0; i < count; i++) {
+        const Vector row = i ? decode(engine, cache, {0}, {text.tokens.back()}) : prefill(engine, cache, 0, prompt);
+        text.rows.insert(text.rows.end(), row.begin(), row.end());
+        text.tokens.push_back(sample(sampler, row, (int)text.tokens.size() - 1));
+    }
+    return text;
+}
+
+// The last token of the prompt is read with the first guesses.
+static Text with_guesses(Engine &engine, Cache &cache, Drafter &drafter, const Tokens &prompt, const Sampler &sampler,
+                         int count) {
+    Text text{prompt, {}};
+    if (prompt.size() > 1) prefill(engine, cache, 0, part(prompt, 0, (int)prompt.size() - 1));
+    const int end = (int)prompt.size() + count;
+    while ((int)text.tokens.size() < end) {
+        const int size = (int)text.tokens.size();
+        auto use = [&](const Vector &row, int position) {
+            CHECK(position == (int)prompt.size() - 1 + (int)(text.rows.size() / row.size()));
+            text.rows.insert(text.rows.end(), row.begin(), row.end());
+        };
+        const Tokens next = next_tokens(engine, cache, drafter, sampler, text.tokens, end - size - 1, false, use);
+        REQUIRE((!next.empty() && (int)next.size() <= 1 + drafter.most));
+        text.tokens.insert(text.tokens.end(), next.begin(), next.end());
+        CHECK(cache.lengths[0] == (int)text.tokens.size() - 1);  // drafts' keys are gone (vLLM 9730, 40149)
+        check_pages(cache);
+    }
+    CHECK((int)text.tokens.size() == end);  // not one more (mlx-examples 149)
+    return text;
+}
+
+// n-grams, where there is no model.
+static Drafter drafter_of(const Engine &target, std::optional<Model> model, int most, int sequences = 1,
+                          const Place &place = {}) {
+    Drafter drafter;
+    drafter.most = most, drafter.vocabulary = target.model.config.vocabulary;
+    if (!model) return drafter;
+    drafter.engine = std::make_unique<Engine>(engine_of(std::move(*model)));
+    drafter.cache = cache_for(*drafter.engine, F32{}, F32{}, 400, place, sequences);
+    drafter.held.resize(sequences);
+    return drafter;
+}
+
+static int right_in(const Drafter &drafter) {
+    int right = 0;
+    for (const Drafter::Checked &pass : drafter.log) right += pass.right;
+    return right;
+}
+static int guessed_in(const Drafter &drafter) {
+    int guesses = 0;
+    for (const Drafter::Checked &pass : drafter.log) guesses += (int)pass.guesses.size();
+    return guesses;
+}
+
+static Sampler random_sampler(Random &random) {
+    Sampler sampler;
+    if (below(random, 3) == 0) return sampler;
+    sampler.temperature = random.uniform(0.1, 1.5), sampler.seed = random.bits();
+    if (below(random, 2)) sampler.top_k = 1 + below(random, 30);
+    if (below(random, 2)) sampler.top_p = random.uniform(0.3, 1);
+    if (below(random, 2)) sampler.min_p = random.uniform(0, 0.3);
+    return sampler;
+}
+
+TEST_CASE("a text with guesses is the text without: any model, cache, sampler, number of guesses, and who guesses") {
+    Random random{seed_of_run()};
+    CAPTURE(seed_of_run());
+    int right[3] = {}, wrong[3] = {};
+    for (int round = 0; round < (plain_path ? 20 : getenv("ROUNDS") ? atoi(getenv("ROUNDS")) : 80); round++) {
+        CAPTURE(round);
+        const Shape shape = random_shape(random);
+        const uint64_t seed = random.bits();
+        Engine engine = engine_of(random_model(shape, seed), 1 + round % 2);
+        const std::vector<Precision> types = all_of<Precision>();
+        auto type = [&] { return types[below(random, (int)types.size())]; };
+        const Precision type_k = type(), type_v = below(random, 2) ? type() : type_k;
+        const Place place = random_place(random, 1 + below(random, 20));
+        CAPTURE(std::string(name_of(type_k)) + " " + name_of(type_v) + " " + place.name());
+        Tokens prompt = random_tokens(engine, 1 + below(random, 80), random.bits());
+        if (below(random, 2)) prompt.insert(prompt.end(), prompt.begin(), prompt.end());  // there is something to look up
+        const int count = 1 + below(random, 70), who = below(random, 3);
+        const Sampler sampler = random_sampler(random);
+        Cache plain = cache_for(engine, type_k, type_v, 300, place), cache = cache_for(engine, type_k, type_v, 300, place);
+        const Text expected = plainly(engine, plain, prompt, sampler, count);
+        std::optional<Model> model;  // nobody; the target itself, which is always right but for its f32 cache; another one
+        if (who == 1) model.emplace(random_model(shape, seed));
+        if (who == 2) model.emplace(random_model(random_shape(random), seed + 1));
+        Drafter drafter = drafter_of(engine, std::move(model), 1 + below(random, 9));
+        drafter.pauses = below(random, 4) == 0;
+        const Text found = with_guesses(engine, cache, drafter, prompt, sampler, count);
+        CHECK(found.tokens == expected.tokens);
+        CHECK(same_bits(found.rows, expected.rows));
+        const Tokens more = random_tokens(engine, 40, 5);  // and what comes after reads the same rows
+        CHECK(same_bits(cached_rows(engine, cache, 0, part(found.tokens, (int)found.tokens.size() - 1, (int)found.tokens.size()), 1, 1),
+                        cached_rows(engine, plain, 0, part(found.tokens, (int)found.tokens.size() - 1, (int)found.tokens.size()), 1, 1)));
+        CHECK(same_bits(cached_rows(engine, cache, 0, more, 20, 20), cached_rows(engine, plain, 0, more, 20, 20)));
+        const bool exact = type_k.index() == 0 && type_v.index() == 0 && !std::holds_alternative<Ring>(cache.layout);
+        if (who == 1 && exact) CHECK(right_in(drafter) == guessed_in(drafter));
+        right[who] += right_in(drafter), wrong[who] += guessed_in(drafter) - right_in(drafter);
+    }
+    for (int who : {0, 1, 2}) CHECK((right[who] > 10 && wrong[who] > 10));
+    CHECK(right[1] > wrong[1] / 3);
+}
+
+// ---- What went wrong elsewhere ---------------------------------------------------------------------------------------
+
+static Model small_model(uint64_t seed = 1) { return random_model({2, 32, 48, 4, 2, 20, 40}, seed); }
+
+TEST_CASE("the draft has read the last token, too, when all its guesses were right (gpt-fast)") {
+    Engine engine = engine_of(small_model());
+    for (int most : {1, 2, 5}) {
+        Drafter drafter = drafter_of(engine, small_model(), most);
+        Cache cache = cache_for(engine, F32{}, F32{}, 200, {});
+        const Text text = with_guesses(engine, cache, drafter, random_tokens(engine, 9), {0.9, 1, 0, 0, 7}, 61);
+        CHECK(right_in(drafter) == guessed_in(drafter));
+        CHECK((int)drafter.log.size() == (60 + most) / (most + 1) + (60 % (most + 1) == 0));
+        // What it guesses next is what it would if it had read all of the text in one go.
+        Drafter other = drafter_of(engine, small_model(), most);
+        Proposal next{0, text.tokens, {}, most}, again{0, text.tokens, {}, most};
+        propose(drafter, next), propose(other, again);
+        CHECK((next.guesses == again.guesses && drafter.held == other.held));
+    }
+}
+
+TEST_CASE("the draft's cache goes back where its guesses were wrong, and begins anew where the text is another one") {
+    Engine engine = engine_of(small_model());
+    for (const Place &place : {Place{}, ring(40, 2)}) {
+        Drafter drafter = drafter_of(engine, small_model(2), 4, 2, place);
+        for (int turn = 0; turn < 6; turn++) {
+            const int sequence = turn % 2;
+            const Tokens text = random_tokens(engine, 60 + turn, turn / 2 + 1);
+            Proposal proposal{sequence, text, {}, 4}, expected{0, text, {}, 4};
+            propose(drafter, proposal);
+            Drafter fresh = drafter_of(engine, small_model(2), 4, 1, place);
+            propose(fresh, expected);
+            CHECK((proposal.guesses.size() == 4 && proposal.guesses == expected.guesses));
+            CHECK(drafter.cache.lengths[sequence] == (int)drafter.held[sequence].size());
+        }
+    }
+}
+
+TEST_CASE("each seed has its text, with guesses and without (vLLM 13196)") {
+    Engine engine = engine_of(small_model());
+    std::vector<Tokens> texts;
+    for (uint64_t seed = 0; seed < 5; seed++) {
+        const Sampler sampler{1, 1, 0, 0, seed};
+        Drafter drafter = drafter_of(engine, small_model(), 3);
+        Cache plain = cache_for(engine, F16{}, F16{}, 100, {}), cache = cache_for(engine, F16{}, F16{}, 100, {});
+        texts.push_back(with_guesses(engine, cache, drafter, random_tokens(engine, 5), sampler, 40).tokens);
+        CHECK(texts.back() == plainly(engine, plain, random_tokens(engine, 5), sampler, 40).tokens);
+        for (uint64_t other = 0; other < seed; other++) CHECK(texts[other] != texts[seed]);
+    }
+}
+
+// What generate() makes of a prompt.
+static Generation generated(Session &session, const Options &options, Drafter drafter) {
+    Engine &engine = session.engine;
+    session.tokens.resize(session.prompt);
+    session.caches.clear();
+    session.caches.push_back(cache_for(engine, F16{}, F16{}, session.limit, {}));
+    session.drafter = std::move(drafter);
+    return generate(session, options, nullptr, [](const std::string &) {});
+}
+
+TEST_CASE("an end id, -n and the context end a text where they end it without guesses (mlx-examples 149)") {
+    Session session{engine_of(small_model()), {nullptr, tokenizer_free}};
+    session.tokens = random_tokens(session.engine, 6);
+    session.prompt = 6;
+    Options options;
+    options.temperature = 1, options.seed = 3;
+    int inside = 0;  // end ids that were guessed
+    for (int end = -1; end < 40; end += 4)
+        for (int limit : {7, 8, 12, 30, 100})
+            for (int count : {1, 2, 3, 7, 25}) {
+                session.limit = limit, options.count = count;
+                session.engine.model.config.end_ids = {end};
+                const Generation plain = generated(session, options, Drafter{});
+                const Tokens expected = session.tokens;
+                for (int most : {1, 4, 64}) {
+                    const Generation found = generated(session, options, drafter_of(session.engine, small_model(), most));
+                    CHECK((session.tokens == expected && found.text == plain.text && found.stop == plain.stop));
+                    CHECK((int)expected.size() == session.prompt + 1 + found.decoded);
+                    CHECK(session.caches[0].lengths[0] <= (int)expected.size());
+                    inside += found.stop == "end id" && session.drafter.log.size() && session.drafter.log.back().right &&
+                              session.drafter.log.back().guesses[session.drafter.log.back().right - 1] == end;
+                }
+            }
+    CHECK(inside > 20);
+}
+
+TEST_CASE("guesses go no further than a cache goes back") {
+    Engine engine = engine_of(small_model());
+    auto guesses = [&](const Precision &type, const Place &place, int end, int most) {
+        return guesses_of_pass(cache_for(engine, type, type, 100, place), end - 1, end, most);
+    };
+    CHECK((guesses(F16{}, {}, 40, 9) == 9 && guesses(F16{}, {}, 95, 9) == 5 && guesses(F16{}, {}, 100, 9) == 0));
+    CHECK((guesses(F16{}, {}, 50, -1) == 0 && guesses(F16{}, ring(64, 0), 500, 99) == 31));
+    // A block is stored when it is full, and is full of tokens that are certain.
+    CHECK((guesses(Int4{}, {}, 1, 40) == 30 && guesses(Int4{}, {}, 30, 4) == 1 && guesses(Int4{}, {}, 31, 4) == 0));
+    CHECK((guesses(Int4{}, {}, 32, 4) == 0 && guesses(Int4{}, {}, 33, 4) == 4));
+}
+
+TEST_CASE("ids that only one of the two models knows are not guessed, and not read") {
+    Shape wide = {2, 32, 48, 4, 2, 20, 40}, narrow = wide;
+    narrow.vocabulary = 37;
+    for (bool draft_is_wide : {true, false}) {
+        Engine engine = engine_of(random_model(draft_is_wide ? narrow : wide));
+        for (double temperature : {0.0, 5.0}) {
+            const Sampler sampler{temperature, 1, 0, 0, 1};
+            Drafter drafter = drafter_of(engine, random_model(draft_is_wide ? wide : narrow), 3);
+            Cache plain = cache_for(engine, F16{}, F16{}, 150, {}), cache = cache_for(engine, F16{}, F16{}, 150, {});
+            const Tokens prompt = random_tokens(engine, 5);
+            const Text text = with_guesses(engine, cache, drafter, prompt, sampler, 100);
+            CHECK(text.tokens == plainly(engine, plain, prompt, sampler, 100).tokens);
+            for (const Drafter::Checked &pass : drafter.log)
+                for (int guess : pass.guesses) CHECK(guess < 37);
+        }
+    }
+}
+
+// ---- n-grams ---------------------------------------------------------------------------------------------------------
+
+TEST_CASE("n-grams: what followed the longest of the last three, two, one tokens where it stood last") {
+    Random random{3};
+    Drafter drafter;
+    for (int round = 0; round < 3000; round++) {
+        Tokens text(1 + below(random, 30));
+        for (int &token : text) token = below(random, 2 + round % 5);
+        const int size = (int)text.size(), most = below(random, 8);
+        Tokens expected = text;
+        int from = -1;
+        for (int length = 3; length > 0 && from < 0; length--)
+            for (int at = 0; at + length < size; at++)  // the last one counts
+                if (length < size && part(text, at, at + length) == part(text, size - length, size)) from = at + length;
+        for (int i = 0; from >= 0 && i < most; i++) expected.push_back(expected[from + i]);
+        Proposal proposal{0, text, {}, most};
+        propose(drafter, proposal);
+        CHECK(proposal.guesses == part(expected, size, (int)expected.size()));
+    }
+}
+
+TEST_CASE("n-grams stop while they cost more time than they save, and are tried again") {
+    const Tokens text = {1, 2, 3, 1, 2, 3, 1, 2};
+    auto guesses = [&](Drafter &drafter) {
+        Proposal proposal{0, text, {}, 4};
+        propose(drafter, proposal);
+        CHECK(proposal.paused == (proposal.guesses.empty() && !drafter.log.empty() && drafter.log[0].seconds > 0));
+        return (int)proposal.guesses.size();
+    };
+    auto pass = [](int match, int right, double seconds) {
+        return Drafter::Checked{match, right, Tokens(match ? 4 : 0), false, seconds, 0};
+    };
+    Drafter drafter;
+    drafter.most = 4;
+    CHECK(guesses(drafter) == 4);
+    drafter.pauses = true;
+    drafter.log = {pass(0, 0, 1)};
+    CHECK(guesses(drafter) == 4);              // not tried yet
+    drafter.log.push_back(pass(3, 0, 1.3));    // a token for 1.3
+    CHECK(guesses(drafter) == 0);
+    drafter.log.back().right = 1;              // two for 1.3
+    CHECK(guesses(drafter) == 4);
+    drafter.log.back() = pass(2, 0, 1.3);      // of another match
+    CHECK(guesses(drafter) == 4);
+    drafter.log.back() = pass(3, 0, 1.3);
+    for (int i = 0; i < 63; i++) drafter.log.push_back(pass(0, 0, 1));
+    CHECK(guesses(drafter) == 0);
+    drafter.log.push_back(pass(0, 0, 1));
+    CHECK(guesses(drafter) == 4);              // it was long ago
+}
+
+// ---- The rule of others ----------------------------------------------------------------------------------------------
+
+static std::vector<double> random_distribution(Random &random, int count) {
+    std::vector<double> p(count);
+    double sum = 0;
+    for (double &x : p) sum += x = below(random, 4) ? random.uniform(0, 1) : 0;
+    if (sum == 0) sum = p[below(random, count)] = 1;
+    for (double &x : p) x /= sum;
+    return p;
+}
+
+// The distribution of take_or_replace(), enumerated: its thresholds lie where the definition says.
+static std::vector<double> outcome(const std::vector<double> &p, const std::vector<double> &q) {
+    std::vector<double> all(p.size());
+    for (int guess = 0; guess < (int)p.size(); guess++) {
+        if (q[guess] == 0) continue;
+        const double taken = std::min(1.0, p[guess] / q[guess]);
+        all[guess] += q[guess] * taken;
+        if (taken > 0) CHECK(take_or_replace(p, q, guess, taken * (1 - 1e-9), 0) == guess);
+        if (taken == 1) continue;
+        const std::vector<double> more = rest(p, q);
+        const double sum = std::accumulate(more.begin(), more.end(), 0.0);
+        double before = 0;
+        for (int token = 0; token < (int)p.size(); token++) {
+            if (more[token] < 1e-9) continue;
+            const double part = more[token] / sum;
+            for (double point : {before + part * 1e-6, before + part * (1 - 1e-6)})
+                CHECK(take_or_replace(p, q, guess, taken + (1 - taken) * 1e-6, point) == token);
+            all[token] += q[guess] * (1 - taken) * part;
+            before += part;
+        }
+        for (int token = 0; token < (int)p.size(); token++)
+            if (more[token] < 1e-9 && more[token] > 0) all[token] += q[guess] * (1 - taken) * more[token] / sum;
+    }
+    return all;
+}
+
+TEST_CASE("leviathan: whatever was guessed, the outcome has the target's distribution, by enumeration") {
+    Random random{1};
+    for (int round = 0; round < 2000; round++) {
+        const std::vector<double> p = random_distribution(random, 5), q = random_distribution(random, 5);
+        const std::vector<double> found = outcome(p, q), certain = outcome(p, only(below(random, 5), 5));
+        for (int token = 0; token < 5; token++) {
+            CHECK(std::fabs(found[token] - p[token]) < 1e-12);
+            CHECK(std::fabs(certain[token] - p[token]) < 1e-12);  // n-grams: all of q on one token
+        }
+    }
+}
+
+TEST_CASE("leviathan: distribution() is what sample() draws from") {
+    Random random{2};
+    for (int round = 0; round < 40; round++) {
+        Vector logits(5);
+        for (float &x : logits) x = (float)random.uniform(-3, 3);
+        Sampler sampler = random_sampler(random);
+        const std::vector<double> p = distribution(sampler, logits);
+        std::vector<double> drawn(5);
+        for (int i = 0; i < 2000; i++) sampler.seed = round * 2000 + i, drawn[sample(sampler, logits, 7)] += 1 / 2000.0;
+        for (int token = 0; token < 5; token++) {
+            CHECK(std::fabs(drawn[token] - p[token]) < 5 * std::sqrt(p[token] * (1 - p[token]) / 2000) + 1e-9);
+            CHECK(((p[token] > 0 || drawn[token] == 0) && (p[token] < 0.01 || drawn[token] > 0)));
+        }
+    }
+}
+
+TEST_CASE("leviathan: 100,000 draws of the built-in pair, chi-square beside the target's distribution") {
+    Engine engine = engine_of("weights_tools/builtin");
+    Drafter drafter = drafter_of(engine, load_model("weights_tools/draft"), 1);
+    drafter.rejection = true;
+    const Tokens text = {0, 52, 302, 399, 259, 365, 427, 272, 259, 580, 14, 430, 394, 285};
+    Cache cache = cache_for(engine, F32{}, F32{}, 50, {});
+    const Vector row = prefill(engine, cache, 0, text);
+    const Vector draft_row = prefill(*drafter.engine, drafter.cache, 0, text);
+    Sampler sampler{1.2, 1, 0, 12};
+    const std::vector<double> p = distribution(sampler, row), q = distribution(sampler, draft_row);
+    std::vector<double> drawn(p.size());
+    int taken = 0;
+    const int draws = 100000;
+    for (int i = 0; i < draws; i++) {
+        sampler.seed = i;
+        Proposal proposal{0, text, sampler, 1, {draw_from(q, draw(sampler.seed, (int)text.size() - 1))}, {q}};
+        const int token = own_token(drafter, proposal, 0, row);
+        drawn[token]++, taken += token == proposal.guesses[0];
+    }
+    double chi_square = 0;
+    int tokens = 0;
+    for (size_t token = 0; token < p.size(); token++) {
+        if (p[token] == 0) CHECK(drawn[token] == 0);
+        if (p[token] > 0) tokens++, chi_square += std::pow(drawn[token] - draws * p[token], 2) / (draws * p[token]);
+    }
+    CHECK((tokens == 12 && chi_square < 40));  // 11 degrees of freedom: once in 30,000 by chance
+    double alike = 0;
+    for (size_t token = 0; token < p.size(); token++) alike += std::min(p[token], q[token]);
+    CHECK(std::fabs((double)taken / draws - alike) < 0.01);
+    CHECK((alike > 0.2 && alike < 0.95));
+}
+
+TEST_CASE("leviathan: the tokens of whole passes have the target's distribution, one after the other") {
+    Shape shape = {1, 16, 16, 2, 1, 8, 5};  // a vocabulary of 5: 25 pairs of tokens
+    Engine engine = engine_of(random_model(shape, 4));
+    Drafter drafter = drafter_of(engine, random_model(shape, 5), 2);
+    drafter.rejection = true;
+    const Tokens prompt = {1, 2};
+    Cache cache = cache_for(engine, F32{}, F32{}, 20, {});
+    Sampler sampler{1.5, 1, 0, 0};
+    std::vector<double> expected(25), drawn(25);
+    const std::vector<double> first = distribution(sampler, prefill(engine, cache, 0, prompt));
+    for (int a = 0; a < 5; a++) {
+        shrink(cache, 0, 2);
+        const std::vector<double> second = distribution(sampler, decode(engine, cache, {0}, {a}));
+        for (int b = 0; b < 5; b++) expected[a * 5 + b] = first[a] * second[b];
+    }
+    const int draws = 20000;
+    for (int i = 0; i < draws; i++) {
+        sampler.seed = i;
+        shrink(cache, 0, 1);
+        Tokens text = prompt;
+        while (text.size() < 4)
+            for (int token : next_tokens(engine, cache, drafter, sampler, text, 2, false, [](auto &, int) {}))
+                text.push_back(token);
+        drawn[text[2] * 5 + text[3]]++;
+    }
+    double chi_square = 0;
+    for (int i = 0; i < 25; i++) chi_square += std::pow(drawn[i] - draws * expected[i], 2) / (draws * expected[i]);
+    CHECK(chi_square < 62);  // 24 degrees of freedom: once in 30,000 by chance
+    CHECK((right_in(drafter) > draws / 10 && guessed_in(drafter) - right_in(drafter) > draws / 10));
+}
