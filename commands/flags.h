@@ -298,6 +298,8 @@ inline void check_together(const Options &o) {
     refuse_if(o.naive && in("batch"), "--cache", "many requests need a cache: " + layout_names());
     const std::string no_draft = "is about guesses: add --draft DIR or ngram, or drop it";
     refuse_if(o.draft.empty(), "--draft-tokens --draft-rule", no_draft);
+    refuse_if(o.draft_rule == "leviathan" && o.temperature == 0, "--draft-rule",
+              "at --temp 0 both rules say the same: raise --temp, or drop it");
     refuse_if(o.draft.empty() && in("bench"), "-p -f --ids --temp --top-k --top-p --min-p -s", no_draft);
     refuse_if(!o.draft.empty() && in("bench"), "--depth --prefill",
               "guesses are timed behind the prompt: drop --draft, or this");

@@ -266,3 +266,126 @@ TEST_CASE("show --samples names the sequences that hold the same pages") {
     CHECK(ids_at(json.get(), "place.shared_pages") == ids_at(json.get(), "place.page_table"));
     CHECK(ids_at(json.get(), "place.sharing_sequences") == Ids{1, 2});
 }
+
+// ---- Guesses -----------------------------------------------------------------------------------------------------------
+
+const Words by_draft = {"--draft", "weights_tools/draft"}, by_ngrams = {"--draft", "ngram"};
+
+TEST_CASE("generate writes the same text with guesses, and says what came of them") {
+    const std::vector<Words> caches = {{}, {"--cache", "paged", "--page", "3", "--kv", "int4"},
+                                       {"--cache", "ring", "--window", "64", "--kv", "bf16"}};
+    for (const Words &cache : caches)
+        for (const Words &drawn : {Words{}, Words{"--temp", "0.8", "--top-p", "0.95", "-s", "5"}}) {
+            const Words words = Words{"generate", "-p", shared + "Tom", "-n", "60", "--json"} + cache + drawn;
+            const Outcome plain = run(words);
+            REQUIRE_MESSAGE(plain.status == 0, plain);
+            const Json expected = parse_json("plain", plain.out);
+            for (const Words &draft : {by_draft, by_ngrams, by_draft + Words{"--draft-tokens", "9"}}) {
+                const Outcome outcome = run(words + draft);
+                REQUIRE_MESSAGE(outcome.status == 0, outcome);
+                const Json found = parse_json("found", outcome.out);
+                CHECK(ids_at(found.get(), "tokens") == ids_at(expected.get(), "tokens"));
+                CHECK(text_at(found.get(), "text") == text_at(expected.get(), "text"));
+                const int passes = (int)number(found, "draft.passes"), accepted = (int)number(found, "draft.accepted");
+                CHECK((passes > 0 && accepted <= number(found, "draft.drafted")));
+                CHECK(passes + accepted == 59);
+                if (draft != by_ngrams) CHECK((accepted > 10 && passes < 50));
+            }
+        }
+    const Outcome said = run(Words{"generate", "-p", "Once", "-n", "20"} + by_draft);
+    CHECK_MESSAGE(said.err.find(" drafted, ") != std::string::npos, said);
+}
+
+TEST_CASE("the logits of a text are the same bytes with guesses") {
+    Scratch scratch;
+    for (const Words &draft : {by_draft, by_ngrams}) {
+        const Words words = {"generate", "-p", shared + shared, "-n", "50", "--kv", "int8", "--dump-logits"};
+        CHECK(run(words + Words{scratch / "plain.npy"}).status == 0);
+        CHECK(run(words + Words{scratch / "drafted.npy"} + draft).status == 0);
+        CHECK((slurp(scratch / "plain.npy") == slurp(scratch / "drafted.npy") && slurp(scratch / "plain.npy").size() > 1e5));
+    }
+}
+
+TEST_CASE("diff --draft: a line a pass, held against the text without guesses; exit 0 where all bits are the same") {
+    for (const Words &draft : {by_draft, by_ngrams}) {
+        const Words words = Words{"diff", "-p", shared, "-n", "40", "--kv", "int4", "--cache", "paged"} + draft;
+        const Outcome said = run(words);
+        CHECK_MESSAGE(said.status == 0, said);
+        CHECK_MESSAGE(said.out.find("verdict  the same: all logits have the same bits") != std::string::npos, said);
+        const Outcome outcome = run(words + Words{"--json"});
+        const Json json = parse_json("diff", outcome.out);
+        Ids tokens;
+        int accepted = 0, passes = 0;
+        const cJSON *pass;
+        cJSON_ArrayForEach(pass, at(json.get(), "passes")) {
+            const Ids drafted = ids_at(pass, "drafted"), own = ids_at(pass, "tokens");
+            const int right = at(pass, "accepted")->valueint;
+            CHECK(right == (int)own.size() - 1);
+            CHECK(std::equal(own.begin(), own.begin() + right, drafted.begin()));
+            if (right < (int)drafted.size()) CHECK(drafted[right] != own[right]);
+            tokens.insert(tokens.end(), own.begin(), own.end());
+             accepted += right, passes++;
+        }
+        CHECK((accepted == number(json, "draft.accepted") && passes == number(json, "draft.passes")));
+        const Outcome plain = run({"generate", "-p", shared, "-n", "40", "--kv", "int4", "--cache", "paged", "--json"});
+        CHECK(tokens == ids_at(parse_json("plain", plain.out).get(), "tokens"));
+    }
+}
+
+TEST_CASE("bench --draft: for each number of guesses what a pass brings and costs, predicted and measured") {
+    for (const Words &draft : {by_draft, by_ngrams}) {
+        const Words words = Words{"bench", "-p", shared, "-n", "60", "--draft-tokens", "3", "--repeats", "1"} + draft;
+        const Outcome outcome = run(words + Words{"--json"});
+        REQUIRE_MESSAGE(outcome.status == 0, outcome);
+        const Json json = parse_json("bench", outcome.out);
+        int rows = 0;
+        const cJSON *row;
+        cJSON_ArrayForEach(row, at(json.get(), "results")) {
+            const bool pauses = rows == 4;
+            CHECK(at(row, "guesses")->valueint == (pauses ? 3 : rows));
+            const double brought = at(row, "tokens_per_pass")->valuedouble;
+            CHECK((rows ? brought > 1 || pauses : brought == 1));
+            CHECK(at(row, "predicted")->valuedouble ==
+                  doctest::Approx(at(row, "expected_tokens_per_pass")->valuedouble /
+                                  (at(row, "check_cost")->valuedouble + at(row, "guess_cost")->valuedouble)));
+            rows++;
+        }
+        CHECK(rows == (draft == by_draft ? 4 : 5));
+        CHECK(number(json, "best_guesses") >= 0);
+    }
+}
+
+TEST_CASE("batch --draft: each request is the same as alone and without guesses") {
+    std::string lines;
+    for (int i = 0; i < 6; i++)
+        lines += request(std::to_string(i), shared + (i % 2 ? "Tom" : "Mia and"), 20 + 7 * i,
+                         i % 3 ? "" : ", \"temp\": 0.9, \"seed\": " + std::to_string(i));
+    for (const Words &draft : {by_draft, by_ngrams})
+        for (const Words &how : {Words{}, Words{"--pool", "160", "--admission", "optimistic", "--kv", "int8"}}) {
+            const Batch batch(lines, how + draft + Words{"--against", "alone", "-np", "4"});
+            CHECK(number(batch.summary, "same_alone") == 6);
+            CHECK((number(batch.summary, "draft.drafted") > 10 && number(batch.summary, "draft.passes") > 50));
+            CHECK(number(batch.summary, "draft.accepted") > (draft == by_draft ? 20 : 0));
+        }
+}
+
+TEST_CASE("guesses that cannot be had are refused in a line") {
+    Scratch scratch;
+    const std::string other = scratch / "other";
+    std::filesystem::copy("weights_tools/draft", other);
+    std::string tokenizer = slurp(other + "/tokenizer.json");
+    const std::string ids = "\"#\": 3,\n      \"$\": 4", exchanged = "\"$\": 3,\n      \"#\": 4";
+    REQUIRE(tokenizer.find(ids) != std::string::npos);
+    spill(other + "/tokenizer.json", tokenizer.replace(tokenizer.find(ids), ids.size(), exchanged));
+    const std::vector<std::pair<Words, std::string>> wrong = {
+        {{"--draft", other}, "id 3 is \"$\" there, and \"#\" for the model: expected a model with the same tokenizer"},
+        {{"--draft", "nowhere"}, "nowhere/config.json: cannot open it"},
+        {{"--draft", "ngram", "--cache", "none"}, "--cache none computes all tokens anew"},
+        {{"--draft", "ngram", "--cache", "ring", "--window", "64", "--draft-tokens", "32"},
+         "behind a window the cache of the model takes back 31 positions at most: lower it"},
+        {{"--draft-tokens", "3"}, "is about guesses: add --draft"},
+        {{"--draft", "ngram", "--draft-rule", "leviathan"}, "raise --temp"},
+        {{"--draft", "ngram", "--samples", "2", "--temp", "1"}, "is for one text, or for llm batch"},
+    };
+    for (const auto &[words, line] : wrong) check_refused(run(Words{"generate", "-p", "hi", "-n", "5"} + words), {line});
+}
