@@ -184,7 +184,7 @@ inline int run_bench_draft(const Options &options) {
     report.show("device", session.engine.name(), "device: %s\n").table("results", table);
     report.add("best_guesses", best->guesses,
                best == &rows[0] ? "No guesses pay here.\n"
-                                : formatted("%s pay best: %.2f x.\n", counted(best->guesses, "guess").c_str(), most));
+                                : formatted("Best here: %d a pass, %.2f x.\n", best->guesses, most));
     report.say(R"(
 a pass: tokens that a pass brings. expected: (1 - a^(k+1)) / (1 - a), if each of
 k guesses were right with the same probability a. check: a pass of 1 + k tokens,

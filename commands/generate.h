@@ -351,6 +351,8 @@ inline int run_samples(const Options &options);  // samples.h
 inline int run_generate(const Options &options) {
     if (options.samples > 1) return run_samples(options);
     Session session = open_session(options);
+    const Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
+    if (cache) session.drafter = open_drafter(options, session, *cache, 1, session.limit);
     std::unique_ptr<RowFile> dump;
     if (options.has("--dump-logits"))
         dump = std::make_unique<RowFile>(options.dump_logits, session.engine.model.config.vocabulary);
@@ -364,8 +366,6 @@ inline int run_generate(const Options &options) {
     for (int i = before; i < session.prompt && !options.hide_prompt; i++) show(prompt.next(session.tokens[i]));
     UseLogits use_logits;
     if (dump) use_logits = [&](const std::vector<float> &rows) { dump->add(rows); };
-    const Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
-    if (cache) session.drafter = open_drafter(options, session, *cache, 1, session.limit);
     Generation result = generate(session, options, use_logits, show);
     if (dump) dump->finish();
     if (!options.json) puts("");
