@@ -3,11 +3,11 @@
 // A pass reads the weights and the cache once, whether it computes one token or five (Leviathan et al. 2023; Chen et
 // al. 2023). Who guesses is a smaller model with the same tokenizer, the draft, or the text itself: what followed its
 // last words before (n-grams; Saxena 2023, prompt lookup). The model that checks is the target:
-//   propose     "time" is to be read next; guesses at what follows it:  , there was an
-//   verify      one pass:               time   ,       there   was   an
-//               the target's own next:  ,      there   was     a
-//   accept      three guesses are its own tokens; the fourth is not, and "a" stands in its place
-//   roll back   the cache forgets "an"
+//   propose     "." was the last word that was read, a new line is next; guesses at what follows it:  At noon , Tom
+//   verify      one pass:               \n   At     noon   ,   Tom
+//               the target's own next:  At   noon   ,      it
+//   accept      three guesses are its own tokens; the fourth is not, and "it" stands in its place
+//   roll back   the cache forgets "Tom"
 // Why the text is the one without drafts: a token's vectors have the same bits in any pass, and the draw for a position
 // is a function of seed and position alone. A guess is right if it is what the target draws there anyway. (On a GPU a
 // pass of several tokens goes through other kernels than a pass of one, and the text may part at a tie.)
@@ -158,7 +158,7 @@ inline void propose(Drafter &drafter, Proposal &proposal) {
         row.resize(drafter.vocabulary, -INFINITY);  // a head may be wider than the tokenizer that both have
         if (drafter.rejection) proposal.drawn.push_back(distribution(proposal.sampler, row));
         unread = {drafter.rejection ? draw_from(proposal.drawn.back(), draw(proposal.sampler.seed, position))
-                                    : sample(proposal.sampler, row, position)};
+                                    : argmax(row.data(), (int)row.size())};
         proposal.guesses.push_back(unread[0]);
     }
 }

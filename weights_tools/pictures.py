@@ -631,8 +631,32 @@ def batch_steps(llm):
     return picture
 
 
+def guesses(llm):
+    """Speed-up by guesses a pass: as predicted from acceptance and cost, and as measured."""
+    found = llm("bench", *llm.model, "--draft", "weights_tools/draft", "-p", "Once upon a time", "-n", "900",
+                "--draft-tokens", "6", "--repeats", "5")
+    rows, best = found["results"], found["best_guesses"]
+    picture = Picture(f"{best} guesses a pass pay best here: {max(row['measured'] for row in rows):.2f} × as fast", 390)
+    top = 0.5 * math.ceil(2 * max(max(row["measured"], row["predicted"]) for row in rows) + 0.2)
+    axes = Axes(picture, (80, 80, 500, 300), (0, 6), (0, top))
+    axes.ticks(range(7), [0, 0.5, 1, 1.5, 2], "guesses of a pass", "times as fast as without")
+    picture.line([axes.at(0, 1), axes.at(6, 1)], "axis")
+    picture.line([axes.at(row["guesses"], row["predicted"]) for row in rows], "axis dash")
+    picture.line([axes.at(row["guesses"], row["measured"]) for row in rows], "line s-cached")
+    for row in rows:
+        picture.dot(*axes.at(row["guesses"], row["measured"]), "cached")
+    x, y = axes.at(6, rows[-1]["measured"])
+    picture.text(x + 14, y + 5, "measured", "cached bold")
+    picture.text(x + 14, y + 23, f"{rows[-1]['tokens_per_pass']:.2f} tokens a pass, which", "small")
+    picture.text(x + 14, y + 41, f"costs {rows[-1]['check_cost']:.2f}, and its guesses {rows[-1]['guess_cost']:.2f}", "small")
+    picture.text(20, 366, "Dashed: predicted, (1 − a^(k+1)) / (1 − a) tokens a pass, over what a pass and its guesses cost.",
+                 "small")
+    picture.text(20, 384, f"Built-in model and its draft, {found['device']}, 900 tokens (llm bench --draft).", "small")
+    return picture
+
+
 PICTURES = [head, whole_model, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, kinds, residues, int4_block,
-            ladder, errors, quality, three_batches, batch_steps, pages_shared]
+            ladder, errors, quality, three_batches, batch_steps, pages_shared, guesses]
 
 
 def main():
