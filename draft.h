@@ -3,9 +3,9 @@
 // A pass reads the weights and the cache once, whether it computes one token or five (Leviathan et al. 2023; Chen et
 // al. 2023). Who guesses is a smaller model with the same tokenizer, the draft, or the text itself: what followed its
 // last words before (n-grams; Saxena 2023, prompt lookup). The model that checks is the target:
-//   propose     "." was the last word that was read, a new line is next; guesses at what follows it:  At noon , Tom
-//   verify      one pass:               \n   At     noon   ,   Tom
-//               the target's own next:  At   noon   ,      it
+//   propose     a line break is to be read next; the guesses at what follows:  At noon , Tom
+//   verify      one pass:                \n   At     noon   ,   Tom
+//               the target's own next:   At   noon   ,      it
 //   accept      three guesses are its own tokens; the fourth is not, and "it" stands in its place
 //   roll back   the cache forgets "Tom"
 // Why the text is the one without drafts: a token's vectors have the same bits in any pass, and the draw for a position

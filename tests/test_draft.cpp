@@ -108,11 +108,11 @@ TEST_CASE("a text with guesses is the text without: any model, cache, sampler, n
                         cached_rows(engine, plain, 0, part(found.tokens, (int)found.tokens.size() - 1, (int)found.tokens.size()), 1, 1)));
         CHECK(same_bits(cached_rows(engine, cache, 0, more, 20, 20), cached_rows(engine, plain, 0, more, 20, 20)));
         const bool exact = type_k.index() == 0 && type_v.index() == 0 && !std::holds_alternative<Ring>(cache.layout);
-        if (who == 1 && exact) CHECK(right_in(drafter) == guessed_in(drafter));
+        if (who == 1 && exact && sampler.temperature == 0) CHECK(right_in(drafter) == guessed_in(drafter));
         right[who] += right_in(drafter), wrong[who] += guessed_in(drafter) - right_in(drafter);
     }
     for (int who : {0, 1, 2}) CHECK((right[who] > 10 && wrong[who] > 10));
-    CHECK(right[1] > wrong[1] / 3);
+    CHECK(right[1] > 100);
 }
 
 // ---- What went wrong elsewhere ---------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ TEST_CASE("the draft has read the last token, too, when all its guesses were rig
     for (int most : {1, 2, 5}) {
         Drafter drafter = drafter_of(engine, small_model(), most);
         Cache cache = cache_for(engine, F32{}, F32{}, 200, {});
-        const Text text = with_guesses(engine, cache, drafter, random_tokens(engine, 9), {0.9, 1, 0, 0, 7}, 61);
+        const Text text = with_guesses(engine, cache, drafter, random_tokens(engine, 9), {}, 61);
         CHECK(right_in(drafter) == guessed_in(drafter));
         CHECK((int)drafter.log.size() == (60 + most) / (most + 1) + (60 % (most + 1) == 0));
         // What it guesses next is what it would if it had read all of the text in one go.
