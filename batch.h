@@ -306,7 +306,7 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
             };
             const int right = accept(guesses, take, [&] { return !request.stop.empty(); });
             shrink(cache, request.sequence, (int)request.tokens.size() - 1);
-            schedule.drafter.log.push_back({0, right, guesses, false, 0, 0});
+            schedule.drafter.log.push_back({0, right, guesses, 0, 0});
             row += (guesses.size() + 1) * vocabulary;
         }
         const int length = cache.lengths[request.sequence];

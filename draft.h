@@ -23,7 +23,6 @@ struct Proposal {
     std::vector<std::vector<double>> drawn =
         {};               // (guess): leviathan, a draft: the distribution that it was drawn from
     int match = 0;        // n-grams: how many of the last ids stood before
-    bool paused = false;  // n-grams: they did, but guesses cost time lately
     int token(int position) const {
         const int count = (int)tokens.size();
         return position < count ? tokens[position] : guesses[position - count];
@@ -42,7 +41,6 @@ struct Drafter {
     struct Checked {
         int match, right;
         std::vector<int> guesses;
-        bool paused;
         double seconds, guessing;  // of all; of the guesses
     };
     std::vector<Checked> log = {};  // (pass)
@@ -93,7 +91,7 @@ std::vector<int> next_tokens(Engine &engine, Cache &cache, Drafter &drafter, con
     const int right =
         accept(proposal.guesses, take, [&] { return ends && std::count(end_ids.begin(), end_ids.end(), next.back()); });
     shrink(cache, 0, end - 1 + (int)next.size());
-    drafter.log.push_back({proposal.match, right, proposal.guesses, proposal.paused, now() - start, guessing});
+    drafter.log.push_back({proposal.match, right, proposal.guesses, now() - start, guessing});
     return next;
 }
 
@@ -129,8 +127,8 @@ inline void look_up(const Drafter &drafter, Proposal &proposal) {
     for (int match = std::min(3, count - 1); match > 0; match--)
         for (int at = count - 1; at >= match; at--) {
             if (!std::equal(tokens.end() - match, tokens.end(), tokens.begin() + at - match)) continue;
-            proposal.paused = !pays(drafter, proposal.match = match);
-            for (int i = 0; !proposal.paused && i < proposal.most; i++)
+            const bool guesses = pays(drafter, proposal.match = match);
+            for (int i = 0; guesses && i < proposal.most; i++)
                 proposal.guesses.push_back(proposal.token(at + i));
             return;
         }
