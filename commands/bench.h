@@ -3,6 +3,7 @@
 
 #include <sys/resource.h>
 
+#include <numeric>
 #include <random>
 
 #include "info.h"
@@ -115,7 +116,7 @@ Roofline roofline_of(M &gpu, const Engine &engine) {
 struct BenchRow {
     std::string name;
     const Cache *cache;  // nullptr on the naive path
-    int tokens, depth;
+    int tokens, depth, sequences;  // tokens: of all sequences
     double bytes, operations;            // of all tokens: what must be read from memory, and computed, at least
     std::function<void()> run, go_back;  // what is timed, and what is not: back to where it began
     std::vector<double> seconds = {}, shares = {};
@@ -150,7 +151,8 @@ inline std::vector<int> bench_tokens(int count, int vocabulary) {
     return tokens;
 }
 
-// Fills a cache up to `depth` positions with random numbers: what keys and values are does not change the time taken.
+// Fills each sequence up to `depth` positions with random numbers: what keys and values are does not change the time
+// taken.
 inline void fill(Engine &engine, Cache &cache, int depth) {
     int chunk = std::min(engine.chunk, chunk_of(cache)), widest = 0;
     for (const Store &store : cache.stores) widest = std::max(widest, store.shape.kv_heads * store.shape.key_width);
@@ -160,10 +162,12 @@ inline void fill(Engine &engine, Cache &cache, int depth) {
     Buffer<float> there;
     there.resize(engine.memory(), numbers.size());
     engine.memory().write(there.data(), numbers.data(), numbers.size() * sizeof(float));
-    while (cache.lengths[0] < depth) {
+    for (int sequence = 0; sequence < (int)cache.lengths.size();) {
         Batch batch;
-        int count = std::min(chunk, depth - cache.lengths[0]), first = grow(cache, 0, count);
-        for (int t = 0; t < count; t++) batch.add(0, 0, first + t);
+        int count = std::min(chunk, depth - cache.lengths[sequence]);
+        if (count <= 0 && ++sequence) continue;
+        int first = grow(cache, sequence, count);
+        for (int t = 0; t < count; t++) batch.add(0, sequence, first + t);
         const std::vector<Pass> passes = begin_pass(engine.a, engine.memory(), engine.model.config, batch);
         auto store = [&](auto &m) {
             for (const Pass &pass : passes) best::rope_angles(m, pass);
@@ -182,14 +186,16 @@ inline void fill(Engine &engine, Cache &cache, int depth) {
     }
 }
 
-// Greedily, but for the tokens.
+// All sequences a token a step, greedily, but for the tokens.
 inline void decode_some(Engine &engine, Cache &cache, int steps) {
-    const std::vector<int> tokens = bench_tokens(steps, engine.model.config.vocabulary);
-    const int depth = cache.lengths[0];
+    const int vocabulary = engine.model.config.vocabulary, depth = cache.lengths[0];
+    const std::vector<int> tokens = bench_tokens(steps, vocabulary);
+    std::vector<int> sequences(cache.lengths.size());
+    std::iota(sequences.begin(), sequences.end(), 0);
     std::vector<float> found;
     for (int token : tokens) {
-        found = decode(engine, cache, {0}, {token});
-        argmax(found.data(), (int)found.size());
+        found = decode(engine, cache, sequences, std::vector<int>(sequences.size(), token));
+        for (int i : sequences) argmax(&found[(size_t)i * vocabulary], vocabulary);
     }
     require_finite(found, depth + steps - 1, [&] {
         blame_cache(engine, &cache, tokens, [&](Cache &exact) { fill(engine, exact, depth); });
@@ -232,7 +238,7 @@ struct Bench {
     void time_prefill(Cache &cache, int prompt) {
         std::vector<int> tokens = bench_tokens(prompt, engine.model.config.vocabulary);
         double chunks = std::ceil((double)prompt / std::min(engine.chunk, chunk_of(cache)));
-        rows.push_back({"prefill", &cache, prompt, 0, weights_read(engine.model) * chunks,
+        rows.push_back({"prefill", &cache, prompt, 0, 1, weights_read(engine.model) * chunks,
                         operations_of(engine.model, cache.layout, 0, prompt, 1),
                         [&] {
                             std::vector<float> found = prefill(engine, cache, 0, tokens);
@@ -244,7 +250,7 @@ struct Bench {
     // The naive path's next token: a pass over all tokens so far.
     void time_naive(int depth) {
         std::vector<int> tokens = bench_tokens(depth + 1, engine.model.config.vocabulary);
-        rows.push_back({"naive", nullptr, 1, depth, weights_read(engine.model),
+        rows.push_back({"naive", nullptr, 1, depth, 1, weights_read(engine.model),
                         operations_of(engine.model, Contiguous{}, 0, depth + 1, 1),
                         [&] { require_finite(forward_naive(engine, tokens), depth, [] {}); }, [] {}});
         measure(rows.size() - 1);
@@ -254,16 +260,20 @@ struct Bench {
         for (Cache &cache : caches) {
             show_progress(formatted("filling a cache up to %d positions", depth));
             fill(engine, cache, depth);
+            const int sequences = (int)cache.lengths.size();
             double bytes = weights_read(engine.model) * steps;
-            for (int step = 1; step <= steps; step++) bytes += cache_read(engine.model, cache, depth + step);
+            for (int step = 1; step <= steps; step++)
+                bytes += sequences * cache_read(engine.model, cache, depth + step);
             auto go_back = [=, &cache] {
                 if (limit_of(cache) == INT_MAX) return;  // a ring goes on
+                int begin = depth;
                 for (const Store &store : cache.stores)  // what is behind a window is gone: once more
-                    if (kept_by(store.layout) < INT_MAX) return shrink(cache, 0, 0), fill(engine, cache, depth);
-                shrink(cache, 0, depth);
+                    if (kept_by(store.layout) < INT_MAX) begin = 0;
+                for (int i = 0; i < sequences; i++) shrink(cache, i, begin);
+                fill(engine, cache, depth);
             };
-            rows.push_back({"decode", &cache, steps, depth, bytes,
-                            operations_of(engine.model, cache.layout, depth, steps, steps),
+            rows.push_back({"decode", &cache, steps * sequences, depth, sequences, bytes,
+                            sequences * operations_of(engine.model, cache.layout, depth, steps, steps),
                             [this, &cache, steps] { decode_some(engine, cache, steps); }, go_back});
         }
         measure(first);
@@ -280,6 +290,8 @@ inline Report bench_row(const BenchRow &row) {
     Report report;
     report.show("name", row.name, "%-7s");
     report.show("tokens", row.tokens, " %6d", "tokens").show("depth", row.depth, " %6d ", "depth ");
+    const bool many = row.cache && row.cache->lengths.size() > 1;
+    report.add("sequences", row.sequences, many ? formatted("%9d ", row.sequences) : "", many ? "sequences " : "");
     add_names(report, row.cache, " %-13s", " %-4s", " %-4s", {"cache", "K", "V"});
     report.add("seconds", seconds).add("bytes", row.bytes).add("operations", row.operations);
     report.show("tokens_per_second", row.tokens / seconds, " %10.1f", "tokens/s");

@@ -75,7 +75,8 @@ inline const std::vector<Flag> &flags() {
         {"-s --seed", "SEED", drawn, Range<int64_t>{&O::seed, -1, 0x1p53}, "for the same text again (default -1: drawn)"},
         {"--samples", "N", "generate show", Int{&O::samples, 1, 4096},
          "generate: continuations of the prompt, with seeds from -s on; show: sequences that share it (default 1)"},
-        {"-np --parallel", "N", many, Int{&O::sequences, 1, 4096}, "requests that run at once (default 16)"},
+        {"-np --parallel", "N", "bench batch", Int{&O::sequences, 1, 4096},
+         "batch: requests that run at once (default 16); bench: sequences that decode together (default 1)"},
         {"--pool", "N", many, Int{&O::pool, 1, 1 << 30},
          "paged: positions in all pages together (default: enough for each of -np to be as long as the longest)"},
         {"--pass-tokens", "N", many, Int{&O::pass_tokens, 1, 1 << 20}, "tokens of a pass at most (default 512)"},
@@ -290,7 +291,7 @@ inline void check_together(const Options &o) {
     refuse_if(o.has("-ctk") || o.has("-ctv"), "--kv", "is the type of K and V: keep it, or -ctk and -ctv");
     refuse_if(o.standard_set, "--cache --kv -ctk -ctv --page --window --sinks", "--all is a set of its own: drop one");
     refuse_if(o.naive && in("diff eval memory"), "--cache", "llm " + o.command + " is about caches: " + layout_names());
-    refuse_if(o.naive, "--samples", "several texts share a cache, which --cache none has not: drop one of the two");
+    refuse_if(o.naive, "--samples -np", "several texts share a cache, which --cache none has not: drop one of the two");
     refuse_if(o.samples > 1, "--dump-logits", "is for one text: drop --samples or --dump-logits");
     const bool texts_drawn = in("generate") && o.samples > 1;
     refuse_if(texts_drawn && o.temperature == 0, "--samples", "at --temp 0 all are the same: raise --temp");

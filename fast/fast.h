@@ -22,15 +22,6 @@ void run(Cpu &m, const std::vector<Pass> &passes, const std::vector<Store> &stor
     m.run(body);
 }
 
-using plain::add_rms_norm;
-using plain::attention;
-using plain::embed;
-using plain::keep_residual;
-using plain::linear;
-using plain::norm_and_rope;
-using plain::rms_norm;
-using plain::rope_angles;
-using plain::run;
-using plain::store_rows;
-using plain::swiglu;
+using plain::add_rms_norm, plain::attention, plain::embed, plain::keep_residual, plain::linear, plain::norm_and_rope;
+using plain::rms_norm, plain::rope_angles, plain::run, plain::store_rows, plain::swiglu;
 }  // namespace fast

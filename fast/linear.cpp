@@ -18,13 +18,13 @@
 
 namespace fast {
 
-constexpr int streams = 4, stream_tokens = many_registers ? 6 : 3;
-constexpr int near_bytes = 256 << 10;  // of panels that stay in the L2 while all tokens pass
+constexpr int streams = 4, stream_tokens = 6;
+constexpr int near_bytes = 256 << 10;  // of panels that stay in the L2 while all tokens pass; of stored rows a fourth
 
 // Up to how many tokens the first way is the faster one: to turn a matrix takes as long as the products of some tokens,
 // and longer beside products of pairs, which are fast. With fewer registers its tiles lose less to the others.
 inline int few_tokens(DType type) {
-    if (!many_registers) return 24;
+    if (!many_registers) return type == DType::f32 ? 24 : 40;
     return type == DType::bf16_pairs ? 30 : type == DType::f32 ? 12 : 18;
 }
 
@@ -46,22 +46,17 @@ inline void put(const Product &product, Into how, int64_t token, int64_t row, fl
 template <int R, int T, class Number, class Input, class Load>
 inline void add_products(Vec (&totals)[T * R], const Number *const (&rows)[R], const Input *const (&tokens)[T],
                          Load load_from) {
-    Vec token[T];
-    unrolled<T>([&](auto t) { token[t] = load_from(tokens[t]); });
-    unrolled<R>([&](auto r) {
-        Vec row = load_from(rows[r]);
-        unrolled<T>([&](auto t) { totals[t * R + r] = add_product<Number>(row, token[t], totals[t * R + r]); });
+    constexpr int few = std::min(R, T), more = std::max(R, T);
+    auto number = [&](bool of_row, int i) { return of_row ? load_from(rows[i]) : load_from(tokens[i]); };
+    Vec held[few];  // of the rows, or of the tokens where they are fewer
+    unrolled<few>([&](auto i) { held[i] = number(R < T, i); });
+    unrolled<more>([&](auto j) {
+        Vec next = number(R >= T, j);
+        unrolled<few>([&](auto i) {
+            Vec &sum = totals[R < T ? j * R + i : i * R + j];
+            sum = R < T ? add_product<Number>(held[i], next, sum) : add_product<Number>(next, held[i], sum);
+        });
     });
-}
-
-// Where the processor's prefetcher is better off unasked (simd.h), lines that take many instructions are asked for
-// nevertheless: few of them are begun before the first is there.
-template <int T, class Number>
-inline void ask_ahead(const Number *p) {
-    if (prefetch_distance || T > 1)
-        __builtin_prefetch((const char *)p + 2048, 0, 2), __builtin_prefetch((const char *)p + 1024);
-    else if (sizeof(Number) == 2)
-        __builtin_prefetch((const char *)p + 384);
 }
 
 // sums (T, R) = R rows, `apart` numbers from one another, times T tokens (T, channels).
@@ -76,15 +71,26 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
     unrolled<T>([&](auto t) { tokens[t] = x + (int64_t)t * channels; });
     unrolled<T * R>([&](auto i) { totals[i] = set(0); });
     // Loaded once, a tile is up to twice as fast; but where it waits for memory, that gains nothing and costs a tenth.
-    constexpr bool once = T > 4 || (T == 4 && sizeof(Number) == 2);
+    constexpr bool once = T > 3 + many_registers - (sizeof(Number) == 2);
     auto add_channels = [&](int64_t c) {
         add_products<R, T>(totals, rows, tokens, [&](auto *p) { return once ? load_once(p + c) : load(p + c); });
     };
     int64_t c = 0;
     for (; c + line <= channels; c += line) {
-        // No lambda: g++ takes one that does only this for useless.
-        for (int r = 0; r < R; r++) ask_ahead<T>(rows[r] + c);
-        unrolled<line / step>([&](auto i) { add_channels(c + i * step); });
+        // Lines that take many instructions are asked for on every processor (simd.h): few are begun before the first
+        // is there. No lambda: g++ takes one that does only this for useless.
+        for (int r = 0; r < R; r++) {
+            const char *at = (const char *)(rows[r] + c);
+            if (prefetch_distance || T > 1)
+                __builtin_prefetch(at + 2048, 0, 2), __builtin_prefetch(at + 1024);
+            else if (sizeof(Number) == 2)
+                __builtin_prefetch(at + 384);
+        }
+        if constexpr (R * T <= 8)
+            unrolled<line / step>([&](auto i) { add_channels(c + i * step); });
+        else
+#pragma GCC unroll 1  // else g++ loads so much ahead that sums leave the registers
+            for (int i = 0; i < line; i += step) add_channels(c + i);
     }
     for (; c + step <= channels; c += step) add_channels(c);
     const int rest = (int)(channels - c);
@@ -103,28 +109,34 @@ inline const paired_bf16 *rounded(const float *x, int64_t count) {
     return numbers.data();
 }
 
-// Batches of T tokens over the rows of a tile, which lie in the L1 by then; the last batch begins earlier where it
-// would be smaller. The rows of a tile lie a fourth of the thread's share apart, so that memory is read as four streams
-// that do not end with a row: as one, it comes at 0.7 of the speed.
+// Batches of T tokens, each over rows that the L2 holds; not all batches over the rows of a tile, as the L1 does not
+// hold all tokens. The last batch begins earlier where it would be smaller. The rows of a tile lie a part of the
+// thread's share apart, so that memory is read as streams that do not end with a row: as one, it comes at 0.7 of the
+// speed.
 template <int T, class Number, class Input>
 void linear_streams(Cpu &m, const Number *weight, const Input *x, int count, const Product &product, Into how) {
     const int64_t inputs = product.linear.weight.cols;
     const Share share = m.share(product.linear.weight.rows);
-    const int apart = share.count() / streams;
+    constexpr int R = many_registers || T < 4 ? streams : T < 5 ? 3 : 2;  // with T R sums, all fit the registers
+    const int apart = share.count() / R;
+    const int near = std::max(1, near_bytes / 4 / (R * (int)inputs * (int)sizeof(Number)));
     thread_local Floats out;  // (count, rows of the share)
     out.resize((size_t)count * share.count());
-    float sums[T * streams];
-    auto multiply = [&](auto rows, int first) {
+    float sums[T * R];
+    auto multiply = [&](auto rows, int first, int last) {
         for (int next = 0; next < count; next += T) {
             const int begin = std::min(next, count - T);
-            stream_tile<rows, T>(sums, weight + (share.first + first) * inputs, apart * inputs, x + begin * inputs,
-                                 (int)inputs);
-            for (int i = 0; i < T * rows; i++)
-                out[(size_t)(begin + i / rows) * share.count() + first + i % rows * apart] = sums[i];
+            for (int row = first; row < last; row++) {
+                stream_tile<rows, T>(sums, weight + (share.first + row) * inputs, apart * inputs, x + begin * inputs,
+                                     (int)inputs);
+                for (int i = 0; i < T * rows; i++)
+                    out[(size_t)(begin + i / rows) * share.count() + row + i % rows * apart] = sums[i];
+            }
         }
     };
-    for (int r = 0; r < apart; r++) multiply(std::integral_constant<int, streams>(), r);
-    for (int r = apart * streams; r < share.count(); r++) multiply(std::integral_constant<int, 1>(), r);
+    for (int row = 0; row < apart; row += near)
+        multiply(std::integral_constant<int, R>(), row, std::min(row + near, apart));
+    multiply(std::integral_constant<int, 1>(), apart * R, share.count());
     for (int t = 0; t < count; t++) put(product, how, t, share.first, &out[(size_t)t * share.count()], share.count());
 }
 
@@ -153,7 +165,7 @@ void linear_panels(Cpu &m, const Number *weight, const Tiles &x, const Product &
             for (int64_t r = row; r < stop; r += panel_rows) {
                 const Number *next = weight + (r + near * panel_rows) * x.channels;
                 panel_tile<Number, size>(sums, at((r - row) / panel_rows), x.at(tile), x.steps,
-                                 (const char *)next + (int64_t)tile * ahead_bytes * x.channels, ahead_bytes);
+                                         (const char *)next + (int64_t)tile * ahead_bytes * x.channels, ahead_bytes);
                 for (int t = 0; t < size; t++)
                     put(product, how, x.first(tile) + t, r, sums + t * panel_rows,
                         (int)std::min<int64_t>(panel_rows, stop - r));
@@ -186,7 +198,9 @@ __attribute__((flatten)) void int8_tile(float *sums, const Int8Block *blocks, si
         unrolled<int8_group / 4>([&](auto step) {
             unrolled<P>([&](auto p) {
                 const auto *weights = blocks[p * apart + g].weight[step];
-                if (T == 1) prefetch_twice(weights);
+                if (T == 1 && prefetch_distance)  // the L2 has room for more requests on their way than the L1
+                    __builtin_prefetch((const char *)weights + 2 * prefetch_distance, 0, 2),
+                        __builtin_prefetch((const char *)weights + prefetch_distance);
                 unrolled<T * vecs>([&](auto i) {
                     Ints &sum = products[(i / vecs * P + p) * vecs + i % vecs];
                     sum = add_products(sum, weights + i % vecs * lanes, x[i / vecs * groups + g].four[step]);
@@ -273,7 +287,11 @@ void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> pr
         });
         each([&](auto *numbers, const Product &product) { linear_panels(m, numbers, tokens, product, how); });
     } else {
-        in_batches<stream_tokens>((int)pieces(count, pieces(count, stream_tokens)), [&](auto size, int) {
+        // The size of a batch with which the fewest tokens are computed twice, the largest of equals.
+        int batch = std::min(count, stream_tokens);
+        for (int size = batch - 1; size > stream_tokens / 2; size--)
+            if (pieces(count, size) * size < pieces(count, batch) * batch) batch = size;
+        in_batches<stream_tokens>(batch, [&](auto size, int) {
             each([&](auto *numbers, const Product &p) {
                 if constexpr (std::is_same_v<decltype(numbers), const paired_bf16 *>)
                     linear_streams<size>(m, numbers, rounded(x, (int64_t)count * inputs), count, p, how);

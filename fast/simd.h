@@ -373,13 +373,3 @@ constexpr int prefetch_distance = 1024;
 #else
 constexpr int prefetch_distance = 0;
 #endif
-
-__attribute__((always_inline)) inline void prefetch(const void *p) {
-    if (prefetch_distance) __builtin_prefetch((const char *)p + prefetch_distance);
-}
-
-// The same, and twice as far ahead for the L2, which has room for more requests on their way than the L1.
-__attribute__((always_inline)) inline void prefetch_twice(const void *p) {
-    if (prefetch_distance) __builtin_prefetch((const char *)p + 2 * prefetch_distance, 0, 2);
-    prefetch(p);
-}

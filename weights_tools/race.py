@@ -7,9 +7,10 @@ A machine's bandwidth drifts, so only neighbours are compared: in each round the
 and what counts is the median over the rounds of the ratio within a round. Each run is a process, warmed up, which
 repeats the row --repeats times and gives the median.
 
-A row is decode/WEIGHTS/DEPTH/CACHE (tokens/s of --tokens tokens after DEPTH others) or prefill/WEIGHTS/TOKENS. int8 and
-int4 are each engine's own: weights q8_0 in llama.cpp, groups of 64 in llama2.c; caches q8_0 and q4_0 in llama.cpp.
-llama2.c knows no cache but f32; it races at depth 0.
+A row is decode/WEIGHTS/DEPTH/CACHE (tokens/s of --tokens tokens after DEPTH others),
+batch/WEIGHTS/DEPTH/CACHE/SEQUENCES (the same of so many sequences together; llama.cpp's by the llama-batched-bench
+beside its llama-bench) or prefill/WEIGHTS/TOKENS. int8 and int4 are each engine's own: weights q8_0 in llama.cpp,
+groups of 64 in llama2.c; caches q8_0 and q4_0 in llama.cpp. llama2.c knows no cache but f32; it races at depth 0.
 """
 import argparse
 import contextlib
@@ -76,15 +77,16 @@ def make(directory, name, shape):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    work: str  # decode or prefill
+    work: str  # decode, batch or prefill
     weights: str
     depth: int  # positions in the cache before the first token that is timed
     cache: str
-    tokens: int
+    tokens: int  # of a sequence
+    sequences: int = 1
 
     def __str__(self):
-        end = f"{self.depth}/{self.cache}" if self.work == "decode" else self.tokens
-        return f"{self.work}/{self.weights}/{end}"
+        ends = {"decode": f"{self.depth}/{self.cache}", "batch": f"{self.depth}/{self.cache}/{self.sequences}"}
+        return f"{self.work}/{self.weights}/{ends.get(self.work, self.tokens)}"
 
 
 class Llm:
@@ -96,14 +98,14 @@ class Llm:
         return f"{'bf16' if row.weights == 'int8' else row.weights}.hf"
 
     def command(self, row, path, threads, repeats):
-        steps = (["--prefill", "1", "--depth", row.depth, "-n", row.tokens] if row.work == "decode" else
-                 ["--prefill", row.tokens, "--depth", "0", "-n", "1"])
+        steps = (["--prefill", row.tokens, "--depth", "0", "-n", "1"] if row.work == "prefill" else
+                 ["--prefill", "1", "--depth", row.depth, "-n", row.tokens, "-np", row.sequences])
         return [self.binary, "bench", "-m", path, "-t", threads, "--kv", row.cache, "--repeats", repeats, "--json",
                 *steps, "--weights", "int8" if row.weights == "int8" else "copied"]
 
     def rate(self, row, done, parameters):
         return next(result["tokens_per_second"] for result in json.loads(done.stdout)["results"]
-                    if result["name"] == row.work)
+                    if (result["name"] == "prefill") == (row.work == "prefill"))
 
 
 class LlamaBench:
@@ -115,6 +117,12 @@ class LlamaBench:
         return f"{row.weights}.gguf"
 
     def command(self, row, path, threads, repeats):
+        cache = GGML_CACHES[row.cache]
+        common = ["-m", path, "-t", threads, "-ctk", cache, "-ctv", cache]
+        if row.work == "batch":
+            return [self.binary.with_name("llama-batched-bench"), *common, "-fa", "on", "-npp", row.depth,
+                    "-ntg", ",".join([str(row.tokens)] * repeats), "-npl", row.sequences,
+                    "-c", row.sequences * (row.depth + row.tokens)]
         if row.work == "prefill":
             # The fork warms up with one token, so one more repeat, the first, is its warm-up.
             steps = ["-p", row.tokens, "-n", "0", "-r", repeats + self.fork]
@@ -122,10 +130,13 @@ class LlamaBench:
             steps = ["-p", "0", "-n", "0", "-gp", f"{row.depth},{row.tokens}", "-r", "1"]  # it would prefill for each
         else:
             steps = ["-p", "0", "-n", row.tokens, "-r", repeats, *(["-d", row.depth] if row.depth else [])]
-        cache = GGML_CACHES[row.cache]
-        return [self.binary, "-m", path, "-t", threads, "-fa", "1", "-ctk", cache, "-ctv", cache, "-o", "json", *steps]
+        return [self.binary, *common, "-fa", "1", "-o", "json", *steps]
 
     def rate(self, row, done, parameters):
+        if row.work == "batch":  # a table: the fork knows no JSON here
+            lines = [line.split("|") for line in (done.stdout + done.stderr).splitlines() if line.startswith("|")]
+            speed = [name.strip() for name in lines[0]].index("S_TG t/s")
+            return statistics.median(float(line[speed]) for line in lines[2:])
         result, = json.loads(done.stdout)
         expected = parameters["with a tied head twice" if self.fork else "all"]
         if result["model_n_params"] != expected:
@@ -188,6 +199,7 @@ def rows_of(tokens, context):
     rows = [Row("decode", weights, 0, "f16", tokens) for weights in WEIGHTS]
     rows += [Row("decode", weights, depth, cache, tokens) for weights in ("bf16", "int8")
              for depth in (1024, 4096, 8000) for cache in GGML_CACHES]
+    rows += [Row("batch", "bf16", 512, "f16", tokens, sequences) for sequences in (4, 16)]
     rows += [Row("prefill", weights, 0, "f16", length) for weights in ("f16", "bf16") for length in (512, 2048)]
     return [row for row in rows if row.depth + row.tokens <= context]
 
