@@ -596,6 +596,18 @@ TEST_CASE("bench: prefill and decode beside what memory and processor give") {
                    "tokens/s", "GB/s", "GFLOPS");
 }
 
+TEST_CASE("bench -np: so many sequences decode together, and each is read") {
+    auto decode = [](const std::string &flags) {
+        return run_json(words_of("bench -n 2 --repeats 1 -t 1 --prefill 3 --depth 4 -m " + model + flags));
+    };
+    Json one = decode(""), three = decode(" -np 3");
+    CHECK((number(three, "results.0.sequences") == 1 && number(three, "results.1.sequences") == 3));
+    CHECK(number(three, "results.1.tokens") == 3 * number(one, "results.1.tokens"));
+    CHECK(number(three, "results.1.operations") == 3 * number(one, "results.1.operations"));
+    CHECK(number(three, "results.1.bytes") > number(one, "results.1.bytes"));
+    CHECK(number(three, "results.1.bytes") < 3 * number(one, "results.1.bytes"));
+}
+
 TEST_CASE("bench measures the lengths and caches that are asked for, and lengths that fit into the model's context") {
     auto results = [](const std::string &flags) {
         Json root = run_json(words_of("bench -n 2 --repeats 1 -t 1 -m " + model + " " + flags));
