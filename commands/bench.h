@@ -378,6 +378,5 @@ inline int run_bench(const Options &options) {
     } catch (Interrupted) {
     }
     erase_progress();
-    bench_report(bench, start, cache_bytes).print(options.json);
-    return interrupted() ? 130 : 0;
+    return bench_report(bench, start, cache_bytes).print(options.json);
 }

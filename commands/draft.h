@@ -85,8 +85,7 @@ inline Report about_draft(const Drafter &drafter) {
     return about.say("\n");
 }
 
-// ---- llm bench --draft
-// -----------------------------------------------------------------------------------------------
+// ---- llm bench --draft ---------------------------------------------------------------------------------------------
 
 // The text goes on, `guesses` at most in a pass, until -n more tokens are there. All runs write the same one.
 inline double time_drafts(Session &session, const Options &options, const Sampler &sampler, int guesses, bool pauses) {
@@ -191,12 +190,10 @@ k guesses were right with the same probability a. check: a pass of 1 + k tokens,
 guess: its guesses, both beside a pass without guesses. predicted: expected /
 (check + guess). measured: by the time of the same text without guesses.
 )");
-    report.print(options.json);
-    return 0;
+    return report.print(options.json);
 }
 
-// ---- llm diff --draft
-// ------------------------------------------------------------------------------------------------
+// ---- llm diff --draft ----------------------------------------------------------------------------------------------
 
 // A pass a line: the guesses that were right, in [] the first one that was not, and the model's own token. Beside it
 // the same text is decoded token by token, in a cache of its own: tokens and logits must be the same.
@@ -207,11 +204,6 @@ inline int run_diff_draft(const Options &options) {
     std::vector<int> &tokens = session.tokens;
     session.drafter = open_drafter(options, session, cache, 1, session.limit);
     Cache plain = open_cache(options, engine, options.caches()[0], session.limit);
-    const char *none = getenv("NO_COLOR");
-    const bool colours = isatty(1) && !(none && *none);
-    auto painted = [&](const char *colour, const std::string &words) {
-        return colours && !words.empty() ? formatted("\033[%sm", colour) + words + "\033[0m" : words;
-    };
     auto said = [&](const std::vector<int> &ids) {
         TextStream stream(session.tokenizer.get(), false);
         std::string words;
@@ -272,6 +264,6 @@ inline int run_diff_draft(const Options &options) {
     report.show("device", engine.name(), "device   %s\n").list("passes", passes);
     report.add("draft", about_draft(session.drafter)).add("identical", same_tokens == compared);
     report.add("max_abs_logit_diff", difference);
-    report.add("verdict", verdict, "verdict  " + painted(good ? "32" : "31", verdict) + "\n").print(options.json);
-    return interrupted() ? 130 : good ? 0 : 1;
+    report.add("verdict", verdict, "verdict  " + painted(good ? "32" : "31", verdict) + "\n");
+    return report.print(options.json, stdout, !good);
 }

@@ -205,7 +205,7 @@ inline Report eval_row(const Config &config, const EvalResult &result, const Eva
     report.show("times_smaller", f32.bytes_per_token / result.bytes_per_token, " %6.2f", "x");
     report.show("perplexity", result.perplexity(), " %9.4f", "perplex.");
     report.show("standard_error", result.standard_error(), " %7.4f", "+-");
-    report.show("kl", result.kl / result.predicted, " %9.2e ", "KL to f32 ");
+    report.show("kl", result.mean_kl(), " %9.2e ", "KL to f32 ");
     std::vector<Report> recall;
     bool any = *std::max_element(f32.asked, f32.asked + recall_classes) > 0;
     for (int i = 0; any && i < recall_classes; i++) {
@@ -251,7 +251,7 @@ inline std::vector<EvalResult> open_results(const Options &options, const Engine
         if (options.activations == "bf16") results.back().activations = results.size() > 1 ? "bf16" : "f32";
     };
     auto is_reference = [](const CacheChoice &choice) {
-        return std::holds_alternative<Contiguous>(choice.layout) && types_of(choice.type_k, choice.type_v) == "f32";
+        return std::holds_alternative<Contiguous>(choice.layout) && types_of(choice) == "f32";
     };
     add({Contiguous{}, F32{}, F32{}});
     if (options.activations == "bf16") add({Contiguous{}, F32{}, F32{}});
@@ -295,7 +295,4 @@ inline Evaluation evaluate(const Options &options) {
     return {std::move(engine), std::move(results), texts.size()};
 }
 
-inline int run_eval(const Options &options) {
-    report_of(evaluate(options)).print(options.json);
-    return interrupted() ? 130 : 0;
-}
+inline int run_eval(const Options &options) { return report_of(evaluate(options)).print(options.json); }

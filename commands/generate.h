@@ -249,8 +249,8 @@ private:
 };
 
 // "int8", "int8/int4": of K and V.
-inline std::string types_of(const Precision &type_k, const Precision &type_v) {
-    std::string k = name_of(type_k), v = name_of(type_v);
+inline std::string types_of(const CacheChoice &cache) {
+    std::string k = name_of(cache.type_k), v = name_of(cache.type_v);
     return k == v ? k : k + "/" + v;
 }
 
@@ -296,12 +296,11 @@ inline int shared_of(const std::vector<LayerRows> &rows, size_t kind) {
 
 // What the layers of each kind keep of `positions`: a line each. A list in the JSON, also where there is only one.
 inline std::vector<Report> kinds_of(const std::vector<Kind> &kinds, const std::vector<LayerRows> &rows,
-                                    const std::vector<Store> &stores, const Precision &type_k, const Precision &type_v,
-                                    int positions) {
+                                    const std::vector<Store> &stores, const CacheChoice &cache, int positions) {
     std::vector<Report> list;
     for (size_t i = 0; i < kinds.size(); i++) {
         const Kind &kind = kinds[i];
-        const CacheBytes bytes = bytes_of(stores[i], type_k, type_v);
+        const CacheBytes bytes = bytes_of(stores[i], cache.type_k, cache.type_v);
         const int kept = std::min(positions, kept_by(stores[i].layout)), others = shared_of(rows, i);
         Report line;
         line.add("layers", kind.layers + others, counted(kind.layers, "layer"));
@@ -322,7 +321,7 @@ inline std::vector<Report> kinds_of(const std::vector<Kind> &kinds, const std::v
     return list;
 }
 inline std::vector<Report> kinds_of(const Config &config, const Cache &cache) {
-    return kinds_of(config.kinds, config.rows, cache.stores, cache.type_k, cache.type_v, cache.lengths[0]);
+    return kinds_of(config.kinds, config.rows, cache.stores, cache, cache.lengths[0]);
 }
 
 // Their lines; none of one kind, about which other lines say all.
@@ -395,8 +394,7 @@ inline int run_generate(const Options &options) {
     report.add("prefill", prefill).add("decode", decode);
     if (session.drafter.most) report.add("draft", about_draft(session.drafter));
     report.add("cache", about_cache(session.engine.model.config, cache));
-    report.print(options.json, stderr);
-    return interrupted() ? 130 : 0;
+    return report.print(options.json, stderr);
 }
 
 // ---- llm tokenize ------------------------------------------------------------------------------------------
@@ -431,6 +429,5 @@ inline int run_tokenize(const Options &options) {
         list.resize(list.size() - !list.empty());
     }
     report.add("ids", ids, from_ids ? "" : list + "\n").add("text", text, from_ids ? text + "\n" : "");
-    report.print(options.json);
-    return 0;
+    return report.print(options.json);
 }

@@ -79,6 +79,5 @@ inline int run_samples(const Options &options) {
         report.show("pages_held", held, "pages    %d held, ");
         report.show("pages_alone", alone, "%d if each text were alone\n");
     }
-    report.print(options.json, stderr);
-    return interrupted() ? 130 : 0;
+    return report.print(options.json, stderr);
 }

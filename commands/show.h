@@ -96,14 +96,12 @@ inline void add_attention(Report &report, Session &session, const Options &optio
     std::vector<Report> rows;
     for (const SeenPosition &one : look_back(session, options.layer, options.head)) {
         Report line;
-        line.add("position", one.position, formatted("%8d", one.position), "position");
-        line.say("  " + texts[one.position] + std::string(12 - std::min<size_t>(12, texts[one.position].size()), ' '));
+        line.show("position", one.position, "%8d", "position").say(formatted("  %-12s", texts[one.position].c_str()));
         line.add("key", one.key, first_of({one.key.begin(), one.key.begin() + 2}), "   key (first 2)");
         line.add("value", one.value, first_of({one.value.begin(), one.value.begin() + 2}), "   value (first 2)");
-        line.add("score", one.score, formatted("%10.4f", one.score), scaled ? "  q.k * scale" : "  q.k/sqrt(D)");
-        line.add("weight", one.weight, formatted("%9.4f  ", one.weight), "softmax  ");
-        line.say(std::string((size_t)std::lround(24 * one.weight), '#'));
-        rows.push_back(line);
+        line.show("score", one.score, "%10.4f", scaled ? "  q.k * scale" : "  q.k/sqrt(D)");
+        line.show("weight", one.weight, "%9.4f  ", "softmax  ");
+        rows.push_back(line.say(std::string((size_t)std::lround(24 * one.weight), '#')));
     }
     report.table("positions", rows);
     report.add("output", output, "output  " + first_of(output) + "   the sum of weight x value\n");
@@ -214,13 +212,11 @@ inline void add_errors(Report &report, const Session &session, const Cache &exac
         }
         double relative = truth > 0 ? std::sqrt(squares / truth) : 0;
         Report row;
-        row.add("side", std::string(keys ? "K" : "V"), keys ? "   K" : "   V", "side");
-        row.add("layer", layer, formatted("%6d", layer), " layer");
-        row.add("kv_head", head, formatted("%8d", head), "KV head");
-        row.add("relative_error", relative, formatted("%14.3g", relative), "error / size");
-        row.add("largest_error", worst, formatted("%12.3g", worst), "largest");
-        row.add("channel", channel, formatted("%9.0f", channel), "channel");
-        row.add("position", at, formatted("%10.0f", at), "position");
+        row.show("side", std::string(keys ? "K" : "V"), "   %s", "side");
+        row.show("layer", layer, "%6d", " layer").show("kv_head", head, "%8d", "KV head");
+        row.show("relative_error", relative, "%14.3g", "error / size");
+        row.show("largest_error", worst, "%12.3g", "largest");
+        row.show("channel", channel, "%9.0f", "channel").show("position", at, "%10.0f", "position");
         list.push_back({relative, row});
     };
     for (int layer = 0; layer < config.layers; layer++)
@@ -255,11 +251,10 @@ inline int run_show(const Options &given) {
     std::vector<std::string> texts;
     std::vector<Report> tokens;
     for (int token : session.tokens) {
-        texts.push_back('"' + on_one_line(stream.next(token)) + '"');
         Report row;
-        row.add("position", (int64_t)texts.size() - 1, formatted("%8zu", texts.size() - 1), "position");
-        row.add("id", token, formatted("%8d  ", token), "id  ").add("text", texts.back(), texts.back(), "text");
-        tokens.push_back(row);
+        row.show("position", texts.size(), "%8zu", "position").show("id", token, "%8d  ", "id  ");
+        texts.push_back('"' + on_one_line(stream.next(token)) + '"');
+        tokens.push_back(row.add("text", texts.back(), texts.back(), "text"));
     }
     Report report;
     report.table("tokens", tokens);
@@ -286,6 +281,5 @@ inline int run_show(const Options &given) {
     } catch (Interrupted) {
         report.add("interrupted", true, "\ninterrupted\n");
     }
-    report.print(options.json);
-    return interrupted() ? 130 : 0;
+    return report.print(options.json);
 }
