@@ -8,6 +8,7 @@
 
 using namespace scene;
 using reference::Random;
+using reference::relative_error;
 using reference::same_bits;
 
 #ifdef PLAIN
@@ -24,18 +25,6 @@ inline bool left_out() {
 
 inline int below(Random &random, int end) { return (int)(random.bits() % (uint64_t)end); }
 inline int one_of(Random &random, const std::vector<int> &list) { return list[below(random, (int)list.size())]; }
-
-// ||values - expected|| / ||expected||; of a NaN it is one, too.
-template <class Numbers>
-double relative_error(const Vector &values, const Numbers &expected) {
-    REQUIRE(values.size() == expected.size());
-    double difference = 0, size = 0;
-    for (size_t i = 0; i < values.size(); i++) {
-        difference += std::pow((double)values[i] - expected[i], 2);
-        size += std::pow((double)expected[i], 2);
-    }
-    return std::sqrt(difference / size);
-}
 
 // Of the naive path and an f32 cache. The plain naive path is the equation, which has another order of sums.
 inline bool agree(const Vector &naive, const Vector &cached) {
@@ -92,6 +81,16 @@ inline Place random_place(Random &random, int tokens) {
     if (below(random, 3) == 0) place = ring(tokens + below(random, 90), below(random, 5));
     place.all = below(random, 4) == 0;
     return place;
+}
+
+inline Sampler random_sampler(Random &random) {
+    Sampler sampler;
+    if (below(random, 3) == 0) return sampler;
+    sampler.temperature = random.uniform(0.1, 2), sampler.seed = random.bits();
+    if (below(random, 2)) sampler.top_k = 1 + below(random, 30);
+    if (below(random, 2)) sampler.top_p = random.uniform(0.3, 1);
+    if (below(random, 2)) sampler.min_p = random.uniform(0, 0.3);
+    return sampler;
 }
 
 // ---- Caches ------------------------------------------------------------------------------------------------

@@ -194,16 +194,6 @@ static Setting random_setting(Random &random) {
     return setting;
 }
 
-static Sampler random_sampler(Random &random) {
-    Sampler sampler;
-    if (below(random, 3) == 0) return sampler;
-    sampler.temperature = random.uniform(0.3, 2), sampler.seed = random.bits();
-    if (below(random, 2)) sampler.top_k = 1 + below(random, 30);
-    if (below(random, 2)) sampler.top_p = random.uniform(0.3, 1);
-    if (below(random, 2)) sampler.min_p = random.uniform(0, 0.3);
-    return sampler;
-}
-
 // Of few stems and random ends; or all that was asked and answered before, and something new.
 static Tokens random_prompt(Engine &engine, const std::vector<Tokens> &stems, const Company &company, Random &random) {
     Tokens prompt = stems[below(random, (int)stems.size())];
