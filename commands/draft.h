@@ -78,11 +78,8 @@ inline Report about_draft(const Drafter &drafter) {
     Report about;
     about.show("passes", counts.passes, "draft    %d passes").show("drafted", counts.drafted, ", %d drafted");
     about.show("accepted", counts.accepted, ", %d accepted");
-    about.add("paused", counts.paused,
-              counts.paused
-                  ? formatted("; %d passes without guesses, which cost more time than they saved", counts.paused)
-                  : "");
-    return about.say("\n");
+    const char *paused = counts.paused ? "; %d passes without guesses, which cost more time than they saved" : "";
+    return about.show("paused", counts.paused, paused).say("\n");
 }
 
 // ---- llm bench --draft ---------------------------------------------------------------------------------------------
@@ -251,13 +248,12 @@ inline int run_diff_draft(const Options &options) {
     }
     const bool card = !std::holds_alternative<Cpu>(*engine.machine);
     const bool good = same_tokens == compared && (card || same_bits == compared);
-    const std::string verdict = same_bits == compared ? "the same: all logits have the same bits as without guesses"
-                                : good
-                                    ? formatted("the same tokens as without guesses; a logit is %.3g off", difference)
-                                    : formatted(
-                                          "NOT the same: %d of %d tokens differ from those without guesses, a "
-                                          "logit is %.3g off",
-                                          compared - same_tokens, compared, difference);
+    std::string verdict = "the same: all logits have the same bits as without guesses";
+    if (same_bits < compared)
+        verdict = (good ? "the same tokens as without guesses; "
+                        : formatted("NOT the same: %d of %d tokens differ from those without guesses, ",
+                                    compared - same_tokens, compared)) +
+                  formatted("a logit is %.3g off", difference);
     Report report;
     report.add("prompt_tokens", std::vector<int>(tokens.begin(), tokens.begin() + session.prompt));
     report.add("compared", compared, "\ncompared " + counted(compared, "token") + ", stopped: " + stop + "\n");

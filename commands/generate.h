@@ -304,13 +304,11 @@ inline std::vector<Report> kinds_of(const std::vector<Kind> &kinds, const std::v
         const int kept = std::min(positions, kept_by(stores[i].layout)), others = shared_of(rows, i);
         Report line;
         line.add("layers", kind.layers + others, counted(kind.layers, "layer"));
-        line.add("shared_layers", others, others ? formatted(" (and %d that read their rows)", others) : "");
+        line.show("shared_layers", others, others ? " (and %d that read their rows)" : "");
         line.add("kv_heads", kind.kv_heads, " x " + counted(kind.kv_heads, "KV head"));
-        line.add("key_width", kind.key_width, formatted(" x %d", kind.key_width));
-        const bool same = kind.value_width == kind.key_width;
-        const std::string wide = same || !kind.value_width ? "" : formatted(" + %d", kind.value_width);
-        line.add("value_width", kind.value_width, wide);
-        line.add("window", kind.window, kind.window ? formatted(" numbers, looking back %d", kind.window) : " numbers");
+        const bool apart = kind.value_width && kind.value_width != kind.key_width;
+        line.show("key_width", kind.key_width, " x %d").show("value_width", kind.value_width, apart ? " + %d" : "");
+        line.show("window", kind.window, kind.window ? " numbers, looking back %d" : " numbers");
         line.add("positions", kept).add("rows", rows_now(stores[i])).add("bytes", bytes.total());
         line.add("payload_bytes", bytes.payload).add("metadata_bytes", bytes.metadata);
         if (positions) line.say(kept < positions ? formatted(": %d of ", kept) : ": ");
@@ -377,7 +375,7 @@ inline int run_generate(const Options &options) {
     };
     const std::string first_token = formatted("  %9.1f ms", result.prefill_seconds * 1e3) +
                                     (result.prefilled == session.prompt ? " to the first token" : "");
-    auto first = session.tokens.begin(), middle = first + session.prompt;
+    const auto first = session.tokens.begin(), middle = first + session.prompt;
     Report report, prefill = part("prefill", result.prefilled, 64, result.prefill_seconds, first_token).say("\n");
     Report decode = part("decode", result.decoded, 1, result.decode_seconds, "");
     report.add("prompt_tokens", std::vector<int>(first, middle));

@@ -219,7 +219,7 @@ inline int run_memory(const Options &options) {
     MemoryQuestion question = memory_question(options);
     const CacheShape &shape = question.shapes[0];
     std::vector<CacheChoice> caches = options.caches();
-    auto named = caches[0];
+    const CacheChoice named = caches[0];
     if (!options.has("--kv") && !options.has("-ctk") && !options.has("-ctv")) {
         caches.clear();
         for (const Layout &layout : options.layouts)

@@ -64,11 +64,11 @@ inline int run_samples(const Options &options) {
     for (const Request &sample : samples) {
         const std::vector<int> tokens(sample.tokens.begin() + session.prompt, sample.tokens.end());
         generated += (int64_t)tokens.size();
-        Report row;
-        rows.push_back(row.add("seed", (long long)sample.sampler.seed).add("tokens", tokens).add("text", sample.text));
         const bool full = sample.stop == "-n" && sample.count < options.count;
-        rows.back().add("stop", full ? "context full" : sample.stop);
-        texts += formatted("== seed %lld\n", (long long)sample.sampler.seed) + prompt + sample.text + "\n";
+        Report &row = rows.emplace_back();
+        row.show("seed", (long long)sample.sampler.seed, "== seed %lld\n").add("tokens", tokens);
+        row.add("text", sample.text, prompt + sample.text + "\n").add("stop", full ? "context full" : sample.stop);
+        texts += row.text;
     }
     if (!options.json) fputs(texts.c_str(), stdout), flush_output();
     Report report;

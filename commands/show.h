@@ -145,8 +145,8 @@ inline Report place_of(const Store &cache, int length, int position) {
         int logical = position / paged->page, offset = position % paged->page;
         report.add("page_table", table, "page table " + json_of(table));
         report.add("logical_page", logical, formatted("; position %d is in logical page %d", position, logical));
-        report.add("offset", offset, formatted(" at offset %d;\n       ", offset));
-        report.add("physical_page", table[logical], formatted("physical page %d, ", table[logical]));
+        report.show("offset", offset, " at offset %d;\n       ");
+        report.show("physical_page", table[logical], "physical page %d, ");
         std::vector<int> shared, holders;  // pages that others hold; sequences that hold the first of them
         for (int page : table)
             if (cache.pool->references[page] > 1) shared.push_back(page);
@@ -178,8 +178,8 @@ Report stored_report(const Session &session, int layer, int kv_head) {
     Report report;
     report.add("type", type, name + formatted("      %s, ", type.c_str()));
     report.add("in_residual_block", residual, residual ? "in the residual block of the newest 32 positions, " : "");
-    report.add("byte", row - rows.data, formatted("from byte %lld ", (long long)(row - rows.data)));
-    report.add("bytes", rows.row_bytes, formatted("of its memory on, %zu bytes\n", rows.row_bytes));
+    report.show("byte", row - rows.data, "from byte %td ");
+    report.show("bytes", rows.row_bytes, "of its memory on, %zu bytes\n");
     if (keys && !residual && has_blocks(cache.type_k))
         report.say("       these hold a few channels of 32 positions, not all channels of this one\n");
     report.add("hex", hex, "stored  " + hex.substr(0, 64) + (hex.size() > 64 ? " ..\n" : "\n"));
