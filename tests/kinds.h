@@ -95,26 +95,6 @@ inline Sampler random_sampler(Random &random) {
 
 // ---- Caches ------------------------------------------------------------------------------------------------
 
-// A page is free or in tables, and in these as often as it has references. A table has all that its sequence holds,
-// from the first page that was not given back on, and the machine's table has it, too.
-inline void check_pages(const Cache &cache) {
-    for (const Store &store : cache.stores) {
-        if (!store.pool) continue;
-        const PagePool &pool = *store.pool;
-        std::vector<int> held(pool.references.size()), free(held.size());
-        bool right = true;
-        for (int i = 0; i < (int)pool.table.size(); i++) {
-            const int sequence = i / (int)pool.pages_per_sequence, logical = i % (int)pool.pages_per_sequence;
-            const int end = pages_for(cache.lengths[sequence], pool.page), page = pool.table[i];
-            right = right && (page >= 0) == (logical >= pool.first[sequence] && logical < end);
-            if (page >= 0) held.at(page)++, right = right && store.page_table[i] == page;
-        }
-        for (int page : pool.free) free.at(page)++;
-        for (size_t page = 0; page < held.size(); page++) right = right && (held[page] > 0) + free[page] == 1;
-        REQUIRE((right && held == pool.references));
-    }
-}
-
 inline void check_all_free(const Cache &cache) {
     for (const Store &store : cache.stores)
         if (store.pool) CHECK((store.pool->used() == 0 && store.pool->first[0] == 0));

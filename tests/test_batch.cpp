@@ -106,19 +106,7 @@ struct Company {
         auto earlier = [](const Request *a, const Request *b) { return a->number < b->number; };
         REQUIRE(std::is_sorted(schedule.waiting.begin(), schedule.waiting.end(), earlier));
         REQUIRE(std::is_sorted(schedule.running.begin(), schedule.running.end(), earlier));
-        if (!cache.pages) return;
-        const std::string wrong = cache.pages->check();
-        REQUIRE_MESSAGE(wrong.empty(), wrong);
-        bool right = true;
-        for (const Store &store : cache.stores)
-            for (int i = 0; i < (int)store.pool->table.size(); i++) {
-                const int sequence = i / (int)store.pool->pages_per_sequence;
-                const int logical = i % (int)store.pool->pages_per_sequence, page = store.pool->table[i];
-                const bool held =
-                    logical >= store.pool->first[sequence] && logical < pages_for(lengths[sequence], store.pool->page);
-                right = right && (page >= 0) == held && (page < 0 || store.page_table[i] == page);
-            }
-        REQUIRE(right);
+        check_pages(cache);
     }
     std::vector<Piece> next() {
         const Request *first = schedule.running.empty() ? nullptr : schedule.running[0];  // of all that have not ended
