@@ -194,11 +194,15 @@ struct Store {
     int *page_table = nullptr;  // where the machine reads it: a copy of pool->table
 };
 
-struct Cache {
-    std::vector<Store> stores;     // (kind)
-    std::shared_ptr<Pages> pages;  // of paged ones: who holds which
-    Layout layout;                 // of layers that see everything
+// What is asked for.
+struct CacheChoice {
+    Layout layout;  // of layers that see everything
     Precision type_k, type_v;
+};
+
+struct Cache : CacheChoice {
+    std::vector<Store> stores;                 // (kind)
+    std::shared_ptr<Pages> pages;              // of paged ones: who holds which
     std::vector<int> lengths;                  // (sequence): positions that are filled
     std::vector<int> reached;                  // (sequence): the most that were filled since it was empty
     std::vector<std::shared_ptr<void>> owned;  // the memory of all of them
@@ -341,12 +345,11 @@ inline void open_store(Cache &cache, Store &store, const std::string &what) {
 }
 
 // What a cache of some shapes takes with all its rows.
-inline CacheBytes full_bytes(const std::vector<CacheShape> &shapes, const Layout &layout, const Precision &type_k,
-                             const Precision &type_v) {
+inline CacheBytes full_bytes(const std::vector<CacheShape> &shapes, const CacheChoice &cache) {
     CacheBytes bytes;
     for (const CacheShape &shape : shapes) {
-        const Layout opened = open_layout(shape, layout);
-        bytes += bytes_of(shape, opened, type_k, type_v, (double)rows_of(shape, opened));
+        const Layout opened = open_layout(shape, cache.layout);
+        bytes += bytes_of(shape, opened, cache.type_k, cache.type_v, (double)rows_of(shape, opened));
     }
     return bytes;
 }
@@ -359,7 +362,7 @@ inline Cache open_cache(Memory &memory, const std::vector<CacheShape> &shapes, L
     std::visit([&](auto &chosen) { chosen.open(shapes[0]); }, cache.layout);
     cache.lengths.assign(shapes[0].sequences, 0);
     cache.reached.assign(shapes[0].sequences, 0);
-    const double bytes = full_bytes(shapes, layout, type_k, type_v).total();
+    const double bytes = full_bytes(shapes, {layout, type_k, type_v}).total();
     const int64_t rows = rows_of(shapes[0], cache.layout);
     Room room = memory.room();
     if (bytes > room.bytes)

@@ -297,8 +297,8 @@ inline Report bench_row(const BenchRow &row) {
     report.show("tokens_per_second", row.tokens / seconds, " %10.1f", "tokens/s");
     report.show("gb_per_second", row.bytes / seconds / 1e9, " %8.2f", "GB/s");
     report.show("gflops", row.operations / seconds / 1e9, " %8.1f", "GFLOPS");
-    report.add("of_roofline", share, formatted("  %5s %%", percent(share).c_str()),
-               "  of the roofline (least .. most)");
+    const char *head = "  of the roofline (least .. most)";
+    report.add("of_roofline", share, formatted("  %5s %%", percent(share).c_str()), head);
     report.add("of_roofline_least", *least, " (" + percent(*least));
     return report.add("of_roofline_most", *most, " .. " + percent(*most) + ")");
 }
@@ -363,11 +363,12 @@ inline int run_bench(const Options &options) {
     double loaded = now();
     const bool has_tokenizer = file_exists(join_path(directory, "tokenizer.json"));
     if (has_tokenizer) load_tokenizer(directory);
-    double tokenizer_seconds = has_tokenizer ? now() - loaded : 0;
     Report start;
-    start.add("model_seconds", loaded - begin, formatted("\nstart: %.1f ms for the model", (loaded - begin) * 1e3));
-    start.add("tokenizer_seconds", tokenizer_seconds,
-              formatted(", %.1f ms for the tokenizer", tokenizer_seconds * 1e3));
+    auto add_start = [&](const char *key, double seconds, const char *format) {
+        start.add(key, seconds, formatted(format, seconds * 1e3));
+    };
+    add_start("model_seconds", loaded - begin, "\nstart: %.1f ms for the model");
+    add_start("tokenizer_seconds", has_tokenizer ? now() - loaded : 0, ", %.1f ms for the tokenizer");
     int context = engine.model.config.context, steps = options.count;
     if (steps > context) fail("-n %d: expected at most the model's %d positions", steps, context);
     std::vector<int> depths =
@@ -390,6 +391,5 @@ inline int run_bench(const Options &options) {
     } catch (Interrupted) {
     }
     erase_progress();
-    bench_report(bench, start, cache_bytes).print(options.json);
-    return interrupted() ? 130 : 0;
+    return bench_report(bench, start, cache_bytes).print(options.json);
 }

@@ -100,7 +100,7 @@ inline std::string measured(const DiffResult &result) {
 // A verdict is of what was tested. That a cache holds the same numbers can be proved; less than that is measured.
 inline void judge(DiffResult &result, const Session &session, const Options &options) {
     const int next = session.prompt + (int)result.steps.size() - 1;  // the position of one step more
-    const bool given = options.tolerance >= 0, f32 = types_of(result.cache.type_k, result.cache.type_v) == "f32";
+    const bool given = options.tolerance >= 0, f32 = types_of(result.cache) == "f32";
     const bool proof = f32 && !result.dropped && (result.same_bits || exact_products(session.engine));
     if (proof || given) result.allowed = given ? options.tolerance : 1e-4;
     const bool beyond = result.difference > result.allowed, identical = result.divergence < 0;
@@ -124,12 +124,7 @@ inline void judge(DiffResult &result, const Session &session, const Options &opt
     }
 }
 
-// The verdict, green or red on a terminal whose user did not set NO_COLOR (no-color.org).
-inline std::string coloured(const DiffResult &result) {
-    const char *none = getenv("NO_COLOR");
-    if (!isatty(1) || (none && *none)) return result.verdict;
-    return (result.good ? "\033[32m" : "\033[31m") + result.verdict + "\033[0m";
-}
+inline std::string coloured(const DiffResult &result) { return painted(result.good ? "32" : "31", result.verdict); }
 
 // A step of one cache; the line of the table, if there is no other.
 inline Report step_row(const DiffStep &step, const std::string &against) {
@@ -212,7 +207,7 @@ inline int run_diff(const Options &options) {
     for (size_t i = against == "full"; i < session.caches.size(); i++) {
         const Cache &cache = session.caches[i];
         std::string layout = options.layouts.size() > 1 ? name_of(cache.layout) + std::string(" ") : "";
-        results.push_back({cache, layout + types_of(cache.type_k, cache.type_v)});
+        results.push_back({cache, layout + types_of(cache)});
         width = std::max(width, (int)results.back().name.size());
     }
     const bool several = results.size() > 1;
@@ -257,6 +252,5 @@ inline int run_diff(const Options &options) {
                               coloured(result).c_str(), kl.c_str(), result.faster().c_str(), result.tested,
                               result.steps.size());
     }
-    (several ? all.say(verdicts).list("caches", reports) : reports[0]).print(options.json);
-    return interrupted() ? 130 : good ? 0 : 1;
+    return (several ? all.say(verdicts).list("caches", reports) : reports[0]).print(options.json, stdout, !good);
 }

@@ -78,15 +78,11 @@ inline Report about_draft(const Drafter &drafter) {
     Report about;
     about.show("passes", counts.passes, "draft    %d passes").show("drafted", counts.drafted, ", %d drafted");
     about.show("accepted", counts.accepted, ", %d accepted");
-    about.add("paused", counts.paused,
-              counts.paused
-                  ? formatted("; %d passes without guesses, which cost more time than they saved", counts.paused)
-                  : "");
-    return about.say("\n");
+    const char *paused = counts.paused ? "; %d passes without guesses, which cost more time than they saved" : "";
+    return about.show("paused", counts.paused, paused).say("\n");
 }
 
-// ---- llm bench --draft
-// -----------------------------------------------------------------------------------------------
+// ---- llm bench --draft ---------------------------------------------------------------------------------------------
 
 // The text goes on, `guesses` at most in a pass, until -n more tokens are there. All runs write the same one.
 inline double time_drafts(Session &session, const Options &options, const Sampler &sampler, int guesses, bool pauses) {
@@ -191,12 +187,10 @@ k guesses were right with the same probability a. check: a pass of 1 + k tokens,
 guess: its guesses, both beside a pass without guesses. predicted: expected /
 (check + guess). measured: by the time of the same text without guesses.
 )");
-    report.print(options.json);
-    return 0;
+    return report.print(options.json);
 }
 
-// ---- llm diff --draft
-// ------------------------------------------------------------------------------------------------
+// ---- llm diff --draft ----------------------------------------------------------------------------------------------
 
 // A pass a line: the guesses that were right, in [] the first one that was not, and the model's own token. Beside it
 // the same text is decoded token by token, in a cache of its own: tokens and logits must be the same.
@@ -207,11 +201,6 @@ inline int run_diff_draft(const Options &options) {
     std::vector<int> &tokens = session.tokens;
     session.drafter = open_drafter(options, session, cache, 1, session.limit);
     Cache plain = open_cache(options, engine, options.caches()[0], session.limit);
-    const char *none = getenv("NO_COLOR");
-    const bool colours = isatty(1) && !(none && *none);
-    auto painted = [&](const char *colour, const std::string &words) {
-        return colours && !words.empty() ? formatted("\033[%sm", colour) + words + "\033[0m" : words;
-    };
     auto said = [&](const std::vector<int> &ids) {
         TextStream stream(session.tokenizer.get(), false);
         std::string words;
@@ -259,19 +248,18 @@ inline int run_diff_draft(const Options &options) {
     }
     const bool card = !std::holds_alternative<Cpu>(*engine.machine);
     const bool good = same_tokens == compared && (card || same_bits == compared);
-    const std::string verdict = same_bits == compared ? "the same: all logits have the same bits as without guesses"
-                                : good
-                                    ? formatted("the same tokens as without guesses; a logit is %.3g off", difference)
-                                    : formatted(
-                                          "NOT the same: %d of %d tokens differ from those without guesses, a "
-                                          "logit is %.3g off",
-                                          compared - same_tokens, compared, difference);
+    std::string verdict = "the same: all logits have the same bits as without guesses";
+    if (same_bits < compared)
+        verdict = (good ? "the same tokens as without guesses; "
+                        : formatted("NOT the same: %d of %d tokens differ from those without guesses, ",
+                                    compared - same_tokens, compared)) +
+                  formatted("a logit is %.3g off", difference);
     Report report;
     report.add("prompt_tokens", std::vector<int>(tokens.begin(), tokens.begin() + session.prompt));
     report.add("compared", compared, "\ncompared " + counted(compared, "token") + ", stopped: " + stop + "\n");
     report.show("device", engine.name(), "device   %s\n").list("passes", passes);
     report.add("draft", about_draft(session.drafter)).add("identical", same_tokens == compared);
     report.add("max_abs_logit_diff", difference);
-    report.add("verdict", verdict, "verdict  " + painted(good ? "32" : "31", verdict) + "\n").print(options.json);
-    return interrupted() ? 130 : good ? 0 : 1;
+    report.add("verdict", verdict, "verdict  " + painted(good ? "32" : "31", verdict) + "\n");
+    return report.print(options.json, stdout, !good);
 }

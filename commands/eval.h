@@ -40,7 +40,7 @@ inline EvalText read_story(const std::string &where, const std::string &line, co
     Json root = parse_json(where, line);
     Section story{where, root.get()};
     story.need("text");
-    const cJSON *questions = story.find("questions"), *question;
+    const cJSON *questions = story.find("questions");
     if (questions && !cJSON_IsArray(questions)) story.refuse("questions", questions, "a list");
     EvalText result;
     result.tokens = encode(tokenizer, story.text("text", ""), where);
@@ -51,7 +51,7 @@ inline EvalText read_story(const std::string &where, const std::string &line, co
         for (char byte : stream.next(token)) characters += (byte & 0xc0) != 0x80;  // not inside a UTF-8 character
         ends.push_back(characters);
     }
-    cJSON_ArrayForEach(question, questions)
+    for (const cJSON *question : items_of(questions))
         result.questions.push_back(read_question({where + ": a question", question}, ends));
     return result;
 }
@@ -205,17 +205,15 @@ inline Report eval_row(const Config &config, const EvalResult &result, const Eva
     report.show("times_smaller", f32.bytes_per_token / result.bytes_per_token, " %6.2f", "x");
     report.show("perplexity", result.perplexity(), " %9.4f", "perplex.");
     report.show("standard_error", result.standard_error(), " %7.4f", "+-");
-    report.show("kl", result.kl / result.predicted, " %9.2e ", "KL to f32 ");
+    report.show("kl", result.mean_kl(), " %9.2e ", "KL to f32 ");
     std::vector<Report> recall;
     bool any = *std::max_element(f32.asked, f32.asked + recall_classes) > 0;
     for (int i = 0; any && i < recall_classes; i++) {
-        int distance = i * recall_step, asked = result.asked[i];
-        std::string head =
-            i + 1 < recall_classes ? formatted("<%-4d", distance + recall_step) : formatted("%d+", distance);
-        report.say(asked ? formatted(" %3.0f %%", 100.0 * result.right[i] / asked) : "     -", head);
-        Report part;
-        part.add("distance", distance).add("questions", asked).add("right", result.right[i]);
-        if (asked) recall.push_back(part);
+        int distance = i * recall_step, asked = result.asked[i], right = result.right[i];
+        bool last = i + 1 == recall_classes;
+        report.say(asked ? formatted(" %3.0f %%", 100.0 * right / asked) : "     -",
+                   last ? formatted("%d+", distance) : formatted("<%-4d", distance + recall_step));
+        if (asked) recall.push_back(Report().add("distance", distance).add("questions", asked).add("right", right));
     }
     report.list("recall", recall);
     return report.show("tokens_per_second", median(result.rates), result.rates.empty() ? "         -" : " %9.1f",
@@ -235,7 +233,7 @@ inline Report report_of(const Evaluation &eval) {
     report.say("; B/token: of the longest text, metadata included; x: times smaller than f32");
     if (asked)
         report.say(";\nrecall: " + counted(asked, "question") + " by the distance, in tokens, of the fact asked for");
-    report.add("device", eval.engine.name(), "\ndevice: " + eval.engine.name() + "\n");
+    report.show("device", eval.engine.name(), "\ndevice: %s\n");
     if (interrupted()) report.add("interrupted", true, "interrupted\n");
     return report;
 }
@@ -251,7 +249,7 @@ inline std::vector<EvalResult> open_results(const Options &options, const Engine
         if (options.activations == "bf16") results.back().activations = results.size() > 1 ? "bf16" : "f32";
     };
     auto is_reference = [](const CacheChoice &choice) {
-        return std::holds_alternative<Contiguous>(choice.layout) && types_of(choice.type_k, choice.type_v) == "f32";
+        return std::holds_alternative<Contiguous>(choice.layout) && types_of(choice) == "f32";
     };
     add({Contiguous{}, F32{}, F32{}});
     if (options.activations == "bf16") add({Contiguous{}, F32{}, F32{}});
@@ -295,7 +293,4 @@ inline Evaluation evaluate(const Options &options) {
     return {std::move(engine), std::move(results), texts.size()};
 }
 
-inline int run_eval(const Options &options) {
-    report_of(evaluate(options)).print(options.json);
-    return interrupted() ? 130 : 0;
-}
+inline int run_eval(const Options &options) { return report_of(evaluate(options)).print(options.json); }

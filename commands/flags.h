@@ -271,8 +271,9 @@ struct ReadValue {
 
 // ---- What may not stand together -----------------------------------------------------------------------------
 
-inline bool any_blocks(const std::vector<Precision> &types) {
-    return std::any_of(types.begin(), types.end(), [](auto &type) { return has_blocks(type); });
+inline bool any_blocks(const Options &o) {
+    auto any = [](auto &types) { return std::any_of(types.begin(), types.end(), has_blocks); };
+    return any(o.types_k) || any(o.types_v);
 }
 
 // Refuses flags that contradict each other or would have no effect.
@@ -316,8 +317,7 @@ inline void check_together(const Options &o) {
     refuse_if(
         in("batch") && o.pass_tokens < o.sequences, "--pass-tokens",
         formatted("each of %d requests at once (-np) takes a token of a pass: raise it, or lower -np", o.sequences));
-    const bool blocks = any_blocks(o.types_k) || any_blocks(o.types_v);
-    refuse_if((in("batch") || o.samples > 1) && !missing(Paged{}) && blocks && o.page % group_size, "--page",
+    refuse_if((in("batch") || o.samples > 1) && !missing(Paged{}) && any_blocks(o) && o.page % group_size, "--page",
               formatted("pages that are shared hold whole blocks of %d: give a multiple", group_size));
     refuse_if(o.layouts.empty(), "--kv -ctk -ctv", "is the type of a cache" + found + ": drop one of the two");
     refuse_if(o.layouts.empty(), "--swa-full", "is about what a cache keeps" + found + ": drop one of the two");
@@ -328,10 +328,9 @@ inline void check_together(const Options &o) {
               "a ring holds --window and --sinks without end: drop -c");
     refuse_if(o.temperature == 0, "--top-k --top-p --min-p",
               "changes nothing at --temp 0, which takes the likeliest token: raise --temp, or drop it");
-    refuse_if(o.device == "cuda" && o.weights != "stored", "--weights",
-              "is for the CPU, found --device cuda: drop one of the two, or use --device auto");
-    refuse_if(o.device == "cuda" && o.activations == "bf16", "--activations",
-              "is for the CPU, found --device cuda: drop one of the two, or use --device auto");
+    const std::string of_cpu = "is for the CPU, found --device cuda: drop one of the two, or use --device auto";
+    refuse_if(o.device == "cuda" && o.weights != "stored", "--weights", of_cpu);
+    refuse_if(o.device == "cuda" && o.activations == "bf16", "--activations", of_cpu);
     refuse_if(o.weights == "int8" && o.activations == "bf16", "--activations",
               "int8 weights are multiplied with int8 activations: drop one of the two");
     refuse_if((o.count == 0 && in("diff bench batch")) || (o.count < 0 && in("bench batch")), "-n",
@@ -445,8 +444,8 @@ inline Options parse_options(const std::vector<std::string> &words) {
         options.layouts.clear();
         for_each_type<Layout>([&](auto layout) { options.layouts.push_back(layout); });
     }
-    const bool blocks = any_blocks(options.types_k) || any_blocks(options.types_v);
-    if ((command == "batch" || options.samples > 1) && !options.has("--page") && blocks) options.page = group_size;
+    const bool many = command == "batch" || options.samples > 1;
+    if (many && !options.has("--page") && any_blocks(options)) options.page = group_size;
     if (command == "batch") {
         if (!options.has("--cache")) options.layouts = {Paged{}};
         if (!options.has("-np")) options.sequences = std::min(16, options.pass_tokens);

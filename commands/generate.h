@@ -249,8 +249,8 @@ private:
 };
 
 // "int8", "int8/int4": of K and V.
-inline std::string types_of(const Precision &type_k, const Precision &type_v) {
-    std::string k = name_of(type_k), v = name_of(type_v);
+inline std::string types_of(const CacheChoice &cache) {
+    std::string k = name_of(cache.type_k), v = name_of(cache.type_v);
     return k == v ? k : k + "/" + v;
 }
 
@@ -296,22 +296,19 @@ inline int shared_of(const std::vector<LayerRows> &rows, size_t kind) {
 
 // What the layers of each kind keep of `positions`: a line each. A list in the JSON, also where there is only one.
 inline std::vector<Report> kinds_of(const std::vector<Kind> &kinds, const std::vector<LayerRows> &rows,
-                                    const std::vector<Store> &stores, const Precision &type_k, const Precision &type_v,
-                                    int positions) {
+                                    const std::vector<Store> &stores, const CacheChoice &cache, int positions) {
     std::vector<Report> list;
     for (size_t i = 0; i < kinds.size(); i++) {
         const Kind &kind = kinds[i];
-        const CacheBytes bytes = bytes_of(stores[i], type_k, type_v);
+        const CacheBytes bytes = bytes_of(stores[i], cache.type_k, cache.type_v);
         const int kept = std::min(positions, kept_by(stores[i].layout)), others = shared_of(rows, i);
         Report line;
         line.add("layers", kind.layers + others, counted(kind.layers, "layer"));
-        line.add("shared_layers", others, others ? formatted(" (and %d that read their rows)", others) : "");
+        line.show("shared_layers", others, others ? " (and %d that read their rows)" : "");
         line.add("kv_heads", kind.kv_heads, " x " + counted(kind.kv_heads, "KV head"));
-        line.add("key_width", kind.key_width, formatted(" x %d", kind.key_width));
-        const bool same = kind.value_width == kind.key_width;
-        const std::string wide = same || !kind.value_width ? "" : formatted(" + %d", kind.value_width);
-        line.add("value_width", kind.value_width, wide);
-        line.add("window", kind.window, kind.window ? formatted(" numbers, looking back %d", kind.window) : " numbers");
+        const bool apart = kind.value_width && kind.value_width != kind.key_width;
+        line.show("key_width", kind.key_width, " x %d").show("value_width", kind.value_width, apart ? " + %d" : "");
+        line.show("window", kind.window, kind.window ? " numbers, looking back %d" : " numbers");
         line.add("positions", kept).add("rows", rows_now(stores[i])).add("bytes", bytes.total());
         line.add("payload_bytes", bytes.payload).add("metadata_bytes", bytes.metadata);
         if (positions) line.say(kept < positions ? formatted(": %d of ", kept) : ": ");
@@ -322,7 +319,7 @@ inline std::vector<Report> kinds_of(const std::vector<Kind> &kinds, const std::v
     return list;
 }
 inline std::vector<Report> kinds_of(const Config &config, const Cache &cache) {
-    return kinds_of(config.kinds, config.rows, cache.stores, cache.type_k, cache.type_v, cache.lengths[0]);
+    return kinds_of(config.kinds, config.rows, cache.stores, cache, cache.lengths[0]);
 }
 
 // Their lines; none of one kind, about which other lines say all.
@@ -378,7 +375,7 @@ inline int run_generate(const Options &options) {
     };
     const std::string first_token = formatted("  %9.1f ms", result.prefill_seconds * 1e3) +
                                     (result.prefilled == session.prompt ? " to the first token" : "");
-    auto first = session.tokens.begin(), middle = first + session.prompt;
+    const auto first = session.tokens.begin(), middle = first + session.prompt;
     Report report, prefill = part("prefill", result.prefilled, 64, result.prefill_seconds, first_token).say("\n");
     Report decode = part("decode", result.decoded, 1, result.decode_seconds, "");
     report.add("prompt_tokens", std::vector<int>(first, middle));
@@ -395,8 +392,7 @@ inline int run_generate(const Options &options) {
     report.add("prefill", prefill).add("decode", decode);
     if (session.drafter.most) report.add("draft", about_draft(session.drafter));
     report.add("cache", about_cache(session.engine.model.config, cache));
-    report.print(options.json, stderr);
-    return interrupted() ? 130 : 0;
+    return report.print(options.json, stderr);
 }
 
 // ---- llm tokenize ------------------------------------------------------------------------------------------
@@ -431,6 +427,5 @@ inline int run_tokenize(const Options &options) {
         list.resize(list.size() - !list.empty());
     }
     report.add("ids", ids, from_ids ? "" : list + "\n").add("text", text, from_ids ? text + "\n" : "");
-    report.print(options.json);
-    return 0;
+    return report.print(options.json);
 }

@@ -50,6 +50,7 @@ inline int run_info(const Options &options) {
     if (runs) add_config(report, model, furthest, tokenizer_ids);
     const std::vector<Store> stores =
         stores_of(cache_shapes(options, sizes.kinds, sizes.context, sizes.context), Contiguous{});
+    const CacheChoice f16 = {Contiguous{}, F16{}, F16{}};
     for (const Store &store : stores) whole += bytes_of(store, F16{}, F16{}).total();
     const Kind first = sizes.kinds.empty() ? Kind{} : sizes.kinds[0];
     double weights = (double)model.weight_bytes;
@@ -67,7 +68,7 @@ inline int run_info(const Options &options) {
                first.value_width ? "" : of_one(", whose values are a part of them (MLA)"));
     if (several) report.say(formatted(" of %zu kinds", sizes.kinds.size()));
     if (windowed) report.say(formatted("; %d of the layers look back %d", windowed, furthest));
-    const std::vector<Report> kinds = kinds_of(sizes.kinds, sizes.rows, stores, F16{}, F16{}, sizes.context);
+    const std::vector<Report> kinds = kinds_of(sizes.kinds, sizes.rows, stores, f16, sizes.context);
     const std::string indent(17, ' ');
     report.list("kinds", kinds).say("\n" + lines_of(kinds, indent));
     report.add("cache_bytes_per_token_f16", known(a_token), indent + in_units(a_token) + " a token in f16");
@@ -83,6 +84,5 @@ inline int run_info(const Options &options) {
                              ? formatted("yes, with -c %.0f or fewer", std::floor((free.bytes - weights) / a_token))
                              : "slowly, its weights read from the disk again and again: " + in_units(weights);
     if (runs) report.say(answer + ", " + free.name + " has " + in_units(free.bytes) + " free\n");
-    report.print(options.json);
-    return runs ? 0 : 1;
+    return report.print(options.json, stdout, !runs);
 }

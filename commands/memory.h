@@ -51,11 +51,6 @@ inline double bytes_per_token(const std::vector<CacheShape> &shapes, const Cache
     return bytes;
 }
 
-// The whole of a cache: of a paged one all pages. Allocates nothing.
-inline CacheBytes full_bytes(const std::vector<CacheShape> &shapes, const CacheChoice &cache) {
-    return full_bytes(shapes, cache.layout, cache.type_k, cache.type_v);
-}
-
 // ---- What fits in a budget ----
 
 // A cache made for `count` units, at most `most` of them, and the positions that all its sequences together then hold.
@@ -119,7 +114,7 @@ inline void check_size(const std::vector<CacheShape> &shapes, const CacheChoice 
 }
 
 inline std::vector<Report> kinds_of(const MemoryQuestion &question, const CacheChoice &cache) {
-    return kinds_of(question.kinds, question.rows, stores_of(question.shapes, cache.layout), cache.type_k, cache.type_v,
+    return kinds_of(question.kinds, question.rows, stores_of(question.shapes, cache.layout), cache,
                     question.shapes[0].capacity);
 }
 
@@ -149,7 +144,7 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cach
     };
     auto add_bytes = [&](const char *key, double value, const char *head) { add(key, value, in_units(value), head); };
     row.add("layout", name_of(cache.layout)).add("type_v", name_of(cache.type_v));
-    row.add("type_k", name_of(cache.type_k), formatted("%-9s", types_of(cache.type_k, cache.type_v).c_str()), "K / V");
+    row.add("type_k", name_of(cache.type_k), formatted("%-9s", types_of(cache).c_str()), "K / V");
     add_bytes("payload_bytes", bytes.payload, "payload");
     add_bytes("metadata_bytes", bytes.metadata, "metadata");
     add_bytes("bytes", bytes.total(), "total");
@@ -187,7 +182,7 @@ inline void add_question(Report &report, const MemoryQuestion &question, const C
     report.add("batch", shape.sequences, times(shape.sequences, "sequence"));
     report.add("positions", shape.capacity, times(shape.capacity, "position") + " x bytes a number");
     const std::vector<Report> kinds = kinds_of(question, named);
-    if (several) report.say(std::string(", as ") + name_of(named.layout) + " " + types_of(named.type_k, named.type_v));
+    if (several) report.say(std::string(", as ") + name_of(named.layout) + " " + types_of(named));
     report.list("kinds", kinds).say(several ? ":\n" : "\n");
     for (const Report &kind : kinds) report.say(several ? "  " + kind.text + "\n" : "");
     report.add("page", shape.page).add("window", shape.window).add("sinks", shape.sinks);
@@ -224,7 +219,7 @@ inline int run_memory(const Options &options) {
     MemoryQuestion question = memory_question(options);
     const CacheShape &shape = question.shapes[0];
     std::vector<CacheChoice> caches = options.caches();
-    auto named = caches[0];
+    const CacheChoice named = caches[0];
     if (!options.has("--kv") && !options.has("-ctk") && !options.has("-ctv")) {
         caches.clear();
         for (const Layout &layout : options.layouts)
@@ -255,6 +250,5 @@ inline int run_memory(const Options &options) {
     report.say(std::to_string(shape.capacity - 1) + ", what its sequence sees of the cache");
     if (question.weights) report.say(", and " + in_units(question.weights) + " of weights");
     if (question.weights && shape.sequences > 1) report.say(formatted(" shared by %d", shape.sequences));
-    report.say("\n").print(options.json);
-    return 0;
+    return report.say("\n").print(options.json);
 }

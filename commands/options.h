@@ -41,12 +41,6 @@ inline Layout parse_layout(const std::string &flag, const std::string &name) {
     return parse_name<Layout>(flag, name, "layout; known are none (recompute everything) " + layout_names());
 }
 
-// A cache that was asked for.
-struct CacheChoice {
-    Layout layout;
-    Precision type_k, type_v;
-};
-
 struct Options {
     std::string command;                       // "generate"
     std::map<std::string, std::string> given;  // flags that stood on the command line: first name -> value

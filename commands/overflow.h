@@ -9,7 +9,7 @@ inline void blame_cache(Engine &engine, const Cache *cache, const std::vector<in
     if (!cache) return;  // the naive path keeps nothing
     std::vector<CacheShape> shapes;
     for (const Store &store : cache->stores) shapes.push_back(store.shape);
-    if (full_bytes(shapes, cache->layout, F32{}, F32{}).total() > engine.memory().room().bytes) return;
+    if (full_bytes(shapes, {cache->layout, F32{}, F32{}}).total() > engine.memory().room().bytes) return;
     Cache exact = open_cache(engine.memory(), shapes, cache->layout, F32{}, F32{});
     if (begin) begin(exact);
     int first = exact.lengths[0];

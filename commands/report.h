@@ -4,7 +4,7 @@
 
 #include <sys/ioctl.h>
 
-#include "../base/json.h"
+#include "../base/progress.h"
 
 // ---- Numbers and words ---------------------------------------------------------------------------------------------
 
@@ -25,6 +25,13 @@ inline std::string joined(const std::vector<std::string> &items, const char *bet
     std::string all;
     for (const std::string &item : items) all += (all.empty() ? "" : between) + item;
     return all;
+}
+
+// Words on a terminal whose user did not set NO_COLOR (no-color.org) in green ("32") or red ("31"), else as they are.
+inline std::string painted(const char *colour, const std::string &words) {
+    const char *none = getenv("NO_COLOR");
+    const bool plain = !isatty(1) || (none && *none) || words.empty();
+    return plain ? words : formatted("\033[%sm", colour) + words + "\033[0m";
 }
 
 // ---- Text in as many columns as there are ---------------------------------------------------------------------------
@@ -114,11 +121,13 @@ public:
         return list(key, rows);
     }
     std::string json() const { return "{" + joined(short_items, ", ") + "}"; }
-    // The JSON to standard output, a key a line; or else the text to `readers`.
-    void print(bool as_json, FILE *readers = stdout) const {
+    // The JSON to standard output, a key a line; or else the text to `readers`. Returns the program's status: `status`,
+    // or after Ctrl-C 130.
+    int print(bool as_json, FILE *readers = stdout, int status = 0) const {
         std::string all = "{\n  " + joined(long_items, ",\n  ") + "\n}\n";
         if (!as_json) all = wrapped(text, columns_of(readers));
         fwrite(all.data(), 1, all.size(), as_json ? stdout : readers);
+        return interrupted() ? 130 : status;
     }
 
 private:

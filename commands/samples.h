@@ -64,11 +64,11 @@ inline int run_samples(const Options &options) {
     for (const Request &sample : samples) {
         const std::vector<int> tokens(sample.tokens.begin() + session.prompt, sample.tokens.end());
         generated += (int64_t)tokens.size();
-        Report row;
-        rows.push_back(row.add("seed", (long long)sample.sampler.seed).add("tokens", tokens).add("text", sample.text));
         const bool full = sample.stop == "-n" && sample.count < options.count;
-        rows.back().add("stop", full ? "context full" : sample.stop);
-        texts += formatted("== seed %lld\n", (long long)sample.sampler.seed) + prompt + sample.text + "\n";
+        Report &row = rows.emplace_back();
+        row.show("seed", (long long)sample.sampler.seed, "== seed %lld\n").add("tokens", tokens);
+        row.add("text", sample.text, prompt + sample.text + "\n").add("stop", full ? "context full" : sample.stop);
+        texts += row.text;
     }
     if (!options.json) fputs(texts.c_str(), stdout), flush_output();
     Report report;
@@ -79,6 +79,5 @@ inline int run_samples(const Options &options) {
         report.show("pages_held", held, "pages    %d held, ");
         report.show("pages_alone", alone, "%d if each text were alone\n");
     }
-    report.print(options.json, stderr);
-    return interrupted() ? 130 : 0;
+    return report.print(options.json, stderr);
 }

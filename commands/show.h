@@ -96,14 +96,12 @@ inline void add_attention(Report &report, Session &session, const Options &optio
     std::vector<Report> rows;
     for (const SeenPosition &one : look_back(session, options.layer, options.head)) {
         Report line;
-        line.add("position", one.position, formatted("%8d", one.position), "position");
-        line.say("  " + texts[one.position] + std::string(12 - std::min<size_t>(12, texts[one.position].size()), ' '));
+        line.show("position", one.position, "%8d", "position").say(formatted("  %-12s", texts[one.position].c_str()));
         line.add("key", one.key, first_of({one.key.begin(), one.key.begin() + 2}), "   key (first 2)");
         line.add("value", one.value, first_of({one.value.begin(), one.value.begin() + 2}), "   value (first 2)");
-        line.add("score", one.score, formatted("%10.4f", one.score), scaled ? "  q.k * scale" : "  q.k/sqrt(D)");
-        line.add("weight", one.weight, formatted("%9.4f  ", one.weight), "softmax  ");
-        line.say(std::string((size_t)std::lround(24 * one.weight), '#'));
-        rows.push_back(line);
+        line.show("score", one.score, "%10.4f", scaled ? "  q.k * scale" : "  q.k/sqrt(D)");
+        line.show("weight", one.weight, "%9.4f  ", "softmax  ");
+        rows.push_back(line.say(std::string((size_t)std::lround(24 * one.weight), '#')));
     }
     report.table("positions", rows);
     report.add("output", output, "output  " + first_of(output) + "   the sum of weight x value\n");
@@ -147,8 +145,8 @@ inline Report place_of(const Store &cache, int length, int position) {
         int logical = position / paged->page, offset = position % paged->page;
         report.add("page_table", table, "page table " + json_of(table));
         report.add("logical_page", logical, formatted("; position %d is in logical page %d", position, logical));
-        report.add("offset", offset, formatted(" at offset %d;\n       ", offset));
-        report.add("physical_page", table[logical], formatted("physical page %d, ", table[logical]));
+        report.show("offset", offset, " at offset %d;\n       ");
+        report.show("physical_page", table[logical], "physical page %d, ");
         std::vector<int> shared, holders;  // pages that others hold; sequences that hold the first of them
         for (int page : table)
             if (cache.pool->references[page] > 1) shared.push_back(page);
@@ -180,8 +178,8 @@ Report stored_report(const Session &session, int layer, int kv_head) {
     Report report;
     report.add("type", type, name + formatted("      %s, ", type.c_str()));
     report.add("in_residual_block", residual, residual ? "in the residual block of the newest 32 positions, " : "");
-    report.add("byte", row - rows.data, formatted("from byte %lld ", (long long)(row - rows.data)));
-    report.add("bytes", rows.row_bytes, formatted("of its memory on, %zu bytes\n", rows.row_bytes));
+    report.show("byte", row - rows.data, "from byte %td ");
+    report.show("bytes", rows.row_bytes, "of its memory on, %zu bytes\n");
     if (keys && !residual && has_blocks(cache.type_k))
         report.say("       these hold a few channels of 32 positions, not all channels of this one\n");
     report.add("hex", hex, "stored  " + hex.substr(0, 64) + (hex.size() > 64 ? " ..\n" : "\n"));
@@ -214,13 +212,11 @@ inline void add_errors(Report &report, const Session &session, const Cache &exac
         }
         double relative = truth > 0 ? std::sqrt(squares / truth) : 0;
         Report row;
-        row.add("side", std::string(keys ? "K" : "V"), keys ? "   K" : "   V", "side");
-        row.add("layer", layer, formatted("%6d", layer), " layer");
-        row.add("kv_head", head, formatted("%8d", head), "KV head");
-        row.add("relative_error", relative, formatted("%14.3g", relative), "error / size");
-        row.add("largest_error", worst, formatted("%12.3g", worst), "largest");
-        row.add("channel", channel, formatted("%9.0f", channel), "channel");
-        row.add("position", at, formatted("%10.0f", at), "position");
+        row.show("side", std::string(keys ? "K" : "V"), "   %s", "side");
+        row.show("layer", layer, "%6d", " layer").show("kv_head", head, "%8d", "KV head");
+        row.show("relative_error", relative, "%14.3g", "error / size");
+        row.show("largest_error", worst, "%12.3g", "largest");
+        row.show("channel", channel, "%9.0f", "channel").show("position", at, "%10.0f", "position");
         list.push_back({relative, row});
     };
     for (int layer = 0; layer < config.layers; layer++)
@@ -255,11 +251,10 @@ inline int run_show(const Options &given) {
     std::vector<std::string> texts;
     std::vector<Report> tokens;
     for (int token : session.tokens) {
-        texts.push_back('"' + on_one_line(stream.next(token)) + '"');
         Report row;
-        row.add("position", (int64_t)texts.size() - 1, formatted("%8zu", texts.size() - 1), "position");
-        row.add("id", token, formatted("%8d  ", token), "id  ").add("text", texts.back(), texts.back(), "text");
-        tokens.push_back(row);
+        row.show("position", texts.size(), "%8zu", "position").show("id", token, "%8d  ", "id  ");
+        texts.push_back('"' + on_one_line(stream.next(token)) + '"');
+        tokens.push_back(row.add("text", texts.back(), texts.back(), "text"));
     }
     Report report;
     report.table("tokens", tokens);
@@ -286,6 +281,5 @@ inline int run_show(const Options &given) {
     } catch (Interrupted) {
         report.add("interrupted", true, "\ninterrupted\n");
     }
-    report.print(options.json);
-    return interrupted() ? 130 : 0;
+    return report.print(options.json);
 }

@@ -1,9 +1,6 @@
 // Which rows the cache of any checkpoint has, from its config.json alone: also of architectures that do not run here.
 #pragma once
 
-#include <map>
-#include <optional>
-#include <set>
 #include "../base/model.h"
 
 // What a cache's size follows from, also of architectures that do not run here.
@@ -203,27 +200,27 @@ inline std::vector<int> read_own_heads(const Section &config, int heads, std::ve
 
 // `model_type`: whose defaults count. A config inside another must say all that has none.
 inline void read_any_sizes(Section config, const std::string &model_type, bool inside, CacheSizes &out) {
-    const Defaults *known = nullptr;
+    Defaults known = {};
     for (const Defaults &defaults : known_defaults)
-        if (model_type == defaults.model_type) known = &defaults;
+        if (model_type == defaults.model_type) known = defaults;
     // The first of these spellings that is there; without `otherwise` one must be.
     auto size = [&](std::initializer_list<const char *> keys, int most, std::optional<int> otherwise = {}) {
         for (const char *key : keys)
             if (config.find(key)) return config.integer(key, 1, most);
         return config.integer(*keys.begin(), 1, most, otherwise);
     };
-    auto or_default = [&](int Defaults::*value) { return known ? std::optional<int>(known->*value) : std::nullopt; };
+    auto or_none = [](int value) { return value ? std::optional<int>(value) : std::nullopt; };
     const int layers =
-        size({"num_hidden_layers", "n_layer", "n_layers", "num_layers"}, max_layers, or_default(&Defaults::layers));
+        size({"num_hidden_layers", "n_layer", "n_layers", "num_layers"}, max_layers, or_none(known.layers));
     out.context = size({"max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length",
                         "model_max_length"},
-                       1 << 30, known ? known->context : 0);
+                       1 << 30, known.context);
     std::vector<Sees> sees = layers_named(config, model_type, layers);
     refuse_unknown_shape(config, !sees.empty() || model_type == "falcon_h1");  // all its layers attend
 
     const bool gemma4 = model_type == "gemma4_text";
     Kind all, local;
-    int &window = local.window = known && !config.has_null("sliding_window") ? known->window : 0;
+    int &window = local.window = config.has_null("sliding_window") ? 0 : known.window;
     for (const char *key : {"window_size", "attention_window_size", "sliding_window_size", "sliding_window"})
         if (config.find(key)) window = config.integer(key, 0, 1 << 30);
     if (model_type == "qwen2" || model_type == "qwen3") {
@@ -232,9 +229,9 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
             for (int back : family.model_type == model_type ? read_windows(config, family, layers) : std::vector<int>{})
                 sees.push_back(back ? Sees::window : Sees::all);
     } else if (sees.empty()) {
-        if (!config.flag("use_sliding_window", true) || (!known && window >= out.context)) window = 0;
+        if (!config.flag("use_sliding_window", true) || (!known.layers && window >= out.context)) window = 0;
         int pattern =
-            size({"sliding_window_pattern", "_sliding_window_pattern"}, max_layers, known ? known->pattern : -1);
+            size({"sliding_window_pattern", "_sliding_window_pattern"}, max_layers, known.layers ? known.pattern : -1);
         if (window && pattern < 0)
             config.refuse("sliding_window", config.find("sliding_window"),
                           "layer_types beside it: which layers slide?");
@@ -254,11 +251,11 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
     } else {
         if (index_width) config.need("kv_lora_rank");
         const int heads =
-            size({"num_attention_heads", "n_head", "n_heads", "num_heads"}, max_size, or_default(&Defaults::heads));
+            size({"num_attention_heads", "n_head", "n_heads", "num_heads"}, max_size, or_none(known.heads));
         own_heads = read_own_heads(config, heads, sees);
         std::optional<int> kv_heads = heads;
-        if (!config.has_null("num_key_value_heads") && known && known->kv_heads) kv_heads = known->kv_heads;
-        if (inside && !known && !config.has_null("num_key_value_heads")) kv_heads = {};
+        if (!config.has_null("num_key_value_heads") && known.kv_heads) kv_heads = known.kv_heads;
+        if (inside && !known.layers && !config.has_null("num_key_value_heads")) kv_heads = {};
         const Section attention = config.section("attn_config");  // MPT, DBRX
         if (attention.object) refuse_unknown_shape(attention, false);
         const bool falcon = model_type == "falcon" || model_type == "gpt_bigcode";
@@ -272,10 +269,9 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
             all.kv_heads = size({"multi_query_group_num"}, max_size, 1);
         else
             all.kv_heads = size({"num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv"}, max_size, kv_heads);
-        all.key_width = size({"head_dim", "kv_channels", "attention_head_dim"}, max_size, known ? known->head_dim : 0);
+        all.key_width = size({"head_dim", "kv_channels", "attention_head_dim"}, max_size, known.head_dim);
         if (!all.key_width) {
-            const int hidden =
-                size({"hidden_size", "n_embd", "n_embed", "d_model"}, max_size, or_default(&Defaults::hidden));
+            const int hidden = size({"hidden_size", "n_embd", "n_embed", "d_model"}, max_size, or_none(known.hidden));
             if (hidden % heads || has(fixed_width, model_type)) config.need("head_dim");
             all.key_width = hidden / heads;
         }

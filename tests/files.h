@@ -3,6 +3,7 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -32,6 +33,40 @@ inline std::string slurp(const std::string &path) {
 
 inline void spill(const std::string &path, const std::string &bytes) {
     std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
+}
+
+// The models of tests/fixtures by name.
+inline std::vector<std::string> fixture_names() {
+    std::vector<std::string> names;
+    for (auto &entry : fs::directory_iterator("tests/fixtures/models")) names.push_back(entry.path().filename());
+    std::sort(names.begin(), names.end());
+    REQUIRE(names.size() >= 20);
+    return names;
+}
+
+struct Matrix {
+    size_t rows = 0, cols = 0;
+    std::vector<float> values;
+};
+
+// A NumPy file of float32, as its format document has it: magic, version 1.0, length of the header, a header that
+// makes the data begin at a multiple of 64, the data and nothing else.
+inline Matrix read_npy(const std::string &path) {
+    std::string bytes = slurp(path);
+    REQUIRE(bytes.substr(0, 8) == std::string("\x93NUMPY\x01\x00", 8));
+    size_t start = 10 + ((uint8_t)bytes[8] | (size_t)(uint8_t)bytes[9] << 8);
+    REQUIRE(start <= bytes.size());
+    CHECK(start % 64 == 0);
+    CHECK(bytes[start - 1] == '\n');
+    Matrix matrix;
+    std::string header = bytes.substr(10, start - 10);
+    REQUIRE_MESSAGE(sscanf(header.c_str(), "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %zu), }",
+                           &matrix.rows, &matrix.cols) == 2,
+                    header);
+    REQUIRE(bytes.size() == start + matrix.rows * matrix.cols * sizeof(float));
+    matrix.values.resize(matrix.rows * matrix.cols);
+    memcpy(matrix.values.data(), &bytes[start], bytes.size() - start);
+    return matrix;
 }
 
 // The first `from` becomes `to`.

@@ -8,6 +8,7 @@
 
 using namespace scene;
 using reference::Random;
+using reference::relative_error;
 using reference::same_bits;
 
 #ifdef PLAIN
@@ -24,18 +25,6 @@ inline bool left_out() {
 
 inline int below(Random &random, int end) { return (int)(random.bits() % (uint64_t)end); }
 inline int one_of(Random &random, const std::vector<int> &list) { return list[below(random, (int)list.size())]; }
-
-// ||values - expected|| / ||expected||; of a NaN it is one, too.
-template <class Numbers>
-double relative_error(const Vector &values, const Numbers &expected) {
-    REQUIRE(values.size() == expected.size());
-    double difference = 0, size = 0;
-    for (size_t i = 0; i < values.size(); i++) {
-        difference += std::pow((double)values[i] - expected[i], 2);
-        size += std::pow((double)expected[i], 2);
-    }
-    return std::sqrt(difference / size);
-}
 
 // Of the naive path and an f32 cache. The plain naive path is the equation, which has another order of sums.
 inline bool agree(const Vector &naive, const Vector &cached) {
@@ -94,27 +83,17 @@ inline Place random_place(Random &random, int tokens) {
     return place;
 }
 
-// ---- Caches ------------------------------------------------------------------------------------------------
-
-// A page is free or in tables, and in these as often as it has references. A table has all that its sequence holds,
-// from the first page that was not given back on, and the machine's table has it, too.
-inline void check_pages(const Cache &cache) {
-    for (const Store &store : cache.stores) {
-        if (!store.pool) continue;
-        const PagePool &pool = *store.pool;
-        std::vector<int> held(pool.references.size()), free(held.size());
-        bool right = true;
-        for (int i = 0; i < (int)pool.table.size(); i++) {
-            const int sequence = i / (int)pool.pages_per_sequence, logical = i % (int)pool.pages_per_sequence;
-            const int end = pages_for(cache.lengths[sequence], pool.page), page = pool.table[i];
-            right = right && (page >= 0) == (logical >= pool.first[sequence] && logical < end);
-            if (page >= 0) held.at(page)++, right = right && store.page_table[i] == page;
-        }
-        for (int page : pool.free) free.at(page)++;
-        for (size_t page = 0; page < held.size(); page++) right = right && (held[page] > 0) + free[page] == 1;
-        REQUIRE((right && held == pool.references));
-    }
+inline Sampler random_sampler(Random &random) {
+    Sampler sampler;
+    if (below(random, 3) == 0) return sampler;
+    sampler.temperature = random.uniform(0.1, 2), sampler.seed = random.bits();
+    if (below(random, 2)) sampler.top_k = 1 + below(random, 30);
+    if (below(random, 2)) sampler.top_p = random.uniform(0.3, 1);
+    if (below(random, 2)) sampler.min_p = random.uniform(0, 0.3);
+    return sampler;
 }
+
+// ---- Caches ------------------------------------------------------------------------------------------------
 
 inline void check_all_free(const Cache &cache) {
     for (const Store &store : cache.stores)

@@ -15,6 +15,7 @@
 namespace program {
 
 using Words = std::vector<std::string>;
+using Ids = std::vector<int>;
 
 inline std::string program_path() { return getenv("LLM") ? getenv("LLM") : "./llm"; }
 
@@ -96,6 +97,12 @@ inline Outcome run(Words arguments, const Setting &setting = {}) {
     return result;
 }
 
+// A line of the shell.
+inline Outcome run_shell(const std::string &line, Setting setting = {}) {
+    setting.program = "/bin/sh";
+    return run({"-c", line}, setting);
+}
+
 inline Words operator+(Words a, const Words &b) {
     a.insert(a.end(), b.begin(), b.end());
     return a;
@@ -156,6 +163,16 @@ std::string text(const Root &root, const std::string &path) {
     const cJSON *item = at(root, path);
     REQUIRE_MESSAGE(cJSON_IsString(item), path);
     return item->valuestring;
+}
+template <class Root>
+Ids ids(const Root &root, const std::string &path) {
+    REQUIRE_MESSAGE(cJSON_IsArray(at(root, path)), path);
+    Ids result;
+    for (const cJSON *item : items_of(at(root, path))) {
+        REQUIRE_MESSAGE((cJSON_IsNumber(item) && item->valuedouble == item->valueint), path);
+        result.push_back(item->valueint);
+    }
+    return result;
 }
 
 }  // namespace program

@@ -40,6 +40,18 @@ constexpr double unit = 0x1p-24;  // unit roundoff of float32
 // Bound of the relative error of n roundings in a row.
 inline double gamma(double n) { return n * unit / (1 - n * unit); }
 
+// ||values - expected|| / ||expected||: of a NaN it is one, too; infinity where they are not as many.
+template <class Numbers>
+double relative_error(const std::vector<float> &values, const Numbers &expected) {
+    if (values.size() != expected.size()) return INFINITY;
+    double difference = 0, size = 0;
+    for (size_t i = 0; i < values.size(); i++) {
+        difference += std::pow((double)values[i] - expected[i], 2);
+        size += std::pow((double)expected[i], 2);
+    }
+    return std::sqrt(difference / size);
+}
+
 // Numbers, and how far from each of them a float32 computation may end.
 struct Expected {
     std::vector<double> value, bound;

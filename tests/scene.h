@@ -175,6 +175,32 @@ inline Cache cache_for(Engine &engine, const Precision &type_k, const Precision 
     return ::open_cache(engine.memory(), shapes, place.layout, type_k, type_v);
 }
 
+// A page is free or in tables, in these as often as it has references, or only still found by its tokens. A table has
+// all that its sequence holds, from the first page that was not given back on, and the machine's table has it, too.
+inline void check_pages(const Cache &cache) {
+    const std::string wrong = cache.pages ? cache.pages->check() : "";
+    REQUIRE_MESSAGE(wrong.empty(), wrong);
+    for (const Store &store : cache.stores) {
+        if (!store.pool) continue;
+        const PagePool &pool = *store.pool;
+        std::vector<int> held(pool.references.size()), free(held.size());
+        bool right = true;
+        for (int i = 0; i < (int)pool.table.size(); i++) {
+            const int sequence = i / (int)pool.pages_per_sequence, logical = i % (int)pool.pages_per_sequence;
+            const int end = pages_for(cache.lengths[sequence], pool.page), page = pool.table[i];
+            right = right && (page >= 0) == (logical >= pool.first[sequence] && logical < end);
+            if (page >= 0) held.at(page)++, right = right && store.page_table[i] == page;
+        }
+        for (int page : pool.free) free.at(page)++;
+        size_t found = 0;
+        for (size_t page = 0; page < held.size(); page++) {
+            right = right && (held[page] > 0) + free[page] <= 1;
+            found += held[page] == 0 && free[page] == 0;
+        }
+        REQUIRE((right && held == pool.references && found == pool.cached.size()));
+    }
+}
+
 // ---- Logits ------------------------------------------------------------------------------------------------
 
 // Of each position, (tokens, vocabulary): the first `decoded` by prefill() in pieces of `piece`, the others by

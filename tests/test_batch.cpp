@@ -106,19 +106,7 @@ struct Company {
         auto earlier = [](const Request *a, const Request *b) { return a->number < b->number; };
         REQUIRE(std::is_sorted(schedule.waiting.begin(), schedule.waiting.end(), earlier));
         REQUIRE(std::is_sorted(schedule.running.begin(), schedule.running.end(), earlier));
-        if (!cache.pages) return;
-        const std::string wrong = cache.pages->check();
-        REQUIRE_MESSAGE(wrong.empty(), wrong);
-        bool right = true;
-        for (const Store &store : cache.stores)
-            for (int i = 0; i < (int)store.pool->table.size(); i++) {
-                const int sequence = i / (int)store.pool->pages_per_sequence;
-                const int logical = i % (int)store.pool->pages_per_sequence, page = store.pool->table[i];
-                const bool held =
-                    logical >= store.pool->first[sequence] && logical < pages_for(lengths[sequence], store.pool->page);
-                right = right && (page >= 0) == held && (page < 0 || store.page_table[i] == page);
-            }
-        REQUIRE(right);
+        check_pages(cache);
     }
     std::vector<Piece> next() {
         const Request *first = schedule.running.empty() ? nullptr : schedule.running[0];  // of all that have not ended
@@ -192,16 +180,6 @@ static Setting random_setting(Random &random) {
     const int largest = pages_for(one_of(random, {60, 100, 150}), page);
     setting.place.pages = largest + below(random, below(random, 3) ? 2 + largest / 2 : 4 * largest);
     return setting;
-}
-
-static Sampler random_sampler(Random &random) {
-    Sampler sampler;
-    if (below(random, 3) == 0) return sampler;
-    sampler.temperature = random.uniform(0.3, 2), sampler.seed = random.bits();
-    if (below(random, 2)) sampler.top_k = 1 + below(random, 30);
-    if (below(random, 2)) sampler.top_p = random.uniform(0.3, 1);
-    if (below(random, 2)) sampler.min_p = random.uniform(0, 0.3);
-    return sampler;
 }
 
 // Of few stems and random ends; or all that was asked and answered before, and something new.

@@ -44,12 +44,6 @@ static int differing(const Vector &a, const Vector &b) {
 // ---- Bytes -------------------------------------------------------------------------------------------------
 // What the formula gives: tests/test_memory.cpp.
 
-static CacheBytes bytes_for(const CacheShape &shape, const Layout &layout, const Precision &type_k,
-                            const Precision &type_v) {
-    Layout opened = open_layout(shape, layout);
-    return bytes_of(shape, opened, type_k, type_v, (double)rows_of(shape, opened));
-}
-
 TEST_CASE("3 tokens, 2 KV heads, 4 numbers in bf16: 48 bytes of K and 48 of V, and where they are") {
     Cache cache = opened({1, 2, 4, 4, 1, 3}, Contiguous{}, BF16{});
     const CacheRows &keys = cache.stores[0].view.keys, &values = cache.stores[0].view.values;
@@ -64,7 +58,7 @@ TEST_CASE("3 tokens, 2 KV heads, 4 numbers in bf16: 48 bytes of K and 48 of V, a
 
 TEST_CASE("widths of K and V are apart: one row of 576 serves as K, its first 512 as V") {
     CacheShape shape = {60, 1, 576, 512, 1, 1000};
-    CacheBytes bytes = bytes_for(shape, Contiguous{}, BF16{}, Int8{});
+    CacheBytes bytes = full_bytes({shape}, {Contiguous{}, BF16{}, Int8{}});
     CHECK(bytes.payload == 60.0 * 1000 * (576 * 2 + 512));
     CHECK(bytes.metadata == 60.0 * 1000 * 2);
 }
@@ -85,7 +79,7 @@ TEST_CASE("bytes are those of the memory that was taken; of pages, those that we
             taken += sizeof(int) *
                      (double)(cache.stores[0].pool->table.size() + 2 * cache.stores[0].pool->references.size());
         CHECK(bytes_of(cache).total() == taken);
-        CHECK(bytes_of(cache).payload == bytes_for(shape, layout, type_k, type_v).payload);
+        CHECK(bytes_of(cache).payload == full_bytes({shape}, {layout, type_k, type_v}).payload);
     });
     Cache cache = opened({8, 8, 128, 128, 2, 900}, Paged{}, BF16{});
     auto pages = [&] { return bytes_of(cache).payload / (8 * 65536); };
@@ -469,24 +463,6 @@ struct Scene {
     void walk(int steps, uint64_t seed);
 };
 
-// Every page is in one table or free, once, and tables have nothing behind their lengths.
-static void check_pool(const Cache &cache) {
-    const PagePool &pool = *cache.stores[0].pool;
-    const CacheShape &shape = cache.stores[0].shape;
-    std::multiset<int> seen(pool.free.begin(), pool.free.end());
-    for (int page : pool.free) REQUIRE(pool.references[page] == 0);
-    int per_sequence = (int)std::get<Paged>(cache.layout).pages_per_sequence;
-    for (int i = 0; i < shape.sequences * per_sequence; i++) {
-        bool held = i % per_sequence * shape.page < cache.lengths[i / per_sequence];
-        REQUIRE((held ? pool.table[i] >= 0 && pool.table[i] < shape.pages : pool.table[i] == -1));
-        if (!held) continue;
-        REQUIRE((pool.table[i] == cache.stores[0].page_table[i] && pool.references[pool.table[i]] == 1));
-        seen.insert(pool.table[i]);
-    }
-    REQUIRE(((int)seen.size() == shape.pages && (int)pool.references.size() == shape.pages));
-    for (int i = 0; i < shape.pages; i++) REQUIRE(seen.count(i) == 1);
-}
-
 // `steps` times sequences grow, shrink or end. What cannot be is refused in one line and changes nothing; what each
 // sequence reads is right after every step.
 void Scene::walk(int steps, uint64_t seed) {
@@ -539,7 +515,9 @@ void Scene::walk(int steps, uint64_t seed) {
             if (no) REQUIRE((is_ring && to > 0 && reached[sequence] - to >= chunk_of(cache)));
             if (to == 0) reached[sequence] = 0;
         }
-        if (is_paged) check_pool(cache);
+        check_pages(cache);
+        if (is_paged) REQUIRE((int)cache.stores[0].pool->references.size() == s.pages);
+        for (int i = 0; is_paged && i < s.pages; i++) REQUIRE(cache.stores[0].pool->references[i] <= 1);
         for (int i = 0; i < s.sequences; i++)
             if (i == sequence || step % 8 == 0) REQUIRE(wrong(i) == 0);
     }

@@ -13,18 +13,12 @@
 #include "../commands/report.h"
 #include "files.h"
 #include "program.h"
+#include "reference.h"
 
 using namespace program;
-using Ids = std::vector<int>;
 
 const std::string models = "tests/fixtures/models/", builtin = "weights_tools/builtin";
 const std::string model = models + "qwen3";  // where any will do: 64 ids, 128 positions, no tokenizer.json
-
-Outcome run_shell(const std::string &line) {
-    Setting shell;
-    shell.program = "/bin/sh";
-    return run({"-c", line}, shell);
-}
 
 // ---- Files ---------------------------------------------------------------------------------------------------
 
@@ -61,53 +55,9 @@ void fill_tensor(const std::string &directory, const std::string &name, const st
     spill(directory + "/model.safetensors", bytes);
 }
 
-Words fixture_names() {
-    Words names;
-    for (auto &entry : fs::directory_iterator(models)) names.push_back(entry.path().filename());
-    std::sort(names.begin(), names.end());
-    REQUIRE(names.size() >= 20);
-    return names;
-}
-
-struct Matrix {
-    size_t rows = 0, cols = 0;
-    std::vector<float> values;
-};
-
-// A NumPy file of float32, as its format document has it: magic, version 1.0, length of the header, a header that
-// makes the data begin at a multiple of 64, the data and nothing else.
-Matrix read_npy(const std::string &path) {
-    std::string bytes = slurp(path);
-    REQUIRE(bytes.substr(0, 8) == std::string("\x93NUMPY\x01\x00", 8));
-    size_t start = 10 + ((uint8_t)bytes[8] | (size_t)(uint8_t)bytes[9] << 8);
-    REQUIRE(start <= bytes.size());
-    CHECK(start % 64 == 0);
-    CHECK(bytes[start - 1] == '\n');
-    Matrix matrix;
-    std::string header = bytes.substr(10, start - 10);
-    REQUIRE_MESSAGE(sscanf(header.c_str(), "{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %zu), }",
-                           &matrix.rows, &matrix.cols) == 2,
-                    header);
-    REQUIRE(bytes.size() == start + matrix.rows * matrix.cols * sizeof(float));
-    matrix.values.resize(matrix.rows * matrix.cols);
-    memcpy(matrix.values.data(), &bytes[start], bytes.size() - start);
-    return matrix;
-}
-
 // ---- JSON ----------------------------------------------------------------------------------------------------
 
 Json parse(const std::string &text) { return parse_json("", text); }
-
-Ids ids(const Json &root, const std::string &path) {
-    const cJSON *list = at(root, path), *item;
-    REQUIRE_MESSAGE(cJSON_IsArray(list), path);
-    Ids result;
-    cJSON_ArrayForEach(item, list) {
-        REQUIRE_MESSAGE((cJSON_IsNumber(item) && item->valuedouble == item->valueint), path);
-        result.push_back(item->valueint);
-    }
-    return result;
-}
 
 // Each line: what some keys must hold, and these keys.
 void check_keys(const Json &root, const Words &lines) {
@@ -311,8 +261,7 @@ TEST_CASE("diff: times a token are medians, and how many times faster leaves out
     CHECK(cJSON_GetArraySize(at(root, "steps")) == 41);
     // The table's own milliseconds, of which the last lines are made.
     std::vector<double> naive, cached;
-    std::istringstream lines(shown.out);
-    for (std::string line; std::getline(lines, line);) {
+    for (const std::string &line : split(shown.out, '\n')) {
         int step;
         double reference, cache;
         if (sscanf(line.c_str(), "%d %*d %*d%*[! ] %*f %*f %lf %lf", &step, &reference, &cache) == 3)
@@ -479,8 +428,7 @@ TEST_CASE("help and tables fit the terminal: what is too wide comes below, and n
         for (int columns : {40, 64, 80, 100, 200}) {
             CAPTURE(columns);
             std::string shown = on_terminal("unset COLUMNS; " + llm + each.arguments, columns);
-            std::istringstream lines(shown);
-            for (std::string line; std::getline(lines, line);)
+            for (const std::string &line : split(shown, '\n'))
                 if (contains(line, " "))  // a path cannot be broken
                     CHECK_MESSAGE((int)line.size() <= std::min(columns, each.most), line);
             for (const std::string &head : each.heads) check_contains(shown, head);
@@ -675,15 +623,6 @@ TEST_CASE("help and version are no errors, and go to standard output") {  // wha
 
 // ---- The same tokens, whatever the way -----------------------------------------------------------------------
 
-double relative_error(const Matrix &reference, const Matrix &values) {
-    double difference = 0, size = 0;
-    for (size_t i = 0; i < reference.values.size(); i++) {
-        difference += std::pow((double)values.values[i] - reference.values[i], 2);
-        size += std::pow((double)reference.values[i], 2);
-    }
-    return std::sqrt(difference / size);
-}
-
 TEST_CASE("every family, by both paths: Transformers' greedy tokens and logits") {
     Scratch scratch;
     for (const std::string &name : fixture_names()) {
@@ -702,7 +641,8 @@ TEST_CASE("every family, by both paths: Transformers' greedy tokens and logits")
             Matrix logits = read_npy(dump);
             REQUIRE((logits.rows == expected.prompt.size() + expected.greedy.size() && logits.rows >= reference.rows));
             REQUIRE(logits.cols == reference.cols);
-            CHECK(relative_error(reference, logits) <= 1e-5);
+            logits.values.resize(reference.values.size());
+            CHECK(reference::relative_error(logits.values, reference.values) <= 1e-5);
         }
     }
     fs::remove(scratch / "logits.npy");
@@ -1594,12 +1534,9 @@ static Pressed press(const Words &arguments, const std::string &after, int press
 
 TEST_CASE("Ctrl-C is heard within a pass of seconds: what there is is said, with status 130; progress is erased") {
     // The built-in checkpoint takes many seconds for 8,000 tokens at once.
-    const std::string builtin = "weights_tools/builtin";
     Scratch scratch;
     fs::copy(builtin, scratch / "long");
-    std::string config = slurp(scratch / "long/config.json");
-    config.replace(config.find("1280", config.find("max_position_embeddings")), 4, "9000");
-    spill(scratch / "long/config.json", config);
+    replace(scratch / "long/config.json", "\"max_position_embeddings\": 1280", "\"max_position_embeddings\": 9000");
     Ids longer;
     for (int i = 0; i < 8000; i++) longer.push_back(i % 500 + 2);
     const Words line{"-m", scratch / "long", "--ids", joined(longer), "-t", "1"};

@@ -8,6 +8,7 @@
 #include "scene.h"
 
 using namespace scene;
+using reference::relative_error;
 
 // ---- Helpers -----------------------------------------------------------------------------------------------
 
@@ -18,16 +19,6 @@ static Engine on_card(const std::string &name) {
 static Cache open_for(Engine &engine, const Layout &layout, const Precision &type_k, const Precision &type_v,
                       int capacity, int sequences = 1) {
     return cache_for(engine, type_k, type_v, capacity, {layout, 4, 34, 2}, sequences);
-}
-
-static double relative_error(const Vector &values, const Vector &truth) {
-    double difference = 0, size = 0;
-    REQUIRE(values.size() == truth.size());
-    for (size_t i = 0; i < truth.size(); i++) {
-        difference += ((double)values[i] - truth[i]) * ((double)values[i] - truth[i]);
-        size += (double)truth[i] * truth[i];
-    }
-    return std::sqrt(difference / size);
 }
 
 // Two ways of summing float32 stay within 1e-5 of each other, as the CPU and the reference outside do. With 16-bit

@@ -65,16 +65,6 @@ static int guessed_in(const Drafter &drafter) {
     return guesses;
 }
 
-static Sampler random_sampler(Random &random) {
-    Sampler sampler;
-    if (below(random, 3) == 0) return sampler;
-    sampler.temperature = random.uniform(0.1, 1.5), sampler.seed = random.bits();
-    if (below(random, 2)) sampler.top_k = 1 + below(random, 30);
-    if (below(random, 2)) sampler.top_p = random.uniform(0.3, 1);
-    if (below(random, 2)) sampler.min_p = random.uniform(0, 0.3);
-    return sampler;
-}
-
 TEST_CASE("a text with guesses is the text without: any model, cache, sampler, number of guesses, and who guesses") {
     Random random{seed_of_run()};
     CAPTURE(seed_of_run());

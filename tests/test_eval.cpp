@@ -45,9 +45,7 @@ static Counts recall_of(const EvalResult &result) {
 static double number_of(const cJSON *object, const char *key) { return Section{"", object}.number(key, -1e99, 1e99); }
 static std::string string_of(const cJSON *object, const char *key) { return Section{"", object}.text(key, ""); }
 static std::vector<const cJSON *> items_of(const Json &root, const char *key) {
-    std::vector<const cJSON *> items;
-    for (const cJSON *item = Section{"", root.get()}.need(key)->child; item; item = item->next) items.push_back(item);
-    return items;
+    return ::items_of(Section{"", root.get()}.need(key));
 }
 
 // The held-out stories, each a line of JSON: a text and questions.

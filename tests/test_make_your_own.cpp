@@ -28,8 +28,8 @@ using program::Outcome;
 // What a command prints, errors too, is in `out`.
 static Outcome shell(const std::string &command) {
     program::Setting setting;
-    setting.program = "/bin/sh", setting.patience = std::chrono::minutes(10);
-    return program::run({"-c", "exec 2>&1; " + command}, setting);
+    setting.patience = std::chrono::minutes(10);
+    return program::run_shell("exec 2>&1; " + command, setting);
 }
 
 // ---- The page, and the copy of the sources that it changes ----------------------------------------------------

@@ -21,8 +21,8 @@ const cJSON *results(const Json &root) { return at(root, "results"); }
 
 // The one entry of `results` for a cache.
 const cJSON *row(const Json &root, const std::string &layout, const std::string &type_k, const std::string &type_v) {
-    const cJSON *found = nullptr, *item;
-    cJSON_ArrayForEach(item, results(root)) {
+    const cJSON *found = nullptr;
+    for (const cJSON *item : items_of(results(root))) {
         if (text(item, "layout") != layout || text(item, "type_k") != type_k || text(item, "type_v") != type_v)
             continue;
         CHECK(!found);
@@ -52,11 +52,6 @@ std::string shape_flags(int layers, int kv_heads, int width, int positions, int 
 std::string flags_of(const CacheShape &shape) {
     return shape_flags(shape.layers, shape.kv_heads, shape.key_width, shape.capacity, shape.sequences) +
            formatted("--page %d --window %d --sinks %d", shape.page, shape.window, shape.sinks);
-}
-
-CacheBytes full_bytes(const CacheShape &shape, const Layout &layout, const Precision &type_k, const Precision &type_v) {
-    Layout opened = open_layout(shape, layout);
-    return bytes_of(shape, opened, type_k, type_v, (double)rows_of(shape, opened));
 }
 
 CacheShape shape_of(int layers, int kv_heads, int width, int sequences, int capacity) {
@@ -133,7 +128,7 @@ TEST_CASE("every layout and precision is there, and every byte is accounted for"
             count++;
             std::string place = name_of(layout), name = name_of(type);
             const cJSON *item = row(root, place, name);
-            CacheBytes side = side_by_hand(shape, place, name), printed = full_bytes(shape, layout, type, type);
+            CacheBytes side = side_by_hand(shape, place, name), printed = full_bytes({shape}, {layout, type, type});
             double table = table_by_hand(shape, place), rows = rows_by_hand(shape, place);
             CHECK(number(item, "payload_bytes") == 2 * side.payload);
             CHECK(number(item, "metadata_bytes") == 2 * side.metadata + table);
@@ -287,7 +282,7 @@ double bytes_of_tokens(CacheShape shape, const Layout &layout, const Precision &
         shape.capacity = (int)each + more;
         shape.window = (int)each - shape.sinks + more;
     }
-    return full_bytes(shape, layout, type, type).total();
+    return full_bytes({shape}, {layout, type, type}).total();
 }
 
 TEST_CASE("the tokens of a budget fit, and one more does not") {
@@ -297,7 +292,7 @@ TEST_CASE("the tokens of a budget fit, and one more does not") {
             CAPTURE(budget);
             std::string flag = formatted(" --budget %.0f", budget);
             CacheShape one = shape_of(shape.layers, shape.kv_heads, shape.key_width, shape.sequences, 1);
-            if (full_bytes(one, Contiguous{}, Int8{}, Int8{}).total() > budget) {
+            if (full_bytes({one}, {Contiguous{}, Int8{}, Int8{}}).total() > budget) {
                 check_refused(flags_of(shape) + flag, {"--budget", "the smallest of these needs", "raise it"});
                 continue;
             }
@@ -395,9 +390,8 @@ TEST_CASE("the table has a line a cache, under 120 columns, and says the shape")
         run_line("memory --layers 80 --kv-heads 64 --head-dim 128 -c 900 --batch 3 --budget 40GiB --bandwidth 3350");
     REQUIRE_MESSAGE(result.status == 0, result);
     CHECK(result.err.empty());
-    std::istringstream lines(result.out);
     std::map<std::string, int> starts;
-    for (std::string line; std::getline(lines, line);) {
+    for (const std::string &line : split(result.out, '\n')) {
         CHECK_MESSAGE(line.size() < 120, line);
         starts[line.substr(0, line.find_first_of(" :"))]++;
     }
@@ -420,6 +414,10 @@ TEST_CASE("the table reads well: three digits and a unit") {
 }
 
 // ---- Any checkpoint ------------------------------------------------------------------------------------------
+
+const std::string gemma3_1b = R"({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
+    "hidden_size": 1152, "head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 26,
+    "sliding_window": 512, "sliding_window_pattern": 6, "max_position_embeddings": 32768, "vocab_size": 262144})";
 
 TEST_CASE("of any config.json, also where the model does not run") {
     struct Case {
@@ -472,10 +470,7 @@ TEST_CASE("windows of any config.json: what is read, what a ring sees, what info
     const std::string directory = scratch.str(), config = scratch / "config.json", of = "-m " + directory;
     const std::string sizes = R"("hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 32768, "num_hidden_layers": 2)";
-    // Gemma 3 1B: 22 of its 26 layers look back 512; 1,024 bytes a position of a layer.
-    spill(config, R"({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1152,
-        "head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 26,
-        "sliding_window": 512, "sliding_window_pattern": 6, "max_position_embeddings": 32768})");
+    spill(config, gemma3_1b);  // 22 of its 26 layers look back 512; 1,024 bytes a position of a layer
     CHECK(cell(memory(of + " -c 32768"), "contiguous", "bf16", "bytes_read_per_token") == 145752064);
     for (const char *more : {"", R"(, "quantization_config": {"bits": 4, "quant_method": "awq"})",
                              R"(, "rope_scaling": {"type": "yarn", "factor": 4.0})"}) {
@@ -515,10 +510,6 @@ TEST_CASE("a config whose cache is not known has no size, and says which flags g
 }
 
 // ---- Layers of several kinds ---------------------------------------------------------------------------------
-
-const std::string gemma3_1b = R"({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
-    "hidden_size": 1152, "head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 26,
-    "sliding_window": 512, "sliding_window_pattern": 6, "max_position_embeddings": 32768, "vocab_size": 262144})";
 
 TEST_CASE("the formula is a sum over kinds of layers: Gemma 3 1B from its config.json") {
     Scratch scratch;

@@ -2,9 +2,11 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <thread>
 
+#include "program.h"
 #include "scene.h"
 
 using namespace scene;
+using reference::relative_error;
 using reference::same_bits;
 
 #ifdef PLAIN
@@ -13,33 +15,6 @@ constexpr bool slow = true;
 constexpr bool slow = false;
 #endif
 static const std::string stories = "../shared/checkpoints/stories260K", builtin = "weights_tools/builtin";
-
-static std::vector<std::string> fixture_names() {
-    std::vector<std::string> names;
-    for (auto &entry : fs::directory_iterator(fixtures)) names.push_back(entry.path().filename());
-    std::sort(names.begin(), names.end());
-    return names;
-}
-
-// (rows, width) float32 from a .npy file.
-static Vector read_npy(const std::string &path) {
-    std::string bytes = read_file(path, 1 << 26);
-    REQUIRE(bytes.compare(0, 8, std::string("\x93NUMPY\x01\x00", 8)) == 0);
-    size_t start = 10 + ((unsigned char)bytes[8] | (unsigned char)bytes[9] << 8);
-    Vector values((bytes.size() - start) / sizeof(float));
-    memcpy(values.data(), bytes.data() + start, values.size() * sizeof(float));
-    return values;
-}
-
-static Tokens ids_of(const cJSON *object, const char *key) {
-    Tokens ids;
-    const cJSON *item;
-    cJSON_ArrayForEach(item, cJSON_GetObjectItem(object, key)) ids.push_back(item->valueint);
-    REQUIRE(!ids.empty());
-    return ids;
-}
-
-static Json read_expected(const std::string &path) { return parse_json(path, read_file(path, 1 << 26)); }
 
 static double largest_difference(const Vector &a, const Vector &b) {
     REQUIRE(a.size() == b.size());
@@ -51,22 +26,12 @@ static double largest_difference(const Vector &a, const Vector &b) {
     return largest;
 }
 
-// ||values - reference|| / ||reference||
-static double relative_error(const Vector &values, const Vector &reference) {
-    double difference = 0, size = 0;
-    for (size_t i = 0; i < reference.size(); i++) {
-        difference += std::pow((double)values[i] - reference[i], 2);
-        size += std::pow((double)reference[i], 2);
-    }
-    return std::sqrt(difference / size);
-}
-
 TEST_CASE("for every family, naive is Transformers in float32, and cached is naive, in chunks and token by token") {
     for (const std::string &name : fixture_names()) {
         CAPTURE(name);
-        Json expected = read_expected(fixtures + name + "/expected.json");
-        Tokens prompt = ids_of(expected.get(), "prompt_ids"), greedy = ids_of(expected.get(), "greedy_ids");
-        Vector reference = read_npy(fixtures + name + "/expected_logits.npy");
+        Json expected = parse_json(name, slurp(fixtures + name + "/expected.json"));
+        Tokens prompt = program::ids(expected, "prompt_ids"), greedy = program::ids(expected, "greedy_ids");
+        Vector reference = read_npy(fixtures + name + "/expected_logits.npy").values;
         Engine engine = engine_of(fixtures + name, 2);
         int count = (int)greedy.size();
 
@@ -242,20 +207,17 @@ TEST_CASE("a sequence that was cut goes on as in a fresh cache, bit for bit wher
 
 TEST_CASE("stories260K: 200 greedy ids and 8 rows of logits as llama2.c has them, by both paths" *
           doctest::skip(!fs::exists(stories))) {
-    Json expected = read_expected(stories + "/expected.json");
-    const cJSON *greedy = cJSON_GetObjectItem(expected.get(), "greedy"),
-                *rows = cJSON_GetObjectItem(expected.get(), "logits"), *row, *logit;
-    Tokens prompt = ids_of(greedy, "prompt_ids"), ids = ids_of(greedy, "ids");
+    Json expected = parse_json(stories, slurp(stories + "/expected.json"));
+    Tokens prompt = program::ids(expected, "greedy.prompt_ids"), ids = program::ids(expected, "greedy.ids");
     REQUIRE(ids.size() == 200);
     Engine engine = engine_of(stories, 2);
     CHECK(greedy_naive(engine, prompt, 200) == ids);
     Cache cache = cache_for(engine, F32{}, F32{}, 256);
     CHECK(greedy_cached(engine, cache, prompt, 200) == ids);
     Vector numbers;
-    cJSON_ArrayForEach(row, cJSON_GetObjectItem(rows, "logits")) {
-        cJSON_ArrayForEach(logit, row) numbers.push_back((float)logit->valuedouble);
-    }
-    CHECK(largest_difference(naive_rows(engine, ids_of(rows, "ids")), numbers) <= 1e-4);
+    for (const cJSON *row : items_of(program::at(expected, "logits.logits")))
+        for (const cJSON *logit : items_of(row)) numbers.push_back((float)logit->valuedouble);
+    CHECK(largest_difference(naive_rows(engine, program::ids(expected, "logits.ids")), numbers) <= 1e-4);
 }
 
 // How far the logits of one cache may be from the naive ones, ||difference|| / ||naive||: a tenth more than the most

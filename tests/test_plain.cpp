@@ -30,11 +30,7 @@ static std::vector<int> ids_of(const std::string &name, const Words &cache) {
     Words words = {"generate", "--json", "-p", "One day, a little", "-n", "200", "--ignore-eos", "-t", "1"};
     program::Outcome outcome = program::run(words + cache, setting);
     REQUIRE_MESSAGE(outcome.status == 0, outcome);
-    Json json = parse_json(name, outcome.out);
-    std::vector<int> ids;
-    const cJSON *id;
-    cJSON_ArrayForEach(id, cJSON_GetObjectItem(json.get(), "tokens")) ids.push_back(id->valueint);
-    return ids;
+    return program::ids(parse_json(name, outcome.out), "tokens");
 }
 
 TEST_CASE("./llm-plain writes what ./llm writes, with every cache and with none") {

@@ -5,22 +5,8 @@
 #include "program.h"
 
 using namespace program;
-using Ids = std::vector<int>;
 
 const std::string shared = "Once upon a time there was a small village near a river. Tom, Mia and Ben lived there. ";
-
-Ids ids_at(const cJSON *root, const std::string &path) {
-    Ids result;
-    const cJSON *list = at(root, path), *item;
-    REQUIRE_MESSAGE(cJSON_IsArray(list), path);
-    cJSON_ArrayForEach(item, list) result.push_back(item->valueint);
-    return result;
-}
-std::string text_at(const cJSON *root, const std::string &path) {
-    const cJSON *item = at(root, path);
-    REQUIRE_MESSAGE(cJSON_IsString(item), path);
-    return item->valuestring;
-}
 
 // A run of llm batch: each line of standard output is JSON; the last one is the summary.
 struct Batch {
@@ -39,7 +25,7 @@ struct Batch {
         out.pop_back();
         for (const std::string &line : out) {
             Json json = parse_json("line", line);
-            requests[text_at(json.get(), "id")] = std::move(json);
+            requests[text(json, "id")] = std::move(json);
         }
     }
     double of(const std::string &id, const std::string &key) { return number(requests.at(id), key); }
@@ -72,12 +58,12 @@ TEST_CASE("each request has the text that generate gives it, and the summary cou
             CAPTURE(id);
             CAPTURE(flags);
             Json alone = run_json(common + words);
-            CHECK(ids_at(alone.get(), "tokens") == ids_at(batch.requests.at(id).get(), "tokens"));
-            CHECK(text_at(alone.get(), "text") == text_at(batch.requests.at(id).get(), "text"));
-            CHECK(text_at(batch.requests.at(id).get(), "stop") == text_at(alone.get(), "stop"));
+            CHECK(ids(alone, "tokens") == ids(batch.requests.at(id).get(), "tokens"));
+            CHECK(text(alone, "text") == text(batch.requests.at(id).get(), "text"));
+            CHECK(text(batch.requests.at(id).get(), "stop") == text(alone, "stop"));
             CHECK(batch.of(id, "seconds") >= batch.of(id, "seconds_to_first_token"));
             CHECK(batch.of(id, "seconds_to_first_token") > 0);
-            tokens += (double)ids_at(alone.get(), "tokens").size();
+            tokens += (double)ids(alone, "tokens").size();
         }
         CHECK(number(batch.summary, "requests") == 3);
         CHECK(number(batch.summary, "tokens") == tokens);
@@ -102,12 +88,12 @@ TEST_CASE("what others have read is found, also by those who come together, and 
 
 TEST_CASE("a stop text ends a request and does not stand in its text; so does an end id") {
     Json whole = run_json({"generate", "-p", shared + "Tom", "-n", "40", "-t", "1"});
-    const std::string text = text_at(whole.get(), "text"), stop = text.substr(text.size() / 2, 3);
+    const std::string all = text(whole, "text"), stop = all.substr(all.size() / 2, 3);
     Batch batch(request("a", shared + "Tom", 40, ", \"stop\": [\"@@\", " + json_of(stop) + "]") +
                 request("b", shared + "Tom", 40, ", \"stop\": \"@@\""));
-    CHECK(text_at(batch.requests["a"].get(), "text") == text.substr(0, text.find(stop)));
-    CHECK(text_at(batch.requests["a"].get(), "stop") == "stop");
-    CHECK(text_at(batch.requests["b"].get(), "text") == text);
+    CHECK(text(batch.requests["a"], "text") == all.substr(0, all.find(stop)));
+    CHECK(text(batch.requests["a"], "stop") == "stop");
+    CHECK(text(batch.requests["b"], "text") == all);
 }
 
 TEST_CASE("a small pool: exact admission waits, optimistic admission preempts; the texts are the same") {
@@ -135,7 +121,7 @@ TEST_CASE("--events: each page that is handed out is released as often as it was
     for (const std::string &line : split(slurp(file), '\n')) {
         if (line.empty()) continue;
         Json event = parse_json("event", line);
-        const std::string what = text_at(event.get(), "event");
+        const std::string what = text(event, "event");
         counts[what]++;
         if (what == "take" || what == "share") held[number(event, "page")]++;
         if (what == "release") REQUIRE(--held[number(event, "page")] >= 0);
@@ -216,19 +202,16 @@ TEST_CASE("Ctrl-C: each request has its line, and the summary is there") {
     std::string lines;
     for (int i = 0; i < 3; i++) lines += request(std::to_string(i), shared, 1000, i ? ", \"at\": 1000" : "");
     spill(scratch / "r.jsonl", lines);
-    Setting shell;
-    shell.program = "/bin/sh";
-    Outcome result = run({"-c", program_path() + " batch --ignore-eos -t 1 -f " + (scratch / "r.jsonl") +
-                                    " & sleep 1; kill -INT $!; wait $!"},
-                         shell);
+    Outcome result = run_shell(program_path() + " batch --ignore-eos -t 1 -f " + (scratch / "r.jsonl") +
+                               " & sleep 1; kill -INT $!; wait $!");
     // A shell's background jobs do not hear Ctrl-C unless they ask for it, as the program does.
     CHECK_MESSAGE(result.status == 130, result);
     const std::vector<std::string> out = split(result.out, '\n');
     REQUIRE_MESSAGE(out.size() == 5, result);
     for (int i = 0; i < 3; i++) {
         Json line = parse_json("line", out[i]);
-        const bool done = ids_at(line.get(), "tokens").size() == 1000;
-        CHECK(text_at(line.get(), "stop") == (done ? "-n" : "interrupted"));
+        const bool done = ids(line, "tokens").size() == 1000;
+        CHECK(text(line, "stop") == (done ? "-n" : "interrupted"));
     }
     CHECK(number(parse_json("summary", out[3]), "requests") == 3);
 }
@@ -245,11 +228,11 @@ TEST_CASE("--samples: each continuation is the one that its seed gives alone; th
             Json alone = run_json(Words{"generate", "-s", std::to_string(5 + i)} + prompt + words_of(flags));
             const std::string sample = "samples." + std::to_string(i);
             CHECK(number(many, sample + ".seed") == 5 + i);
-            CHECK(ids_at(many.get(), sample + ".tokens") == ids_at(alone.get(), "tokens"));
-            CHECK(text_at(many.get(), sample + ".text") == text_at(alone.get(), "text"));
+            CHECK(ids(many, sample + ".tokens") == ids(alone, "tokens"));
+            CHECK(text(many, sample + ".text") == text(alone, "text"));
         }
         if (!contains(flags, "paged")) continue;
-        const double tokens = (double)ids_at(many.get(), "prompt_tokens").size();
+        const double tokens = (double)ids(many, "prompt_tokens").size();
         const double page = contains(flags, "int4") ? 32 : 4;
         const double alone = std::ceil((tokens + 11) / page);
         CHECK(number(many, "pages_alone") == 3 * alone);
@@ -263,11 +246,11 @@ TEST_CASE("show --samples names the sequences that hold the same pages") {
     Outcome shown = run_well({"show", "-p", shared, "--cache", "paged", "--page", "4", "--samples", "3"});
     check_contains(shown.out, "sequences [1, 2] hold pages [0, 1, ");
     Json json = run_json({"show", "-p", shared, "--cache", "paged", "--page", "4", "--samples", "3"});
-    CHECK(ids_at(json.get(), "place.shared_pages") == ids_at(json.get(), "place.page_table"));
-    CHECK(ids_at(json.get(), "place.sharing_sequences") == Ids{1, 2});
+    CHECK(ids(json, "place.shared_pages") == ids(json, "place.page_table"));
+    CHECK(ids(json, "place.sharing_sequences") == Ids{1, 2});
 }
 
-// ---- Guesses -----------------------------------------------------------------------------------------------------------
+// ---- Guesses -----------------------------------------------------------------------------------------------
 
 const Words by_draft = {"--draft", "weights_tools/draft"}, by_ngrams = {"--draft", "ngram"};
 
@@ -276,24 +259,19 @@ TEST_CASE("generate writes the same text with guesses, and says what came of the
                                        {"--cache", "ring", "--window", "64", "--kv", "bf16"}};
     for (const Words &cache : caches)
         for (const Words &drawn : {Words{}, Words{"--temp", "0.8", "--top-p", "0.95", "-s", "5"}}) {
-            const Words words = Words{"generate", "-p", shared + "Tom", "-n", "60", "--json"} + cache + drawn;
-            const Outcome plain = run(words);
-            REQUIRE_MESSAGE(plain.status == 0, plain);
-            const Json expected = parse_json("plain", plain.out);
+            const Words words = Words{"generate", "-p", shared + "Tom", "-n", "60"} + cache + drawn;
+            const Json expected = run_json(words);
             for (const Words &draft : {by_draft, by_ngrams, by_draft + Words{"--draft-tokens", "9"}}) {
-                const Outcome outcome = run(words + draft);
-                REQUIRE_MESSAGE(outcome.status == 0, outcome);
-                const Json found = parse_json("found", outcome.out);
-                CHECK(ids_at(found.get(), "tokens") == ids_at(expected.get(), "tokens"));
-                CHECK(text_at(found.get(), "text") == text_at(expected.get(), "text"));
+                const Json found = run_json(words + draft);
+                CHECK(ids(found, "tokens") == ids(expected, "tokens"));
+                CHECK(text(found, "text") == text(expected, "text"));
                 const int passes = (int)number(found, "draft.passes"), accepted = (int)number(found, "draft.accepted");
                 CHECK((passes > 0 && accepted <= number(found, "draft.drafted")));
                 CHECK(passes + accepted == 59);
                 if (draft != by_ngrams) CHECK((accepted > 10 && passes < 50));
             }
         }
-    const Outcome said = run(Words{"generate", "-p", "Once", "-n", "20"} + by_draft);
-    CHECK_MESSAGE(said.err.find(" drafted, ") != std::string::npos, said);
+    check_contains(run_well(Words{"generate", "-p", "Once", "-n", "20"} + by_draft).err, " drafted, ");
 }
 
 TEST_CASE("the logits of a text are the same bytes with guesses") {
@@ -302,52 +280,45 @@ TEST_CASE("the logits of a text are the same bytes with guesses") {
         const Words words = {"generate", "-p", shared + shared, "-n", "50", "--kv", "int8", "--dump-logits"};
         CHECK(run(words + Words{scratch / "plain.npy"}).status == 0);
         CHECK(run(words + Words{scratch / "drafted.npy"} + draft).status == 0);
-        CHECK((slurp(scratch / "plain.npy") == slurp(scratch / "drafted.npy") && slurp(scratch / "plain.npy").size() > 1e5));
+        const std::string plain = slurp(scratch / "plain.npy");
+        CHECK((plain == slurp(scratch / "drafted.npy") && plain.size() > 1e5));
     }
 }
 
 TEST_CASE("diff --draft: a line a pass, held against the text without guesses; exit 0 where all bits are the same") {
     for (const Words &draft : {by_draft, by_ngrams}) {
         const Words words = Words{"diff", "-p", shared, "-n", "40", "--kv", "int4", "--cache", "paged"} + draft;
-        const Outcome said = run(words);
-        CHECK_MESSAGE(said.status == 0, said);
-        CHECK_MESSAGE(said.out.find("verdict  the same: all logits have the same bits") != std::string::npos, said);
-        const Outcome outcome = run(words + Words{"--json"});
-        const Json json = parse_json("diff", outcome.out);
+        check_contains(run_well(words).out, "verdict  the same: all logits have the same bits");
+        const Json json = run_json(words);
         Ids tokens;
         int accepted = 0, passes = 0;
-        const cJSON *pass;
-        cJSON_ArrayForEach(pass, at(json.get(), "passes")) {
-            const Ids drafted = ids_at(pass, "drafted"), own = ids_at(pass, "tokens");
-            const int right = at(pass, "accepted")->valueint;
+        for (const cJSON *pass : items_of(at(json, "passes"))) {
+            const Ids drafted = ids(pass, "drafted"), own = ids(pass, "tokens");
+            const int right = (int)number(pass, "accepted");
             CHECK(right == (int)own.size() - 1);
             CHECK(std::equal(own.begin(), own.begin() + right, drafted.begin()));
             if (right < (int)drafted.size()) CHECK(drafted[right] != own[right]);
             tokens.insert(tokens.end(), own.begin(), own.end());
-             accepted += right, passes++;
+            accepted += right, passes++;
         }
         CHECK((accepted == number(json, "draft.accepted") && passes == number(json, "draft.passes")));
-        const Outcome plain = run({"generate", "-p", shared, "-n", "40", "--kv", "int4", "--cache", "paged", "--json"});
-        CHECK(tokens == ids_at(parse_json("plain", plain.out).get(), "tokens"));
+        const Words plain = {"generate", "-p", shared, "-n", "40", "--kv", "int4", "--cache", "paged"};
+        CHECK(tokens == ids(run_json(plain), "tokens"));
     }
 }
 
 TEST_CASE("bench --draft: for each number of guesses what a pass brings and costs, predicted and measured") {
     for (const Words &draft : {by_draft, by_ngrams}) {
         const Words words = Words{"bench", "-p", shared, "-n", "60", "--draft-tokens", "3", "--repeats", "1"} + draft;
-        const Outcome outcome = run(words + Words{"--json"});
-        REQUIRE_MESSAGE(outcome.status == 0, outcome);
-        const Json json = parse_json("bench", outcome.out);
+        const Json json = run_json(words);
         int rows = 0;
-        const cJSON *row;
-        cJSON_ArrayForEach(row, at(json.get(), "results")) {
+        for (const cJSON *row : items_of(at(json, "results"))) {
             const bool pauses = rows == 4;
-            CHECK(at(row, "guesses")->valueint == (pauses ? 3 : rows));
-            const double brought = at(row, "tokens_per_pass")->valuedouble;
+            CHECK(number(row, "guesses") == (pauses ? 3 : rows));
+            const double brought = number(row, "tokens_per_pass"), expected = number(row, "expected_tokens_per_pass");
             CHECK((rows ? brought > 1 || pauses : brought == 1));
-            CHECK(at(row, "predicted")->valuedouble ==
-                  doctest::Approx(at(row, "expected_tokens_per_pass")->valuedouble /
-                                  (at(row, "check_cost")->valuedouble + at(row, "guess_cost")->valuedouble)));
+            const double cost = number(row, "check_cost") + number(row, "guess_cost");
+            CHECK(number(row, "predicted") == doctest::Approx(expected / cost));
             rows++;
         }
         CHECK(rows == (draft == by_draft ? 4 : 5));
@@ -372,11 +343,9 @@ TEST_CASE("batch --draft: each request is the same as alone and without guesses"
 TEST_CASE("guesses that cannot be had are refused in a line") {
     Scratch scratch;
     const std::string other = scratch / "other";
-    std::filesystem::copy("weights_tools/draft", other);
-    std::string tokenizer = slurp(other + "/tokenizer.json");
-    const std::string ids = "\"#\": 3,\n      \"$\": 4", exchanged = "\"$\": 3,\n      \"#\": 4";
-    REQUIRE(tokenizer.find(ids) != std::string::npos);
-    spill(other + "/tokenizer.json", tokenizer.replace(tokenizer.find(ids), ids.size(), exchanged));
+    fs::copy("weights_tools/draft", other);
+    spill(other + "/tokenizer.json", replaced(slurp(other + "/tokenizer.json"), "\"#\": 3,\n      \"$\": 4",
+                                              "\"$\": 3,\n      \"#\": 4"));
     const std::vector<std::pair<Words, std::string>> wrong = {
         {{"--draft", other}, "id 3 is \"$\" there, and \"#\" for the model: expected a model with the same tokenizer"},
         {{"--draft", "nowhere"}, "nowhere/config.json: cannot open it"},
@@ -387,5 +356,6 @@ TEST_CASE("guesses that cannot be had are refused in a line") {
         {{"--draft", "ngram", "--draft-rule", "leviathan"}, "raise --temp"},
         {{"--draft", "ngram", "--samples", "2", "--temp", "1"}, "is for one text, or for llm batch"},
     };
-    for (const auto &[words, line] : wrong) check_refused(run(Words{"generate", "-p", "hi", "-n", "5"} + words), {line});
+    const Words start = {"generate", "-p", "hi", "-n", "5"};
+    for (const auto &[words, line] : wrong) check_refused(run(start + words), {line});
 }
