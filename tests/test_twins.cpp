@@ -441,6 +441,8 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
         };
         write(query, q), write(keys, k), write(values, v), write(places, spans);
         Pass pass = {count, nullptr, places.data(), angles.data(), by.data(), heads, spans.data()};
+        Tensor model_sinks;  // why no `?:` in the list below: nvcc 13.0's compiler dies of it
+        if (shape.learned) model_sinks = {learned.data(), DType::f32, 1, heads.query};
         Attention task = {out.data(),
                           query.data(),
                           {keys.data(), heads.kv, heads.width},
@@ -450,7 +452,7 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
                           visible,
                           heads,
                           (float)(shape.scale / std::sqrt((double)heads.width)),
-                          shape.learned ? Tensor{learned.data(), DType::f32, 1, heads.query} : Tensor{}};
+                          model_sinks};
         begin(m, shape.products);
         Operations::run(m, std::vector<Pass>{pass}, std::vector<Store>{store}, [&] {
             Operations::rope_angles(m, pass);
@@ -556,7 +558,7 @@ TEST_CASE("attention over several tiles, splits and multiprocessors' worth of po
         Shape shape;
         shape.heads = {3, 3, 16}, shape.layout = Paged{}, shape.page = 16;
         shape.type_k = shape.type_v = type, shape.products = DType::f16;
-        shape.passes = {fast::tile_positions + 422, 1, 1};
+        shape.passes = {550, 1, 1};
         check_attention(shape, 7);
     }
 }
