@@ -5,7 +5,8 @@
 // positions as it has: there is no padding. Of a pass of 8 tokens, where A and B are decoded and C's prompt has 9:
 //   pass 1   A B C C C C C C      pass 2   A B C C C      pass 3   A B C
 // A text does not depend on its company: a token's vectors have the same bits in any pass, and the draw for a position
-// is a function of seed and position alone. So requests may share pages, wait, or be computed anew, and nothing shows.
+// is a function of seed and position alone. So requests may share pages, wait, or be computed anew, and nothing shows;
+// on a GPU the last bits do (docs/gpu.md).
 #pragma once
 
 #include <deque>

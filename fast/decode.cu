@@ -60,12 +60,12 @@ struct PartsMemory {
     Buffer<float> values;
 };
 
-// There are as many splits as let a single sequence fill the card.
-inline Parts parts_of(Gpu &m, const Attention &task, int count) {
+// There are as many splits as let a single sequence fill the card, unless fewer are asked for.
+inline Parts parts_of(Gpu &m, const Attention &task, int count, int most_splits = INT_MAX) {
     constexpr int resident = 3;  // blocks on a multiprocessor
     int64_t fill = m.properties.multiProcessorCount * resident / (task.heads.kv * batches_of(task.heads));
     int64_t visible = task.visible.window ? task.visible.window : task.cache.keys.rows_per_layer;
-    int64_t most = (visible + group_size - 1 + least_split - 1) / least_split;
+    int64_t most = std::min<int64_t>((visible + group_size - 1 + least_split - 1) / least_split, most_splits);
     int splits = (int)std::max<int64_t>(1, std::min(fill, most)), width = task.values.width;
     PartsMemory &memory = m.kept<PartsMemory>();
     size_t parts = (size_t)count * task.heads.query * splits;
@@ -75,7 +75,8 @@ inline Parts parts_of(Gpu &m, const Attention &task, int count) {
 }
 
 // out = the sinks, then the splits of a query head.
-inline void merge_parts(Gpu &m, const Attention &task, const Pass &pass, const Parts &from) {
+template <int columns = fast::columns>
+void merge_parts(Gpu &m, const Attention &task, const Pass &pass, const Parts &from) {
     m.for_each((int64_t)pass.count * task.heads.query, [=] HOST_DEVICE(int64_t item, Warp team) {
         const Span &span = pass.spans[item / task.heads.query];
         int width = from.value_width, kv_head = task.heads.kv_head((int)(item % task.heads.query));
@@ -615,7 +616,7 @@ inline bool decode_attention(Gpu &m, const Attention &task, const Pass &pass) {
     Parts parts = parts_of(m, task, pass.count);
     dim3 blocks(parts.splits, task.heads.kv * batches_of(task.heads), pass.count);
     m.launch({blocks, attend_threads, bytes}, decode_kernel, task, parts, pass.spans);
-    merge_parts(m, task, pass, parts);
+    merge_parts<>(m, task, pass, parts);
     return true;
 }
 

@@ -1,8 +1,8 @@
 // Matrix products on the GPU, with what stands before them: RMSNorm, SwiGLU, rounding to 16 bits.
 //
-// Decoding reads every weight for one vector: bytes are all that counts, and weights stream through a kernel of ours.
-// Many vectors are multiplied on tensor cores, by cuBLAS. rms_norm() and swiglu() only note what they are asked for:
-// the next product, which alone reads it, computes it while it takes its vectors, and a launch is saved.
+// Decoding reads every weight for a few vectors: bytes are all that counts, and weights stream through a kernel of
+// ours. Many vectors are multiplied on tensor cores, by cuBLAS. rms_norm() and swiglu() only note what they are asked
+// for: the next product, which alone reads it, computes it while it takes its vectors, and a launch is saved.
 #pragma once
 
 #include "../layers.cu"
@@ -22,7 +22,6 @@ struct Input {
     Tensor norm;  // (1, width), or absent
     float epsilon = 0;
     bool gelu = false;
-    bool as_it_is() const { return !up && !norm.data; }
     // Number i of all, which is number `channel` of a vector whose norm's factor is `factor`.
     HOST_DEVICE float number(int64_t i, int channel, float factor) const {
         if (up) return plain::gated(x[i], gelu) * up[i];
@@ -54,9 +53,10 @@ inline void swiglu(Gpu &m, float *out, const float *gate, const float *up, int64
     note(m, out, {gate, up, {}, 0, gelu});
 }
 
-// to (count, width) = the input. A warp takes a vector that is to be normed, else a piece of one.
+// to (part, count, width) = the input: rounded, then what is left of it. A warp takes a vector that is to be normed,
+// else a piece of one.
 template <class Number>
-void write_input(Gpu &m, Number *to, const Input &input, int64_t count, int width) {
+void write_input(Gpu &m, Number *to, const Input &input, int64_t count, int width, int parts = 1) {
     int piece = input.norm.data ? width : 1024, pieces = blocks_for(width, piece);
     m.for_each(count * pieces, [=] HOST_DEVICE(int64_t item, Warp team) {
         int64_t vector = item / pieces * width;
@@ -65,8 +65,14 @@ void write_input(Gpu &m, Number *to, const Input &input, int64_t count, int widt
         for (int i = team.first(); input.norm.data && i < width; i += team.step())
             squares += input.x[vector + i] * input.x[vector + i];
         float factor = 1 / sqrtf(team.sum(squares) / width + input.epsilon);
-        for (int i = first + team.first(); i < end; i += team.step())
-            from_float(to[vector + i], input.number(vector + i, i, factor));
+        for (int i = first + team.first(); i < end; i += team.step()) {
+            float x = input.number(vector + i, i, factor);
+            for (int part = 0; part < parts; part++) {
+                Number number;
+                from_float(number, x), x -= to_float(number);
+                to[part * count * width + vector + i] = number;
+            }
+        }
     });
 }
 
@@ -194,8 +200,8 @@ __global__ void __launch_bounds__(block_threads) linear_kernel(Streams task) {
         if (is_there(c)) read_numbers(vector[c], input.x + start + stream.channel(c));
         if (input.up && is_there(c)) {
             read_numbers(gain, input.up + start + stream.channel(c));
-            UNROLL for (int i = 0; i < numbers; i++)
-                vector[c][i] = plain::gated(vector[c][i], task.input.gelu) * gain[i];
+            UNROLL for (int i = 0; i < numbers; i++) vector[c][i] =
+                plain::gated(vector[c][i], task.input.gelu) * gain[i];
         }
         for (float number : vector[c]) squares += number * number;
     }
@@ -265,19 +271,19 @@ constexpr cudaDataType_t blas_type = std::is_same_v<Number, float> ? CUDA_R_32F
                                      : std::is_same_v<Number, f16> ? CUDA_R_16F
                                                                    : CUDA_R_16BF;
 
-// y (count, outputs) = or += weight x + bias on the tensor cores, where x has the weight's type: what 16 bits hold is
-// within 2^-9 (bf16) or 2^-12 (f16) of itself; sums are float32. The library's matrices are column by column: it
-// computes y^T = weight^T^T x^T.
+// y (count, outputs) = or += weight x + bias on the tensor cores, where x (part, count, inputs) has the weight's type:
+// one part of 16 bits is within 2^-9 (bf16) or 2^-12 (f16) of itself, three hold all of a float32; sums are float32.
+// The library's matrices are column by column: it computes y^T = weight^T^T x^T.
 template <class Number>
-void multiply(Gpu &m, const Number *x, int count, const Matrix &product, Into into) {
+void multiply(Gpu &m, const Number *x, int count, const Matrix &product, Into into, int parts) {
     const Tensor &weight = product.linear.weight, bias = product.linear.bias;
     int64_t outputs = weight.rows, inputs = weight.cols;
-    const float one = 1, keep = into == Into::add ? 1 : 0;
-    float *y = product.y;
-    check(CUBLAS(cublasGemmEx_64)(m.blas, CUBLAS_OP_T, CUBLAS_OP_N, outputs, count, inputs, &one, weight.data,
-                                  blas_type<Number>, inputs, x, blas_type<Number>, inputs, &keep, y, CUDA_R_32F,
-                                  outputs, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
-          "cublasGemmEx_64");
+    float *y = product.y, one = 1, keep = into == Into::add ? 1 : 0;
+    for (int part = 0; part < parts; part++, x += count * inputs, keep = 1)
+        check(CUBLAS(cublasGemmEx_64)(m.blas, CUBLAS_OP_T, CUBLAS_OP_N, outputs, count, inputs, &one, weight.data,
+                                      blas_type<Number>, inputs, x, blas_type<Number>, inputs, &keep, y, CUDA_R_32F,
+                                      outputs, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+              "cublasGemmEx_64");
     if (!bias.data) return;
     m.for_each(count * (int64_t)blocks_for(outputs, 1024), [=] HOST_DEVICE(int64_t item, Warp team) {
         int64_t vector = item % count, first = item / count * 1024;
@@ -288,33 +294,21 @@ void multiply(Gpu &m, const Number *x, int count, const Matrix &product, Into in
 
 // ---- Both --------------------------------------------------------------------------------------------------
 
-// Up to three matrices of one type. `x` is where the input stands if it was computed.
+// Up to three matrices of one type. What decodes is not rounded: but for the order of its sums it is in any company the
+// same. Why not exactly the same: to read the weights once for each of 64 sequences took 35 ms a step, and 5 so.
 template <class Number>
-void multiply(Gpu &m, float *x, int count, Streams &task) {
+void multiply(Gpu &m, int count, const Streams &task) {
     constexpr int few = 4;  // so many read the weights one after another
     Between &between = m.kept<Between>();
-    bool streams = between.decoding || count <= few;
-    if (streams && stream<Number>(m, task, count)) return;
-    const void *input = task.input.x;
-    if (streams && !task.input.as_it_is()) {  // widths of no vectors
-        write_input(m, x, task.input, count, task.inputs);
-        task.input = {x, nullptr, {}, 0};
-    } else if (!streams && (sizeof(Number) < sizeof(float) || !task.input.as_it_is())) {
-        between.rounded.resize(m, (size_t)count * task.inputs);
-        input = between.rounded.data();
-        write_input(m, (Number *)input, task.input, count, task.inputs);
-    }
-    for (int i = 0; i < task.matrices; i++) {
-        const Matrix &matrix = task.matrix[i];
-        if (streams)
-            plain::linear(m, task.input.x, count, {{matrix.linear, matrix.y}}, task.into);
-        else
-            multiply(m, (const Number *)input, count, matrix, task.into);
-    }
+    if (count <= few && stream<Number>(m, task, count)) return;
+    const int parts = sizeof(Number) < sizeof(float) && (between.decoding || count <= few) ? 3 : 1;
+    between.rounded.resize(m, (size_t)parts * count * task.inputs);
+    write_input(m, (Number *)between.rounded.data(), task.input, count, task.inputs, parts);
+    for (int i = 0; i < task.matrices; i++)
+        multiply(m, (const Number *)between.rounded.data(), count, task.matrix[i], task.into, parts);
 }
 
-inline void linear(Gpu &m, const float *x, int count, std::initializer_list<Product> products,
-                   Into into = Into::set) {
+inline void linear(Gpu &m, const float *x, int count, std::initializer_list<Product> products, Into into = Into::set) {
     Between &between = m.kept<Between>();
     if (between.out && between.out != x) fail("the GPU: a product that reads past a norm: this program is at fault");
     Streams task;
@@ -330,8 +324,7 @@ inline void linear(Gpu &m, const float *x, int count, std::initializer_list<Prod
             if (next->linear.weight.type != first.type) break;
             task.matrix[task.matrices++] = {next->linear, next->y};
         }
-        with_numbers(first,
-                     [&](auto *numbers) { multiply<std::decay_t<decltype(*numbers)>>(m, (float *)x, count, task); });
+        with_numbers(first, [&](auto *numbers) { multiply<std::decay_t<decltype(*numbers)>>(m, count, task); });
     }
 }
 

@@ -156,6 +156,24 @@ static void prefill_attention(Engine &engine, Cache &cache, int tokens) {
                operations / taken / matrix_rate, 0.50, "the products' rate");
 }
 
+// A step of `sequences` sequences at short contexts: all layers, then with the logits, which come to the host. The bound:
+// weights are read once, or multiplied with each sequence's vectors.
+static void bench_company(Engine &engine, int sequences, int steps) {
+    Gpu &m = std::get<Gpu>(*engine.machine);
+    const Tensor &head = engine.model.head;
+    Cache cache = cache_of(engine, Contiguous{}, BF16{}, sequences, 2 * steps + 16);
+    std::vector<int> all, tokens(sequences, 1);
+    for (int i = 0; i < sequences; i++) all.push_back(i), grow(cache, i, 8);
+    auto print = [&](const char *what, double taken, double bytes, double bar) {
+        double least = std::max(bytes / bandwidth, bytes * sequences / matrix_rate);
+        print_line("decode, bf16, " + std::to_string(sequences) + " sequences, " + what, taken, least / taken, bar,
+                   "the roofline");
+    };
+    double bytes = (double)engine.model.weight_bytes, of_head = (double)(head.rows * head.cols) * sizeof(bf16);
+    print("layers", seconds_of(m, steps, [&](int) { decode_pass(engine, cache, all, tokens); }), bytes - of_head, 0.50);
+    print("logits, too", seconds_of(m, steps, [&](int) { decode(engine, cache, all, tokens); }), bytes, 0.50);
+}
+
 static void bench_all(bool small) {
     Shape one = {"Llama 3.2 1B", 16, 2048, 8192, 32, 8, 64, 128256, true};
     Shape eight = {"Llama 3.1 8B", 32, 4096, 14336, 32, 8, 128, 128256, false};
@@ -177,6 +195,8 @@ static void bench_all(bool small) {
         double taken = seconds_of(m, steps - 3, [&](int) { decode(engine, cache, {0}, {1}); });
         print_line("decode, bf16, batch 1, short context", taken, (double)engine.model.weight_bytes / taken / bandwidth,
                    shape.tied ? 0.80 : 0.90, "the copies' bandwidth");
+        for (int company : {1, 4, 16, 64})
+            if (shape.tied) bench_company(engine, company, small ? 1 : 20);
         if (shape.tied) continue;
         engine.chunk = tokens;
         taken = seconds_of(m, 3, [&](int) { shrink(cache, 0, 0), prefill_pass(engine, cache, 0, prompt); });

@@ -77,9 +77,9 @@ std::vector<T> download(Memory &m, const Buffer<T> &buffer, size_t count) {
 }
 
 // A GPU's twins remember what came before them: whether the last pass decoded, and in which type it multiplied.
-static void begin(Cpu &, DType) {}
-static void begin(Gpu &m, DType products) {
-    m.kept<fast::Between>().decoding = false;
+static void begin(Cpu &, DType, bool = false) {}
+static void begin(Gpu &m, DType products, bool decoding = false) {
+    m.kept<fast::Between>().decoding = decoding;
     m.kept<fast::Between>().products = products;
 }
 
@@ -110,6 +110,7 @@ struct Products {
     Before before = Before::nothing;
     bool bias = false;
     Into into = Into::set;
+    bool decoding = false;  // a GPU rounds no inputs
 };
 
 static void check_products(const Products &c, uint64_t seed) {
@@ -137,7 +138,7 @@ static void check_products(const Products &c, uint64_t seed) {
     for_each_twin([&](auto &m, auto operations, const Column &column) {
         using Operations = decltype(operations);
         if (!column.fast && c.count * c.inputs > 20000) return;
-        bool rounds = column.fast && column.gpu && c.count > 4;
+        bool rounds = column.fast && column.gpu && c.count > 4 && !c.decoding;
         Buffer<float> xs = upload(m, x), ups = upload(m, up), normed = upload(m, x);
         Buffer<char> gain = upload(m, norm.bytes);
         std::vector<Buffer<char>> on_machine;
@@ -150,7 +151,7 @@ static void check_products(const Products &c, uint64_t seed) {
             if (c.bias) linears.back().bias = {on_machine.back().data(), c.type, 1, c.outputs[i]};
             ys.push_back(upload(m, earlier[i]));
         }
-        begin(m, DType::f32);
+        begin(m, DType::f32, c.decoding);
         m.run([&] {
             if (c.before == Before::norm)
                 Operations::rms_norm(m, normed.data(), xs.data(), Tensor{gain.data(), c.type, 1, c.inputs}, c.count,
@@ -192,6 +193,7 @@ TEST_CASE("products: every type, narrow and wide rows, few and many vectors, wit
             check_products({type, 64, count, {70, 9, 9}, Before::norm, true}, seed++);
             check_products({type, 96, count, {33}, Before::swiglu, false, Into::add}, seed++);
             check_products({type, 72, count, {130}, Before::nothing, true, Into::add}, seed++);
+            check_products({type, 72, count, {70, 9, 9}, Before::norm, true, Into::add, true}, seed++);
         }
         check_products({type, 37, 2, {6, 5, 4}, Before::norm, true}, seed++);  // no whole 16 bytes
         check_products({type, 37, 6, {7}, Before::swiglu}, seed++);
@@ -441,6 +443,8 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
         };
         write(query, q), write(keys, k), write(values, v), write(places, spans);
         Pass pass = {count, nullptr, places.data(), angles.data(), by.data(), heads, spans.data()};
+        Tensor model_sinks;  // why no `?:` in the list below: nvcc 13.0's compiler dies of it
+        if (shape.learned) model_sinks = {learned.data(), DType::f32, 1, heads.query};
         Attention task = {out.data(),
                           query.data(),
                           {keys.data(), heads.kv, heads.width},
@@ -450,7 +454,7 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
                           visible,
                           heads,
                           (float)(shape.scale / std::sqrt((double)heads.width)),
-                          shape.learned ? Tensor{learned.data(), DType::f32, 1, heads.query} : Tensor{}};
+                          model_sinks};
         begin(m, shape.products);
         Operations::run(m, std::vector<Pass>{pass}, std::vector<Store>{store}, [&] {
             Operations::rope_angles(m, pass);
@@ -556,7 +560,7 @@ TEST_CASE("attention over several tiles, splits and multiprocessors' worth of po
         Shape shape;
         shape.heads = {3, 3, 16}, shape.layout = Paged{}, shape.page = 16;
         shape.type_k = shape.type_v = type, shape.products = DType::f16;
-        shape.passes = {fast::tile_positions + 422, 1, 1};
+        shape.passes = {550, 1, 1};
         check_attention(shape, 7);
     }
 }
