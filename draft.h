@@ -20,9 +20,9 @@ struct Proposal {
     const Sampler &sampler;
     int most;  // guesses at most
     std::vector<int> guesses = {};
-    std::vector<std::vector<double>> drawn =
-        {};               // (guess): leviathan, a draft: the distribution that it was drawn from
-    int match = 0;        // n-grams: how many of the last ids stood before
+    // (guess): for the rule of Leviathan et al., the draft's distribution that it was drawn from
+    std::vector<std::vector<double>> drawn = {};
+    int match = 0;  // n-grams: how many of the last ids stood before
     int token(int position) const {
         const int count = (int)tokens.size();
         return position < count ? tokens[position] : guesses[position - count];
@@ -110,7 +110,7 @@ inline int guesses_of_pass(const Cache &cache, int first, int end, int most) {
 // any. What was not tried for so long is tried.
 inline bool pays(const Drafter &drafter, int match) {
     double seconds[2] = {}, tokens[2] = {};  // (guesses or none)
-    for (size_t i = drafter.log.size(), left = 64; i > 0 && left > 0; left--) {
+    for (size_t i = drafter.log.size(), left = 128; i > 0 && left > 0; left--) {
         const Drafter::Checked &pass = drafter.log[--i];
         const bool with = !pass.guesses.empty();
         if (with && pass.match != match) continue;
@@ -128,8 +128,7 @@ inline void look_up(const Drafter &drafter, Proposal &proposal) {
         for (int at = count - 1; at >= match; at--) {
             if (!std::equal(tokens.end() - match, tokens.end(), tokens.begin() + at - match)) continue;
             const bool guesses = pays(drafter, proposal.match = match);
-            for (int i = 0; guesses && i < proposal.most; i++)
-                proposal.guesses.push_back(proposal.token(at + i));
+            for (int i = 0; guesses && i < proposal.most; i++) proposal.guesses.push_back(proposal.token(at + i));
             return;
         }
 }

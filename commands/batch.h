@@ -269,7 +269,8 @@ inline int run_batch(const Options &options) {
     Cache cache = open_cache(many, session.engine, options.caches()[0], options.context ? options.context : longest);
     Schedule schedule(cache, options.pass_tokens, options.admission == "optimistic");
     schedule.checks = options.against == "alone";
-    schedule.drafter = open_drafter(options, session, cache, many.sequences, options.context ? options.context : longest);
+    const int capacity = options.context ? options.context : longest;
+    schedule.drafter = open_drafter(options, session, cache, many.sequences, capacity);
     for (auto &request : std::exchange(requests, {})) {
         try {
             require_fit(schedule, *request);

@@ -63,7 +63,8 @@ struct DraftCounts {
     explicit DraftCounts(const Drafter &drafter) : tried(drafter.most), right(drafter.most) {
         for (const Drafter::Checked &pass : drafter.log) {
             const int count = (int)pass.guesses.size();
-            passes++, drafted += count, accepted += pass.right, paused += pass.match > 0 && count == 0, guessed += count > 0;
+            passes++, drafted += count, accepted += pass.right;
+            guessed += count > 0, paused += pass.match > 0 && count == 0;
             for (int i = 0; i < std::min(count, pass.right + 1); i++) tried[i]++, right[i] += i < pass.right;
         }
     }

@@ -36,7 +36,8 @@ inline const std::vector<Flag> &flags() {
     using Real = Range<double>;
     const char *all = "generate diff eval bench batch memory show tokenize info",
                *run = "generate diff eval bench batch", *many = "batch";
-    const char *texts = "generate diff bench show tokenize", *drawn = "generate bench", *timed = "generate diff bench batch";
+    const char *texts = "generate diff bench show tokenize", *drawn = "generate bench",
+               *timed = "generate diff bench batch";
     const char *caches = "generate diff eval bench batch memory show", *one = "generate", *shape = "memory";
     const std::string several = "; diff, eval, bench and memory take several, as a,b";
     // clang-format off
@@ -69,10 +70,13 @@ inline const std::vector<Flag> &flags() {
         {"--sinks", "N", caches, Int{&O::sinks, 0, 1 << 16},
          "ring: first positions that stay visible too, fewer than --window (default 4; 0 where all layers slide)"},
         {"--temp", "T", drawn, Real{&O::temperature, 0, 1000}, "temperature; 0 takes the likeliest token (default 0)"},
-        {"--top-k", "N", drawn, Int{&O::top_k, 0, 1 << 30}, "sample from the N likeliest tokens; 0 (default): from all"},
-        {"--top-p", "P", drawn, Real{&O::top_p, 0, 1}, "sample from the likeliest that reach probability P (default 1)"},
+        {"--top-k", "N", drawn, Int{&O::top_k, 0, 1 << 30},
+         "sample from the N likeliest tokens; 0 (default): from all"},
+        {"--top-p", "P", drawn, Real{&O::top_p, 0, 1},
+         "sample from the likeliest that reach probability P (default 1)"},
         {"--min-p", "P", drawn, Real{&O::min_p, 0, 1}, "drop tokens below P times the likeliest's share (default 0)"},
-        {"-s --seed", "SEED", drawn, Range<int64_t>{&O::seed, -1, 0x1p53}, "for the same text again (default -1: drawn)"},
+        {"-s --seed", "SEED", drawn, Range<int64_t>{&O::seed, -1, 0x1p53},
+         "for the same text again (default -1: drawn)"},
         {"--samples", "N", "generate show", Int{&O::samples, 1, 4096},
          "generate: continuations of the prompt, with seeds from -s on; show: sequences that share it (default 1)"},
         {"-np --parallel", "N", "bench batch", Int{&O::sequences, 1, 4096},
@@ -85,7 +89,7 @@ inline const std::vector<Flag> &flags() {
         {"--keep-going", "", many, &O::keep_going, "say which lines are wrong, and run the others"},
         {"--events", "FILE", many, &O::events, "a JSON line for each pass and for all that happens to a page"},
         {"--draft", "DIR", timed, &O::draft,
-         "a small model with the same tokenizer guesses tokens, which one pass then checks; or ngram: what stood before"},
+         "a small model with the same tokenizer guesses tokens, which a pass then checks; or ngram: the text before"},
         {"--draft-tokens", "N", timed, Int{&O::draft_tokens, 1, 1024}, "guesses of a pass at most (default 4)"},
         {"--draft-rule", "exact|leviathan", "generate bench", &O::draft_rule,
          "exact: the text is the same as without (default); leviathan: another one of the same distribution"},
@@ -309,8 +313,7 @@ inline void check_together(const Options &o) {
               "with --draft each token is held against the one without, to the last bit: drop one of the two");
     refuse_if(o.naive, "--draft", "--cache none computes all tokens anew in each pass: " + layout_names());
     refuse_if(o.samples > 1, "--draft", "is for one text, or for llm batch: drop --samples or --draft");
-    refuse_if(o.layouts.size() * o.types_k.size() * o.types_v.size() > (o.has("--kv") ? o.types_k.size() : 1), "--draft",
-              "takes one cache: give one --cache and one --kv");
+    refuse_if(o.caches().size() > 1, "--draft", "takes one cache: give one --cache and one --kv");
     refuse_if(missing(Paged{}), "--pool", "belongs to --cache paged" + found);
     refuse_if(o.against == "alone" && in("diff"), "--against", "is for llm batch: expected naive or full");
     refuse_if(o.against != "alone" && in("batch"), "--against", "is for llm diff: expected alone");

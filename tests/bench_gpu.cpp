@@ -156,8 +156,8 @@ static void prefill_attention(Engine &engine, Cache &cache, int tokens) {
                operations / taken / matrix_rate, 0.50, "the products' rate");
 }
 
-// A step of `sequences` sequences at short contexts: all layers, then with the logits, which come to the host. The bound:
-// weights are read once, or multiplied with each sequence's vectors.
+// A step of `sequences` sequences at short contexts: all layers, then with the logits, which come to the host. The
+// bound: weights are read once, or multiplied with each sequence's vectors.
 static void bench_company(Engine &engine, int sequences, int steps) {
     Gpu &m = std::get<Gpu>(*engine.machine);
     const Tensor &head = engine.model.head;

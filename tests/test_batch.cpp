@@ -205,7 +205,8 @@ TEST_CASE("random requests in any company have the text and the logits that each
     std::vector<Engine> engines;
     for (auto &model : models) engines.push_back(engine_of(model(), 1 + (int)engines.size() % 2));
     const int wanted = getenv("REQUESTS") ? atoi(getenv("REQUESTS")) : plain_path ? 150 : 1000;
-    int requests = 0, refused = 0, right = 0, wrong = 0, preemptions = 0, hits = 0, copies = 0, evicted = 0, stopped = 0;
+    int requests = 0, refused = 0, preemptions = 0, hits = 0, copies = 0, evicted = 0, stopped = 0;
+    int right = 0, wrong = 0;  // guesses
     for (int round = 0; requests < wanted; round++) {
         CAPTURE(round);
         const int which = below(random, (int)engines.size());

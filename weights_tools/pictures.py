@@ -632,26 +632,31 @@ def batch_steps(llm):
 
 
 def guesses(llm):
-    """Speed-up by guesses a pass: as predicted from acceptance and cost, and as measured."""
-    found = llm("bench", *llm.model, "--draft", "weights_tools/draft", "-p", "Once upon a time", "-n", "900",
-                "--draft-tokens", "6", "--repeats", "5")
-    rows, best = found["results"], found["best_guesses"]
-    picture = Picture(f"{best} guesses a pass pay best here: {max(row['measured'] for row in rows):.2f} × as fast", 390)
-    top = 0.5 * math.ceil(2 * max(max(row["measured"], row["predicted"]) for row in rows) + 0.2)
-    axes = Axes(picture, (80, 80, 500, 300), (0, 6), (0, top))
-    axes.ticks(range(7), [0, 0.5, 1, 1.5, 2], "guesses of a pass", "times as fast as without")
-    picture.line([axes.at(0, 1), axes.at(6, 1)], "axis")
-    picture.line([axes.at(row["guesses"], row["predicted"]) for row in rows], "axis dash")
-    picture.line([axes.at(row["guesses"], row["measured"]) for row in rows], "line s-cached")
-    for row in rows:
-        picture.dot(*axes.at(row["guesses"], row["measured"]), "cached")
-    x, y = axes.at(6, rows[-1]["measured"])
-    picture.text(x + 14, y + 5, "measured", "cached bold")
-    picture.text(x + 14, y + 23, f"{rows[-1]['tokens_per_pass']:.2f} tokens a pass, which", "small")
-    picture.text(x + 14, y + 41, f"costs {rows[-1]['check_cost']:.2f}, and its guesses {rows[-1]['guess_cost']:.2f}", "small")
+    """Speed-up by guesses a pass, predicted from acceptance and cost, and measured: the built-in pair, and with --model
+    n-grams on the text of that model, which repeats itself where its weights are random."""
+    runs = [("cached", "built-in model and its draft", llm("bench", "--draft", "weights_tools/draft", "-p",
+                                                           "Once upon a time", "-n", "300", "--draft-tokens", "5"))]
+    if llm.model:
+        runs.append(("naive", "a model of 269 MB, n-grams", llm("bench", *llm.model, "--draft", "ngram", "--ids", "1,2,3,4,5",
+                                                                "-n", "100", "--draft-tokens", "5")))
+    top = math.ceil(0.2 + max(max(row["measured"], row["predicted"]) for run in runs for row in run[2]["results"]))
+    picture = Picture("Guesses pay where five tokens cost little more than one", 390)
+    axes = Axes(picture, (80, 80, 430, 300), (0, 5), (0, top))
+    axes.ticks(range(6), range(top + 1), "guesses of a pass", "times as fast as without")
+    picture.line([axes.at(0, 1), axes.at(5, 1)], "axis")
+    for style, name, found in runs:
+        rows = found["results"][:6]
+        picture.line([axes.at(row["guesses"], row["predicted"]) for row in rows], "axis dash")
+        picture.line([axes.at(row["guesses"], row["measured"]) for row in rows], f"line s-{style}")
+        for row in rows:
+            picture.dot(*axes.at(row["guesses"], row["measured"]), style)
+        x, y = axes.at(5, rows[-1]["measured"])
+        picture.text(x + 14, y - 9, name, style + " bold")
+        picture.text(x + 14, y + 9, f"5 guesses: {rows[-1]['tokens_per_pass']:.1f} tokens a pass, which", "small")
+        picture.text(x + 14, y + 27, f"costs {rows[-1]['check_cost']:.1f}, and its guesses {rows[-1]['guess_cost']:.1f}", "small")
     picture.text(20, 366, "Dashed: predicted, (1 − a^(k+1)) / (1 − a) tokens a pass, over what a pass and its guesses cost.",
                  "small")
-    picture.text(20, 384, f"Built-in model and its draft, {found['device']}, 900 tokens (llm bench --draft).", "small")
+    picture.text(20, 384, f"{runs[0][2]['device']}, f16 cache (llm bench --draft). 1 is the time without guesses.", "small")
     return picture
 
 
