@@ -586,6 +586,7 @@ TEST_CASE("a barrier or a wait left out, a shuffle from the wrong lane: nowhere 
             Shape shape;
             shape.query = 20, shape.value_width = width, shape.type_k = shape.type_v = type, shape.layout = layout;
             shape.heads = {8, 1, width}, shape.window = 70, shape.sinks = 3, shape.passes = {32, 32, 32, 1, 1};
+            shape.products = DType::f16;  // prefill's kernel is for 16 bits
             int processors = gpu().properties.multiProcessorCount;
             if (std::holds_alternative<Contiguous>(layout)) {  // one split, of two tiles for a warp
                 gpu().properties.multiProcessorCount = 1;
