@@ -9,8 +9,8 @@
 //   accept      three guesses are its own tokens; the fourth is not, and "it" stands in its place
 //   roll back   the cache forgets "Tom"
 // Why the text is the one without drafts: a token's vectors have the same bits in any pass, and the draw for a position
-// is a function of seed and position alone. A guess is right if it is what the target draws there anyway. (On a GPU a
-// pass of several tokens goes through other kernels than a pass of one, and the text may part at a tie.)
+// is a function of seed and position alone: a guess is right if it is what the target draws there anyway. (Not so on a
+// GPU, where several tokens go through other kernels than one: there a text may part at a tie.)
 #pragma once
 
 // A sequence whose next tokens are wanted, and the guesses at them.
@@ -45,7 +45,6 @@ struct Drafter {
     };
     std::vector<Checked> log = {};  // (pass)
 };
-
 inline int guesses_of_pass(const Cache &cache, int first, int end, int most);
 inline void propose(Drafter &drafter, Proposal &proposal);
 inline int own_token(const Drafter &drafter, const Proposal &proposal, int row, const std::vector<float> &logits);
@@ -83,7 +82,9 @@ std::vector<int> next_tokens(Engine &engine, Cache &cache, Drafter &drafter, con
     });
     std::vector<int> next;
     auto take = [&](int row) {
-        const std::vector<float> own(&found[(size_t)row * vocabulary], &found[(size_t)row * vocabulary] + vocabulary);
+        const float *at = &found[(size_t)row * vocabulary];
+        const std::vector<float> own =
+            proposal.guesses.empty() ? std::move(found) : std::vector<float>(at, at + vocabulary);
         use(own, end - 1 + row);
         next.push_back(own_token(drafter, proposal, row, own));
         return next.back();

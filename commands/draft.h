@@ -80,7 +80,9 @@ inline Report about_draft(const Drafter &drafter) {
     about.show("passes", counts.passes, "draft    %d passes").show("drafted", counts.drafted, ", %d drafted");
     about.show("accepted", counts.accepted, ", %d accepted");
     const char *paused = counts.paused ? "; %d passes without guesses, which cost more time than they saved" : "";
-    return about.show("paused", counts.paused, paused).say("\n");
+    const double bytes = drafter.engine ? bytes_of(drafter.cache).total() : 0;
+    about.show("paused", counts.paused, paused);
+    return about.add("cache_bytes", bytes, bytes ? "; the draft's cache has " + in_units(bytes) : "").say("\n");
 }
 
 // ---- llm bench --draft ---------------------------------------------------------------------------------------------
