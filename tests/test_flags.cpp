@@ -45,6 +45,8 @@ Words beside(const std::string &flag) {
     if (flag == "--page") return {"--cache", "paged"};
     if (flag == "--window" || flag == "--sinks") return {"--cache", "ring"};
     if (has("--top-k --top-p --min-p -s", flag)) return {"--temp", "1"};
+    if (flag == "--draft-rule") return {"--draft", "ngram", "--temp", "1"};
+    if (flag == "--draft-tokens") return {"--draft", "ngram"};
     Words shape;
     for (const std::string &each : split("--layers --kv-heads --head-dim -c"))
         if (each != flag && has("--layers --kv-heads --head-dim", flag)) shape = shape + Words{each, "1"};
@@ -57,8 +59,10 @@ std::vector<Words> lines_with(const Flag &flag, const Words &value) {
     const std::string first = split(flag.names)[0];
     for (const std::string &command : split(flag.commands)) {
         bool text = has("-p -f --ids", first);
-        const Words drawn = first == "--samples" && command == "generate" ? Words{"--temp", "1"} : Words{};
-        lines.push_back((text ? Words{command} : start_of(command)) + beside(first) + drawn + Words{first} + value);
+        Words others = first == "--samples" && command == "generate" ? Words{"--temp", "1"} : Words{};
+        if (command == "bench" && has("-p -f --ids --temp --top-k --top-p --min-p -s", first))
+            others = {"--draft", "ngram"};
+        lines.push_back((text ? Words{command} : start_of(command)) + beside(first) + others + Words{first} + value);
     }
     return lines;
 }
@@ -335,7 +339,7 @@ TEST_CASE("flags that other programs have: what does the same here, or that noth
     for (auto &[words, expected] : std::vector<std::pair<std::string, std::string>>{
              {"generate --temperature 1", "--temperature: unknown flag; here it is --temp (llm generate --help lists"},
              {"generate --temperature=1", "--temperature: unknown flag; here it is --temp ("},
-             {"diff --temperature 1", "; here it is --temp, which belongs to: generate ("},
+             {"diff --temperature 1", "; here it is --temp, which belongs to: generate bench ("},
              {"generate --max_new_tokens 5", "; here it is -n ("},
              {"generate --n-predict 5", "; here it is -n ("},
              {"bench -b 5", "-ub"},
