@@ -119,7 +119,8 @@ void linear_streams(Cpu &m, const Number *weight, const Input *x, int count, con
     const Share share = m.share(product.linear.weight.rows);
     constexpr int R = many_registers || T < 4 ? streams : T < 5 ? 3 : 2;  // with T R sums, all fit the registers
     const int apart = share.count() / R;
-    const int near = std::max(1, near_bytes / 4 / (R * (int)inputs * (int)sizeof(Number)));
+    // A layer that reads another one's rows has keys and values of no inputs.
+    const int near = std::max(1, near_bytes / 4 / std::max(1, R * (int)inputs * (int)sizeof(Number)));
     thread_local Floats out;  // (count, rows of the share)
     out.resize((size_t)count * share.count());
     float sums[T * R];
