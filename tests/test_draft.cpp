@@ -171,7 +171,7 @@ TEST_CASE("an end id, -n and the context end a text where they end it without gu
     session.tokens = random_tokens(session.engine, 6);
     session.prompt = 6;
     Options options;
-    options.temperature = 1, options.seed = 3;
+    options.temperature = 0.3, options.seed = 3;
     int inside = 0;  // end ids that were guessed
     for (int end = -1; end < 40; end += 4)
         for (int limit : {7, 8, 12, 30, 100})
@@ -191,7 +191,7 @@ TEST_CASE("an end id, -n and the context end a text where they end it without gu
                     inside += last.right && last.guesses[last.right - 1] == end;
                 }
             }
-    CHECK(inside > 20);
+    CHECK(inside >= 10);
 }
 
 TEST_CASE("guesses go no further than a cache goes back") {
