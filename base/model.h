@@ -168,6 +168,7 @@ struct Family {
     // Biases, with a ? where the config's attention_bias or mlp_bias asks; norms of q and k; keys of a config that the
     // others do not have; and under whose name what is done otherwise stands here.
     const char *words;
+    const char *names = "";  // of tensors, where they are not Llama's: "mlp.gate_proj=feed_forward.w1 ..."
     bool has(const char *word) const { return ::has(words, word); }
 };
 
@@ -673,12 +674,22 @@ struct Binder {
     std::string prefix = "model.", head = "lm_head.";
     std::set<std::string> taken = {};
 
+    // The family's name of a tensor, from Llama's: of each part, between dots, that has another one there.
+    std::string named(std::string name) const {
+        for (const std::string &pair : split(model.config.family->names)) {
+            const size_t length = pair.find('=');
+            const size_t at = ("." + name + ".").find("." + pair.substr(0, length) + ".");
+            if (at != std::string::npos) name.replace(at, length, pair.substr(length + 1));
+        }
+        return name;
+    }
     const StoredTensor *find(const std::string &name) const {
-        auto found = table.tensors.find(name);
+        auto found = table.tensors.find(named(name));
         return found == table.tensors.end() ? nullptr : &found->second;
     }
-    Tensor take(const std::string &name, const std::vector<int64_t> &shape) {
-        const StoredTensor *stored = find(name);
+    Tensor take(const std::string &llama_name, const std::vector<int64_t> &shape) {
+        const std::string name = named(llama_name);
+        const StoredTensor *stored = find(llama_name);
         if (!stored)
             fail("%s: tensor %s is missing, config.json asks for it (%s, %d layers)", table.name.c_str(), name.c_str(),
                  model.config.architecture.c_str(), model.config.layers);
@@ -739,7 +750,7 @@ inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) 
         if (family.has("gemma4")) out.value_norm = binder.made(width, [](int) { return 1.0f; });
     } else {  // files may have them all the same
         for (const char *unused : {"k_proj", "v_proj", "k_norm", "v_norm"})
-            binder.taken.insert(attention + unused + ".weight");
+            binder.taken.insert(binder.named(attention + unused + ".weight"));
     }
     out.output = binder.linear(attention + "o_proj", hidden, query_width, config.output_bias);
     if (config.qk_norm) out.query_norm = binder.norm(attention + "q_norm", width);
