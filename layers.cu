@@ -18,7 +18,10 @@ struct Heads {
     HOST_DEVICE int kv_head(int query_head) const { return query_head / per_kv(); }
 };
 
-inline Heads heads_of(const Config &config, const Kind &kind) { return {config.heads, kind.kv_heads, kind.key_width}; }
+// A convolution counts as one head, as wide as x.
+inline Heads heads_of(const Config &config, const Kind &kind) {
+    return {kind.taps ? 1 : config.heads, kind.kv_heads, kind.key_width};
+}
 
 // ---- A pass --------------------------------------------------------------------------------------------------
 
@@ -52,6 +55,7 @@ struct Pass {
     const Span *spans_on_host = nullptr;  // the same spans, where a GPU computes: for what is planned on the host
     int kind = 0;                         // in Config::kinds
     int window = 0;                       // the kind's; 0: none
+    int taps = 0;                         // the kind's; 0: its layers attend
 };
 
 // For each token of a batch: its row, its sequence, its position, and the positions [first, behind) that its sequence
@@ -104,11 +108,12 @@ inline std::vector<Pass> begin_pass(Activations &a, Memory &memory, const Config
         const Kind &kind = config.kinds[i];
         Activations::OfKind &of = a.kinds[i];
         const size_t width = (size_t)kind.key_width;
-        for (auto *buffer : {&a.query, &a.attended}) buffer->resize(memory, count * config.heads * width);
+        const size_t queries = count * heads_of(config, kind).query;
+        for (auto *buffer : {&a.query, &a.attended}) buffer->resize(memory, queries * width);
         for (auto *buffer : {&of.key, &of.value}) buffer->resize(memory, count * kind.kv_heads * width);
         of.cos_sin.resize(memory, count * width);
         passes.push_back({(int)count, a.tokens.data(), a.spans.data(), of.cos_sin.data(), of.frequencies.data(),
-                          heads_of(config, kind), a.spans_on_host.data(), (int)i, kind.window});
+                          heads_of(config, kind), a.spans_on_host.data(), (int)i, kind.window, kind.taps});
     }
     return passes;
 }
@@ -278,6 +283,7 @@ void linear(M &m, const float *x, int count, std::initializer_list<Product> prod
 template <class M>
 void rope_angles(M &m, const Pass &pass) {
     int half = pass.heads.width / 2;
+    if (pass.taps) return;  // nothing turns
     m.for_each(pass.count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
         for (int i = team.first(); i < half; i += team.step()) {
             float angle = rope_angle(pass.spans[t].position, pass.frequencies[i]);
@@ -335,6 +341,16 @@ void norm_and_rope(M &m, float *query, float *key, float *value, const LayerWeig
 HOST_DEVICE inline float gated(float x, bool gelu) {
     const float z = gelu ? x * (1.5957691f + 0.071354814f * (x * x)) : x;
     return x / (1 + expf(-z));
+}
+
+// x *= by, for `count` numbers.
+template <class M>
+void gate(M &m, float *x, const float *by, int64_t count) {
+    constexpr int piece = 256;
+    m.for_each((count + piece - 1) / piece, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
+        int64_t first = item * piece, end = first + piece < count ? first + piece : count;
+        for (int64_t i = first + team.first(); i < end; i += team.step()) x[i] *= by[i];
+    });
 }
 
 // out = silu(gate) * up (Shazeer 2020), or with GELU in its place, for `count` numbers; `out` may be `gate`.

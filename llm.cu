@@ -101,9 +101,11 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
             float *key = task.keys.start, *value = task.values.start;
             best::rms_norm(m, normed, x, w.attention_norm, count, epsilon);                      // n = RMSNorm(x)
             best::linear(m, normed, count, {{w.query, query}, {w.key, key}, {w.value, value}});  // q, k, v = W n + b
-            best::norm_and_rope(m, query, key, value, w, epsilon, pass);                         // q and k rotated
+            if (pass.taps) best::gate(m, key, value, (int64_t)count * config.hidden);                  // u = b * v
+            else best::norm_and_rope(m, query, key, value, w, epsilon, pass);                    // q and k rotated
             if (cached && rows.own) best::store_rows(m, task, pass);      // before a query reads them
-            best::attention(m, task, pass);                               // o = softmax(q K^T / sqrt(D)) V
+            if (pass.taps) best::short_convolution(m, task, pass, w);     // o = c * (taps * u), over the last L
+            else best::attention(m, task, pass);                          // o = softmax(q K^T / sqrt(D)) V
             if (cached && rows.last) best::keep_residual(m, task, pass);  // after all have read: the newest block
             add(attended, w.output, w.attention_out_norm, 1);             // x += W o
             best::rms_norm(m, normed, x, w.mlp_norm, count, epsilon);     // n = RMSNorm(x)

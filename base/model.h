@@ -72,6 +72,8 @@ struct LayerWeights {
     Linear gate, up;                        // (ffn, hidden)
     Linear down;                            // (hidden, ffn)
     Tensor attention_out_norm, mlp_out_norm;  // (1, hidden): RMSNorm of what is added to x (Gemma 3), absent elsewhere
+    Tensor taps, taps_bias;  // (hidden, L), (1, hidden): of a short convolution (LFM2), whose query, key and value are
+                             // the parts C, B and x of its in_proj, (hidden, hidden) each
     float scale = 1;                          // what x is multiplied with at the layer's end; where it is not 1, it has
                                               // an mlp_out_norm (Gemma 4)
 };
@@ -97,8 +99,10 @@ struct Kind {
     double rope_theta = 0;  // 0: nothing turns, whatever the position
     RopeScaling rope = {};
     int layers = 0;  // that store rows
-    auto of_rows() const {  // all but that
-        return std::tuple_cat(std::tie(kv_heads, key_width, value_width, window, rope_theta), rope.all());
+    int taps = 0;    // L of a short convolution, which has no keys: 1 head, whose rows are its state, hidden wide; its
+                     // window is L. 0: attention
+    auto of_rows() const {  // all but the layers
+        return std::tuple_cat(std::tie(kv_heads, key_width, value_width, window, rope_theta, taps), rope.all());
     }
 };
 
@@ -127,6 +131,7 @@ struct Config {
     std::vector<int> end_ids;  // generation stops after any of them; empty: it never does
     int bos_id = -1;           // -1: none
     bool qkv_bias = false, output_bias = false, mlp_bias = false, qk_norm = false;
+    bool convolution_bias = false;  // of a convolution's taps and matrices
     const Kind &kind(int layer) const { return kinds[(size_t)rows[(size_t)layer].kind]; }
 };
 
@@ -185,6 +190,10 @@ constexpr Family families[] = {
      "qkv? output? norms gemma gemma4 num_kv_shared_layers per_layer_config"},
     {"GraniteSWAForCausalLM", "granite_swa", 20, 4, 0, 100352, 8192, 128, -4, 100257, 100257,
      "qkv? output? mlp? granite embedding_multiplier attention_multiplier layer_rope_theta"},
+    {"Lfm2ForCausalLM", "lfm2", 32, 8, 0, 65536, 128000, 0, 0, 1, 2, "norms lfm2",
+     "input_layernorm=operator_norm post_attention_layernorm=ffn_norm norm=embedding_norm mlp.gate_proj=feed_forward.w1 "
+     "mlp.up_proj=feed_forward.w3 mlp.down_proj=feed_forward.w2 self_attn.o_proj=self_attn.out_proj "
+     "q_norm=q_layernorm k_norm=k_layernorm"},
 };
 // clang-format on
 
@@ -276,12 +285,27 @@ inline void check_heads(const char *name, int heads, const Kind &kind) {
              max_size);
 }
 
+// LFM2's own spellings of sizes. As in Transformers, w1 and w3 have two thirds of the rows that the config names, times
+// a factor, up to a multiple of some number; unless it says that they have as many as it names.
+inline int read_ffn(const Section &config) {
+    const char *key = config.find("block_ff_dim") ? "block_ff_dim" : "intermediate_size";
+    const int named = config.integer(key, 1, max_size);
+    const double factor = config.number("block_ffn_dim_multiplier", 1e-6, 1e6, 1);
+    const int unit = config.integer("block_multiple_of", 1, max_size, 256);
+    if (!config.flag("block_auto_adjust_ff_dim", true)) return named;
+    const double rows = unit * std::ceil(std::floor(factor * (2 * named / 3)) / unit);
+    if (rows < 1 || rows > max_size)
+        fail("%s: %s and block_ffn_dim_multiplier make an MLP of %.0f rows, expected 1 to %d", config.name.c_str(), key,
+             rows, max_size);
+    return (int)rows;
+}
+
 // `kind` is what the layers have in common.
 inline void read_sizes(const Section &config, const Family &family, Config &out, Kind &kind) {
     auto or_none = [](int value) { return value ? std::optional<int>(value) : std::nullopt; };
     out.layers = config.integer("num_hidden_layers", 1, max_layers);
     out.hidden = config.integer("hidden_size", 1, max_size);
-    out.ffn = config.integer("intermediate_size", 1, max_size);
+    out.ffn = family.has("lfm2") ? read_ffn(config) : config.integer("intermediate_size", 1, max_size);
     out.vocabulary = config.integer("vocab_size", 1, max_size, or_none(family.vocabulary));
     out.context = config.integer("max_position_embeddings", 1, 1 << 30, family.context);
     out.heads = config.integer("num_attention_heads", 1, max_size, or_none(family.heads));
@@ -296,7 +320,8 @@ inline void read_sizes(const Section &config, const Family &family, Config &out,
         width = out.hidden / out.heads;
     }
     check_heads(config.name.c_str(), out.heads, kind);
-    out.norm_epsilon = config.number("rms_norm_eps", 1e-30, 1, family.has("granite") ? 1e-5 : 1e-6);
+    out.norm_epsilon = config.number(family.has("lfm2") ? "norm_eps" : "rms_norm_eps", 1e-30, 1,
+                                     family.has("granite") || family.has("lfm2") ? 1e-5 : 1e-6);
 }
 
 // Two spellings: rope_theta beside rope_scaling {type or rope_type, factor, ...}, or all of it in rope_parameters.
@@ -314,7 +339,7 @@ inline void read_rope(const Section &config, const Family &family, int context, 
         if (cJSON_IsObject(item))
             rope.refuse(printable(item->string).c_str(), item, "no object: one RoPE for all layers");
     kind.rope_theta = local ? config.number("rope_local_base_freq", 1, 1e15, 10000)
-                            : config.number("rope_theta", 1, 1e15, by_kind ? 1e6 : 10000);
+                            : config.number("rope_theta", 1, 1e15, by_kind || family.has("lfm2") ? 1e6 : 10000);
     kind.rope_theta = rope.number("rope_theta", 1, 1e15, kind.rope_theta);
     const bool partial = family.has("gemma4") && !local && !rope.object;
 
@@ -377,6 +402,44 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
                  config.name.c_str());
     }
     return windows;
+}
+
+// Which layers are short convolutions: LFM2 names them in layer_types, or the others by number.
+inline std::vector<bool> read_convolutions(const Section &config, int layers) {
+    std::vector<bool> convolves((size_t)layers);
+    if (const cJSON *list = config.find("full_attn_idxs")) {
+        if (!cJSON_IsArray(list) || cJSON_GetArraySize(list) > layers)
+            config.refuse("full_attn_idxs", list, formatted("a list of at most %d (num_hidden_layers) layers", layers));
+        convolves.assign((size_t)layers, true);
+        for (const cJSON *item : items_of(list)) {
+            if (!is_whole(item, 0, layers - 1))
+                config.refuse("an entry of full_attn_idxs", item, formatted("a layer from 0 to %d", layers - 1));
+            convolves[(size_t)item->valuedouble] = false;
+        }
+    }
+    const std::vector<const cJSON *> types = config.by_layer("layer_types", layers, " names");
+    for (size_t i = 0; i < types.size(); i++) {
+        const std::string word = cJSON_IsString(types[i]) ? types[i]->valuestring : "";
+        if (word != "conv" && word != "full_attention")
+            config.refuse("an entry of layer_types", types[i], "conv or full_attention");
+        convolves[i] = word == "conv";
+    }
+    if (std::count(convolves.begin(), convolves.end(), false) == 0)
+        fail("%s: all %d layers are convolutions, expected one with attention at least", config.name.c_str(), layers);
+    return convolves;
+}
+
+// LFM2: convolutions, and between them layers that attend alike. Their kind comes first: of it commands say most.
+inline void read_layers_of_lfm2(const Section &config, const Family &family, Kind kind, Config &out) {
+    const int taps = config.integer("conv_L_cache", 1, 1000, 3);
+    Kind convolution;
+    convolution.kv_heads = 1, convolution.key_width = out.hidden, convolution.window = convolution.taps = taps;
+    out.convolution_bias = config.flag("conv_bias", false);
+    kind.value_width = kind.key_width;
+    read_rope(config, family, out.context, kind);
+    out.kinds = {kind};
+    for (bool convolves : read_convolutions(config, out.layers))
+        add_layer(out.kinds, out.rows, convolves ? convolution : kind);
 }
 
 // What differs from layer to layer: window, RoPE, and in Gemma 4 heads, which Transformers 5 writes to
@@ -463,7 +526,7 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     Kind kind;
     read_sizes(config, family, out, kind);
     refuse_foreign_keys(config, family, out, kind);
-    read_layers(config, family, kind, out);
+    family.has("lfm2") ? read_layers_of_lfm2(config, family, kind, out) : read_layers(config, family, kind, out);
     read_special_ids(whole, config, generation, family, out);
     if (gemma) out.embedding_scale = std::sqrt(out.hidden);
     if (family.has("gemma3")) out.score_scale = 1 / std::sqrt(config.number("query_pre_attn_scalar", 1e-6, 1e9, 256));
@@ -473,6 +536,7 @@ inline Config parse_config(const std::string &name, const std::string &text, con
         out.score_scale = config.number("attention_multiplier", 1e-9, 1e9, 1);
     }
     out.tied = config.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", family.heads > 0));
+    if (family.has("lfm2")) out.tied = config.flag("tie_embedding", out.tied);
     auto biased = [&](const std::string &what, const char *asked) {
         return family.has(what.c_str()) || (family.has((what + "?").c_str()) && config.flag(asked, false));
     };
@@ -732,11 +796,38 @@ struct Binder {
     }
 };
 
+// A layer with a short convolution. in_proj (3 hidden, hidden) has the rows of B, of C and of x, each as a slice.
+inline LayerWeights bind_convolution(Binder &binder, const Config &config, const std::string &layer, int taps) {
+    const int hidden = config.hidden;
+    const bool bias = config.convolution_bias;
+    const Linear all = binder.linear(layer + "conv.in_proj", 3 * hidden, hidden, bias);
+    auto third = [&](int i) {
+        auto slice = [&](Tensor tensor, int64_t rows, int64_t columns) {
+            if (!tensor.data) return Tensor{};
+            const char *start = (const char *)tensor.data + i * rows * columns * dtype_bytes(tensor.type);
+            return Tensor{start, tensor.type, rows, columns};
+        };
+        return Linear{slice(all.weight, hidden, hidden), slice(all.bias, 1, hidden)};
+    };
+    LayerWeights out;
+    out.attention_norm = binder.norm(layer + "input_layernorm", hidden);
+    out.key = third(0), out.query = third(1), out.value = third(2);
+    out.taps = binder.take(layer + "conv.conv.weight", {hidden, 1, taps});
+    if (bias) out.taps_bias = binder.take(layer + "conv.conv.bias", {hidden});
+    out.output = binder.linear(layer + "conv.out_proj", hidden, hidden, bias);
+    out.mlp_norm = binder.norm(layer + "post_attention_layernorm", hidden);
+    out.gate = binder.linear(layer + "mlp.gate_proj", config.ffn, hidden, config.mlp_bias);
+    out.up = binder.linear(layer + "mlp.up_proj", config.ffn, hidden, config.mlp_bias);
+    out.down = binder.linear(layer + "mlp.down_proj", hidden, config.ffn, config.mlp_bias);
+    return out;
+}
+
 inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) {
     const std::string layer = binder.prefix + "layers." + std::to_string(index) + ".", attention = layer + "self_attn.",
                       mlp = layer + "mlp.";
     const Family &family = *config.family;
     const Kind &kind = config.kind(index);
+    if (kind.taps) return bind_convolution(binder, config, layer, kind.taps);
     const bool own = config.rows[(size_t)index].own;
     const int hidden = config.hidden, width = kind.key_width;
     const int query_width = config.heads * width, kv_width = kind.kv_heads * width;

@@ -35,7 +35,7 @@ void for_each_tensor(Model &model, Use use) {
         for (Linear *linear : {&w.query, &w.key, &w.value, &w.output, &w.gate, &w.up, &w.down})
             use(linear->weight, true), use(linear->bias, false);
         for (Tensor *tensor : {&w.attention_norm, &w.query_norm, &w.key_norm, &w.value_norm, &w.sinks, &w.mlp_norm,
-                               &w.attention_out_norm, &w.mlp_out_norm})
+                               &w.attention_out_norm, &w.mlp_out_norm, &w.taps, &w.taps_bias})
             use(*tensor, false);
     }
 }
