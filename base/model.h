@@ -191,9 +191,9 @@ constexpr Family families[] = {
     {"GraniteSWAForCausalLM", "granite_swa", 20, 4, 0, 100352, 8192, 128, -4, 100257, 100257,
      "qkv? output? mlp? granite embedding_multiplier attention_multiplier layer_rope_theta"},
     {"Lfm2ForCausalLM", "lfm2", 32, 8, 0, 65536, 128000, 0, 0, 1, 2, "norms lfm2",
-     "input_layernorm=operator_norm post_attention_layernorm=ffn_norm norm=embedding_norm mlp.gate_proj=feed_forward.w1 "
-     "mlp.up_proj=feed_forward.w3 mlp.down_proj=feed_forward.w2 self_attn.o_proj=self_attn.out_proj "
-     "q_norm=q_layernorm k_norm=k_layernorm"},
+     "norm=embedding_norm input_layernorm=operator_norm post_attention_layernorm=ffn_norm q_norm=q_layernorm "
+     "k_norm=k_layernorm o_proj=out_proj mlp.gate_proj=feed_forward.w1 mlp.up_proj=feed_forward.w3 "
+     "mlp.down_proj=feed_forward.w2"},
 };
 // clang-format on
 

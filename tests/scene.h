@@ -111,8 +111,9 @@ inline Model random_model(const Shape &shape, uint64_t seed = 1) {
         w.output = linear(shape.hidden, all);
         w.gate = linear(shape.ffn, shape.hidden), w.up = linear(shape.ffn, shape.hidden);
         w.down = linear(shape.hidden, shape.ffn);
-        w.query_norm = norm(shape.qk_norm && !taps, width), w.key_norm = norm(shape.qk_norm && layer.own && !taps, width);
-        w.value_norm = norm(shape.value_norm && layer.own && !taps, width);
+        const bool stores = layer.own && !taps;  // keys
+        w.query_norm = norm(shape.qk_norm && !taps, width), w.key_norm = norm(shape.qk_norm && stores, width);
+        w.value_norm = norm(shape.value_norm && stores, width);
         if (taps) w.taps = tensor(width, taps, 0, 1);
         if (taps && layer.biased)
             for (Linear *linear : {&w.query, &w.key, &w.value, &w.output})
