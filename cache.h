@@ -31,6 +31,7 @@ struct CacheShape {
     int pages = 0;                       // paged: in all; 0: enough for every sequence at its capacity
     int window = 1024, sinks = 4;        // ring
     int local = 0;  // positions that these layers look back, and no more are kept; 0: all positions are
+    int taps = 0;   // of convolutions, whose rows are states: base/model.h, Kind
 };
 
 // What a query at `position` sees: everything before it, or the last `window` positions and the first `sinks`. Once
@@ -46,8 +47,9 @@ struct Visible {
 };
 
 // Positions of one pass where those behind a window make room for others: an eighth of it, so that the rows to spare
-// stay few, but enough to use each weight often.
-constexpr int chunk_beside(int window) {
+// stay few, but enough to use each weight often. Beside a convolution's three or four rows they are few at 128, too.
+constexpr int chunk_beside(int window, bool convolution = false) {
+    if (convolution) return 128;
     return std::min(512, std::max(group_size, window / 8 / group_size * group_size));
 }
 
@@ -74,12 +76,14 @@ struct Paged {
     int page = 16;                   // P
     int capacity = 0;                // positions per sequence
     int window = 0;                  // pages that lie wholly behind it are given back; 0: none is
-    int pages_per_sequence = 0;      // entries of a sequence's table
+    int pass = INT_MAX;              // positions a sequence may grow by in one pass
+    int64_t pages_per_sequence = 0;  // entries of a sequence's table
     const int *table = nullptr;      // (sequence, pages_per_sequence): physical page, or -1 where none was handed out
     void open(const CacheShape &shape) {
         page = shape.page;
         capacity = shape.capacity;
         window = shape.local;
+        pass = window ? chunk_beside(window, shape.taps) : INT_MAX;
         pages_per_sequence = pages_for(capacity, page);
     }
     HOST_DEVICE int64_t row(int sequence, int position) const {
@@ -88,7 +92,7 @@ struct Paged {
     HOST_DEVICE int run(int position) const { return page - position % page; }
     int64_t rows(const CacheShape &shape) const { return pages(shape) * page; }
     int limit() const { return capacity; }
-    int chunk() const { return window ? chunk_beside(window) : INT_MAX; }
+    int chunk() const { return pass; }
     // Behind a window as many as it and a pass may touch, so that there is always one.
     int64_t pages(const CacheShape &shape) const {
         const int64_t touched = ((int64_t)window + chunk() + group_size - 2) / page + 2;
@@ -111,16 +115,18 @@ struct Ring {
     int window = 0, sinks = 0;
     int slots = 0;       // rows per sequence, a multiple of 32
     int most = INT_MAX;  // positions a sequence can grow to
+    int pass = 0;        // positions a sequence may grow by in one pass
     void open(const CacheShape &shape) {
         window = shape.window;
         sinks = shape.sinks;
+        pass = chunk_beside(window, shape.taps);
         slots = (int)(((int64_t)sinks + window + chunk() - 1 + group_size - 1) / group_size * group_size);
     }
     HOST_DEVICE int64_t row(int sequence, int position) const { return (int64_t)sequence * slots + position % slots; }
     HOST_DEVICE int run(int position) const { return slots - position % slots; }
     int64_t rows(const CacheShape &shape) const { return (int64_t)shape.sequences * slots; }
     int limit() const { return most; }
-    int chunk() const { return chunk_beside(window); }
+    int chunk() const { return pass; }
     // A layer that looks back no further than the ring needs no sinks: it never saw what the ring drops.
     HOST_DEVICE Visible visible(int layer_window) const {
         return layer_window && layer_window <= window ? Visible{layer_window, 0} : Visible{window, sinks};
@@ -131,9 +137,10 @@ using Layout = std::variant<Contiguous, Paged, Ring>;
 
 // The layout of a kind's store, where `layout` is that of the layers that see everything. Layers that look back over a
 // window keep what they can see, and room for a pass: in a ring without sinks, unless all positions take fewer rows; or
-// in pages, of which those behind the window are given back.
+// in pages, of which those behind the window are given back. No ring drops what a convolution sees.
 inline Layout open_layout(CacheShape shape, Layout layout) {
     const bool paged = std::holds_alternative<Paged>(layout), ring = std::holds_alternative<Ring>(layout);
+    if (ring && shape.taps) shape.local = shape.taps, shape.window = std::max(shape.window, shape.taps);
     if (shape.local && !paged && (!ring || shape.local <= shape.window)) {
         Ring local;
         shape.window = shape.local, shape.sinks = 0;
@@ -249,6 +256,11 @@ inline int kept_by(const Layout &layout) {
     return paged && paged->window ? paged->window : INT_MAX;
 }
 
+// What a store's numbers are kept at: as is asked for, but states at f32. There are few, so rounding saves nothing.
+inline Precision precision_of(const CacheShape &shape, const Precision &asked) {
+    return shape.taps ? Precision(F32{}) : asked;
+}
+
 // What a store of `rows` rows takes; `rows` of a layer, all sequences together.
 inline CacheBytes bytes_of(const CacheShape &shape, const Layout &layout, const Precision &type_k,
                            const Precision &type_v, double rows) {
@@ -263,8 +275,8 @@ inline CacheBytes bytes_of(const CacheShape &shape, const Layout &layout, const 
         bytes.metadata += heads * shape.sequences * sinks * width * sizeof(float);
         if (has_blocks(type)) bytes.metadata += heads * shape.sequences * group_size * width * sizeof(f16);
     };
-    add(type_k, shape.key_width);
-    add(type_v, shape.value_width);
+    add(precision_of(shape, type_k), shape.key_width);
+    add(precision_of(shape, type_v), shape.value_width);
     if (auto *paged = std::get_if<Paged>(&layout))
         bytes.metadata +=
             sizeof(int) * ((double)shape.sequences * (double)paged->pages_per_sequence + 2.0 * paged->pages(shape));
@@ -290,7 +302,7 @@ inline CacheBytes bytes_of(const Cache &cache) {
 inline CacheRows open_rows(Cache &cache, const CacheShape &shape, const std::string &what, const Precision &type,
                            int width, int64_t count) {
     CacheRows rows = {nullptr, row_bytes(type, width), width, shape.kv_heads, count};
-    if (count == 0) return rows;
+    if (count == 0 || width == 0) return rows;
     cache.owned.push_back(
         cache.memory->reserve(rows.bytes(shape.layers), what.c_str(), "lower -c or --window, or free some"));
     rows.data = (char *)cache.owned.back().get();
@@ -329,14 +341,15 @@ inline void open_store(Cache &cache, Store &store, const std::string &what) {
     const CacheShape &shape = store.shape;
     const int64_t rows = rows_of(shape, store.layout), sequences = shape.sequences;
     CacheView &view = store.view;
-    view.layout = store.layout, view.type_k = cache.type_k, view.type_v = cache.type_v;
+    const Precision type_k = precision_of(shape, cache.type_k), type_v = precision_of(shape, cache.type_v);
+    view.layout = store.layout, view.type_k = type_k, view.type_v = type_v;
     auto open = [&](const Precision &type, int width, int64_t count) {
         return open_rows(cache, shape, what, type, width, count);
     };
-    view.keys = open(cache.type_k, shape.key_width, rows);
-    view.values = open(cache.type_v, shape.value_width, rows);
-    view.residual_keys = open(F16{}, shape.key_width, has_blocks(cache.type_k) ? sequences * group_size : 0);
-    view.residual_values = open(F16{}, shape.value_width, has_blocks(cache.type_v) ? sequences * group_size : 0);
+    view.keys = open(type_k, shape.key_width, rows);
+    view.values = open(type_v, shape.value_width, rows);
+    view.residual_keys = open(F16{}, shape.key_width, has_blocks(type_k) ? sequences * group_size : 0);
+    view.residual_values = open(F16{}, shape.value_width, has_blocks(type_v) ? sequences * group_size : 0);
     if (auto *ring = std::get_if<Ring>(&store.layout)) {
         view.sinks = ring->sinks;
         view.sink_keys = open(F32{}, shape.key_width, sequences * ring->sinks);
@@ -408,7 +421,7 @@ inline void copy_rows(Memory &memory, const CacheRows &rows, int layers, int64_t
 inline void poison([[maybe_unused]] const Store &store, [[maybe_unused]] int page) {
 #ifdef POISON_FREED_PAGES
     for (const CacheRows *rows : {&store.view.keys, &store.view.values})
-        for (int layer = 0; layer < store.shape.layers; layer++)
+        for (int layer = 0; rows->data && layer < store.shape.layers; layer++)
             memset(rows->at(layer, (int64_t)page * store.pool->page, 0), 0xff, store.pool->page * rows->stride());
 #endif
 }

@@ -19,8 +19,9 @@ struct Heads {
     HOST_DEVICE int kv_head(int query_head) const { return query_head / per_kv(); }
 };
 
+// A convolution counts as one head, as wide as x.
 inline Heads heads_of(const Config &config, const Kind &kind) {
-    return {config.heads, kind.kv_heads, kind.key_width, kind.rotary()};
+    return {kind.taps ? 1 : config.heads, kind.kv_heads, kind.key_width, kind.rotary()};
 }
 
 // ---- A pass --------------------------------------------------------------------------------------------------
@@ -55,6 +56,7 @@ struct Pass {
     const Span *spans_on_host = nullptr;  // the same spans, where a GPU computes: for what is planned on the host
     int kind = 0;                         // in Config::kinds
     int window = 0;                       // the kind's; 0: none
+    int taps = 0;                         // the kind's; 0: its layers attend
     QueryScale query_scale = {};          // the kind's
 };
 
@@ -109,11 +111,13 @@ inline std::vector<Pass> begin_pass(Activations &a, Memory &memory, const Config
         const Kind &kind = config.kinds[i];
         Activations::OfKind &of = a.kinds[i];
         const size_t width = (size_t)kind.key_width, rotary = (size_t)kind.rotary();
-        for (auto *buffer : {&a.query, &a.attended}) buffer->resize(memory, count * config.heads * width);
+        const size_t queries = count * heads_of(config, kind).query;
+        for (auto *buffer : {&a.query, &a.attended}) buffer->resize(memory, queries * width);
         for (auto *buffer : {&of.key, &of.value}) buffer->resize(memory, count * kind.kv_heads * width);
         of.cos_sin.resize(memory, count * rotary);
         passes.push_back({(int)count, a.tokens.data(), a.spans.data(), of.cos_sin.data(), of.frequencies.data(),
-                          heads_of(config, kind), a.spans_on_host.data(), (int)i, kind.window, kind.query_scale()});
+                          heads_of(config, kind), a.spans_on_host.data(), (int)i, kind.window, kind.taps,
+                          kind.query_scale()});
     }
     return passes;
 }
@@ -192,9 +196,10 @@ void embed(M &m, float *x, const Tensor &embedding, float scale, const Pass &pas
     });
 }
 
-// y (count, width) += `scale` times what a layer has in the embedding of each token, which is (layers, width).
+// y (count, P) += sqrt(P / 2) times what a layer has in the second embedding of each token, (layers, P).
 template <class M>
-void add_layer_embedding(M &m, float *y, const Tensor &embedding, int layer, int width, float scale, const Pass &pass) {
+void add_layer_embedding(M &m, float *y, const Tensor &embedding, int layer, int width, const Pass &pass) {
+    const float scale = sqrtf((float)width / 2);
     m.for_each(pass.count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
         const int64_t first = pass.tokens[t] * embedding.cols + (int64_t)layer * width;
         for (int64_t i = team.first(); i < width; i += team.step())
@@ -308,6 +313,7 @@ void linear(M &m, const float *x, int count, std::initializer_list<Product> prod
 template <class M>
 void rope_angles(M &m, const Pass &pass) {
     int half = pass.heads.rotary / 2;
+    if (pass.taps) return;  // nothing turns
     m.for_each(pass.count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
         for (int i = team.first(); i < half; i += team.step()) {
             float angle = rope_angle(pass.spans[t].position, pass.frequencies[i]);
@@ -336,13 +342,25 @@ HOST_DEVICE void norm_and_rope_head(float *head, const Tensor &norm, const float
     for (int i = rotary + team.first(); norm.data && i < width; i += team.step()) head[i] = number(i);
 }
 
+// Queries (count, query_heads, D), rotated, of models that keep the scores of long texts sharp (QueryScale).
+template <class M>
+void scale_queries(M &m, float *query, const Pass &pass) {
+    m.for_each((int64_t)pass.count * pass.heads.query, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
+        const int position = pass.spans[item / pass.heads.query].position, width = pass.heads.width;
+        for (int i = team.first(); i < width; i += team.step())
+            query[item * width + i] *= pass.query_scale.at(position, i < pass.heads.rotary);
+    });
+}
+
 // Each head of query (count, query_heads, D) and, if the layer has some, of key (count, kv_heads, D); and of value
-// where it is normed (Gemma 4). Why not one loop for each: on a GPU that is one more kernel. So the items are all heads
+// where it is normed (Gemma 4). Before that, all heads of a token where they are normed as one vector (OLMo 2). Why not one loop for each: on a GPU that is one more kernel. So the items are all heads
 // of `query`, after them all of `key`, and after them all of `value`.
 template <class M>
 void norm_and_rope(M &m, float *query, float *key, float *value, const LayerWeights &w, double epsilon,
                    const Pass &pass) {
     const Heads heads = pass.heads;
+    if (w.all_query_norm.data) rms_norm(m, query, query, w.all_query_norm, pass.count, epsilon);
+    if (w.all_key_norm.data) rms_norm(m, key, key, w.all_key_norm, pass.count, epsilon);
     const int64_t queries = (int64_t)pass.count * heads.query, all = (int64_t)pass.count * heads.kv;
     const int64_t keys = w.key.weight.data ? all : 0, values = w.value_norm.data ? keys : 0;
     const Tensor query_norm = w.query_norm, key_norm = w.key_norm, value_norm = w.value_norm;
@@ -356,16 +374,7 @@ void norm_and_rope(M &m, float *query, float *key, float *value, const LayerWeig
         norm_and_rope_head((is_query ? query : key) + head * heads.width, is_query ? query_norm : key_norm,
                            pass.cos_sin + token * heads.rotary, heads.rotary, heads.width, epsilon, team);
     });
-}
-
-// Queries (count, query_heads, D), rotated, of models that keep the scores of long texts sharp (QueryScale).
-template <class M>
-void scale_queries(M &m, float *query, const Pass &pass) {
-    m.for_each((int64_t)pass.count * pass.heads.query, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
-        const int position = pass.spans[item / pass.heads.query].position, width = pass.heads.width;
-        for (int i = team.first(); i < width; i += team.step())
-            query[item * width + i] *= pass.query_scale.at(position, i < pass.heads.rotary);
-    });
+    if (pass.query_scale.needed()) scale_queries(m, query, pass);
 }
 
 // ---- SwiGLU ------------------------------------------------------------------------------------------------
@@ -375,6 +384,16 @@ void scale_queries(M &m, float *query, const Pass &pass) {
 HOST_DEVICE inline float gated(float x, bool gelu) {
     const float z = gelu ? x * (1.5957691f + 0.071354814f * (x * x)) : x;
     return x / (1 + expf(-z));
+}
+
+// x *= by, for `count` numbers.
+template <class M>
+void gate(M &m, float *x, const float *by, int64_t count) {
+    constexpr int piece = 256;
+    m.for_each((count + piece - 1) / piece, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
+        int64_t first = item * piece, end = first + piece < count ? first + piece : count;
+        for (int64_t i = first + team.first(); i < end; i += team.step()) x[i] *= by[i];
+    });
 }
 
 // out = silu(gate) * up (Shazeer 2020), or with GELU in its place, for `count` numbers; `out` may be `gate`.

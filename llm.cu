@@ -96,10 +96,7 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
     float *x = a.x.data(), *normed = a.normed.data(), *gate = a.gate.data(), *up = a.up.data();
     float *query = a.query.data(), *attended = a.attended.data();
     // n = RMSNorm(x), or x itself in models without a norm there.
-    auto norm = [&](const Tensor &weight) -> const float * {
-        if (!weight.data) return x;
-        return best::rms_norm(m, normed, x, weight, count, epsilon), normed;
-    };
+    auto norm = [&](const Tensor &w) { return w.data ? best::rms_norm(m, normed, x, w, count, epsilon), normed : x; };
     // x += W y, or x = (x + RMSNorm(W y)) * scale in models that have a norm there.
     auto add = [&](const float *y, const Linear &matrix, const Tensor &norm, float scale) {
         if (!norm.data) return best::linear(m, y, count, {{matrix, x}}, Into::add);
@@ -119,26 +116,24 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
             float *key = task.keys.start, *value = task.values.start;
             const float *n = norm(w.attention_norm);                                        // n = RMSNorm(x)
             best::linear(m, n, count, {{w.query, query}, {w.key, key}, {w.value, value}});  // q, k, v = W n + b
-            if (w.all_query_norm.data) plain::rms_norm(m, query, query, w.all_query_norm, count, epsilon);
-            if (w.all_key_norm.data) plain::rms_norm(m, key, key, w.all_key_norm, count, epsilon);
-            best::norm_and_rope(m, query, key, value, w, epsilon, pass);  // q and k rotated
-            if (pass.query_scale.needed()) plain::scale_queries(m, query, pass);
+            if (pass.taps) best::gate(m, key, value, (int64_t)count * config.hidden);  // u = b * v
+            else best::norm_and_rope(m, query, key, value, w, epsilon, pass);          // q and k rotated
             if (cached && rows.own) best::store_rows(m, task, pass);      // before a query reads them
-            best::attention(m, task, pass);                               // o = softmax(q K^T / sqrt(D)) V
+            if (pass.taps) best::short_convolution(m, task, pass, w);     // o = c * (taps * u), over the last L
+            else best::attention(m, task, pass);                          // o = softmax(q K^T / sqrt(D)) V
             if (cached && rows.last) best::keep_residual(m, task, pass);  // after all have read: the newest block
             add(attended, w.output, w.attention_out_norm, 1);             // x += W o
             n = norm(w.mlp_norm);                                         // n = RMSNorm(x)
             best::linear(m, n, count, {{w.gate, gate}, {w.up, up}});
             best::swiglu(m, gate, gate, up, (int64_t)count * w.down.weight.cols, config.gelu);
             add(gate, w.down, w.mlp_out_norm, w.scale);  // x += W (silu(W n) * W n)
-            if (!w.per_layer.gate.weight.data) continue;
-            const int width = config.per_layer;  // x += W (gelu(W x) * e), e: the token's embedding for this layer
+            if (!config.per_layer) continue;             // x += W (gelu(W x) * e), e: the token's embedding for this layer
             best::embed(m, normed, model.embedding, (float)config.embedding_scale, pass);
             best::linear(m, normed, count, {{w.per_layer.projection, up}});
             plain::rms_norm(m, up, up, model.layer_norm, count, epsilon * config.hidden);
-            plain::add_layer_embedding(m, up, model.layer_embedding, layer, width, std::sqrt(width / 2.0f), pass);
+            best::add_layer_embedding(m, up, model.layer_embedding, layer, config.per_layer, pass);
             best::linear(m, x, count, {{w.per_layer.gate, gate}});
-            best::swiglu(m, gate, gate, up, (int64_t)count * width, config.gelu);
+            best::swiglu(m, gate, gate, up, (int64_t)count * config.per_layer, config.gelu);
             add(gate, w.per_layer.output, w.per_layer.out_norm, w.per_layer.scale);
         }
     });
@@ -173,7 +168,7 @@ inline std::vector<float> logits(Engine &engine, const std::vector<int> &rows) {
                 best::embed(m, a.picked.data(), x, 1, picked);
                 best::rms_norm(m, a.normed.data(), a.picked.data(), model.final_norm, count, model.config.norm_epsilon);
                 best::linear(m, a.normed.data(), count, {{head, a.logits.data()}});
-                if (cap) plain::cap_logits(m, a.logits.data(), (int64_t)result.size(), cap);
+                if (cap) best::cap_logits(m, a.logits.data(), (int64_t)result.size(), cap);
             });
         },
         *engine.machine);

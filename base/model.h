@@ -83,6 +83,8 @@ struct LayerWeights {
     Linear gate, up;                        // (ffn, hidden)
     Linear down;                            // (hidden, ffn)
     Tensor attention_out_norm, mlp_out_norm;  // (1, hidden): RMSNorm of what is added to x (Gemma 3), absent elsewhere
+    Tensor taps, taps_bias;  // (hidden, L), (1, hidden): of a short convolution (LFM2), whose query, key and value are
+                             // the parts C, B and x of its in_proj, (hidden, hidden) each
     float scale = 1;   // what x is multiplied with at the end of the MLP; where it is not 1, it has an mlp_out_norm
     PerLayer per_layer;
 };
@@ -131,13 +133,15 @@ struct Kind {
     double rope_theta = 0;  // 0: nothing turns, whatever the position
     RopeScaling rope = {};
     int layers = 0;  // that store rows
+    int taps = 0;    // L of a short convolution, which has no keys: 1 head, whose rows are its state, hidden wide; its
+                     // window is L. 0: attention
     int rotary() const { return (int)(key_width * rope.rotary); }
     QueryScale query_scale() const {
         return {(float)(rope.attention_factor * rope.attention_factor), (float)rope.query_growth,
                 std::max(1, rope.original_context)};
     }
-    auto of_rows() const {  // all but that
-        return std::tuple_cat(std::tie(kv_heads, key_width, value_width, window, rope_theta), rope.all());
+    auto of_rows() const {  // all but the layers
+        return std::tuple_cat(std::tie(kv_heads, key_width, value_width, window, rope_theta, taps), rope.all());
     }
 };
 
@@ -171,6 +175,7 @@ struct Config {
     std::vector<int> end_ids;  // generation stops after any of them; empty: it never does
     int bos_id = -1;           // -1: none
     bool qkv_bias = false, output_bias = false, mlp_bias = false, qk_norm = false;
+    bool convolution_bias = false;  // of a convolution's taps and matrices
     const Kind &kind(int layer) const { return kinds[(size_t)rows[(size_t)layer].kind]; }
 };
 
@@ -257,6 +262,10 @@ constexpr Family families[] = {
      "qkv? output? head-norms value-norms norms-after gelu sqrt-hidden unscaled ropes tied some-slide gemma4 "
      "num_kv_shared_layers per_layer_config attention_k_eq_v use_double_wide_mlp hidden_size_per_layer_input "
      "final_logit_softcapping", "Gemma4"},
+    {"Lfm2ForCausalLM", "lfm2",         32,  8,   0,  65536, 128000,   0, 0,  1,  2, 1e-5, 1e6, "head-norms tied lfm2", "",
+     "norm=embedding_norm input_layernorm=operator_norm post_attention_layernorm=ffn_norm q_norm=q_layernorm "
+     "k_norm=k_layernorm o_proj=out_proj mlp.gate_proj=feed_forward.w1 mlp.up_proj=feed_forward.w3 "
+     "mlp.down_proj=feed_forward.w2"},
 };
 // clang-format on
 
@@ -383,12 +392,27 @@ inline void check_heads(const char *name, int heads, const Kind &kind) {
              max_size);
 }
 
+// LFM2's own spellings of sizes. As in Transformers, w1 and w3 have two thirds of the rows that the config names, times
+// a factor, up to a multiple of some number; unless it says that they have as many as it names.
+inline int read_ffn(const Section &config) {
+    const char *key = config.find("block_ff_dim") ? "block_ff_dim" : "intermediate_size";
+    const int named = config.integer(key, 1, max_size);
+    const double factor = config.number("block_ffn_dim_multiplier", 1e-6, 1e6, 1);
+    const int unit = config.integer("block_multiple_of", 1, max_size, 256);
+    if (!config.flag("block_auto_adjust_ff_dim", true)) return named;
+    const double rows = unit * std::ceil(std::floor(factor * (2 * named / 3)) / unit);
+    if (rows < 1 || rows > max_size)
+        fail("%s: %s and block_ffn_dim_multiplier make an MLP of %.0f rows, expected 1 to %d", config.name.c_str(), key,
+             rows, max_size);
+    return (int)rows;
+}
+
 // `kind` is what the layers have in common.
 inline void read_sizes(const Section &config, const Family &family, Config &out, Kind &kind) {
     auto or_none = [](int value) { return value ? std::optional<int>(value) : std::nullopt; };
     out.layers = config.integer("num_hidden_layers", 1, max_layers);
     out.hidden = config.integer("hidden_size", 1, max_size);
-    out.ffn = config.integer("intermediate_size", 1, max_size);
+    out.ffn = family.has("lfm2") ? read_ffn(config) : config.integer("intermediate_size", 1, max_size);
     out.vocabulary = config.integer("vocab_size", 1, max_size, or_none(family.vocabulary));
     out.context = config.integer("max_position_embeddings", 1, 1 << 30, family.context);
     out.heads = config.integer("num_attention_heads", 1, max_size, or_none(family.heads));
@@ -403,7 +427,7 @@ inline void read_sizes(const Section &config, const Family &family, Config &out,
         width = out.hidden / out.heads;
     }
     check_heads(config.name.c_str(), out.heads, kind);
-    out.norm_epsilon = config.number("rms_norm_eps", 1e-30, 1, family.epsilon);
+    out.norm_epsilon = config.number(family.has("lfm2") ? "norm_eps" : "rms_norm_eps", 1e-30, 1, family.epsilon);
 }
 
 // The types that speak of an original context.
@@ -528,6 +552,44 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
     return windows;
 }
 
+// Which layers are short convolutions: LFM2 names them in layer_types, or the others by number.
+inline std::vector<bool> read_convolutions(const Section &config, int layers) {
+    std::vector<bool> convolves((size_t)layers);
+    if (const cJSON *list = config.find("full_attn_idxs")) {
+        if (!cJSON_IsArray(list) || cJSON_GetArraySize(list) > layers)
+            config.refuse("full_attn_idxs", list, formatted("a list of at most %d (num_hidden_layers) layers", layers));
+        convolves.assign((size_t)layers, true);
+        for (const cJSON *item : items_of(list)) {
+            if (!is_whole(item, 0, layers - 1))
+                config.refuse("an entry of full_attn_idxs", item, formatted("a layer from 0 to %d", layers - 1));
+            convolves[(size_t)item->valuedouble] = false;
+        }
+    }
+    const std::vector<const cJSON *> types = config.by_layer("layer_types", layers, " names");
+    for (size_t i = 0; i < types.size(); i++) {
+        const std::string word = cJSON_IsString(types[i]) ? types[i]->valuestring : "";
+        if (word != "conv" && word != "full_attention")
+            config.refuse("an entry of layer_types", types[i], "conv or full_attention");
+        convolves[i] = word == "conv";
+    }
+    if (std::count(convolves.begin(), convolves.end(), false) == 0)
+        fail("%s: all %d layers are convolutions, expected one with attention at least", config.name.c_str(), layers);
+    return convolves;
+}
+
+// LFM2: convolutions, and between them layers that attend alike. Their kind comes first: of it commands say most.
+inline void read_layers_of_lfm2(const Section &config, const Family &family, Kind kind, Config &out) {
+    const int taps = config.integer("conv_L_cache", 1, 1000, 3);
+    Kind convolution;
+    convolution.kv_heads = 1, convolution.key_width = out.hidden, convolution.window = convolution.taps = taps;
+    out.convolution_bias = config.flag("conv_bias", false);
+    kind.value_width = kind.key_width;
+    read_rope(config, family, out.context, kind);
+    out.kinds = {kind};
+    for (bool convolves : read_convolutions(config, out.layers))
+        add_layer(out.kinds, out.rows, convolves ? convolution : kind);
+}
+
 // What differs from layer to layer: window, RoPE, and in Gemma 4 heads, which Transformers 5 writes to
 // per_layer_config. The last num_kv_shared_layers read the rows of others.
 inline void read_layers(const Section &config, const Family &family, const Kind &common, Config &out) {
@@ -638,10 +700,11 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     Kind kind;
     read_sizes(config, family, out, kind);
     refuse_foreign_keys(config, family, out, kind);
-    read_layers(config, family, kind, out);
+    family.has("lfm2") ? read_layers_of_lfm2(config, family, kind, out) : read_layers(config, family, kind, out);
     read_special_ids(whole, config, generation, family, out);
     read_factors(config, family, out);
     out.tied = config.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", family.has("tied")));
+    if (family.has("lfm2")) out.tied = config.flag("tie_embedding", out.tied);
     auto biased = [&](const std::string &what, const char *asked) {
         return family.has(what.c_str()) || (family.has((what + "?").c_str()) && config.flag(asked, false));
     };
@@ -798,51 +861,61 @@ inline void bind_layer_embedding(Binder &binder, Model &model, int vocabulary) {
     model.layer_norm = binder.scaled_norm(binder.prefix + "per_layer_projection_norm", width, std::sqrt(0.5));
 }
 
-inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) {
-    const std::string layer = binder.prefix + "layers." + std::to_string(index) + ".", attention = layer + "self_attn.",
-                      mlp = layer + "mlp.";
+// What of a layer reads n and writes o: its attention.
+inline void bind_attention(Binder &binder, const Config &config, int index, const std::string &layer,
+                           LayerWeights &out) {
+    const std::string attention = layer + "self_attn.";
     const Family &family = *config.family;
     const Kind &kind = config.kind(index);
-    const bool own = config.rows[(size_t)index].own;
+    const bool own = config.rows[(size_t)index].own, qkv = config.qkv_bias;
     const int hidden = config.hidden, width = kind.key_width;
     const int query_width = config.heads * width, kv_width = kind.kv_heads * width;
-    const bool fused = family.has("fused"), before = !family.has("no-norms-before"), after = family.has("norms-after");
-    const int ffn = !own && config.shared_ffn ? config.shared_ffn : config.ffn;
-    LayerWeights out;
-    if (before) out.attention_norm = binder.norm(layer + "input_layernorm", hidden);
-    if (fused) {
-        const Linear all = binder.linear(attention + "qkv_proj", query_width + 2 * kv_width, hidden, config.qkv_bias);
+    if (family.has("fused")) {
+        const Linear all = binder.linear(attention + "qkv_proj", query_width + 2 * kv_width, hidden, qkv);
         out.query = rows_of(all, 0, query_width), out.key = rows_of(all, query_width, kv_width);
         out.value = rows_of(all, query_width + kv_width, kv_width);
     } else {
-        out.query = binder.linear(attention + "q_proj", query_width, hidden, config.qkv_bias);
+        const bool one_for_both = config.keys_are_values && !kind.window;
+        out.query = binder.linear(attention + "q_proj", query_width, hidden, qkv);
+        if (own) out.key = binder.linear(attention + "k_proj", kv_width, hidden, qkv);
+        if (own) out.value = one_for_both ? out.key : binder.linear(attention + "v_proj", kv_width, hidden, qkv);
     }
-    if (own && !fused) {
-        out.key = binder.linear(attention + "k_proj", kv_width, hidden, config.qkv_bias);
-        const bool is_key = config.keys_are_values && !kind.window;
-        out.value = is_key ? out.key : binder.linear(attention + "v_proj", kv_width, hidden, config.qkv_bias);
-    }
-    if (own) {
-        if (config.qk_norm) out.key_norm = binder.norm(attention + "k_norm", width);
-        if (family.has("value-norms")) out.value_norm = binder.made(width, [](int) { return 1.0f; });
-    } else {  // files may have them all the same
-        for (const char *unused : {"k_proj", "v_proj", "k_norm", "v_norm"})
-            binder.taken.insert(binder.named(attention + unused + ".weight"));
-    }
-    out.output = binder.linear(attention + "o_proj", hidden, query_width, config.output_bias);
     if (config.qk_norm) out.query_norm = binder.norm(attention + "q_norm", width);
+    if (config.qk_norm && own) out.key_norm = binder.norm(attention + "k_norm", width);
+    if (family.has("value-norms") && own) out.value_norm = binder.made(width, [](int) { return 1.0f; });
     if (family.has("all-norms")) {
         out.all_query_norm = binder.norm(attention + "q_norm", query_width);
         out.all_key_norm = binder.norm(attention + "k_norm", kv_width);
     }
+    for (const char *unused : {"k_proj", "v_proj", "k_norm", "v_norm"})  // of shared rows, files may have them
+        if (!own) binder.taken.insert(binder.named(attention + unused + ".weight"));
     if (family.has("sinks")) out.sinks = binder.take(attention + "sinks", {config.heads});
-    if (after) {  // Llama's name for the norm before the MLP is that of another one here
-        out.attention_out_norm = binder.norm(layer + "post_attention_layernorm", hidden);
-        out.mlp_out_norm = binder.norm(layer + "post_feedforward_layernorm", hidden);
-    }
-    if (before)
-        out.mlp_norm = binder.norm(layer + (after ? "pre_feedforward_layernorm" : "post_attention_layernorm"), hidden);
-    if (fused) {
+    out.output = binder.linear(attention + "o_proj", hidden, query_width, config.output_bias);
+}
+
+// Or its short convolution. in_proj has the rows of B, of C and of x.
+inline void bind_convolution(Binder &binder, const Config &config, const std::string &layer, int taps,
+                             LayerWeights &out) {
+    const int hidden = config.hidden;
+    const bool bias = config.convolution_bias;
+    const Linear all = binder.linear(layer + "conv.in_proj", 3 * hidden, hidden, bias);
+    out.key = rows_of(all, 0, hidden), out.query = rows_of(all, hidden, hidden);
+    out.value = rows_of(all, 2 * hidden, hidden);
+    out.taps = binder.take(layer + "conv.conv.weight", {hidden, 1, taps});
+    if (bias) out.taps_bias = binder.take(layer + "conv.conv.bias", {hidden});
+    out.output = binder.linear(layer + "conv.out_proj", hidden, hidden, bias);
+}
+
+inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) {
+    const std::string layer = binder.prefix + "layers." + std::to_string(index) + ".", mlp = layer + "mlp.";
+    const Family &family = *config.family;
+    const bool before = !family.has("no-norms-before"), after = family.has("norms-after");
+    const int hidden = config.hidden, taps = config.kind(index).taps;
+    const int ffn = !config.rows[(size_t)index].own && config.shared_ffn ? config.shared_ffn : config.ffn;
+    LayerWeights out;
+    if (taps) bind_convolution(binder, config, layer, taps, out);
+    else bind_attention(binder, config, index, layer, out);
+    if (family.has("fused")) {
         const Linear both = binder.linear(mlp + "gate_up_proj", 2 * ffn, hidden, config.mlp_bias);
         out.gate = rows_of(both, 0, ffn), out.up = rows_of(both, ffn, ffn);
     } else {
@@ -850,6 +923,12 @@ inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) 
         out.up = binder.linear(mlp + "up_proj", ffn, hidden, config.mlp_bias);
     }
     out.down = binder.linear(mlp + "down_proj", hidden, ffn, config.mlp_bias);
+    // Where there are norms after, Llama's name for the one before the MLP is that of another one.
+    if (before) out.attention_norm = binder.norm(layer + "input_layernorm", hidden);
+    if (before)
+        out.mlp_norm = binder.norm(layer + (after ? "pre_feedforward_layernorm" : "post_attention_layernorm"), hidden);
+    if (after) out.attention_out_norm = binder.norm(layer + "post_attention_layernorm", hidden);
+    if (after) out.mlp_out_norm = binder.norm(layer + "post_feedforward_layernorm", hidden);
     if (family.has("gemma4")) bind_per_layer(binder, layer, index, out);
     return out;
 }

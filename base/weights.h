@@ -38,7 +38,7 @@ void for_each_tensor(Model &model, Use use) {
             use(linear->weight, true), use(linear->bias, false);
         for (Tensor *tensor : {&w.attention_norm, &w.query_norm, &w.key_norm, &w.value_norm, &w.all_query_norm,
                                &w.all_key_norm, &w.sinks, &w.mlp_norm, &w.attention_out_norm, &w.mlp_out_norm,
-                               &w.per_layer.out_norm})
+                               &w.per_layer.out_norm, &w.taps, &w.taps_bias})
             use(*tensor, false);
     }
 }

@@ -137,11 +137,11 @@ inline double operations_of(const Model &model, const Layout &layout, int depth,
         for (const Linear *linear : {&w.query, &w.key, &w.value, &w.output, &w.gate, &w.up, &w.down})
             weights += (double)linear->weight.rows * linear->weight.cols;
         Visible visible = visible_of(layout, kind.window);
+        const double numbers = (double)::heads_of(config, kind).query * (kind.key_width + kind.value_width);
         for (int t = depth; t < depth + count; t++)
-            seen += (double)kind.key_width * (t + 1 - visible.first(t) + (visible.dropped(t) ? visible.sinks : 0));
+            seen += numbers * (t + 1 - visible.first(t) + (visible.dropped(t) ? visible.sinks : 0));
     }
-    return 2 * (weights * count + 2 * seen * config.heads +
-                (double)model.head.rows * model.head.cols * heads_of);
+    return 2 * (weights * count + seen + (double)model.head.rows * model.head.cols * heads_of);
 }
 
 // Ids that look like a text to the machine: anything but one row of the embedding again and again.

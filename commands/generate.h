@@ -54,7 +54,7 @@ inline std::vector<CacheShape> cache_shapes(const Options &options, const std::v
     for (const Kind &kind : kinds) {
         shape.layers = kind.layers, shape.kv_heads = kind.kv_heads;
         shape.key_width = kind.key_width, shape.value_width = kind.value_width;
-        shape.local = options.keep_all ? 0 : kind.window;
+        shape.local = options.keep_all ? 0 : kind.window, shape.taps = kind.taps;
         shapes.push_back(shape);
     }
     return shapes;
@@ -172,7 +172,8 @@ inline double layer_read(const CacheShape &shape, const CacheChoice &opened, int
         if (visible.dropped(last)) others += (double)visible.sinks * sizeof(float);
         return width ? rows + width * others : 0;  // MLA: a value is a part of its key
     };
-    return shape.kv_heads * (bytes(opened.type_k, shape.key_width) + bytes(opened.type_v, shape.value_width));
+    return shape.kv_heads * (bytes(precision_of(shape, opened.type_k), shape.key_width) +
+                             bytes(precision_of(shape, opened.type_v), shape.value_width));
 }
 
 inline double cache_read(const Model &model, const Cache &cache, int positions) {
@@ -315,10 +316,13 @@ inline std::vector<Report> kinds_of(const std::vector<Kind> &kinds, const std::v
         Report line;
         line.add("layers", kind.layers + others, counted(kind.layers, "layer"));
         line.show("shared_layers", others, others ? " (and %d that read their rows)" : "");
-        line.add("kv_heads", kind.kv_heads, " x " + counted(kind.kv_heads, "KV head"));
+        line.add("taps", kind.taps);
+        line.add("kv_heads", kind.kv_heads,
+                 kind.taps ? " of short convolutions" : " x " + counted(kind.kv_heads, "KV head"));
         const bool apart = kind.value_width && kind.value_width != kind.key_width;
         line.show("key_width", kind.key_width, " x %d").show("value_width", kind.value_width, apart ? " + %d" : "");
-        line.show("window", kind.window, kind.window ? " numbers, looking back %d" : " numbers");
+        const std::string numbers = kind.taps ? " numbers at f32" : " numbers";
+        line.show("window", kind.window, (numbers + (kind.window ? ", looking back %d" : "")).c_str());
         line.add("positions", kept).add("rows", rows_now(stores[i])).add("bytes", bytes.total());
         line.add("payload_bytes", bytes.payload).add("metadata_bytes", bytes.metadata);
         if (positions) line.say(kept < positions ? formatted(": %d of ", kept) : ": ");

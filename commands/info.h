@@ -41,10 +41,15 @@ inline int run_info(const Options &options) {
     Report report;
     report.add("architecture", sizes.architecture, directory + "\n  architecture   " + sizes.architecture);
 
-    int furthest = 0, windowed = 0, layers = 0;
+    int furthest = 0, windowed = 0, layers = 0, convolving = 0, taps = 0;
     double a_token = 0, whole = 0;  // in f16
     for (const Kind &kind : sizes.kinds) {
-        furthest = std::max(furthest, kind.window), layers += kind.layers, windowed += kind.window ? kind.layers : 0;
+        layers += kind.layers;
+        if (kind.taps) {  // a state does not grow with the text
+            convolving += kind.layers, taps = kind.taps;
+            continue;
+        }
+        furthest = std::max(furthest, kind.window), windowed += kind.window ? kind.layers : 0;
         a_token += 2.0 * kind.layers * kind.kv_heads * (kind.key_width + kind.value_width);
     }
     if (runs) add_config(report, model, furthest, tokenizer_ids);
@@ -68,6 +73,8 @@ inline int run_info(const Options &options) {
                first.value_width ? "" : of_one(", whose values are a part of them (MLA)"));
     if (several) report.say(formatted(" of %zu kinds", sizes.kinds.size()));
     if (windowed) report.say(formatted("; %d of the layers look back %d", windowed, furthest));
+    if (convolving)
+        report.say(formatted("; %d of %d layers are short convolutions of %d positions", convolving, layers, taps));
     const std::vector<Report> kinds = kinds_of(sizes.kinds, sizes.rows, stores, f16, sizes.context);
     const std::string indent(17, ' ');
     report.list("kinds", kinds).say("\n" + lines_of(kinds, indent));

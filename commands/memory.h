@@ -6,7 +6,7 @@
 // What is asked about. A shape by flags is that of a model without weights, whose layers look back to the beginning.
 struct MemoryQuestion {
     std::string model;               // its directory; "": the flags give the shape
-    std::vector<Kind> kinds;         // of the layers with keys and values
+    std::vector<Kind> kinds;         // of the layers that store rows
     std::vector<LayerRows> rows;     // (these layers), of a model
     std::vector<CacheShape> shapes;  // (kind)
     double weights = 0;              // bytes that a decoding step reads of them; 0: not known
@@ -44,6 +44,7 @@ inline MemoryQuestion memory_question(const Options &options) {
 inline double bytes_per_token(const std::vector<CacheShape> &shapes, const CacheChoice &cache) {
     double bytes = 0;
     for (const CacheShape &shape : shapes) {
+        if (shape.taps) continue;  // a state does not grow
         const Layout layout = open_layout(shape, cache.layout);
         auto of = [&](double rows) { return bytes_of(shape, layout, cache.type_k, cache.type_v, rows).total(); };
         bytes += of(1) - of(0);
@@ -174,7 +175,10 @@ inline void add_question(Report &report, const MemoryQuestion &question, const C
     int layers = 0;
     for (const Kind &kind : question.kinds) layers += kind.layers;
     if (!question.model.empty()) report.add("model", question.model, question.model + "\n");
-    report.say("payload = " + std::string(shape.value_width ? "2 (K, V)" : "1 (MLA)"));
+    auto is_state = [](const CacheShape &shape) { return shape.taps > 0; };
+    const bool states = std::any_of(question.shapes.begin(), question.shapes.end(), is_state);
+    const char *vectors = states ? "2 (K, V; states: 1)" : shape.value_width ? "2 (K, V)" : "1 (MLA)";
+    report.say(std::string("payload = ") + vectors);
     if (several) report.say(" x the sum over kinds of layers, x " + counted(shape.sequences, "sequence"));
     report.add("layers", layers, times(layers, "layer"));
     report.add("kv_heads", shape.kv_heads, times(shape.kv_heads, "KV head"));

@@ -14,9 +14,10 @@ inline void blame_cache(Engine &engine, const Cache *cache, const std::vector<in
     if (begin) begin(exact);
     int first = exact.lengths[0];
     const Config &config = engine.model.config;
-    auto look = [&](const char *what, CacheRows CacheView::*side, const Precision &type, int layer, int position) {
+    auto look = [&](const char *what, CacheRows CacheView::*side, const Precision &asked, int layer, int position) {
         const LayerRows &at = config.rows[layer];
         const Store &store = exact.stores[at.kind];
+        const Precision type = precision_of(store.shape, asked);
         const CacheRows &rows = store.view.*side;
         std::vector<float> row((size_t)rows.kv_heads * rows.width);
         engine.memory().read(row.data(), rows.at(at.index, row_of(store, 0, position), 0), rows.stride());

@@ -198,6 +198,7 @@ inline void add_errors(Report &report, const Session &session, const Cache &exac
     auto add_head = [&](auto keys, int layer, int head) {
         stop_if_interrupted();
         const LayerRows &rows = config.rows[layer];
+        if (config.kind(layer).taps) return;  // states are f32 in both
         const Store &store = cache.stores[rows.kind], &true_store = exact.stores[rows.kind];
         const CacheSide<decltype(keys)::value> stored = {cache, store}, true_side = {exact, true_store};
         const Visible visible = visible_of(store.view.layout, config.kinds[rows.kind].window);
@@ -243,6 +244,13 @@ inline int run_show(const Options &given) {
     };
     check("--layer", options.layer, config.layers);
     check("--head", options.head, config.heads);
+    if (config.kind(options.layer).taps) {
+        std::string others;
+        for (int layer = 0; layer < config.layers; layer++)
+            if (!config.kind(layer).taps) others += " " + std::to_string(layer);
+        refuse("--layer", std::to_string(options.layer),
+               "is a short convolution, which has no scores: expected one of" + others);
+    }
     check("--position", options.position, session.prompt);
     if (options.has("--position")) session.tokens.resize(options.position + 1);
     const int last = (int)session.tokens.size() - 1;

@@ -8,7 +8,7 @@ struct CacheSizes {
     std::string architecture, why_not;  // why_not: the line that load_model() fails with; "": it runs
     std::string no_size;                // why nothing below is known; "": it is
     int context = 0;                    // 0: the config does not say
-    std::vector<Kind> kinds;            // of layers with keys and values: not those of linear attention or convolutions
+    std::vector<Kind> kinds;            // not of layers without keys, unless they run here: short convolutions
     std::vector<LayerRows> rows;        // (layers of these kinds)
 };
 

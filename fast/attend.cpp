@@ -745,7 +745,8 @@ void plan(Cpu &m, const std::vector<Pass> &passes, const std::vector<Store> &sto
     if (!m.plan) m.plan = std::make_shared<Plans>();  // its memory is used again
     Plans &plans = *(Plans *)m.plan.get();
     if (plans.size() < passes.size()) plans.resize(passes.size());
-    for (size_t i = 0; i < passes.size(); i++) plan_attention(plans[i], passes[i], stores[i].view, m.threads);
+    for (size_t i = 0; i < passes.size(); i++)
+        if (!passes[i].taps) plan_attention(plans[i], passes[i], stores[i].view, m.threads);
 }
 
 void attention(Cpu &m, const Attention &task, const Pass &pass) {

@@ -46,6 +46,17 @@ inline Shape mixed_shape(int narrow = 7, int wide = 40) {
     return shape;
 }
 
+// The same and three short convolutions, the first layer among them: of the length of `narrow`, or of 4.
+inline Shape convolving_shape(int narrow = 3, int wide = 40) {
+    Shape shape = mixed_shape(7, wide);
+    const Kind states = convolution_of(narrow, 16), others = convolution_of(4, 16);
+    Layer biased = {states};
+    biased.biased = true;
+    shape.list.insert(shape.list.begin() + 4, biased), shape.list.insert(shape.list.begin() + 2, {others});
+    shape.list.insert(shape.list.begin(), {states});
+    return shape;
+}
+
 inline Shape random_shape(Random &random) {
     Shape shape = {0, 32, 48, 4, 0, 0, 29};
     auto coin = [&] { return below(random, 2) == 1; };
@@ -66,6 +77,8 @@ inline Shape random_shape(Random &random) {
         if (what == 1) kind.rope_theta = drawn.rope_theta;
         if (what == 2) kind.rope = drawn.rope;
     }
+    for (Kind &kind : kinds)  // short convolutions are among the kinds of each second model
+        if (below(random, 4) == 0) kind = convolution_of(one_of(random, {1, 2, 3, 3, 4, 7, 33}), shape.hidden);
     shape.qk_norm = coin(), shape.value_norm = coin(), shape.post_norms = coin(), shape.gelu = coin();
     shape.all_norms = below(random, 4) == 0, shape.no_first_norms = shape.post_norms && below(random, 4) == 0;
     if (below(random, 3) == 0) shape.per_layer = 6, shape.shared_ffn = 60;
@@ -74,7 +87,8 @@ inline Shape random_shape(Random &random) {
     for (int layers = 2 + below(random, 5); layers > 0; layers--) {
         const int at = below(random, (int)kinds.size());
         const float scale = shape.post_norms ? (float)random.uniform(0.3, 1) : 1;
-        shape.list.push_back({kinds[at], !begun[at] || below(random, 3) > 0, coin(), scale});
+        const bool own = !begun[at] || kinds[at].taps || below(random, 3) > 0;
+        shape.list.push_back({kinds[at], own, coin() && !kinds[at].taps, scale, coin()});
         begun[at] = true;
     }
     if (coin()) shape.score_scale = random.uniform(0.05, 0.25);

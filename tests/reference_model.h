@@ -15,6 +15,7 @@ inline Doubles times(const Linear &matrix, const Doubles &x) {
     Doubles y((size_t)matrix.weight.rows);
     for (size_t o = 0; o < y.size(); o++)
         for (size_t i = 0; i < x.size(); i++) y[o] += number(matrix.weight, o * x.size() + i) * x[i];
+    for (size_t o = 0; matrix.bias.data && o < y.size(); o++) y[o] += number(matrix.bias, o);
     return y;
 }
 
@@ -87,6 +88,19 @@ inline Doubles attended(const Doubles &query, const KeysAndValues &past, int p, 
     return out;
 }
 
+// What a convolution gives at position p: c times the sum of the last states, `past.keys`, each times its tap.
+inline Doubles convolved(const Doubles &c, const KeysAndValues &past, int p, const LayerWeights &w) {
+    const int taps = (int)w.taps.cols;
+    Doubles out(c.size());
+    for (size_t i = 0; i < out.size(); i++) {
+        if (w.taps_bias.data) out[i] = number(w.taps_bias, i);
+        for (int back = 0; back < std::min(taps, p + 1); back++)
+            out[i] += number(w.taps, i * taps + taps - 1 - back) * past.keys[p - back][i];
+        out[i] *= c[i];
+    }
+    return out;
+}
+
 inline double gate_of(double x, bool gelu) {
     if (gelu) return x / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
     return x / (1 + std::exp(-x));
@@ -121,7 +135,10 @@ inline Doubles logits_of(const Model &model, const std::vector<int> &tokens) {
             const double scale = config.score_scale ? config.score_scale : 1 / std::sqrt((double)kind.key_width);
             const Doubles all = normed(times(w.query, n), w.all_query_norm, epsilon);
             const Doubles query = sharpened(turned(normed(all, w.query_norm, epsilon), kind, p), kind, p);
-            const Doubles out = attended(query, past, p, kind, config.heads, scale, w.sinks);
+            if (kind.taps)
+                for (size_t i = 0; i < hidden; i++) past.keys[p][i] *= past.values[p][i];
+            const Doubles out = kind.taps ? convolved(query, past, p, w)
+                                          : attended(query, past, p, kind, config.heads, scale, w.sinks);
             add(x[p], normed(times(w.output, out), w.attention_out_norm, epsilon));
             const Doubles m = normed(x[p], w.mlp_norm, epsilon), up = times(w.up, m);
             Doubles gate = times(w.gate, m);

@@ -57,6 +57,7 @@ struct Layer {
     Kind kind;  // `layers` is counted
     bool own = true, sinks = false;  // with rows of its own, with learned sinks
     float scale = 1;                 // only with post_norms
+    bool biased = false;             // a convolution
 };
 struct Shape {
     int layers = 2, hidden = 64, ffn = 96, heads = 4, kv_heads = 2, head_dim = 16, vocabulary = 50;
@@ -70,6 +71,10 @@ struct Shape {
 
 inline Kind kind_of(int kv_heads, int width, int window = 0, double theta = 10000) {
     return {kv_heads, width, width, window, theta};
+}
+inline Kind convolution_of(int taps, int hidden) {
+    Kind kind = {1, hidden, 0, taps, 0};
+    return kind.taps = taps, kind;
 }
 
 inline Model random_model(const Shape &shape, uint64_t seed = 1) {
@@ -104,10 +109,11 @@ inline Model random_model(const Shape &shape, uint64_t seed = 1) {
     if (more) model.layer_norm = tensor(1, more, 1, 0.5);
     for (const Layer &layer : layers) {
         const int ffn = !layer.own && shape.shared_ffn ? shape.shared_ffn : shape.ffn;
-        const int width = layer.kind.key_width, all = shape.heads * width, kv_all = layer.kind.kv_heads * width;
+        const int width = layer.kind.key_width, taps = layer.kind.taps;
+        const int all = (taps ? 1 : shape.heads) * width, kv_all = layer.kind.kv_heads * width;
         auto norm = [&](bool wanted, int numbers) { return wanted ? tensor(1, numbers, 1, 0.5) : Tensor{}; };
         LayerWeights w;
-        const bool first = !shape.no_first_norms, all_norms = shape.all_norms;
+        const bool first = !shape.no_first_norms, all_norms = shape.all_norms && !layer.kind.taps;
         w.attention_norm = norm(first, shape.hidden), w.mlp_norm = norm(first, shape.hidden);
         w.all_query_norm = norm(all_norms, all), w.all_key_norm = norm(all_norms && layer.own, kv_all);
         w.query = linear(all, shape.hidden);
@@ -115,8 +121,14 @@ inline Model random_model(const Shape &shape, uint64_t seed = 1) {
         w.output = linear(shape.hidden, all);
         w.gate = linear(ffn, shape.hidden), w.up = linear(ffn, shape.hidden);
         w.down = linear(shape.hidden, ffn);
-        w.query_norm = norm(shape.qk_norm, width), w.key_norm = norm(shape.qk_norm && layer.own, width);
-        w.value_norm = norm(shape.value_norm && layer.own, width);
+        const bool stores = layer.own && !taps;  // keys
+        w.query_norm = norm(shape.qk_norm && !taps, width), w.key_norm = norm(shape.qk_norm && stores, width);
+        w.value_norm = norm(shape.value_norm && stores, width);
+        if (taps) w.taps = tensor(width, taps, 0, 1);
+        if (taps && layer.biased)
+            for (Linear *linear : {&w.query, &w.key, &w.value, &w.output})
+                linear->bias = tensor(1, (int)linear->weight.rows, 0, 1);
+        if (taps && layer.biased) w.taps_bias = tensor(1, width, 0, 1);
         w.attention_out_norm = norm(shape.post_norms, shape.hidden);
         w.mlp_out_norm = norm(shape.post_norms, shape.hidden);
         if (layer.sinks) w.sinks = tensor(1, shape.heads, 0, 3);
@@ -183,7 +195,7 @@ inline Cache cache_for(Engine &engine, const Precision &type_k, const Precision 
         CacheShape &shape = shapes.emplace_back();
         shape = {kind.layers, kind.kv_heads, kind.key_width, kind.value_width, sequences, capacity};
         shape.page = place.page, shape.window = place.window, shape.sinks = place.sinks;
-        shape.local = place.all ? 0 : kind.window, shape.pages = place.pages;
+        shape.local = place.all ? 0 : kind.window, shape.pages = place.pages, shape.taps = kind.taps;
     }
     return ::open_cache(engine.memory(), shapes, place.layout, type_k, type_v);
 }
