@@ -703,7 +703,7 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     family.has("lfm2") ? read_layers_of_lfm2(config, family, kind, out) : read_layers(config, family, kind, out);
     read_special_ids(whole, config, generation, family, out);
     read_factors(config, family, out);
-    out.tied = config.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", family.has("tied")));
+    out.tied = whole.flag("tie_word_embeddings", text_config.object || family.has("tied"));
     if (family.has("lfm2")) out.tied = config.flag("tie_embedding", out.tied);
     auto biased = [&](const std::string &what, const char *asked) {
         return family.has(what.c_str()) || (family.has((what + "?").c_str()) && config.flag(asked, false));

@@ -715,7 +715,8 @@ TEST_CASE("what does not fit, is not supported, or stands twice") {
          {{{"architectures", "[\"GPT2LMHeadModel\"]"}},
           "config.json: architecture GPT2LMHeadModel is not supported: nearest is LlamaForCausalLM, without its "
           "learned positions and LayerNorm; supported are LlamaForCausalLM MistralForCausalLM Ministral3ForCausalLM "
-          "Qwen2ForCausalLM Qwen3ForCausalLM SmolLM3ForCausalLM Olmo2ForCausalLM Phi3ForCausalLM "},
+          "Qwen2ForCausalLM Qwen3ForCausalLM SmolLM3ForCausalLM Olmo2ForCausalLM Phi3ForCausalLM GraniteForCausalLM "
+          "GraniteSWAForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM Lfm2ForCausalLM"},
          {{{"architectures", "[\"LlamaModel\"]"}}, "architecture LlamaModel is not supported"},
          {{{"architectures", ""}, {"model_type", "\"gemma2\""}}, "architecture gemma2 is not supported"},
          {{{"architectures", ""}, {"model_type", "\"LlamaForCausalLM\""}}, "LlamaForCausalLM is not supported"},
@@ -852,7 +853,7 @@ TEST_CASE("keys of the newer families, each with values that make no sense") {
     check_cases("Gemma4ForCausalLM", {{{{"attention_k_eq_v", "true"}, {"num_global_key_value_heads", "0"}},
                                        "num_global_key_value_heads is 0, expected a whole number from 1"}});
     for (const std::string bad : {"[1, 1, 1]", "[1, 1, 1, 1, 1]", "[1, 1, 1, 0]", "[1, 1, 1, -2]", "[1, 1, 1, \"2\"]", "4",
-                                  "{\"a\": 1, \"b\": 1, \"c\": 1, \"d\": 1}", "[1, 1, 1, 1e30]", many.c_str()})
+                                  "[1, 1, 1, 1e30]", "[[1], 1, 1, 1]", "\"1 1 1 1\"", many.c_str()})
         for (const std::string key : {"short_factor", "long_factor"}) {
             const std::string other = key == "short_factor" ? "long_factor" : "short_factor";
             const std::string rope = R"({"type": "longrope", ")" + key + "\": " + bad + ", \"" + other + "\": [1, 1, 1, 1]}";
@@ -1141,7 +1142,7 @@ TEST_CASE("tensors that are not what config.json asks for") {
         {"\"num_key_value_heads\": 2", "\"num_key_value_heads\": 4",
          "k_proj.weight has shape [16, 32], config.json asks for [32, 32]"},
         {"\"num_hidden_layers\": 2", "\"num_hidden_layers\": 9999",
-         "w: tensor model.layers.2.input_layernorm.weight is missing, config.json asks for it (LlamaForCausalLM, "
+         "w: tensor model.layers.2.self_attn.q_proj.weight is missing, config.json asks for it (LlamaForCausalLM, "
          "9999 "
          "layers)"},
         {"\"attention_bias\": false", "\"attention_bias\": true", "q_proj.bias is missing"},
@@ -1233,7 +1234,7 @@ TEST_CASE("the sizes of a cache, also of an architecture that does not run, and 
             "qk_rope_head_dim": 64, "max_position_embeddings": 163840, )" +
              mla + "}",
          "DeepseekV3ForCausalLM 3 layers 1 x 576 + 0 context 163840 windows [0, 0, 0]"},
-        {config_text({{"rope_scaling", R"({"type": "yarn"})"}, {"max_position_embeddings", "99"}}),
+        {config_text({{"rope_scaling", R"({"type": "dynamic"})"}, {"max_position_embeddings", "99"}}),
          "LlamaForCausalLM 2 layers 4 x 8 + 8 context 99 windows [0, 0]"}};
     for (const auto &[config, line] : cases) {
         CacheSizes sizes = read_cache_sizes("config.json", config);
@@ -1496,7 +1497,7 @@ TEST_CASE("the sizes of configs as they are published, or none; never a wrong on
     }
     // Mistral's window stays, whatever else its config is refused for.
     for (const char *why : {"\"a\": 1", R"("quantization_config": {"bits": 4, "quant_method": "awq"})",
-                            R"("rope_scaling": {"type": "yarn", "factor": 4.0})", R"("hidden_act": "gelu")"}) {
+                            R"("rope_scaling": {"type": "dynamic", "factor": 4.0})", R"("hidden_act": "gelu")"}) {
         std::string text = config_text({{"sliding_window", "4096"}}, "MistralForCausalLM");
         CacheSizes sizes = read_cache_sizes("c", replaced(text, "{", std::string("{") + why + ", "));
         CHECK((sizes.kinds.size() == 1 && sizes.kinds[0].window == 4096 && sizes.kinds[0].layers == 2));
