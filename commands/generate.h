@@ -282,7 +282,8 @@ inline std::string positions_stored(const Cache &cache) {
     const int all = cache.lengths[0];
     const Ring *ring = nullptr;
     for (const Store &store : cache.stores) {
-        ring = std::get_if<Ring>(&store.layout);
+        const Ring *other = std::get_if<Ring>(&store.layout);
+        if (!other || !ring || other->slots > ring->slots) ring = other;
         if (!ring) break;
     }
     if (!ring || all <= ring->slots) return ", with " + counted(all, "position") + " stored";

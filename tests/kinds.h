@@ -37,23 +37,15 @@ inline bool finite(const Vector &numbers) {
 
 // ---- Models ------------------------------------------------------------------------------------------------
 
-// All that can be together: layers 0, 3 see all, 1, 2 and 4 look back 7 and 5 looks back 40; 2 reads what 1 stored, 3
-// what 0 did.
+// All that can be together: layers 0, 3 and 7 see all, 1, 2 and 4 look back 7 and 5 looks back 40; 2 reads what 1
+// stored, 3 what 0 did; 6 and 8 are short convolutions.
 inline Shape mixed_shape(int narrow = 7, int wide = 40) {
     Shape shape = {0, 16, 24, 4, 0, 0, 23};
     const Kind global = kind_of(1, 16, 0, 1e6), local = kind_of(2, 10, narrow), other = kind_of(4, 8, wide, 0);
     shape.list = {{global}, {local}, {local, false}, {global, false}, {local, true, true}, {other, true, true}};
-    return shape;
-}
-
-// The same and three short convolutions, the first layer among them: of the length of `narrow`, or of 4.
-inline Shape convolving_shape(int narrow = 3, int wide = 40) {
-    Shape shape = mixed_shape(7, wide);
-    const Kind states = convolution_of(narrow, 16), others = convolution_of(4, 16);
-    Layer biased = {states};
+    Layer biased = {convolution_of(4, 16)};
     biased.biased = true;
-    shape.list.insert(shape.list.begin() + 4, biased), shape.list.insert(shape.list.begin() + 2, {others});
-    shape.list.insert(shape.list.begin(), {states});
+    shape.list.insert(shape.list.end(), {{convolution_of(3, 16)}, {global}, biased});
     return shape;
 }
 

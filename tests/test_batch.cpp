@@ -202,6 +202,12 @@ TEST_CASE("random requests in any company have the text and the logits that each
         models.push_back([=] { return load_model(fixtures + name); });
     models.push_back([] { return random_model({2, 32, 48, 4, 2, 20, 40}); });
     models.push_back([] { return random_model(mixed_shape()); });
+    models.push_back([] {  // as LFM2 has them
+        Shape shape = {0, 16, 24, 4, 0, 0, 23};
+        const Layer states = {convolution_of(3, 16)}, attends = {kind_of(1, 16)};
+        shape.list = {states, attends, states, states, attends};
+        return random_model(shape);
+    });
     std::vector<Engine> engines;
     for (auto &model : models) engines.push_back(engine_of(model(), 1 + (int)engines.size() % 2));
     const int wanted = getenv("REQUESTS") ? atoi(getenv("REQUESTS")) : plain_path ? 150 : 1000;

@@ -59,6 +59,26 @@ TEST_CASE("naive and cached path on the card give the CPU's logits: every family
     }
 }
 
+TEST_CASE("short convolutions on the card give the CPU's logits, in every layout, prefilled, decoded, recorded") {
+    for (DType type : {DType::f32, DType::bf16}) {
+        Shape shape = {0, 64, 96, 4, 0, 0, 50, type};
+        Layer biased = {convolution_of(4, 64)}, states = {convolution_of(3, 64)};
+        biased.biased = true;
+        shape.list = {biased, {kind_of(2, 16)}, states, states};
+        Engine cpu = engine_of(random_model(shape)), card = open_engine(random_model(shape), open_machine("cuda", 1));
+        Tokens tokens = random_tokens(cpu, 45);
+        const double allowed = allowed_error(cpu);
+        const Vector truth = naive_rows(cpu, tokens);
+        CHECK(relative_error(naive_rows(card, tokens), truth) <= allowed);
+        for (const Layout &layout : all_of<Layout>()) {
+            Cache cache = cache_for(card, F32{}, F32{}, 45, {layout, 4, 60, 2}, 2);
+            prefill(card, cache, 1, {1, 2, 3});
+            CHECK(relative_error(cached_rows(card, cache, 0, tokens, 33, 38), truth) <= allowed);
+        }
+        CHECK(recorded(card) > 0);
+    }
+}
+
 // With the same cache both compute the same but for rounding: a stored number may fall on the other side of a border
 // between two codes, which moves it by one step; that is a relative 2 u of the number, or of the largest in its group.
 TEST_CASE("every layout and precision on the card is close to the same on the CPU") {

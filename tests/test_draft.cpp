@@ -143,6 +143,26 @@ TEST_CASE("the draft's cache goes back where its guesses were wrong, and begins 
     }
 }
 
+TEST_CASE("guesses that were wrong are gone from a convolution's state") {
+    Shape shape = {0, 16, 24, 4, 0, 0, 23};
+    const Layer states = {convolution_of(3, 16)}, attends = {kind_of(1, 16)};
+    shape.list = {states, attends, states};
+    Engine engine = engine_of(random_model(shape));
+    const Tokens prompt = random_tokens(engine, 45);
+    for (const Precision &type : {Precision(F32{}), Precision(Int4{})})
+        for (const Place &place : {Place{}, paged(1), paged(3), paged(16), paged(32), ring(60, 2)})
+            for (int most : {1, 2, 3, 4}) {
+                CAPTURE(std::string(name_of(type)) + " " + place.name() + " " + std::to_string(most));
+                Cache plain = cache_for(engine, type, type, 300, place);
+                Cache cache = cache_for(engine, type, type, 300, place);
+                Drafter drafter = drafter_of(engine, random_model(shape, 2), most);
+                const Text expected = plainly(engine, plain, prompt, {}, 120);
+                const Text found = with_guesses(engine, cache, drafter, prompt, {}, 120);
+                CHECK((found.tokens == expected.tokens && same_bits(found.rows, expected.rows)));
+                CHECK(guessed_in(drafter) - right_in(drafter) > 30);
+            }
+}
+
 TEST_CASE("each seed has its text, with guesses and without (vLLM 13196)") {
     Engine engine = engine_of(small_model());
     std::vector<Tokens> texts;

@@ -549,6 +549,45 @@ TEST_CASE("the formula is a sum over kinds of layers: Gemma 3 1B from its config
           std::floor(rest / 4096));
 }
 
+// LFM2-1.2B: 6 layers of 8 KV heads of 64; the 10 others keep 3 states of 2,048 numbers in f32, and rows to spare.
+TEST_CASE("a state has one size: LFM2-1.2B from its config.json") {
+    Scratch scratch;
+    spill(scratch / "config.json", R"({"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2",
+        "block_ff_dim": 12288, "conv_L_cache": 3, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048,
+        "max_position_embeddings": 128000, "num_attention_heads": 32, "num_hidden_layers": 16,
+        "num_key_value_heads": 8, "rope_theta": 1000000.0, "vocab_size": 65536})");
+    const std::pair<const char *, double> rows[] = {{"f32", 256}, {"f16", 128}, {"int8", 66}, {"int4", 40}};  // bytes
+    for (const int positions : {1000, 32768, 128000})
+        for (const auto &[type, bytes] : rows) {
+            const std::string flags = "-m " + scratch.str() + formatted(" -c %d --kv %s", positions, type);
+            Json root = memory(flags);
+            for_each_type<Layout>([&](auto layout) {
+                const cJSON *item = row(root, layout.name, type);
+                const bool paged = std::string(layout.name) == "paged";
+                const double pages = (3 + 128 + 30) / 16 + 2;
+                const double table = paged ? std::ceil(positions / 16.0) + 2 * pages : 0;
+                CHECK(number(item, "kinds.1.payload_bytes") == 10 * 3 * 2048 * 4);
+                CHECK(number(item, "kinds.1.metadata_bytes") ==
+                      10 * ((paged ? 16 * pages : 160) - 3) * 2048 * 4 + 4 * table);
+                const char *keys[] = {"layers", "taps", "key_width", "value_width", "window", "positions"};
+                const double values[] = {10, 3, 2048, 0, 3, 3};
+                for (int i = 0; i < 6; i++) CHECK(number(item, std::string("kinds.1.") + keys[i]) == values[i]);
+                CHECK(number(item, "kinds.0.taps") == 0);
+                CHECK(number(item, "bytes_per_token") == 6 * 2 * 8 * bytes);
+            });
+        }
+    const std::string flags = "-m " + scratch.str() + " -c 32768";
+    Json f16 = memory(flags + " --kv f16");
+    CHECK(number(f16, "payload_bytes") == 384 * MiB + 240 * 1024);
+    CHECK(number(row(f16, "contiguous", "f16"), "bytes_read_per_token") == 384 * MiB + 240 * 1024);
+    const std::string states = "10 layers of short convolutions x 2048 numbers at f32, looking back 3: ";
+    check_contains(run_line("memory " + flags).out, "payload = 2 (K, V; states: 1) x",
+                   "\n  6 layers x 8 KV heads x 64 numbers: 32768 positions, 384 MiB\n",
+                   "\n  " + states + "3 of 32768 positions, 240 KiB + 12.3 MiB of metadata\n");
+    check_contains(run_line("info -m " + scratch.str()).out, states,
+                   "; 10 of 16 layers are short convolutions of 3 positions\n", "12 KiB a token in f16");
+}
+
 TEST_CASE("layers that read rows of others are counted where they read, not where rows are stored") {
     Scratch scratch;
     spill(scratch / "config.json", R"({"model_type": "gemma4_text", "num_hidden_layers": 4, "hidden_size": 64,

@@ -428,6 +428,66 @@ TEST_CASE("kinds of layers: defaults, both spellings, a config inside another") 
           shape + " bos 100257 end [100257] windows [128, 128, 128, 128, 128, 128, 0] embedding x 12 scores x 1 tied");
 }
 
+// Of Lfm2Config and Lfm2MLP, 5.24.
+TEST_CASE("short convolutions: defaults, both spellings, which layers, the rows of the MLP") {
+    auto lfm2 = [&](const Keys &keys) { return parse(config_text(keys, "Lfm2ForCausalLM")); };
+    const std::string sizes = "lfm2 2 x 64 heads 8 / 4 x 8 vocab 100 context 128000 eps 1e-05 theta 1e+06",
+                      mixed = " windows [3, 0] and 1 x 64 and theta 0 norms tied";
+    CHECK(summary(lfm2({})) == sizes + " norms tied");
+    CHECK(summary(lfm2({{"layer_types", R"(["conv", "full_attention"])"}})) == sizes + mixed);
+    CHECK(summary(lfm2({{"full_attn_idxs", "[1]"}})) == sizes + mixed);
+    CHECK(summary(lfm2({{"full_attn_idxs", "[0, 1]"}, {"layer_types", R"(["conv", "full_attention"])"}})) ==
+          sizes + mixed);
+    CHECK(summary(lfm2({{"full_attn_idxs", "[1]"}, {"conv_L_cache", "7"}, {"tie_embedding", "false"},
+                        {"norm_eps", "1e-6"}, {"rope_theta", "500"}})) ==
+          replaced(replaced(sizes, " eps 1e-05", ""), "1e+06", "500") + " windows [7, 0] and 1 x 64 and theta 0 norms");
+    const Config c = lfm2({{"full_attn_idxs", "[1]"}, {"conv_bias", "true"}});
+    CHECK((c.convolution_bias && c.kinds[0].taps == 0 && c.kinds[1].taps == 3 && c.kinds[1].value_width == 0));
+    CHECK((c.rows[0].kind == 1 && c.rows[1].kind == 0 && c.kinds[0].layers == 1 && c.kinds[1].layers == 1));
+    const std::pair<Keys, int> rows[] = {
+        {{}, 256},
+        {{{"block_multiple_of", "10"}}, 90},  // 85 of 128
+        {{{"block_multiple_of", "10"}, {"block_ffn_dim_multiplier", "1.5"}}, 130},
+        {{{"block_multiple_of", "5"}}, 85},
+        {{{"block_auto_adjust_ff_dim", "false"}}, 128},
+        {{{"block_ff_dim", "12288"}}, 8192},
+        {{{"block_ff_dim", "12288"}, {"intermediate_size", ""}, {"block_auto_adjust_ff_dim", "false"}}, 12288}};
+    for (const auto &[keys, ffn] : rows) CHECK(lfm2(keys).ffn == ffn);
+
+    const std::string words = "an entry of layer_types is ", conv = ", expected conv or full_attention";
+    check_cases("Lfm2ForCausalLM",
+                {{{{"conv_L_cache", "0"}}, "config.json: conv_L_cache is 0, expected a whole number from 1 to 1000"},
+                 {{{"conv_L_cache", "-3"}}, "conv_L_cache is -3"},
+                 {{{"conv_L_cache", "1e9"}}, "conv_L_cache is 1000000000"},
+                 {{{"conv_L_cache", "2.5"}}, "conv_L_cache is 2.5"},
+                 {{{"conv_L_cache", "\"3\""}}, "conv_L_cache is \"3\""},
+                 {{{"conv_bias", "1"}}, "config.json: conv_bias is 1, expected true or false"},
+                 {{{"layer_types", R"(["conv"])"}}, R"(layer_types is ["conv"], expected a list of 2)"},
+                 {{{"layer_types", R"(["conv", "conv", "full_attention"])"}}, "expected a list of 2"},
+                 {{{"layer_types", "\"conv\""}}, "expected a list of 2"},
+                 {{{"layer_types", R"(["conv", "mamba"])"}}, words + "\"mamba\"" + conv},
+                 {{{"layer_types", R"(["sliding_attention", "conv"])"}}, words + "\"sliding_attention\"" + conv},
+                 {{{"layer_types", R"([1, "conv"])"}}, words + "1" + conv},
+                 {{{"layer_types", R"(["conv", "conv"])"}},
+                  "config.json: all 2 layers are convolutions, expected one with attention at least"},
+                 {{{"full_attn_idxs", "[]"}}, "all 2 layers are convolutions"},
+                 {{{"full_attn_idxs", "1"}}, "full_attn_idxs is 1, expected a list of at most 2"},
+                 {{{"full_attn_idxs", "[0, 1, 1]"}}, "full_attn_idxs is [0,1,1], expected a list of at most 2"},
+                 {{{"full_attn_idxs", "[2]"}}, "an entry of full_attn_idxs is 2, expected a layer from 0 to 1"},
+                 {{{"full_attn_idxs", "[-1]"}}, "an entry of full_attn_idxs is -1"},
+                 {{{"full_attn_idxs", "[\"1\"]"}}, "an entry of full_attn_idxs is \"1\""},
+                 {{{"block_ff_dim", "0"}}, "block_ff_dim is 0"},
+                 {{{"block_multiple_of", "0"}}, "block_multiple_of is 0"},
+                 {{{"block_multiple_of", "true"}}, "block_multiple_of is true"},
+                 {{{"block_ffn_dim_multiplier", "-1"}}, "block_ffn_dim_multiplier is -1"},
+                 {{{"block_ffn_dim_multiplier", "\"1\""}}, "block_ffn_dim_multiplier is \"1\""},
+                 {{{"block_ffn_dim_multiplier", "1e6"}}, "make an MLP of 85000192 rows, expected 1 to 16777216"},
+                 {{{"block_ff_dim", "1"}}, "make an MLP of 0 rows"},
+                 {{{"block_auto_adjust_ff_dim", "1"}}, "block_auto_adjust_ff_dim is 1, expected true or false"},
+                 {{{"tie_embedding", "0"}}, "tie_embedding is 0, expected true or false"},
+                 {{{"norm_eps", "0"}}, "norm_eps is 0"}});
+}
+
 TEST_CASE("end ids: generation_config.json goes before config.json") {
     std::string config = config_text({{"eos_token_id", "[3, 4]"}, {"bos_token_id", "9"}});
     const std::pair<const char *, std::vector<int>> cases[] = {{"", {3, 4}},
