@@ -475,6 +475,7 @@ inline void read_rope(const Section &config, const Family &family, int context, 
         rope = config.section("rope_parameters");
         if (by_kind) rope = rope.section(local ? "sliding_attention" : "full_attention");
     }
+    if (family.has("llama_4_scaling_beta") && !rope.object) config.need("rope_parameters");  // or YaRN by 16
     const char *name = rope.name.c_str();
     for (const cJSON *item : items_of(rope.object))
         if (cJSON_IsObject(item))

@@ -169,6 +169,7 @@ std::string summary(const Config &c) {
 
 struct Expected {
     std::string name, sizes, rest = " float32";
+    int context = 128;
 };
 
 const Expected expected[] = {
@@ -201,6 +202,47 @@ const Expected expected[] = {
      "embedding x 4 scores x 1 gelu norms tied bfloat16"},
     {"granite_swa", "granite_swa 4 x 24 heads 4 / 2 x 6 vocab 64",
      " eps 1e-05 theta 0 windows [0, 7, 7, 7] and theta 10000 and theta 500 embedding x 3 scores x 0.25 tied float32"},
+    {"smollm3", "smollm3 4 x 16 heads 4 / 2 x 4 vocab 64",
+     " theta 2e+06 and theta 0 tied float32"},
+    {"smollm3_list", "smollm3 4 x 16 heads 4 / 2 x 4 vocab 64",
+     " theta 0 and theta 2e+06 float32"},
+    {"granite", "granite 4 x 16 heads 4 / 2 x 4 vocab 64",
+     " eps 2.06612e-05 embedding x 2.27273 scores x 0.25 logits x 2 qkv output mlp float32"},
+    {"granite_swa_scaled", "granite_swa 4 x 16 heads 4 / 2 x 4 vocab 64",
+     " eps 0.000206612 theta 0 windows [0, 7, 7, 7] and theta 10000 and theta 500 embedding x 2.27273 scores x "
+     "0.25 logits x 2 float32"},
+    {"phi3", "phi3 2 x 32 heads 4 / 2 x 8 vocab 64",
+     " eps 1e-05 theta 100 rotary 0.75 windows [7, 7] tied float32"},
+    {"phi3_longrope_short", "phi3 2 x 32 heads 2 / 1 x 16 vocab 64",
+     " eps 1e-05 theta 1000 longrope (1 .. 1.25 of 6, 1.2 .. 3.7, 128) attention x 1.13389 rotary 0.75 float32", 512},
+    {"phi3_longrope_long", "phi3 2 x 32 heads 2 / 1 x 16 vocab 64",
+     " eps 1e-05 theta 1000 longrope (1 .. 1.25 of 6, 1.2 .. 3.7, 40) attention x 1.14687 rotary 0.75 tied "
+     "float32"},
+    {"olmo2", "olmo2 4 x 16 heads 4 / 2 x 4 vocab 64",
+     " eps 0.01 float32"},
+    {"ministral3", "ministral3 2 x 32 heads 2 / 1 x 16 vocab 64",
+     " eps 1e-05 theta 100 yarn / 8 (1 32 16) queries grow by 0.1 float32"},
+    {"ministral3_vision", "ministral3 2 x 32 heads 2 / 1 x 16 vocab 64",
+     " eps 1e-05 theta 100 yarn / 8 (1 32 16) queries grow by 0.1 tied bfloat16"},
+    {"mistral3_vision", "mistral 2 x 32 heads 2 / 1 x 16 vocab 64",
+     " theta 1e+09 bfloat16"},
+    {"qwen2_yarn", "qwen2 2 x 32 heads 2 / 1 x 16 vocab 64",
+     " theta 100 yarn / 4 (1 32 32) attention x 1.13863 qkv float32"},
+    {"qwen3_yarn_plain", "qwen3 2 x 32 heads 2 / 1 x 16 vocab 64",
+     " theta 1000 yarn / 2 (0.5 4 64 not truncated) attention x 1.3 norms tied float32"},
+    {"gemma4", "gemma4_text 5 x 16 heads 2 / 1 x 8 vocab 64",
+     " eps 0.01 windows [7, 0, 7, 7, 0] and 1 x 16 and theta 1e+06 turns 0.25 3 reads 0:1 4 reads 1:0 embedding "
+     "x 4 scores x 1 logits below 3 shared ffn 32 8 per layer of 64 ids gelu norms tied float32"},
+    {"gemma4_vision", "gemma4_text 5 x 16 heads 2 / 1 x 8 vocab 64",
+     " eps 0.01 windows [7, 0, 7, 7, 0] and 1 x 16 and theta 1e+06 turns 0.25 3 reads 0:1 4 reads 1:0 embedding "
+     "x 4 scores x 1 logits below 3 shared ffn 32 8 per layer of 64 ids gelu norms tied bfloat16"},
+    {"gemma4_k_eq_v", "gemma4_text 4 x 16 heads 4 / 2 x 8 vocab 64",
+     " eps 0.01 windows [7, 0, 7, 0] and 1 x 16 and theta 1e+06 turns 0.25 embedding x 4 scores x 1 logits "
+     "below 3 keys are values gelu norms tied bfloat16"},
+    {"lfm2", "lfm2 5 x 16 heads 2 / 1 x 8 vocab 64",
+     " eps 1e-05 windows [3, 0, 3, 0, 3] and 1 x 16 and theta 0 norms tied float32"},
+    {"lfm2_bias", "lfm2 5 x 16 heads 4 / 2 x 4 vocab 64",
+     " eps 1e-05 windows [4, 0, 4, 0, 4] and 1 x 16 and theta 0 norms bfloat16"},
     {"head_dim_64", "llama 1 x 16 heads 2 / 1 x 64 vocab 64"},
     {"head_dim_80", "llama 1 x 16 heads 2 / 1 x 80 vocab 64"},
     {"head_dim_96", "llama 1 x 16 heads 2 / 1 x 96 vocab 64"},
@@ -240,8 +282,40 @@ std::map<std::string, Tensor> by_name(const Model &model) {
             const int64_t rows = query.rows + layer.key.weight.rows + layer.value.weight.rows;
             all[prefix + "self_attn.qkv_proj.weight"] = {query.data, query.type, rows, query.cols};
             all[prefix + "mlp.gate_up_proj.weight"] = {gate.data, gate.type, 2 * gate.rows, gate.cols};
+            for (const char *part : {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj",
+                                     "mlp.up_proj"})
+                all.erase(prefix + part + ".weight");
+        }
+        if (layer.key.weight.data == layer.value.weight.data) all.erase(prefix + "self_attn.v_proj.weight");
+        if (family.has("lfm2")) {
+            const std::pair<const char *, const char *> names[] = {
+                {"input_layernorm.weight", "operator_norm.weight"},
+                {"post_attention_layernorm.weight", "ffn_norm.weight"},
+                {"self_attn.q_norm.weight", "self_attn.q_layernorm.weight"},
+                {"self_attn.k_norm.weight", "self_attn.k_layernorm.weight"},
+                {"mlp.gate_proj.weight", "feed_forward.w1.weight"},
+                {"mlp.up_proj.weight", "feed_forward.w3.weight"},
+                {"mlp.down_proj.weight", "feed_forward.w2.weight"},
+                {"self_attn.o_proj.weight", layer.taps.data ? "conv.out_proj.weight" : "self_attn.out_proj.weight"},
+                {"self_attn.o_proj.bias", "conv.out_proj.bias"}};
+            for (const auto &[ours, theirs] : names) {
+                all[prefix + theirs] = all[prefix + ours];
+                all.erase(prefix + ours);
+            }
+            Tensor in = layer.key.weight, bias = layer.key.bias;  // of B, and those of C and x lie behind it
+            in.rows *= 3, bias.cols *= 3;
+            all[prefix + "conv.in_proj.weight"] = in, all[prefix + "conv.in_proj.bias"] = bias;
+            all[prefix + "conv.conv.weight"] = layer.taps, all[prefix + "conv.conv.bias"] = layer.taps_bias;
+            if (layer.taps.data)
+                for (const char *part : {"q_proj", "k_proj", "v_proj"})
+                    for (const char *what : {".weight", ".bias"}) all.erase(prefix + "self_attn." + part + what);
+            else
+                all[prefix + "conv.in_proj.weight"] = all[prefix + "conv.in_proj.bias"] = {};
+            all["model.embedding_norm.weight"] = model.final_norm;
+            all.erase("model.norm.weight");
         }
         if (!model.config.per_layer) continue;
+        all["model.per_layer_projection_norm.weight"] = model.layer_norm;
         const PerLayer &more = layer.per_layer;
         const Tensor &first = model.layers[0].per_layer.projection.weight;  // those of all layers lie behind it
         all["model.per_layer_model_projection.weight"] = {
@@ -255,7 +329,11 @@ std::map<std::string, Tensor> by_name(const Model &model) {
 }
 
 TEST_CASE("every fixture loads with its sizes, and with what it is there for") {
-    const std::string vision = "multi_modal_projector.mm_input_projection_weight and 22 others";
+    std::map<std::string, std::string> beside = {
+        {"gemma3_vision", "multi_modal_projector.mm_input_projection_weight and 22 others"},
+        {"ministral3_vision", "multi_modal_projector.linear_1.weight and 14 others"},
+        {"mistral3_vision", "multi_modal_projector.linear_1.weight and 14 others"},
+        {"gemma4_vision", "model.audio_tower.layers.0.feed_forward1.ffw_layer_1.input_max and 113 others"}};
     size_t directories = 0;
     for (const auto &entry : fs::directory_iterator(fixtures)) directories += entry.is_directory();
     CHECK(directories == std::size(expected));
@@ -263,14 +341,14 @@ TEST_CASE("every fixture loads with its sizes, and with what it is there for") {
         CAPTURE(want.name);
         Model model = load_model(fixtures + want.name);
         const Config &config = model.config;
-        CHECK(summary(config) == want.sizes + " context 128" + want.rest);
+        CHECK(summary(config) == want.sizes + formatted(" context %d", want.context) + want.rest);
         CHECK(model.layers.size() == (size_t)config.layers);
         CHECK(config.rows.size() == (size_t)config.layers);
         CHECK((model.head.data == model.embedding.data) == config.tied);
         CHECK(config.dtype == std::vector<std::string>{"float32", "float16", "bfloat16"}[(size_t)model.embedding.type]);
         const Family &family = *config.family;
         CHECK(model.copies.empty() == (!family.has("one-plus") && !family.has("value-norms") && config.logit_scale == 1));
-        CHECK(model.beside == (want.name == "gemma3_vision" ? vision : ""));
+        CHECK(model.beside == beside[want.name]);
         const LayerWeights &layer = model.layers.back();
         CHECK(layer.query.weight.rows == config.heads * config.kind(config.layers - 1).key_width);
         CHECK(layer.down.weight.cols == (config.shared_ffn ? config.shared_ffn : config.ffn));
@@ -294,13 +372,23 @@ TEST_CASE("every tensor holds the values Transformers finds under its name") {
             const Tensor &tensor = tensors[item->string];
             REQUIRE(tensor.data);
             const int64_t count = tensor.rows * tensor.cols;
+            const std::string name = item->string;
+            const bool layers = name == "model.per_layer_projection_norm.weight", last = name == "model.norm.weight";
+            const double factor = layers ? std::sqrt(0.5) : last ? model.config.logit_scale : 1;
+            auto number = [&](int64_t i) { return value_at(tensor, i) / factor; };
             double sum = 0, largest = 0;
             for (int64_t i = 0; i < count; i++) {
-                sum += value_at(tensor, i);
-                largest = std::max(largest, std::fabs(value_at(tensor, i)));
+                sum += number(i);
+                largest = std::max(largest, std::fabs(number(i)));
             }
-            CHECK(value_at(tensor, 0) == cJSON_GetArrayItem(item, 0)->valuedouble);
-            CHECK(value_at(tensor, count - 1) == cJSON_GetArrayItem(item, 1)->valuedouble);
+            if (factor != 1) {  // a norm that was scaled: float32 numbers once more
+                CHECK(number(0) == doctest::Approx(cJSON_GetArrayItem(item, 0)->valuedouble).epsilon(1e-6));
+                CHECK(sum == doctest::Approx(cJSON_GetArrayItem(item, 2)->valuedouble).epsilon(1e-6));
+                seen.insert(item->string);
+                continue;
+            }
+            CHECK(number(0) == cJSON_GetArrayItem(item, 0)->valuedouble);
+            CHECK(number(count - 1) == cJSON_GetArrayItem(item, 1)->valuedouble);
             // Both sums are of the same numbers in double: count * 2^-53 of their size, and a good deal of slack.
             CHECK(std::fabs(sum - cJSON_GetArrayItem(item, 2)->valuedouble) <= 1e-12 * (double)count * largest);
             seen.insert(item->string);

@@ -4,8 +4,8 @@
     python3 weights_tools/make_fixtures.py [--out tests/fixtures/models] [--only NAME ...]
 
 Needs torch and transformers (made with 5.24, but head_dim_* and those before qwen2_window_16 with 5.23). Each directory
-is laid out as a downloaded checkpoint (config.json, generation_config.json, model.safetensors or shards with an index; no tokenizer:
-prompts are ids) and holds
+is laid out as a downloaded checkpoint (config.json, generation_config.json, model.safetensors or shards with an index;
+no tokenizer: prompts are ids) and holds
 
     expected.json        prompt_ids (P of them), greedy_ids (the next G by argmax: 16, or as many as `greedy` says),
                          weights: first value, last value and sum of every tensor (after layer 0, which has the same
