@@ -38,6 +38,7 @@ TEST_CASE("for every family, naive is Transformers in float32, and cached is nai
         Tokens tokens = prompt;
         tokens.insert(tokens.end(), greedy.begin(), greedy.end());
         tokens.resize(reference.size() / engine.model.config.vocabulary);
+        expect_positions(engine, (int)tokens.size());
         Vector naive = naive_rows(engine, tokens);
         CHECK(relative_error(naive, reference) <= 1e-5);
         CHECK(greedy_naive(engine, prompt, count) == greedy);
@@ -78,7 +79,7 @@ TEST_CASE("layouts give the same logits bit for bit at equal precision, for ever
         CAPTURE(name);
         Engine engine = engine_of(fixtures + name);
         check(engine, Int4{}, F16{});
-        if (has("llama_gqa_9_on_3 qwen3_layer_types gemma3 gemma4_shared granite_swa", name))
+        if (has("llama_gqa_9_on_3 qwen3_layer_types gemma3 gemma4 granite_swa phi3 olmo2 ministral3 lfm2", name))
             for_each_pair([&](const Precision &k, const Precision &v) { check(engine, k, v); });
     }
 }
@@ -86,7 +87,8 @@ TEST_CASE("layouts give the same logits bit for bit at equal precision, for ever
 TEST_CASE("a cached ring is the naive path over the same positions, far behind the window and the model's context") {
     const int count = 300, decoded = 200;  // the fixtures' context is 128
     for (std::string name : {"llama_gqa_9_on_3", "qwen3", "qwen3_layer_types", "llama_bf16", "llama_rope_llama3",
-                             "gemma3", "gemma4_shared", "granite_swa"}) {
+                             "gemma3", "gemma4_shared", "granite_swa", "phi3_longrope_short", "qwen2_yarn", "ministral3",
+                             "lfm2", "gemma4"}) {
         Engine engine = engine_of(fixtures + name);
         Tokens tokens = random_tokens(engine, count);
         for (int window : {1, 31, 64, 100}) {
