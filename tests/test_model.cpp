@@ -350,7 +350,8 @@ TEST_CASE("every fixture loads with its sizes, and with what it is there for") {
         CHECK(model.copies.empty() == (!family.has("one-plus") && !family.has("value-norms") && config.logit_scale == 1));
         CHECK(model.beside == beside[want.name]);
         const LayerWeights &layer = model.layers.back();
-        CHECK(layer.query.weight.rows == config.heads * config.kind(config.layers - 1).key_width);
+        const Kind &kind = config.kind(config.layers - 1);
+        CHECK(layer.query.weight.rows == (kind.taps ? 1 : config.heads) * kind.key_width);
         CHECK(layer.down.weight.cols == (config.shared_ffn ? config.shared_ffn : config.ffn));
         CHECK(model.final_norm.rows == 1);
         CHECK(model.final_norm.cols == config.hidden);
@@ -1393,7 +1394,7 @@ TEST_CASE("the sizes of a cache, also of an architecture that does not run, and 
     for (const Expected &want : expected) {  // one that runs: what runs
         CacheSizes sizes = load_cache_sizes(fixtures + want.name);
         Config c = load_config(fixtures + want.name);
-        CHECK(sizes_of(sizes) == sizes_of({c.architecture, "", "", 128, c.kinds, c.rows}));
+        CHECK(sizes_of(sizes) == sizes_of({c.architecture, "", "", want.context, c.kinds, c.rows}));
         CHECK(sizes.why_not == "");
     }
     Scratch scratch;
