@@ -187,12 +187,52 @@ const Expected expected[] = {
      "embedding x 4 scores x 1 gelu norms tied bfloat16"},
     {"granite_swa", "granite_swa 4 x 24 heads 4 / 2 x 6 vocab 64",
      " eps 1e-05 theta 0 windows [0, 7, 7, 7] and theta 10000 and theta 500 embedding x 3 scores x 0.25 tied float32"},
+    {"lfm2", "lfm2 5 x 16 heads 2 / 1 x 8 vocab 64",
+     " eps 1e-05 windows [3, 0, 3, 0, 3] and 1 x 16 and theta 0 norms tied float32"},
+    {"lfm2_bias", "lfm2 5 x 16 heads 4 / 2 x 4 vocab 64",
+     " eps 1e-05 windows [4, 0, 4, 0, 4] and 1 x 16 and theta 0 norms bfloat16"},
     {"head_dim_64", "llama 1 x 16 heads 2 / 1 x 64 vocab 64"},
     {"head_dim_80", "llama 1 x 16 heads 2 / 1 x 80 vocab 64"},
     {"head_dim_96", "llama 1 x 16 heads 2 / 1 x 96 vocab 64"},
     {"head_dim_128", "llama 1 x 16 heads 2 / 1 x 128 vocab 64"},
     {"head_dim_256", "llama 1 x 16 heads 2 / 1 x 256 vocab 64"},
 };
+
+// The same under LFM2's names. A convolution's in_proj has the parts that the model has as key, query and value.
+std::map<std::string, Tensor> named_by_lfm2(const Model &model, const std::map<std::string, Tensor> &all) {
+    const std::pair<const char *, const char *> names[] = {
+        {"model.norm", "model.embedding_norm"},        {"input_layernorm", "operator_norm"},
+        {"post_attention_layernorm", "ffn_norm"},      {"mlp.gate_proj", "feed_forward.w1"},
+        {"mlp.down_proj", "feed_forward.w2"},          {"mlp.up_proj", "feed_forward.w3"},
+        {"self_attn.o_proj", "self_attn.out_proj"},    {"self_attn.q_norm", "self_attn.q_layernorm"},
+        {"self_attn.k_norm", "self_attn.k_layernorm"}};
+    std::map<std::string, Tensor> renamed;
+    for (const auto &[given, tensor] : all) {
+        std::string name = given;
+        for (const auto &[llama, lfm2] : names)
+            if (contains(name, llama)) name = replaced(name, llama, lfm2);
+        renamed[name] = tensor;
+    }
+    for (size_t i = 0; i < model.layers.size(); i++) {
+        const LayerWeights &layer = model.layers[i];
+        const std::string prefix = "model.layers." + std::to_string(i) + ".", attention = prefix + "self_attn.";
+        if (!layer.taps.data) continue;
+        for (const char *name : {"q_proj", "k_proj", "v_proj", "out_proj"})
+            for (const char *part : {".weight", ".bias"}) renamed.erase(attention + name + part);
+        const int64_t hidden = layer.key.weight.rows;
+        Linear all_parts = layer.key;
+        all_parts.weight.rows *= 3, all_parts.bias.cols *= 3;
+        const int64_t bytes = hidden * hidden * dtype_bytes(layer.key.weight.type);  // of a part: B, C, x
+        CHECK((const char *)layer.query.weight.data == (const char *)layer.key.weight.data + bytes);
+        CHECK((const char *)layer.value.weight.data == (const char *)layer.key.weight.data + 2 * bytes);
+        renamed[prefix + "conv.in_proj.weight"] = all_parts.weight;
+        renamed[prefix + "conv.in_proj.bias"] = all_parts.bias;
+        renamed[prefix + "conv.out_proj.weight"] = layer.output.weight;
+        renamed[prefix + "conv.out_proj.bias"] = layer.output.bias;
+        renamed[prefix + "conv.conv.weight"] = layer.taps, renamed[prefix + "conv.conv.bias"] = layer.taps_bias;
+    }
+    return renamed;
+}
 
 // Every tensor of the model under the name it has in a file.
 std::map<std::string, Tensor> by_name(const Model &model) {
@@ -220,7 +260,7 @@ std::map<std::string, Tensor> by_name(const Model &model) {
         all[prefix + "self_attn.q_norm.weight"] = layer.query_norm;
         all[prefix + "self_attn.k_norm.weight"] = layer.key_norm;
     }
-    return all;
+    return model.config.family->has("lfm2") ? named_by_lfm2(model, all) : all;
 }
 
 TEST_CASE("every fixture loads with its sizes, and with what it is there for") {
@@ -240,7 +280,8 @@ TEST_CASE("every fixture loads with its sizes, and with what it is there for") {
         CHECK(model.copies.empty() == !config.family->has("gemma"));
         CHECK(model.beside == (want.name == "gemma3_vision" ? vision : ""));
         const LayerWeights &layer = model.layers.back();
-        CHECK(layer.query.weight.rows == config.heads * config.kind(config.layers - 1).key_width);
+        const Kind &kind = config.kind(config.layers - 1);
+        CHECK(layer.query.weight.rows == (kind.taps ? 1 : config.heads) * kind.key_width);
         CHECK(layer.down.weight.cols == config.ffn);
         CHECK(model.final_norm.rows == 1);
         CHECK(model.final_norm.cols == config.hidden);
@@ -743,7 +784,7 @@ TEST_CASE("what does not fit, is not supported, or stands twice") {
          {{{"architectures", "[\"GPT2LMHeadModel\"]"}},
           "config.json: architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM "
           "MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM "
-          "GraniteSWAForCausalLM"},
+          "GraniteSWAForCausalLM Lfm2ForCausalLM"},
          {{{"architectures", "[\"LlamaModel\"]"}}, "architecture LlamaModel is not supported"},
          {{{"architectures", ""}, {"model_type", "\"gemma2\""}}, "architecture gemma2 is not supported"},
          {{{"architectures", ""}, {"model_type", "\"LlamaForCausalLM\""}}, "LlamaForCausalLM is not supported"},

@@ -78,7 +78,7 @@ TEST_CASE("layouts give the same logits bit for bit at equal precision, for ever
         CAPTURE(name);
         Engine engine = engine_of(fixtures + name);
         check(engine, Int4{}, F16{});
-        if (has("llama_gqa_9_on_3 qwen3_layer_types gemma3 gemma4_shared granite_swa", name))
+        if (has("llama_gqa_9_on_3 qwen3_layer_types gemma3 gemma4_shared granite_swa lfm2", name))
             for_each_pair([&](const Precision &k, const Precision &v) { check(engine, k, v); });
     }
 }
@@ -86,7 +86,7 @@ TEST_CASE("layouts give the same logits bit for bit at equal precision, for ever
 TEST_CASE("a cached ring is the naive path over the same positions, far behind the window and the model's context") {
     const int count = 300, decoded = 200;  // the fixtures' context is 128
     for (std::string name : {"llama_gqa_9_on_3", "qwen3", "qwen3_layer_types", "llama_bf16", "llama_rope_llama3",
-                             "gemma3", "gemma4_shared", "granite_swa"}) {
+                             "gemma3", "gemma4_shared", "granite_swa", "lfm2"}) {
         Engine engine = engine_of(fixtures + name);
         Tokens tokens = random_tokens(engine, count);
         for (int window : {1, 31, 64, 100}) {
