@@ -220,15 +220,15 @@ struct Softmax {
 };
 
 // Number `channel` of the key at position t, rotated where the segment asks for it, as in layers.cu:
-//   k_i cos - k_(i + D/2) sin      for the first of a pair
-//   k_i cos + k_(i - D/2) sin      for the second
+//   k_i cos - k_(i + half) sin      for the first of a pair, with half = rotary / 2
+//   k_i cos + k_(i - half) sin      for the second
 template <class Format>
-HOST_DEVICE float key_number(const Segment &segment, int t, int channel, const float *frequencies) {
+HOST_DEVICE float key_number(const Segment &segment, int t, int channel, const float *frequencies, int rotary) {
     const Source &keys = segment.keys;
     auto row_at = [&](int i) { return keys.row(i); };
     auto number = [&](int c) { return stored_number<true, Format>(row_at, t, c, keys.width); };
-    if (segment.shift == 0 && !segment.unrotated) return number(channel);
-    int half = keys.width / 2, position = segment.unrotated ? segment.shift + t : segment.shift;
+    if ((segment.shift == 0 && !segment.unrotated) || channel >= rotary) return number(channel);
+    int half = rotary / 2, position = segment.unrotated ? segment.shift + t : segment.shift;
     float angle = rope_angle(position, frequencies[channel % half]);
     float other = channel < half ? -number(channel + half) : number(channel - half);
     return number(channel) * cosf(angle) + other * sinf(angle);
@@ -238,13 +238,13 @@ HOST_DEVICE float key_number(const Segment &segment, int t, int channel, const f
 // up so far is rescaled (Milakov and Gimelshein 2018, online softmax). `out` is not yet divided by the sum.
 template <class Team>
 HOST_DEVICE void attend_segment(Softmax &softmax, float *out, const float *query, const Segment &segment, float scale,
-                                const float *frequencies, Team team) {
+                                const float *frequencies, int rotary, Team team) {
     const int width = segment.keys.width, value_width = segment.values.width;
     for (int t = segment.begin; t < segment.end; t++) {
         float score = segment.keys.type.visit([&](auto format) {
             float sum = 0;
             for (int c = team.first(); c < width; c += team.step())
-                sum += query[c] * key_number<decltype(format)>(segment, t, c, frequencies);
+                sum += query[c] * key_number<decltype(format)>(segment, t, c, frequencies, rotary);
             return team.sum(sum) * scale;
         });
         float max_score = fmaxf(softmax.max_score, score);
@@ -279,7 +279,8 @@ HOST_DEVICE void attend_query(const Attention &task, const Pass &pass, int row, 
     Softmax softmax = Softmax::begin(task.sink(head));
     for (int c = team.first(); c < width; c += team.step()) out[c] = 0;
     for (int i = 0; i < seen.count; i++)
-        attend_segment(softmax, out, query, seen.list[i], task.scale, pass.frequencies, team);
+        attend_segment(softmax, out, query, seen.list[i], task.scale, pass.frequencies, task.heads.rotary,
+                       team);
     for (int c = team.first(); c < width; c += team.step()) out[c] /= softmax.sum;
 }
 
@@ -367,19 +368,20 @@ HOST_DEVICE void store_vector(const CacheView &cache, int layer, const Span &spa
     (keys ? cache.type_k : cache.type_v).visit(store);
 }
 
-// Keeps a sink in its row of its own, at f32. Its key is turned back by the angles of its position, cos_sin (D), as if
-// it had never been rotated.
+// Keeps a sink in its row of its own, at f32. Its key is turned back by the angles of its position, cos_sin (rotary), as
+// if it had never been rotated.
 template <class Team>
 HOST_DEVICE void store_sink(const CacheView &cache, int layer, const Span &span, int kv_head, const float *key,
-                            const float *value, const float *cos_sin, Team team) {
+                            const float *value, const float *cos_sin, int rotary, Team team) {
     int64_t row = (int64_t)span.sequence * cache.sinks + span.position;
     float *to_key = (float *)cache.sink_keys.at(layer, row, kv_head);
-    int half = cache.sink_keys.width / 2;
+    const int half = rotary / 2;
     for (int i = team.first(); i < half; i += team.step()) {
         float a = key[i], b = key[i + half], cosine = cos_sin[i], sine = cos_sin[i + half];
         to_key[i] = a * cosine + b * sine;
         to_key[i + half] = b * cosine - a * sine;
     }
+    for (int i = rotary + team.first(); i < cache.sink_keys.width; i += team.step()) to_key[i] = key[i];
     float *to_value = (float *)cache.sink_values.at(layer, row, kv_head);
     for (int i = team.first(); i < cache.sink_values.width; i += team.step()) to_value[i] = value[i];
 }
@@ -387,12 +389,13 @@ HOST_DEVICE void store_sink(const CacheView &cache, int layer, const Span &span,
 // Stores one position of a layer and KV head, and keeps it if it is a sink.
 template <class Team>
 HOST_DEVICE void store_position(const CacheView &cache, int layer, const Span &span, int kv_head,
-                                const PassVectors &keys, const PassVectors &values, const float *cos_sin, Team team) {
+                                const PassVectors &keys, const PassVectors &values, const float *cos_sin, int rotary,
+                                Team team) {
     store_vector<true>(cache, layer, span, kv_head, keys, team);
     store_vector<false>(cache, layer, span, kv_head, values, team);
     if (span.position < cache.sinks)
         store_sink(cache, layer, span, kv_head, keys.at(span, span.position, kv_head),
-                   values.at(span, span.position, kv_head), cos_sin, team);
+                   values.at(span, span.position, kv_head), cos_sin, rotary, team);
 }
 
 // Keeps a position of its sequence's newest block at f16, in the residual block. Why not in store_position(): what
@@ -434,7 +437,7 @@ void store_rows(M &m, const Attention &task, const Pass &pass) {
     m.for_each((int64_t)pass.count * heads, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
         int row = (int)(item / heads);
         store_position(task.cache, task.layer, pass.spans[row], (int)(item % heads), task.keys, task.values,
-                       pass.cos_sin + (int64_t)row * task.heads.width, team);
+                       pass.cos_sin + (int64_t)row * task.heads.rotary, task.heads.rotary, team);
     });
 }
 

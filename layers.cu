@@ -14,13 +14,14 @@
 
 struct Heads {
     int query = 0, kv = 0, width = 0;                      // query heads, KV heads, D
+    int rotary = width;                                    // numbers of a head that RoPE turns, the first ones
     HOST_DEVICE int per_kv() const { return query / kv; }  // query heads of a KV head (Ainslie et al. 2023, GQA)
     HOST_DEVICE int kv_head(int query_head) const { return query_head / per_kv(); }
 };
 
 // A convolution counts as one head, as wide as x.
 inline Heads heads_of(const Config &config, const Kind &kind) {
-    return {kind.taps ? 1 : config.heads, kind.kv_heads, kind.key_width};
+    return {kind.taps ? 1 : config.heads, kind.kv_heads, kind.key_width, kind.rotary()};
 }
 
 // ---- A pass --------------------------------------------------------------------------------------------------
@@ -49,13 +50,14 @@ struct Pass {
     int count = 0;
     const int *tokens = nullptr;         // (count)
     const Span *spans = nullptr;         // (count): where each stands, a span of 1
-    float *cos_sin = nullptr;            // (count, D): of each pair's angle at its position, cosines first
-    const float *frequencies = nullptr;  // (D / 2): radians a position
+    float *cos_sin = nullptr;            // (count, rotary): of each pair's angle at its position, cosines first
+    const float *frequencies = nullptr;  // (rotary / 2): radians a position
     Heads heads = {};
     const Span *spans_on_host = nullptr;  // the same spans, where a GPU computes: for what is planned on the host
     int kind = 0;                         // in Config::kinds
     int window = 0;                       // the kind's; 0: none
     int taps = 0;                         // the kind's; 0: its layers attend
+    QueryScale query_scale = {};          // the kind's
 };
 
 // For each token of a batch: its row, its sequence, its position, and the positions [first, behind) that its sequence
@@ -79,7 +81,7 @@ struct Activations {
     Buffer<float> x;                // (count, hidden): the residual stream
     Buffer<float> normed;           // (count, hidden)
     Buffer<float> query, attended;  // (count, heads, D)
-    Buffer<float> gate, up;         // (count, ffn)
+    Buffer<float> gate, up;         // (count, ffn), or (count, P)
     Buffer<float> picked;           // (rows, hidden): of x, those whose logits are wanted
     Buffer<float> logits;           // (rows, vocabulary)
     Buffer<int> tokens;             // (count)
@@ -87,8 +89,8 @@ struct Activations {
     std::vector<Span> spans_on_host;
     struct OfKind {
         Buffer<float> key, value;   // (count, kv_heads, D): of its newest layer that has some
-        Buffer<float> cos_sin;      // (count, D)
-        Buffer<float> frequencies;  // (D / 2)
+        Buffer<float> cos_sin;      // (count, rotary)
+        Buffer<float> frequencies;  // (rotary / 2)
     };
     std::vector<OfKind> kinds;
 };
@@ -97,7 +99,8 @@ struct Activations {
 inline std::vector<Pass> begin_pass(Activations &a, Memory &memory, const Config &config, const Batch &batch) {
     size_t count = (size_t)batch.count();
     for (auto *buffer : {&a.x, &a.normed}) buffer->resize(memory, count * config.hidden);
-    for (auto *buffer : {&a.gate, &a.up}) buffer->resize(memory, count * config.ffn);
+    const int widest = std::max({config.ffn, config.shared_ffn, config.per_layer});
+    for (auto *buffer : {&a.gate, &a.up}) buffer->resize(memory, count * widest);
     a.tokens.resize(memory, count);
     a.spans.resize(memory, count);
     a.spans_on_host = spans_of(batch);
@@ -107,13 +110,14 @@ inline std::vector<Pass> begin_pass(Activations &a, Memory &memory, const Config
     for (size_t i = 0; i < config.kinds.size(); i++) {
         const Kind &kind = config.kinds[i];
         Activations::OfKind &of = a.kinds[i];
-        const size_t width = (size_t)kind.key_width;
+        const size_t width = (size_t)kind.key_width, rotary = (size_t)kind.rotary();
         const size_t queries = count * heads_of(config, kind).query;
         for (auto *buffer : {&a.query, &a.attended}) buffer->resize(memory, queries * width);
         for (auto *buffer : {&of.key, &of.value}) buffer->resize(memory, count * kind.kv_heads * width);
-        of.cos_sin.resize(memory, count * width);
+        of.cos_sin.resize(memory, count * rotary);
         passes.push_back({(int)count, a.tokens.data(), a.spans.data(), of.cos_sin.data(), of.frequencies.data(),
-                          heads_of(config, kind), a.spans_on_host.data(), (int)i, kind.window, kind.taps});
+                          heads_of(config, kind), a.spans_on_host.data(), (int)i, kind.window, kind.taps,
+                          kind.query_scale()});
     }
     return passes;
 }
@@ -127,20 +131,35 @@ inline std::vector<Pass> begin_pass(Activations &a, Memory &memory, const Config
 // Turned like this, the product of a query at p and a key at t is a function of p - t. Turns add up: turned by the
 // angles of -p, a key is as it was; by those of s more, it stands at p + s.
 
-// The f_i, in radians a position, rescaled as the checkpoint asks (RopeScaling).
-inline std::vector<float> rope_frequencies(const Kind &kind) {
-    std::vector<float> frequencies(kind.key_width / 2, 0.0f);
+// How much of the frequency of pair i, f, stays as it is: waves longer than the original context are stretched, short
+// ones are not, and in between it goes over smoothly: by the turns that fit the context (Llama 3.1), or by the number
+// of the pair (YaRN).
+inline double kept_of_frequency(const Kind &kind, size_t i, double f) {
     const RopeScaling &rope = kind.rope;
+    if (rope.kind == RopeScaling::llama3)
+        return (rope.original_context * f / (2 * M_PI) - rope.low_turns) / (rope.high_turns - rope.low_turns);
+    auto pair_with = [&](double turns) {  // the one that turns so often, a number with a fraction
+        return kind.rotary() * std::log(rope.original_context / (turns * 2 * M_PI)) / (2 * std::log(kind.rope_theta));
+    };
+    double first = pair_with(rope.high_turns), last = pair_with(rope.low_turns);
+    if (rope.truncate) first = std::floor(first), last = std::ceil(last);
+    first = std::max(first, 0.0), last = std::min(last, kind.rotary() - 1.0);
+    return 1 - ((double)i - first) / (last == first ? 0.001 : last - first);
+}
+
+// The f_i, in radians a position, rescaled as the checkpoint asks (RopeScaling) for texts of up to `positions`.
+inline std::vector<float> rope_frequencies(const Kind &kind, int positions = 0) {
+    const RopeScaling &rope = kind.rope;
+    const int rotary = kind.rotary();
+    std::vector<float> frequencies(rotary / 2, 0.0f);
     if (kind.rope_theta == 0) return frequencies;
-    for (size_t i = 0; i < frequencies.size() && i < (size_t)(rope.turned * kind.key_width / 2); i++) {
-        float frequency = 1 / std::pow((float)kind.rope_theta, 2 * (float)i / kind.key_width);
+    for (size_t i = 0; i < frequencies.size() && i < (size_t)(rope.turned * rotary / 2); i++) {
+        float frequency = 1 / std::pow((float)kind.rope_theta, 2 * (float)i / (float)rotary);
         if (rope.kind == RopeScaling::linear) frequency /= (float)rope.factor;
-        if (rope.kind == RopeScaling::llama3) {
-            // Waves longer than the original context are stretched by `factor`, short ones are left alone, and
-            // in between it goes over smoothly (Llama 3.1).
-            double turns = rope.original_context * (double)frequency / (2 * M_PI);
-            double keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor);
-            keep = std::min(1.0, std::max(0.0, keep));
+        if (rope.kind == RopeScaling::longrope)
+            frequency /= (float)(positions > rope.original_context ? rope.long_factors : rope.short_factors)[i];
+        if (rope.kind == RopeScaling::llama3 || rope.kind == RopeScaling::yarn) {
+            const double keep = std::min(1.0, std::max(0.0, kept_of_frequency(kind, i, frequency)));
             frequency = (float)((1 - keep) * frequency / rope.factor + keep * frequency);
         }
         frequencies[i] = frequency;
@@ -174,6 +193,17 @@ void embed(M &m, float *x, const Tensor &embedding, float scale, const Pass &pas
     m.for_each(pass.count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
         for (int64_t i = team.first(); i < hidden; i += team.step())
             x[t * hidden + i] = number_of(embedding, pass.tokens[t] * hidden + i) * scale;
+    });
+}
+
+// y (count, P) += sqrt(P / 2) times what a layer has in the second embedding of each token, (layers, P).
+template <class M>
+void add_layer_embedding(M &m, float *y, const Tensor &embedding, int layer, int width, const Pass &pass) {
+    const float scale = sqrtf((float)width / 2);
+    m.for_each(pass.count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
+        const int64_t first = pass.tokens[t] * embedding.cols + (int64_t)layer * width;
+        for (int64_t i = team.first(); i < width; i += team.step())
+            y[t * width + i] += number_of(embedding, first + i) * scale;
     });
 }
 
@@ -282,7 +312,7 @@ void linear(M &m, const float *x, int count, std::initializer_list<Product> prod
 // Fills pass.cos_sin, for all layers of a kind.
 template <class M>
 void rope_angles(M &m, const Pass &pass) {
-    int half = pass.heads.width / 2;
+    int half = pass.heads.rotary / 2;
     if (pass.taps) return;  // nothing turns
     m.for_each(pass.count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
         for (int i = team.first(); i < half; i += team.step()) {
@@ -293,45 +323,58 @@ void rope_angles(M &m, const Pass &pass) {
     });
 }
 
-// One head (D), in place: RMSNorm where the layer has one (Qwen3), then its pairs turned by the angles of the token's
-// position; a value is not turned, and has no cos_sin. A thread reads nothing that another one writes.
+// One head (D), in place: RMSNorm where the layer has one (Qwen3), then the pairs of its first `rotary` numbers turned by
+// the angles of the token's position; of a value none is. A thread reads nothing that another one writes.
 template <class Team>
-HOST_DEVICE void norm_and_rope_head(float *head, const Tensor &norm, const float *cos_sin, int width, double epsilon,
-                                    Team team) {
-    const int half = width / 2;
+HOST_DEVICE void norm_and_rope_head(float *head, const Tensor &norm, const float *cos_sin, int rotary, int width,
+                                    double epsilon, Team team) {
+    const int half = rotary / 2;
     float squares = 0, factor = 1;
-    for (int i = team.first(); norm.data && i < half; i += team.step())
-        squares += head[i] * head[i] + head[i + half] * head[i + half];
+    for (int i = team.first(); norm.data && i < width / 2; i += team.step())
+        squares += head[i] * head[i] + head[i + width / 2] * head[i + width / 2];
     if (norm.data) factor = 1 / sqrtf(team.sum(squares) / width + (float)epsilon);
+    auto number = [&](int i) { return norm.data ? head[i] * (factor * number_of(norm, i)) : head[i]; };
     for (int i = team.first(); i < half; i += team.step()) {
-        float a = head[i], b = head[i + half];
-        float cosine = cos_sin ? cos_sin[i] : 1, sine = cos_sin ? cos_sin[i + half] : 0;
-        if (norm.data) a *= factor * number_of(norm, i), b *= factor * number_of(norm, i + half);
+        const float a = number(i), b = number(i + half), cosine = cos_sin[i], sine = cos_sin[i + half];
         head[i] = a * cosine - b * sine;
         head[i + half] = b * cosine + a * sine;
     }
+    for (int i = rotary + team.first(); norm.data && i < width; i += team.step()) head[i] = number(i);
+}
+
+// Queries (count, query_heads, D), rotated, of models that keep the scores of long texts sharp (QueryScale).
+template <class M>
+void scale_queries(M &m, float *query, const Pass &pass) {
+    m.for_each((int64_t)pass.count * pass.heads.query, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
+        const int position = pass.spans[item / pass.heads.query].position, width = pass.heads.width;
+        for (int i = team.first(); i < width; i += team.step())
+            query[item * width + i] *= pass.query_scale.at(position, i < pass.heads.rotary);
+    });
 }
 
 // Each head of query (count, query_heads, D) and, if the layer has some, of key (count, kv_heads, D); and of value
-// where it is normed (Gemma 4). Why not one loop for each: on a GPU that is one more kernel. So the items are all heads
+// where it is normed (Gemma 4). Before that, all heads of a token where they are normed as one vector (OLMo 2). Why not one loop for each: on a GPU that is one more kernel. So the items are all heads
 // of `query`, after them all of `key`, and after them all of `value`.
 template <class M>
 void norm_and_rope(M &m, float *query, float *key, float *value, const LayerWeights &w, double epsilon,
                    const Pass &pass) {
     const Heads heads = pass.heads;
+    if (w.all_query_norm.data) rms_norm(m, query, query, w.all_query_norm, pass.count, epsilon);
+    if (w.all_key_norm.data) rms_norm(m, key, key, w.all_key_norm, pass.count, epsilon);
     const int64_t queries = (int64_t)pass.count * heads.query, all = (int64_t)pass.count * heads.kv;
     const int64_t keys = w.key.weight.data ? all : 0, values = w.value_norm.data ? keys : 0;
     const Tensor query_norm = w.query_norm, key_norm = w.key_norm, value_norm = w.value_norm;
     m.for_each(queries + keys + values, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
         if (item >= queries + keys) {
             float *head = value + (item - queries - keys) * heads.width;
-            return norm_and_rope_head(head, value_norm, nullptr, heads.width, epsilon, team);
+            return norm_and_rope_head(head, value_norm, nullptr, 0, heads.width, epsilon, team);
         }
         const bool is_query = item < queries;
         const int64_t head = is_query ? item : item - queries, token = head / (is_query ? heads.query : heads.kv);
         norm_and_rope_head((is_query ? query : key) + head * heads.width, is_query ? query_norm : key_norm,
-                           pass.cos_sin + token * heads.width, heads.width, epsilon, team);
+                           pass.cos_sin + token * heads.rotary, heads.rotary, heads.width, epsilon, team);
     });
+    if (pass.query_scale.needed()) scale_queries(m, query, pass);
 }
 
 // ---- SwiGLU ------------------------------------------------------------------------------------------------
@@ -361,6 +404,14 @@ void swiglu(M &m, float *out, const float *gate, const float *up, int64_t count,
         int64_t first = item * piece, end = first + piece < count ? first + piece : count;
         for (int64_t i = first + team.first(); i < end; i += team.step())
             out[i] = gated(gate[i], gelu) * up[i];
+    });
+}
+
+// c tanh(x / c) for each of `count` logits, so that none is beyond c, the cap (Gemma 4).
+template <class M>
+void cap_logits(M &m, float *logits, int64_t count, float cap) {
+    m.for_each(count, [=] HOST_DEVICE(int64_t i, typename M::Team team) {
+        if (team.first() == 0) logits[i] = cap * tanhf(logits[i] / cap);
     });
 }
 

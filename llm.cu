@@ -35,6 +35,7 @@ struct Engine {
     Model model;
     std::shared_ptr<void> weights = nullptr;  // where the model's tensors are, if they were moved
     Activations a = {};
+    int positions = 0;  // of the longest text to come (expect_positions)
     int chunk = 512;  // tokens of a prefill pass: enough to use each weight often, few enough to stay small
     Memory &memory() const {
         return std::visit([](auto &m) -> Memory & { return m; }, *machine);
@@ -44,18 +45,30 @@ struct Engine {
     }
 };
 
+// RoPE for texts of up to `positions`, before the first token: where longrope has other frequencies for long texts, keys
+// that a cache has would be wrong from the original context on. Returns that position where it is passed now, or 0.
+inline int expect_positions(Engine &engine, int positions) {
+    const std::vector<Kind> &kinds = engine.model.config.kinds;
+    engine.a.kinds.resize(kinds.size());
+    int passed = 0;
+    for (size_t i = 0; i < kinds.size(); i++) {
+        const int original = kinds[i].rope.long_factors.empty() ? 0 : kinds[i].rope.original_context;
+        if (engine.positions <= original && original < positions) passed = original;
+        const std::vector<float> frequencies = rope_frequencies(kinds[i], std::max(engine.positions, positions));
+        Buffer<float> &there = engine.a.kinds[i].frequencies;
+        there.resize(engine.memory(), frequencies.size());
+        engine.memory().write(there.data(), frequencies.data(), frequencies.size() * sizeof(float));
+    }
+    engine.positions = std::max(engine.positions, positions);
+    return passed;
+}
+
 // A model on a machine. `weights`: stored (where the file has them, if the machine can read that), copied or int8.
 // `activations`: f32, or bf16, to which the inputs of matrices are rounded then.
 inline Engine open_engine(Model model, std::unique_ptr<Machine> machine, const std::string &weights = "stored",
                           const std::string &activations = "f32") {
     Engine engine{std::move(machine), std::move(model)};
-    const Config &config = engine.model.config;
-    for (const Kind &kind : config.kinds) {
-        const std::vector<float> frequencies = rope_frequencies(kind);
-        Buffer<float> &there = engine.a.kinds.emplace_back().frequencies;
-        there.resize(engine.memory(), frequencies.size());
-        engine.memory().write(there.data(), frequencies.data(), frequencies.size() * sizeof(float));
-    }
+    expect_positions(engine, 0);
     bool cpu = std::holds_alternative<Cpu>(*engine.machine);
     if (!cpu && weights == "int8") fail("--weights int8: these compute on the CPU only: add --device cpu");
     if (!cpu || weights != "stored") engine.weights = move_weights(engine.model, *engine.machine, weights == "int8");
@@ -82,6 +95,8 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
     Activations &a = engine.a;
     float *x = a.x.data(), *normed = a.normed.data(), *gate = a.gate.data(), *up = a.up.data();
     float *query = a.query.data(), *attended = a.attended.data();
+    // n = RMSNorm(x), or x itself in models without a norm there.
+    auto norm = [&](const Tensor &w) { return w.data ? best::rms_norm(m, normed, x, w, count, epsilon), normed : x; };
     // x += W y, or x = (x + RMSNorm(W y)) * scale in models that have a norm there.
     auto add = [&](const float *y, const Linear &matrix, const Tensor &norm, float scale) {
         if (!norm.data) return best::linear(m, y, count, {{matrix, x}}, Into::add);
@@ -99,19 +114,27 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
             const Attention task = attention_of(a, model, layer, stores);
             const bool cached = task.cache.keys.data;
             float *key = task.keys.start, *value = task.values.start;
-            best::rms_norm(m, normed, x, w.attention_norm, count, epsilon);                      // n = RMSNorm(x)
-            best::linear(m, normed, count, {{w.query, query}, {w.key, key}, {w.value, value}});  // q, k, v = W n + b
-            if (pass.taps) best::gate(m, key, value, (int64_t)count * config.hidden);                  // u = b * v
-            else best::norm_and_rope(m, query, key, value, w, epsilon, pass);                    // q and k rotated
+            const float *n = norm(w.attention_norm);                                        // n = RMSNorm(x)
+            best::linear(m, n, count, {{w.query, query}, {w.key, key}, {w.value, value}});  // q, k, v = W n + b
+            if (pass.taps) best::gate(m, key, value, (int64_t)count * config.hidden);  // u = b * v
+            else best::norm_and_rope(m, query, key, value, w, epsilon, pass);          // q and k rotated
             if (cached && rows.own) best::store_rows(m, task, pass);      // before a query reads them
             if (pass.taps) best::short_convolution(m, task, pass, w);     // o = c * (taps * u), over the last L
             else best::attention(m, task, pass);                          // o = softmax(q K^T / sqrt(D)) V
             if (cached && rows.last) best::keep_residual(m, task, pass);  // after all have read: the newest block
             add(attended, w.output, w.attention_out_norm, 1);             // x += W o
-            best::rms_norm(m, normed, x, w.mlp_norm, count, epsilon);     // n = RMSNorm(x)
-            best::linear(m, normed, count, {{w.gate, gate}, {w.up, up}});
+            n = norm(w.mlp_norm);                                         // n = RMSNorm(x)
+            best::linear(m, n, count, {{w.gate, gate}, {w.up, up}});
             best::swiglu(m, gate, gate, up, (int64_t)count * w.down.weight.cols, config.gelu);
             add(gate, w.down, w.mlp_out_norm, w.scale);  // x += W (silu(W n) * W n)
+            if (!config.per_layer) continue;             // x += W (gelu(W x) * e), e: the token's embedding for this layer
+            best::embed(m, normed, model.embedding, (float)config.embedding_scale, pass);
+            best::linear(m, normed, count, {{w.per_layer.projection, up}});
+            plain::rms_norm(m, up, up, model.layer_norm, count, epsilon * config.hidden);
+            best::add_layer_embedding(m, up, model.layer_embedding, layer, config.per_layer, pass);
+            best::linear(m, x, count, {{w.per_layer.gate, gate}});
+            best::swiglu(m, gate, gate, up, (int64_t)count * config.per_layer, config.gelu);
+            add(gate, w.per_layer.output, w.per_layer.out_norm, w.per_layer.scale);
         }
     });
 }
@@ -138,12 +161,14 @@ inline std::vector<float> logits(Engine &engine, const std::vector<int> &rows) {
     Pass picked;
     picked.count = count, picked.tokens = a.tokens.data();
     Linear head = {model.head, {}};
+    const float cap = (float)model.config.logit_cap;
     std::visit(
         [&](auto &m) {
             m.run([&] {
                 best::embed(m, a.picked.data(), x, 1, picked);
                 best::rms_norm(m, a.normed.data(), a.picked.data(), model.final_norm, count, model.config.norm_epsilon);
                 best::linear(m, a.normed.data(), count, {{head, a.logits.data()}});
+                if (cap) best::cap_logits(m, a.logits.data(), (int64_t)result.size(), cap);
             });
         },
         *engine.machine);

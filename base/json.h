@@ -253,6 +253,16 @@ struct Section {
         if (!(value >= low && value <= high)) refuse(key, item, formatted("a number from %g to %g", low, high));
         return value;
     }
+    std::vector<double> numbers(const char *key, int count, double low, double high) const {
+        const cJSON *list = need(key);
+        std::vector<double> found;
+        for (const cJSON *item : items_of(list))
+            if (cJSON_IsNumber(item) && item->valuedouble >= low && item->valuedouble <= high)
+                found.push_back(item->valuedouble);
+        if (!cJSON_IsArray(list) || (int)found.size() != count || cJSON_GetArraySize(list) != count)
+            refuse(key, list, formatted("a list of %d numbers from %g to %g", count, low, high));
+        return found;
+    }
     bool flag(const char *key, bool otherwise) const {
         const cJSON *item = find(key);
         if (item && !cJSON_IsBool(item)) refuse(key, item, "true or false");

@@ -27,6 +27,7 @@
 
 #include "formats.h"
 #include "json.h"
+#include "safetensors.h"
 
 // ---- What a checkpoint becomes -------------------------------------------------------------------------------------
 
@@ -58,6 +59,15 @@ struct Linear {     // y = weight x + bias
     Tensor bias;    // (1, outputs), absent in most families
 };
 
+// What a layer adds to x of a second embedding of each token, its own, P numbers wide (Gemma 4 E2B and E4B).
+struct PerLayer {
+    Linear projection;  // (P, hidden), of the first embedding; what comes out is normed, and the second one added
+    Linear gate;        // (P, hidden), of x
+    Linear output;      // (hidden, P)
+    Tensor out_norm;    // (1, hidden)
+    float scale = 1;    // what x is multiplied with at the end
+};
+
 // With D the width of its kind's keys. Rows of query, key and value are head after head, D rows each; a head's rows are
 // in the half-split order of RoPE: component i turns together with component i + D / 2.
 struct LayerWeights {
@@ -66,6 +76,7 @@ struct LayerWeights {
     Linear key, value;                      // (kv_heads * D, hidden); absent where another layer's rows are read
     Linear output;                          // (hidden, heads * D)
     Tensor query_norm, key_norm;            // (1, D): RMSNorm of each head before RoPE (Qwen3), absent elsewhere
+    Tensor all_query_norm, all_key_norm;    // (1, heads * D), (1, kv_heads * D): of all heads as one vector (OLMo 2)
     Tensor value_norm;                      // (1, D): likewise (Gemma 4)
     Tensor sinks;                           // (1, heads): learned sinks, scores without a value (gpt-oss)
     Tensor mlp_norm;                        // (1, hidden)
@@ -74,21 +85,44 @@ struct LayerWeights {
     Tensor attention_out_norm, mlp_out_norm;  // (1, hidden): RMSNorm of what is added to x (Gemma 3), absent elsewhere
     Tensor taps, taps_bias;  // (hidden, L), (1, hidden): of a short convolution (LFM2), whose query, key and value are
                              // the parts C, B and x of its in_proj, (hidden, hidden) each
-    float scale = 1;                          // what x is multiplied with at the layer's end; where it is not 1, it has
-                                              // an mlp_out_norm (Gemma 4)
+    float scale = 1;   // what x is multiplied with at the end of the MLP; where it is not 1, it has an mlp_out_norm
+    PerLayer per_layer;
 };
 
-// How the frequencies f_i = theta^(-2i/D) are stretched so that a model reads further than it was trained at first.
-//   linear: f_i / factor (Chen et al. 2023, Position Interpolation).
-//   llama3: with w_i = 2 pi / f_i, the wavelength in positions, and C = original_context:
-//           w_i > C / low_freq_factor: f_i / factor;  w_i < C / high_freq_factor: f_i;  between them
-//           (1 - s) f_i / factor + s f_i,  s = (C / w_i - low_freq_factor) / (high_freq_factor - low_freq_factor).
+// How the frequencies f_i = theta^(-2i/rotary) are stretched so that a model reads further than it was trained at
+// first. A pair that turns n times within the original context is
+//   linear:   f_i / factor (Chen et al. 2023, Position Interpolation)
+//   llama3:   f_i / factor where n < low_turns, f_i where n > high_turns, and between them
+//             (1 - s) f_i / factor + s f_i,  s = (n - low_turns) / (high_turns - low_turns)
+//   yarn:     likewise, but s goes evenly from the pair with high_turns, 1, to that with low_turns, 0; whole numbers of
+//             pairs where `truncate` says so (Peng et al. 2023)
+//   longrope: f_i / short_factors[i], or, of texts beyond the original context, f_i / long_factors[i] (Ding et al. 2024)
 struct RopeScaling {
-    enum Kind { none, linear, llama3 } kind = none;
-    double factor = 1, low_freq_factor = 1, high_freq_factor = 4;
+    enum Kind { none, linear, llama3, yarn, longrope } kind = none;
+    double factor = 1, low_turns = 1, high_turns = 4;
     int original_context = 0;
-    double turned = 1;  // the part of a head's pairs that turn, the first ones; f_i of the others is 0 (Gemma 4)
-    auto all() const { return std::tie(kind, factor, low_freq_factor, high_freq_factor, original_context, turned); }
+    bool truncate = true;
+    std::vector<double> short_factors, long_factors;  // (rotary / 2)
+    double rotary = 1;  // the part of a head's numbers that are pairs, the first ones; the others stay (Phi-4-mini)
+    double turned = 1;  // the part of the pairs that turn, the first ones; f_i of the others is 0 (Gemma 4)
+    double attention_factor = 1;  // of yarn and longrope: what queries and keys are multiplied with where they turn
+    double query_growth = 0;      // see QueryScale
+    auto all() const {
+        return std::tie(kind, factor, low_turns, high_turns, original_context, truncate, short_factors, long_factors,
+                        rotary, turned, attention_factor, query_growth);
+    }
+};
+
+// What a query is multiplied with so that the scores of a long text stay apart: all of it at position p with
+// 1 + growth ln(1 + floor(p / context)) (Ministral 3), and where RoPE turns it with attention_factor^2 besides: that is
+// the keys' factor, too, so that these are the same rows for any text.
+struct QueryScale {
+    float turned = 1, growth = 0;
+    int context = 1;
+    bool needed() const { return turned != 1 || growth != 0; }
+    HOST_DEVICE float at(int position, bool turns) const {
+        return (turns ? turned : 1) * (1 + growth * logf(1 + (float)(position / context)));
+    }
 };
 
 // What layers have in common whose rows are alike: a cache keeps the rows of a kind in one store (cache.h).
@@ -101,6 +135,11 @@ struct Kind {
     int layers = 0;  // that store rows
     int taps = 0;    // L of a short convolution, which has no keys: 1 head, whose rows are its state, hidden wide; its
                      // window is L. 0: attention
+    int rotary() const { return (int)(key_width * rope.rotary); }
+    QueryScale query_scale() const {
+        return {(float)(rope.attention_factor * rope.attention_factor), (float)rope.query_growth,
+                std::max(1, rope.original_context)};
+    }
     auto of_rows() const {  // all but the layers
         return std::tuple_cat(std::tie(kv_heads, key_width, value_width, window, rope_theta, taps), rope.all());
     }
@@ -120,10 +159,15 @@ struct Config {
     std::string architecture, model_type;  // "LlamaForCausalLM", "llama"
     std::string dtype;                     // what the config says of the weights; each Tensor knows its own type
     int layers = 0, hidden = 0, ffn = 0, heads = 0, vocabulary = 0;
+    int shared_ffn = 0;  // of layers that read others' rows; 0: ffn, too
+    bool keys_are_values = false;  // of layers without a window: the value is the key before its norm and RoPE
+    int per_layer = 0, layer_vocabulary = 0;   // numbers of a token's second embedding for each layer; 0: there is none
     int context = 0;  // positions the model was made for
     double norm_epsilon = 0;
     double embedding_scale = 1;  // of what a token's embedding enters x with
     double score_scale = 0;      // q k is multiplied with; 0: 1 / sqrt(D)
+    double logit_scale = 1;      // of logits
+    double logit_cap = 0;        // c: a logit becomes c tanh(logit / c); 0: it stays
     bool gelu = false;           // the gate of the MLP: GELU by tanh, otherwise SiLU
     std::vector<Kind> kinds;
     std::vector<LayerRows> rows;  // (layers)
@@ -153,6 +197,8 @@ struct Model {
     Tensor embedding;   // (vocabulary, hidden)
     Tensor final_norm;  // (1, hidden)
     Tensor head;        // (vocabulary, hidden): the embedding itself when tied
+    Tensor layer_embedding;  // (vocabulary, layers * P): a token's second embedding, one for each layer, or absent
+    Tensor layer_norm;       // (1, P): see PerLayer
     std::vector<LayerWeights> layers;
     int64_t weight_bytes = 0, parameters = 0;  // of all tensors above; a tied head counts once
     std::vector<Mapping> files;
@@ -170,27 +216,53 @@ struct Family {
     int context, window;
     int pattern;         // n: each n-th layer sees everything, the others slide; -n: the first of each n; 0: all alike
     int bos_id, end_id;  // -1: none
-    // Biases, with a ? where the config's attention_bias or mlp_bias asks; norms of q and k; keys of a config that the
-    // others do not have; and under whose name what is done otherwise stands here.
+    double epsilon, theta;
+    // What it does that Llama does not, see family_words, and keys of a config that the others do not have.
     const char *words;
+    const char *wrapper = "";  // "Gemma3": the family of those that also see or hear, and have this one as text_config
     const char *names = "";  // of tensors, where they are not Llama's: "mlp.gate_proj=feed_forward.w1 ..."
     bool has(const char *word) const { return ::has(words, word); }
 };
 
+// qkv, output, mlp      biases; with a ? where attention_bias or mlp_bias asks for them
+// head-norms            RMSNorm of each head's query and key; all-norms: of all heads as one vector; value-norms: of
+//                       each head's value, without weights
+// norms-after           RMSNorm of what attention and MLP add to x; no-norms-before: and none of what they read
+// one-plus              norms multiply with 1 + w
+// gelu                  in the MLP's gate, where the config does not say otherwise, under another key
+// sqrt-hidden           embeddings times sqrt(hidden);  unscaled: scores are not divided by sqrt(D)
+// ropes                 one for each kind of layers;  fused: query, key, value in one matrix, and gate and up, too
+// tied                  where the config is silent;  some-slide: by layer_types;  sinks: learned ones
+// gemma4                widths by kind, rows that are shared, a layer's scale, embeddings by layer
 // clang-format off
 constexpr Family families[] = {
-    //                             heads kv  dim   vocab context window    bos end
-    {"LlamaForCausalLM",   "llama",    0,  0,   0,     0,   2048,    0, 0,  1,  2, "qkv? output? mlp?"},
-    {"MistralForCausalLM", "mistral",  0,  8,   0,     0, 131072, 4096, 0,  1,  2, ""},
-    {"Qwen2ForCausalLM",   "qwen2",    0, 32,   0,     0,  32768, 4096, 0, -1, -1, "qkv"},
-    {"Qwen3ForCausalLM",   "qwen3",    0, 32, 128,     0,  32768, 4096, 0, -1, -1, "qkv? output? norms"},
-    {"Gemma3ForCausalLM", "gemma3_text", 8, 4, 256, 262208, 131072, 4096, 6, 2, 1,
-     "qkv? output? norms gemma gemma3 query_pre_attn_scalar"},
-    {"Gemma4ForCausalLM", "gemma4_text", 8, 4, 256, 262144, 131072,  512, 6, 2, 1,
-     "qkv? output? norms gemma gemma4 num_kv_shared_layers per_layer_config"},
-    {"GraniteSWAForCausalLM", "granite_swa", 20, 4, 0, 100352, 8192, 128, -4, 100257, 100257,
-     "qkv? output? mlp? granite embedding_multiplier attention_multiplier layer_rope_theta"},
-    {"Lfm2ForCausalLM", "lfm2", 32, 8, 0, 65536, 128000, 0, 0, 1, 2, "norms lfm2",
+    //                               heads kv  dim   vocab context window   bos end  epsilon theta
+    {"LlamaForCausalLM",    "llama",     0,  0,   0,     0,   2048,    0, 0,  1,  2, 1e-6, 1e4, "qkv? output? mlp?"},
+    {"MistralForCausalLM",  "mistral",   0,  8,   0,     0, 131072, 4096, 0,  1,  2, 1e-6, 1e4, "", "Mistral3"},
+    {"Ministral3ForCausalLM", "ministral3", 32, 8, 128, 131072, 262144, -1, 0, 1, 2, 1e-5, 1e6,
+     "llama_4_scaling_beta", "Mistral3"},
+    {"Qwen2ForCausalLM",    "qwen2",     0, 32,   0,     0,  32768, 4096, 0, -1, -1, 1e-6, 1e4, "qkv some-slide"},
+    {"Qwen3ForCausalLM",    "qwen3",     0, 32, 128,     0,  32768, 4096, 0, -1, -1, 1e-6, 1e4,
+     "qkv? output? head-norms some-slide"},
+    {"SmolLM3ForCausalLM",  "smollm3",  16,  4,   0, 128256, 32768,   -1, 0, 128000, 128001, 1e-6, 2e6,
+     "qkv? output? mlp? tied some-slide no_rope_layers no_rope_layer_interval"},
+    {"Olmo2ForCausalLM",    "olmo2",    32,  0,   0,  50304,  2048,    0, 0, -1, 50279, 1e-5, 1e4,
+     "qkv? output? all-norms norms-after no-norms-before"},
+    {"Phi3ForCausalLM",     "phi3",     32,  0,   0,  32064,  4096,   -1, 0,  1, 32000, 1e-5, 1e4,
+     "fused partial_rotary_factor"},
+    {"GraniteForCausalLM",  "granite",  32,  0,   0,  32000,  2048,    0, 0,  1,  2, 1e-6, 1e4,
+     "qkv? output? mlp? embedding_multiplier attention_multiplier residual_multiplier logits_scaling"},
+    {"GraniteSWAForCausalLM", "granite_swa", 20, 4, 0, 100352, 8192, 128, -4, 100257, 100257, 1e-5, 1e4,
+     "qkv? output? mlp? tied some-slide sinks layer_rope_theta embedding_multiplier attention_multiplier "
+     "residual_multiplier logits_scaling"},
+    {"Gemma3ForCausalLM", "gemma3_text", 8,  4, 256, 262208, 131072, 4096, 6, 2, 1, 1e-6, 1e6,
+     "qkv? output? head-norms norms-after one-plus gelu sqrt-hidden ropes tied some-slide query_pre_attn_scalar",
+     "Gemma3"},
+    {"Gemma4ForCausalLM", "gemma4_text", 8,  4, 256, 262144, 131072,  512, 6, 2, 1, 1e-6, 1e6,
+     "qkv? output? head-norms value-norms norms-after gelu sqrt-hidden unscaled ropes tied some-slide gemma4 "
+     "num_kv_shared_layers per_layer_config attention_k_eq_v use_double_wide_mlp hidden_size_per_layer_input "
+     "final_logit_softcapping", "Gemma4"},
+    {"Lfm2ForCausalLM", "lfm2",         32,  8,   0,  65536, 128000,   0, 0,  1,  2, 1e-5, 1e6, "head-norms tied lfm2", "",
      "norm=embedding_norm input_layernorm=operator_norm post_attention_layernorm=ffn_norm q_norm=q_layernorm "
      "k_norm=k_layernorm o_proj=out_proj mlp.gate_proj=feed_forward.w1 mlp.up_proj=feed_forward.w3 "
      "mlp.down_proj=feed_forward.w2"},
@@ -208,6 +280,33 @@ inline void require_known(const Section &section, const char *what, const std::s
          known.find(' ') == std::string::npos ? "is" : "are", known.c_str());
 }
 
+// What is asked for and does not run here: the family that is nearest to it, and what is in its way.
+struct Nearest {
+    const char *begins, *family, *differs;
+};
+constexpr Nearest nearest_families[] = {
+    {"Gemma", "Gemma3ForCausalLM", "caps of scores (Gemma 2), or with the norms and windows it has (Gemma)"},
+    {"Gemma3n", "Gemma4ForCausalLM", "AltUp and LAuReL, more residual streams than one"},
+    {"Qwen3Moe", "Qwen3ForCausalLM", "experts"},
+    {"Qwen3Next", "Qwen3ForCausalLM", "linear attention and experts"},
+    {"Qwen3_5", "Qwen3ForCausalLM", "linear attention"},
+    {"Qwen2Moe", "Qwen2ForCausalLM", "experts"},
+    {"Mixtral", "MistralForCausalLM", "experts"},
+    {"Ministral", "MistralForCausalLM", "windows of some layers"},
+    {"Llama4", "LlamaForCausalLM", "experts, chunks of attention, and layers without RoPE"},
+    {"Deepseek", "LlamaForCausalLM", "latents (MLA) and experts"},
+    {"GptOss", "GraniteSWAForCausalLM", "experts"},
+    {"GraniteMoe", "GraniteForCausalLM", "experts and Mamba layers"},
+    {"Olmo3", "Olmo2ForCausalLM", "windows of some layers"},
+    {"OlmoFor", "Olmo2ForCausalLM", "norms without weights"},
+    {"PhiFor", "Phi3ForCausalLM", "LayerNorm, and attention beside the MLP"},
+    {"Phi4", "Phi3ForCausalLM", "images and speech"},
+    {"Cohere", "LlamaForCausalLM", "LayerNorm, and attention beside the MLP"},
+    {"Glm", "LlamaForCausalLM", "RoPE of neighbours, of half a head"},
+    {"GPT", "LlamaForCausalLM", "learned positions and LayerNorm"},
+    {"Falcon", "LlamaForCausalLM", "LayerNorm, and attention beside the MLP"},
+};
+
 // `text`: in it, the config of the text model, of one that also sees or hears and has another name.
 inline const Family &find_family(const Section &config, const Section &text) {
     std::string model_type = config.text("model_type", ""), wanted = model_type, known;
@@ -217,21 +316,29 @@ inline const Family &find_family(const Section &config, const Section &text) {
     if (list) wanted = list->child->valuestring;
     if (wanted == "LLaMAForCausalLM") wanted = "LlamaForCausalLM";  // as the first conversions spell it
     if (wanted.empty()) config.need("architectures");
+    std::string types;  // of the text models of a wrapper
     for (const Family &family : families) {
         known += (known.empty() ? "" : " ") + std::string(family.architecture);
         std::string name = family.architecture, type = family.model_type;
-        if (text.object)
-            name.replace(name.find("CausalLM"), 8, "ConditionalGeneration"), type = type.substr(0, type.find("_text"));
+        if (text.object) {
+            type = name = family.wrapper, name += "ForConditionalGeneration";
+            std::transform(type.begin(), type.end(), type.begin(), ::tolower);
+        }
         if (wanted != (list ? name : type)) continue;
-        if (text.object)
-            require_known(text, "model_type", text.text("model_type", family.model_type), family.model_type);
+        types += (types.empty() ? "" : " ") + std::string(family.model_type);
+        if (text.object && text.text("model_type", family.model_type) != family.model_type) continue;
         if (!model_type.empty() && model_type != type)
             fail("%s: model_type is %s, but %s asks for %s", config.name.c_str(), printable(model_type).c_str(),
                  name.c_str(), type.c_str());
         return family;
     }
-    fail("%s: architecture %s is not supported; supported are %s", config.name.c_str(), printable(wanted).c_str(),
-         known.c_str());
+    if (!types.empty()) require_known(text, "model_type", text.text("model_type", ""), types);
+    std::string nearest;
+    for (const Nearest &other : nearest_families)
+        if (wanted.rfind(other.begins, 0) == 0)
+            nearest = formatted(": nearest is %s, without its %s", other.family, other.differs);
+    fail("%s: architecture %s is not supported%s; supported are %s", config.name.c_str(), printable(wanted).c_str(),
+         nearest.c_str(), known.c_str());
 }
 
 // Whether a key asks for nothing: `neutral` or a list of nothing else, false being 0 and true 1; or nothing at all.
@@ -259,7 +366,7 @@ inline void refuse_foreign_keys(const Section &config, const Family &family, con
          "num_experts num_local_experts n_routed_experts use_parallel_residual parallel_attn attention_k_eq_v "
          "enable_moe_block use_double_wide_mlp hidden_size_per_layer_input use_bidirectional_attention "
          "num_kv_shared_layers layer_rope_theta per_layer_config"},
-        {family.has("norms"), "use_qk_norm qk_layernorm"},
+        {family.has("head-norms"), "use_qk_norm qk_layernorm"},
         {1 / std::sqrt(kind.key_width), "attention_multiplier"},
         {kind.key_width, "query_pre_attn_scalar"},
         {std::sqrt(sizes.layers), "scale_depth"},
@@ -320,48 +427,80 @@ inline void read_sizes(const Section &config, const Family &family, Config &out,
         width = out.hidden / out.heads;
     }
     check_heads(config.name.c_str(), out.heads, kind);
-    out.norm_epsilon = config.number(family.has("lfm2") ? "norm_eps" : "rms_norm_eps", 1e-30, 1,
-                                     family.has("granite") || family.has("lfm2") ? 1e-5 : 1e-6);
+    out.norm_epsilon = config.number(family.has("lfm2") ? "norm_eps" : "rms_norm_eps", 1e-30, 1, family.epsilon);
+}
+
+// The types that speak of an original context.
+inline void read_stretched(const Section &config, const Section &rope, const Family &family, int context,
+                           const std::string &type, Kind &kind) {
+    const char *name = rope.name.c_str(), *key = "original_max_position_embeddings";
+    RopeScaling &to = kind.rope;
+    const int original = family.has("fused") ? family.context : rope.integer(key, 1, 1 << 30, context);
+    to.original_context = config.integer(key, type == "longrope" ? 2 : 1, 1 << 30, original);
+    const double factor = rope.find("factor") ? to.factor : (double)context / to.original_context;
+    auto attention_factor = [&](double otherwise) {
+        to.attention_factor = rope.number("attention_factor", 1e-3, 1e3, factor <= 1 ? 1 : otherwise);
+    };
+    if (type == "longrope") {
+        to.kind = RopeScaling::longrope, to.factor = 1;
+        attention_factor(std::sqrt(1 + std::log(factor) / std::log(to.original_context)));
+        for (bool is_long : {false, true})
+            (is_long ? to.long_factors : to.short_factors) =
+                rope.numbers(is_long ? "long_factor" : "short_factor", kind.rotary() / 2, 1e-6, 1e6);
+        return;
+    }
+    const bool yarn = type == "yarn";
+    const char *low = yarn ? "beta_slow" : "low_freq_factor", *high = yarn ? "beta_fast" : "high_freq_factor";
+    auto if_yarn = [&](double value) { return yarn ? std::optional<double>(value) : std::nullopt; };
+    to.kind = yarn ? RopeScaling::yarn : RopeScaling::llama3;
+    to.factor = factor;
+    to.low_turns = rope.number(low, 1e-6, 1e6, if_yarn(1)), to.high_turns = rope.number(high, 1e-6, 1e6, if_yarn(32));
+    if (to.high_turns <= to.low_turns)
+        fail("%s: %s is %g, expected more than %s, %g", name, high, to.high_turns, low, to.low_turns);
+    if (!yarn) return;
+    to.truncate = rope.flag("truncate", true);
+    const double scale = rope.number("mscale", 0, 1e3, 0), all = rope.number("mscale_all_dim", 0, 1e3, 0);
+    auto grown = [&](double by) { return 1 + 0.1 * by * std::log(factor); };
+    attention_factor(scale && all ? grown(scale) / grown(all) : grown(1));
+    if (family.has("llama_4_scaling_beta")) to.query_growth = rope.number("llama_4_scaling_beta", 0, 1e3, 0);
 }
 
 // Two spellings: rope_theta beside rope_scaling {type or rope_type, factor, ...}, or all of it in rope_parameters.
 // As in Transformers, rope_scaling goes before rope_parameters, and a theta in either before the one beside them.
 // Gemma's local layers turn in another way: first by rope_local_base_freq alone, later each kind has an object.
 inline void read_rope(const Section &config, const Family &family, int context, Kind &kind) {
-    const bool by_kind = family.has("gemma"), local = by_kind && kind.window;
+    const bool by_kind = family.has("ropes"), local = by_kind && kind.window;
     Section rope = config.section("rope_scaling");
     if (local || !rope.object || !rope.object->child) {
         rope = config.section("rope_parameters");
         if (by_kind) rope = rope.section(local ? "sliding_attention" : "full_attention");
     }
+    if (family.has("llama_4_scaling_beta") && !rope.object) config.need("rope_parameters");  // or YaRN by 16
     const char *name = rope.name.c_str();
     for (const cJSON *item : items_of(rope.object))
         if (cJSON_IsObject(item))
             rope.refuse(printable(item->string).c_str(), item, "no object: one RoPE for all layers");
     kind.rope_theta = local ? config.number("rope_local_base_freq", 1, 1e15, 10000)
-                            : config.number("rope_theta", 1, 1e15, by_kind || family.has("lfm2") ? 1e6 : 10000);
+                            : config.number("rope_theta", 1, 1e15, family.theta);
     kind.rope_theta = rope.number("rope_theta", 1, 1e15, kind.rope_theta);
     const bool partial = family.has("gemma4") && !local && !rope.object;
 
     std::string type = rope.text("rope_type", rope.text("type", partial ? "proportional" : "default"));
+    if (family.has("fused") && (type == "su" || type == "yarn")) type = "longrope";  // as Phi-3 was shipped at first
+    if (type == "dynamic")
+        fail("%s: rope_type dynamic is not supported: its frequencies change as a text grows, so keys that a cache holds "
+             "would be wrong", name);
+    require_known(rope, "rope_type", type, "default linear llama3 proportional yarn longrope");
     kind.rope = {};
-    kind.rope.turned = rope.number("partial_rotary_factor", 0, 1, partial ? 0.25 : 1);
-    if (kind.rope.turned != 1 && type != "proportional")
+    const double part = config.number("partial_rotary_factor", 0, 1, 1);
+    double &turning = type == "proportional" ? kind.rope.turned : kind.rope.rotary;
+    turning = rope.number("partial_rotary_factor", 0, 1, partial ? 0.25 : part);
+    if (kind.rope.rotary != 1 && !family.has("partial_rotary_factor"))
         fail("%s: partial_rotary_factor is not supported; supported is 1", name);
-    if (type == "default") return;
-    require_known(rope, "rope_type", type, "default linear llama3 proportional");
-    const std::optional<double> no_factor = type == "proportional" ? std::optional<double>(1) : std::nullopt;
-    kind.rope.factor = rope.number("factor", 1e-6, 1e6, no_factor);
-    if (kind.rope.factor == no_factor) return;
-    kind.rope.kind = type == "llama3" ? RopeScaling::llama3 : RopeScaling::linear;
-    if (type != "llama3") return;
-    kind.rope.low_freq_factor = rope.number("low_freq_factor", 1e-6, 1e6);
-    kind.rope.high_freq_factor = rope.number("high_freq_factor", 1e-6, 1e6);
-    if (kind.rope.high_freq_factor <= kind.rope.low_freq_factor)
-        fail("%s: high_freq_factor is %g, expected more than low_freq_factor, %g", name, kind.rope.high_freq_factor,
-             kind.rope.low_freq_factor);
-    int original = rope.integer("original_max_position_embeddings", 1, 1 << 30, context);
-    kind.rope.original_context = config.integer("original_max_position_embeddings", 1, 1 << 30, original);
+    if (kind.rotary() % 2) fail("%s: of a head %d numbers turn, expected an even number", name, kind.rotary());
+    if (type == "llama3" || type == "linear" || rope.find("factor")) kind.rope.factor = rope.number("factor", 1e-6, 1e6);
+    if (type == "linear" || (type == "proportional" && kind.rope.factor != 1)) kind.rope.kind = RopeScaling::linear;
+    if (type == "llama3" || type == "yarn" || type == "longrope") read_stretched(config, rope, family, context, type, kind);
 }
 
 // How far the layers look back that look furthest; 0: some to the first position.
@@ -371,21 +510,31 @@ inline int widest_window(const std::vector<Kind> &kinds) {
     return widest == INT_MAX ? 0 : widest;
 }
 
+// Whether RoPE turns a layer of SmolLM3, which leaves it out in each fourth one. Of others it is not asked: false.
+inline bool turns(const Section &config, const Family &family, int layers, int layer) {
+    if (!family.has("no_rope_layers")) return false;
+    const std::vector<const cJSON *> listed = config.by_layer("no_rope_layers", layers, " of 0 and 1");
+    const int every = config.integer("no_rope_layer_interval", 1, max_layers, 4);
+    if (listed.empty()) return (layer + 1) % every != 0;
+    if (!is_whole(listed[(size_t)layer], 0, 1)) config.refuse("no_rope_layers", listed[(size_t)layer], "0 or 1 in it");
+    return listed[(size_t)layer]->valuedouble != 0;
+}
+
 // Mistral: every layer slides. Qwen: only with use_sliding_window, and then the layers from max_window_layers on. Gemma
 // and Granite: by a pattern. These three, but not Llama and Mistral, may name other layers in layer_types.
 inline std::vector<int> read_windows(const Section &config, const Family &family, int layers) {
-    const std::string model_type = family.model_type;
-    const bool qwen = model_type == "qwen2" || model_type == "qwen3", mixes = qwen || family.pattern;
+    const bool mixes = family.has("some-slide"), asked = mixes && !family.pattern, qwen = asked && family.window > 0;
     int window = 0;
-    if (family.window > 0 && (!qwen || config.flag("use_sliding_window", false)))
-        window = config.integer("sliding_window", 1, 1 << 30, config.has_null("sliding_window") ? 0 : family.window);
+    if (family.window && (!asked || config.flag("use_sliding_window", false)))
+        window = config.integer("sliding_window", 1, 1 << 30,
+                                config.has_null("sliding_window") ? 0 : std::max(0, family.window));
     const int first = qwen ? config.integer("max_window_layers", 0, max_layers, 28) : 0;
     const int every =
         family.pattern > 0 ? config.integer("sliding_window_pattern", 1, max_layers, family.pattern) : -family.pattern;
     std::vector<int> windows;
     for (int layer = 0; layer < layers; layer++) {
         const bool full = every ? (layer + (family.pattern > 0)) % every == 0 : layer < first;
-        windows.push_back(full ? 0 : window);
+        windows.push_back(full || turns(config, family, layers, layer) ? 0 : window);
     }
 
     const std::vector<const cJSON *> types = config.by_layer("layer_types", layers, " names");
@@ -458,8 +607,11 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
         kind.window = gemma4 && layer == out.layers - 1 ? 0 : windows[(size_t)layer];  // the last sees everything
         const Section mine = by_layer.section(std::to_string(layer).c_str());
         mine.refuse_others("head_dim num_key_value_heads", "no such key: all layers have it in common");
-        if (gemma4 && !kind.window && !by_layer.object)
+        if (gemma4 && !kind.window && !by_layer.object) {
             kind.key_width = config.integer("global_head_dim", 1, max_size, 512);
+            if (config.flag("attention_k_eq_v", false))
+                kind.kv_heads = config.integer("num_global_key_value_heads", 1, max_size, kind.kv_heads);
+        }
         kind.kv_heads = mine.integer("num_key_value_heads", 1, max_size, kind.kv_heads);
         kind.value_width = kind.key_width = mine.integer("head_dim", 1, max_size, kind.key_width);
         check_heads((mine.object ? mine : config).name.c_str(), out.heads, kind);
@@ -467,6 +619,7 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
         if (theta && !(cJSON_IsNumber(theta) && theta->valuedouble >= 0 && theta->valuedouble <= 1e15))
             config.refuse("layer_rope_theta", theta, "numbers from 0 to 1e15");
         if (theta) kind.rope_theta = theta->valuedouble, theta = theta->next;
+        if (family.has("no_rope_layers") && !turns(config, family, out.layers, layer)) kind.rope_theta = 0;
         add_layer(out.kinds, out.rows, kind, layer < own);
         if (out.rows.back().index < 0)
             fail("%s: num_kv_shared_layers is %d, but layer %d has no earlier one of its kind whose rows it could read",
@@ -493,6 +646,28 @@ inline void read_special_ids(const Section &root, const Section &text, const Sec
     }
 }
 
+// Granite adds r y to x where others add y. RMSNorm does not see how large x is, so x / r is kept in its place: it begins
+// at 1 / r of the embedding, and epsilon, which is added to the mean of x^2, becomes epsilon / r^2.
+inline void read_factors(const Section &config, const Family &family, Config &out) {
+    if (family.has("sqrt-hidden")) out.embedding_scale = std::sqrt(out.hidden);
+    if (family.has("unscaled")) out.score_scale = 1;
+    if (family.has("query_pre_attn_scalar"))
+        out.score_scale = 1 / std::sqrt(config.number("query_pre_attn_scalar", 1e-6, 1e9, 256));
+    if (family.has("embedding_multiplier")) {
+        const double residual = config.number("residual_multiplier", 1e-6, 1e6, 1);
+        out.embedding_scale = config.number("embedding_multiplier", -1e9, 1e9, 1) / residual;
+        out.norm_epsilon /= residual * residual;
+        out.score_scale = config.number("attention_multiplier", 1e-9, 1e9, 1);
+        out.logit_scale = 1 / config.number("logits_scaling", 1e-9, 1e9, 1);
+    }
+    if (!family.has("gemma4")) return;
+    out.logit_cap = config.number("final_logit_softcapping", 0, 1e9, 0);
+    out.per_layer = config.integer("hidden_size_per_layer_input", 0, max_size / out.layers, 256);
+    out.layer_vocabulary = config.integer("vocab_size_per_layer_input", out.vocabulary, max_size, family.vocabulary);
+    out.keys_are_values = config.flag("attention_k_eq_v", false);
+    if (config.flag("use_double_wide_mlp", false)) out.shared_ffn = 2 * out.ffn;
+}
+
 // From the two texts in memory; `generation_text` may be empty: no such file. Names are for messages.
 inline Config parse_config(const std::string &name, const std::string &text, const std::string &generation_name,
                            const std::string &generation_text) {
@@ -511,9 +686,9 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     if (out.dtype.rfind("torch.", 0) == 0) out.dtype = out.dtype.substr(6);
     if (out.dtype == "auto") out.dtype = "";  // as it is stored
     if (!out.dtype.empty()) require_known(config, "dtype", out.dtype, "float32 float16 bfloat16");
-    const bool gemma = family.has("gemma");
-    const char *key = gemma ? "hidden_activation" : "hidden_act", *other = gemma ? "hidden_act" : "hidden_activation";
-    std::string activation = config.text(key, gemma ? "gelu_pytorch_tanh" : "silu");
+    const bool gelu = family.has("gelu");
+    const char *key = gelu ? "hidden_activation" : "hidden_act", *other = gelu ? "hidden_act" : "hidden_activation";
+    std::string activation = config.text(key, gelu ? "gelu_pytorch_tanh" : "silu");
     if (config.text(other, activation) != activation)
         config.refuse(other, config.find(other), activation + ", as " + key + " says");
     if (activation == "swish") activation = "silu";  // two names: x * sigmoid(x)
@@ -528,14 +703,8 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     refuse_foreign_keys(config, family, out, kind);
     family.has("lfm2") ? read_layers_of_lfm2(config, family, kind, out) : read_layers(config, family, kind, out);
     read_special_ids(whole, config, generation, family, out);
-    if (gemma) out.embedding_scale = std::sqrt(out.hidden);
-    if (family.has("gemma3")) out.score_scale = 1 / std::sqrt(config.number("query_pre_attn_scalar", 1e-6, 1e9, 256));
-    if (family.has("gemma4")) out.score_scale = 1, config.need("hidden_size_per_layer_input");  // or it is 256
-    if (family.has("granite")) {
-        out.embedding_scale = config.number("embedding_multiplier", -1e9, 1e9, 1);
-        out.score_scale = config.number("attention_multiplier", 1e-9, 1e9, 1);
-    }
-    out.tied = config.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", family.heads > 0));
+    read_factors(config, family, out);
+    out.tied = whole.flag("tie_word_embeddings", text_config.object || family.has("tied"));
     if (family.has("lfm2")) out.tied = config.flag("tie_embedding", out.tied);
     auto biased = [&](const std::string &what, const char *asked) {
         return family.has(what.c_str()) || (family.has((what + "?").c_str()) && config.flag(asked, false));
@@ -543,7 +712,7 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     out.qkv_bias = biased("qkv", "attention_bias");
     out.output_bias = biased("output", "attention_bias");
     out.mlp_bias = biased("mlp", "mlp_bias");
-    out.qk_norm = family.has("norms");
+    out.qk_norm = family.has("head-norms");
     return out;
 }
 
@@ -586,149 +755,6 @@ inline Config load_config(const std::string &directory) {
     return parse_config(name, text, generation, file_exists(generation) ? read_file(generation, max_json_bytes) : "");
 }
 
-// ---- safetensors ---------------------------------------------------------------------------------------------------
-// A file is: 8 bytes, the length n of the header (little-endian); n bytes of JSON,
-//   {"model.norm.weight": {"dtype": "BF16", "shape": [64], "data_offsets": [0, 128]}, ..., "__metadata__": {...}}
-// and the data. Offsets count from the start of the data; the tensors cover all of it, and none overlaps another.
-
-struct StoredTensor {
-    std::string file, dtype;  // the file as messages call it; the type as the file calls it
-    std::vector<int64_t> shape;
-    const char *data = nullptr;
-    size_t bytes = 0;
-};
-
-struct TensorTable {
-    std::string name;  // the file that lists them: model.safetensors, or the index of the shards
-    std::map<std::string, StoredTensor> tensors;
-};
-
-// Bytes of an element, from the bits in its type's name: "BF16", "I64", "F8_E4M3"; 0: not known here, or not whole, so
-// the tensor's size is not checked. Only F32, F16 and BF16 can be used; others may lie in the file beside them.
-inline size_t stored_dtype_bytes(const std::string &dtype) {
-    size_t digit = dtype.find_first_of("0123456789");
-    if (digit == std::string::npos) return dtype == "BOOL";
-    return strtoul(dtype.c_str() + digit, nullptr, 10) / 8;
-}
-
-inline std::vector<int64_t> read_counts(const Section &tensor, const char *key) {
-    const cJSON *list = tensor.need(key);
-    if (!cJSON_IsArray(list)) tensor.refuse(key, list, "a list of whole numbers");
-    std::vector<int64_t> counts;
-    for (const cJSON *item : items_of(list)) {
-        if (!is_whole(item, 0, 1LL << 53)) tensor.refuse(key, list, "a list of whole numbers");  // exact in a double
-        counts.push_back((int64_t)item->valuedouble);
-    }
-    return counts;
-}
-
-// One entry of the header. `data` (data_bytes) is the part of the file behind the header.
-inline StoredTensor read_entry(const std::string &file, const cJSON *item, const char *data, size_t data_bytes) {
-    Section entry{file + ": tensor " + printable(item->string), item};
-    const char *name = entry.name.c_str();
-    if (!cJSON_IsObject(item)) fail("%s: expected an object", name);
-    entry.need("dtype");
-    StoredTensor tensor{file, entry.text("dtype", ""), read_counts(entry, "shape")};
-    std::vector<int64_t> offsets = read_counts(entry, "data_offsets");
-    if (offsets.size() != 2 || offsets[0] > offsets[1])
-        entry.refuse("data_offsets", entry.find("data_offsets"), "[begin, end]");
-    if ((uint64_t)offsets[1] > data_bytes)
-        fail("%s ends at byte %lld of the data, but the file holds %zu: it is cut off, fetch it again", name,
-             (long long)offsets[1], data_bytes);
-    tensor.data = data + offsets[0];
-    tensor.bytes = (size_t)(offsets[1] - offsets[0]);
-
-    size_t element = stored_dtype_bytes(tensor.dtype), expected = element;
-    for (int64_t count : tensor.shape) {
-        if (count && expected > SIZE_MAX / (size_t)count)
-            entry.refuse("shape", entry.find("shape"), "one that fits a file");
-        expected *= (size_t)count;
-    }
-    if (element && expected != tensor.bytes)
-        fail("%s has %zu bytes, its shape %s in %s asks for %zu", name, tensor.bytes,
-             printable(json_of(tensor.shape)).c_str(), tensor.dtype.c_str(), expected);
-    return tensor;
-}
-
-// Throws unless the tensors cover the data from its first byte to its last, each byte once.
-inline void check_coverage(const TensorTable &table, const char *data, size_t data_bytes) {
-    std::set<std::tuple<const char *, size_t, std::string>> order;
-    for (const auto &[name, tensor] : table.tensors) order.insert({tensor.data, tensor.bytes, name});
-    const char *covered = data;
-    for (const auto &[begin, bytes, name] : order) {
-        if (begin != covered)
-            fail("%s: tensor %s begins at byte %td of the data, expected %td: tensors %s", table.name.c_str(),
-                 printable(name).c_str(), begin - data, covered - data, begin < covered ? "overlap" : "leave a gap");
-        covered += bytes;
-    }
-    if (covered != data + data_bytes)
-        fail("%s: holds %zu bytes of data, its header speaks of %td", table.name.c_str(), data_bytes, covered - data);
-}
-
-// The tensors of one file, given as its bytes in memory; nothing behind the header is read.
-inline TensorTable parse_safetensors(const std::string &name, const char *bytes, size_t size) {
-    const char lfs[] = "version https://git-lfs";
-    if (size >= sizeof lfs - 1 && memcmp(bytes, lfs, sizeof lfs - 1) == 0)
-        fail("%s: is a Git LFS pointer, not the weights: run `git lfs pull` where it came from", name.c_str());
-    uint64_t header_bytes = 0;
-    if (size < sizeof header_bytes) fail("%s: is %zu bytes long, too short for a safetensors file", name.c_str(), size);
-    memcpy(&header_bytes, bytes, sizeof header_bytes);
-    const size_t rest = size - sizeof header_bytes, most = std::min(rest, max_json_bytes);
-    if (header_bytes > most)
-        fail("%s: its header is said to be %llu bytes long, expected at most %zu: %s", name.c_str(),
-             (unsigned long long)header_bytes, most,
-             header_bytes > max_json_bytes ? "not a safetensors file" : "it is cut off, fetch it again");
-    const char *header = bytes + sizeof header_bytes, *data = header + header_bytes;
-    Json root = parse_json(name + ": header", std::string(header, (size_t)header_bytes));
-    TensorTable table{name, {}};
-    for (const cJSON *item : items_of(root.get()))
-        if (strcmp(item->string, "__metadata__") != 0)
-            table.tensors[item->string] = read_entry(name, item, data, rest - (size_t)header_bytes);
-    check_coverage(table, data, rest - (size_t)header_bytes);
-    return table;
-}
-
-inline TensorTable open_safetensors(const std::string &path, std::vector<Mapping> &files) {
-    files.push_back(map_file(path));
-    return parse_safetensors(path, files.back().get(), files.back().get_deleter().size);
-}
-
-// The shards that the index names, each opened once; a tensor is taken from the shard the index gives.
-inline TensorTable open_shards(const std::string &directory, const std::string &index, std::vector<Mapping> &files) {
-    Json root = parse_json(index, read_file(index, max_json_bytes), /*as_python=*/true);
-    Section whole{index, root.get()}, map = whole.section("weight_map");
-    whole.need("weight_map");
-    TensorTable all{index, {}};
-    std::map<std::string, TensorTable> shards;
-    for (const cJSON *item : items_of(map.object)) {
-        std::string shard = map.text(item->string, "");
-        if (shard.empty() || shard == "." || shard == ".." || shard.find('/') != std::string::npos)
-            map.refuse(printable(item->string).c_str(), item, "the name of a file in the same directory");
-        if (!shards.count(shard)) {
-            std::string path = join_path(directory, shard);
-            if (!file_exists(path))
-                fail("%s: cannot open it: %s; %s names it", path.c_str(), strerror(errno), index.c_str());
-            shards[shard] = open_safetensors(path, files);
-        }
-        auto found = shards[shard].tensors.find(item->string);
-        if (found == shards[shard].tensors.end())
-            fail("%s: tensor %s is missing, %s says it is here", shards[shard].name.c_str(),
-                 printable(item->string).c_str(), index.c_str());
-        all.tensors[item->string] = found->second;
-    }
-    return all;
-}
-
-inline TensorTable open_weights(const std::string &directory, std::vector<Mapping> &files) {
-    std::string single = join_path(directory, "model.safetensors"), index = single + ".index.json";
-    if (!file_exists(single)) {
-        if (file_exists(index)) return open_shards(directory, index, files);
-        fail("%s: neither model.safetensors nor model.safetensors.index.json is there; no other format is read",
-             directory.c_str());
-    }
-    return open_safetensors(single, files);
-}
-
 // ---- Config + tensors = Model --------------------------------------------------------------------------------------
 
 // Takes tensors out of the table by name, with the shape the config asks for.
@@ -737,6 +763,7 @@ struct Binder {
     Model &model;
     std::string prefix = "model.", head = "lm_head.";
     std::set<std::string> taken = {};
+    Linear layer_projection = {};  // (layers * P, hidden): the projections of all layers (PerLayer)
 
     // The family's name of a tensor, from Llama's: of each part, between dots, that has another one there.
     std::string named(std::string name) const {
@@ -788,74 +815,122 @@ struct Binder {
     // What RMSNorm multiplies with. Gemma 3 stores what is to be added to 1.
     Tensor norm(const std::string &name, int width) {
         const Tensor stored = take(name + ".weight", {width});
-        if (!model.config.family->has("gemma3")) return stored;
+        if (!model.config.family->has("one-plus")) return stored;
         return made(width, [&](int i) { return 1 + number_of(stored, i); });
+    }
+    // A norm whose weights are all multiplied with a number.
+    Tensor scaled_norm(const std::string &name, int width, double scale) {
+        const Tensor stored = norm(name, width);
+        return scale == 1 ? stored : made(width, [&](int i) { return number_of(stored, i) * (float)scale; });
     }
     Linear linear(const std::string &name, int outputs, int inputs, bool bias) {
         return {take(name + ".weight", {outputs, inputs}), bias ? take(name + ".bias", {outputs}) : Tensor{}};
     }
 };
 
-// A layer with a short convolution. in_proj (3 hidden, hidden) has the rows of B, of C and of x, each as a slice.
-inline LayerWeights bind_convolution(Binder &binder, const Config &config, const std::string &layer, int taps) {
+// Rows [first, first + rows) of a matrix, and of its bias.
+inline Linear rows_of(Linear all, int64_t first, int64_t rows) {
+    auto cut = [](Tensor tensor, int64_t numbers) {
+        if (tensor.data) tensor.data = (const char *)tensor.data + numbers * dtype_bytes(tensor.type);
+        return tensor;
+    };
+    all.weight = cut(all.weight, first * all.weight.cols), all.bias = cut(all.bias, first);
+    all.weight.rows = rows, all.bias.cols = all.bias.data ? rows : 0;
+    return all;
+}
+
+// What Gemma 4 has at the end of a layer.
+inline void bind_per_layer(Binder &binder, const std::string &layer, int index, LayerWeights &out) {
+    const int width = binder.model.config.per_layer, hidden = binder.model.config.hidden;
+    const float scale = number_of(binder.take(layer + "layer_scalar", {1}), 0);
+    (width ? out.per_layer.scale : out.scale) = scale;
+    if (width == 0) return;
+    out.per_layer = {rows_of(binder.layer_projection, (int64_t)index * width, width),
+                     binder.linear(layer + "per_layer_input_gate", width, hidden, false),
+                     binder.linear(layer + "per_layer_projection", hidden, width, false),
+                     binder.norm(layer + "post_per_layer_input_norm", hidden), scale};
+}
+
+// The second embedding of tokens, and what the first adds to it: (embedding * sqrt(P) + RMSNorm(projection)) / sqrt(2).
+// What both are divided by is put into the norm's weights here, and into a factor in forward().
+inline void bind_layer_embedding(Binder &binder, Model &model, int vocabulary) {
+    const int width = model.config.per_layer, all = width * model.config.layers;
+    if (width == 0) return;
+    model.layer_embedding = binder.take(binder.prefix + "embed_tokens_per_layer.weight", {vocabulary, all});
+    binder.layer_projection =
+        binder.linear(binder.prefix + "per_layer_model_projection", all, model.config.hidden, false);
+    model.layer_norm = binder.scaled_norm(binder.prefix + "per_layer_projection_norm", width, std::sqrt(0.5));
+}
+
+// What of a layer reads n and writes o: its attention.
+inline void bind_attention(Binder &binder, const Config &config, int index, const std::string &layer,
+                           LayerWeights &out) {
+    const std::string attention = layer + "self_attn.";
+    const Family &family = *config.family;
+    const Kind &kind = config.kind(index);
+    const bool own = config.rows[(size_t)index].own, qkv = config.qkv_bias;
+    const int hidden = config.hidden, width = kind.key_width;
+    const int query_width = config.heads * width, kv_width = kind.kv_heads * width;
+    if (family.has("fused")) {
+        const Linear all = binder.linear(attention + "qkv_proj", query_width + 2 * kv_width, hidden, qkv);
+        out.query = rows_of(all, 0, query_width), out.key = rows_of(all, query_width, kv_width);
+        out.value = rows_of(all, query_width + kv_width, kv_width);
+    } else {
+        const bool one_for_both = config.keys_are_values && !kind.window;
+        out.query = binder.linear(attention + "q_proj", query_width, hidden, qkv);
+        if (own) out.key = binder.linear(attention + "k_proj", kv_width, hidden, qkv);
+        if (own) out.value = one_for_both ? out.key : binder.linear(attention + "v_proj", kv_width, hidden, qkv);
+    }
+    if (config.qk_norm) out.query_norm = binder.norm(attention + "q_norm", width);
+    if (config.qk_norm && own) out.key_norm = binder.norm(attention + "k_norm", width);
+    if (family.has("value-norms") && own) out.value_norm = binder.made(width, [](int) { return 1.0f; });
+    if (family.has("all-norms")) {
+        out.all_query_norm = binder.norm(attention + "q_norm", query_width);
+        out.all_key_norm = binder.norm(attention + "k_norm", kv_width);
+    }
+    for (const char *unused : {"k_proj", "v_proj", "k_norm", "v_norm"})  // of shared rows, files may have them
+        if (!own) binder.taken.insert(binder.named(attention + unused + ".weight"));
+    if (family.has("sinks")) out.sinks = binder.take(attention + "sinks", {config.heads});
+    out.output = binder.linear(attention + "o_proj", hidden, query_width, config.output_bias);
+}
+
+// Or its short convolution. in_proj has the rows of B, of C and of x.
+inline void bind_convolution(Binder &binder, const Config &config, const std::string &layer, int taps,
+                             LayerWeights &out) {
     const int hidden = config.hidden;
     const bool bias = config.convolution_bias;
     const Linear all = binder.linear(layer + "conv.in_proj", 3 * hidden, hidden, bias);
-    auto third = [&](int i) {
-        auto slice = [&](Tensor tensor, int64_t rows, int64_t columns) {
-            if (!tensor.data) return Tensor{};
-            const char *start = (const char *)tensor.data + i * rows * columns * dtype_bytes(tensor.type);
-            return Tensor{start, tensor.type, rows, columns};
-        };
-        return Linear{slice(all.weight, hidden, hidden), slice(all.bias, 1, hidden)};
-    };
-    LayerWeights out;
-    out.attention_norm = binder.norm(layer + "input_layernorm", hidden);
-    out.key = third(0), out.query = third(1), out.value = third(2);
+    out.key = rows_of(all, 0, hidden), out.query = rows_of(all, hidden, hidden);
+    out.value = rows_of(all, 2 * hidden, hidden);
     out.taps = binder.take(layer + "conv.conv.weight", {hidden, 1, taps});
     if (bias) out.taps_bias = binder.take(layer + "conv.conv.bias", {hidden});
     out.output = binder.linear(layer + "conv.out_proj", hidden, hidden, bias);
-    out.mlp_norm = binder.norm(layer + "post_attention_layernorm", hidden);
-    out.gate = binder.linear(layer + "mlp.gate_proj", config.ffn, hidden, config.mlp_bias);
-    out.up = binder.linear(layer + "mlp.up_proj", config.ffn, hidden, config.mlp_bias);
-    out.down = binder.linear(layer + "mlp.down_proj", hidden, config.ffn, config.mlp_bias);
-    return out;
 }
 
 inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) {
-    const std::string layer = binder.prefix + "layers." + std::to_string(index) + ".", attention = layer + "self_attn.",
-                      mlp = layer + "mlp.";
+    const std::string layer = binder.prefix + "layers." + std::to_string(index) + ".", mlp = layer + "mlp.";
     const Family &family = *config.family;
-    const Kind &kind = config.kind(index);
-    if (kind.taps) return bind_convolution(binder, config, layer, kind.taps);
-    const bool own = config.rows[(size_t)index].own;
-    const int hidden = config.hidden, width = kind.key_width;
-    const int query_width = config.heads * width, kv_width = kind.kv_heads * width;
+    const bool before = !family.has("no-norms-before"), after = family.has("norms-after");
+    const int hidden = config.hidden, taps = config.kind(index).taps;
+    const int ffn = !config.rows[(size_t)index].own && config.shared_ffn ? config.shared_ffn : config.ffn;
     LayerWeights out;
-    out.attention_norm = binder.norm(layer + "input_layernorm", hidden);
-    out.query = binder.linear(attention + "q_proj", query_width, hidden, config.qkv_bias);
-    if (own) {
-        out.key = binder.linear(attention + "k_proj", kv_width, hidden, config.qkv_bias);
-        out.value = binder.linear(attention + "v_proj", kv_width, hidden, config.qkv_bias);
-        if (config.qk_norm) out.key_norm = binder.norm(attention + "k_norm", width);
-        if (family.has("gemma4")) out.value_norm = binder.made(width, [](int) { return 1.0f; });
-    } else {  // files may have them all the same
-        for (const char *unused : {"k_proj", "v_proj", "k_norm", "v_norm"})
-            binder.taken.insert(binder.named(attention + unused + ".weight"));
+    if (taps) bind_convolution(binder, config, layer, taps, out);
+    else bind_attention(binder, config, index, layer, out);
+    if (family.has("fused")) {
+        const Linear both = binder.linear(mlp + "gate_up_proj", 2 * ffn, hidden, config.mlp_bias);
+        out.gate = rows_of(both, 0, ffn), out.up = rows_of(both, ffn, ffn);
+    } else {
+        out.gate = binder.linear(mlp + "gate_proj", ffn, hidden, config.mlp_bias);
+        out.up = binder.linear(mlp + "up_proj", ffn, hidden, config.mlp_bias);
     }
-    out.output = binder.linear(attention + "o_proj", hidden, query_width, config.output_bias);
-    if (config.qk_norm) out.query_norm = binder.norm(attention + "q_norm", width);
-    if (family.has("granite")) out.sinks = binder.take(attention + "sinks", {config.heads});
-    if (family.has("gemma")) {  // Llama's name for the norm before the MLP is that of another one here
-        out.attention_out_norm = binder.norm(layer + "post_attention_layernorm", hidden);
-        out.mlp_out_norm = binder.norm(layer + "post_feedforward_layernorm", hidden);
-    }
-    out.mlp_norm =
-        binder.norm(layer + (family.has("gemma") ? "pre_feedforward_layernorm" : "post_attention_layernorm"), hidden);
-    out.gate = binder.linear(mlp + "gate_proj", config.ffn, hidden, config.mlp_bias);
-    out.up = binder.linear(mlp + "up_proj", config.ffn, hidden, config.mlp_bias);
-    out.down = binder.linear(mlp + "down_proj", hidden, config.ffn, config.mlp_bias);
-    if (family.has("gemma4")) out.scale = number_of(binder.take(layer + "layer_scalar", {1}), 0);
+    out.down = binder.linear(mlp + "down_proj", hidden, ffn, config.mlp_bias);
+    // Where there are norms after, Llama's name for the one before the MLP is that of another one.
+    if (before) out.attention_norm = binder.norm(layer + "input_layernorm", hidden);
+    if (before)
+        out.mlp_norm = binder.norm(layer + (after ? "pre_feedforward_layernorm" : "post_attention_layernorm"), hidden);
+    if (after) out.attention_out_norm = binder.norm(layer + "post_attention_layernorm", hidden);
+    if (after) out.mlp_out_norm = binder.norm(layer + "post_feedforward_layernorm", hidden);
+    if (family.has("gemma4")) bind_per_layer(binder, layer, index, out);
     return out;
 }
 
@@ -898,8 +973,9 @@ inline Model bind_weights(Config config, const TensorTable &table) {
     }
     if (binder.find("language_model.lm_head.weight")) binder.head = "language_model.lm_head.";
     bind_embedding_and_head(binder, model);
+    bind_layer_embedding(binder, model, model.config.layer_vocabulary);
     for (int i = 0; i < model.config.layers; i++) model.layers.push_back(bind_layer(binder, model.config, i));
-    model.final_norm = binder.norm(binder.prefix + "norm", model.config.hidden);
+    model.final_norm = binder.scaled_norm(binder.prefix + "norm", model.config.hidden, model.config.logit_scale);
     refuse_unused(binder);
     return model;
 }

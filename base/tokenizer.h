@@ -3,8 +3,9 @@
 //   text --added tokens--> pieces --normalizer--> --pre-tokenizer--> words --merges--> ids
 //   ids --vocabulary--> tokens --decoder--> text, streamed in whole UTF-8 characters
 //
-// Ids and text are those of the `tokenizers` library: BPE, byte-level (GPT-2, Llama 3, Qwen, SmolLM, DeepSeek,
-// StarCoder) or SentencePiece-style (Llama 2, TinyLlama, Mistral). Anything else in the file is refused by name.
+// Ids and text are those of the `tokenizers` library: BPE, byte-level (GPT-2, Llama 3, Qwen, SmolLM, DeepSeek, Granite,
+// OLMo 2, Phi-4, LFM2, Ministral) or SentencePiece-style (Llama 2, Mistral 7B, Phi-3, Gemma). Anything else in the file
+// is refused by name.
 //
 // Patterns are matched by Oniguruma, as in the library, and characters normalized by utf8proc. Where their Unicode is
 // another than the library's, characters that are in only one of the two may come out as other ids: on Debian 12,

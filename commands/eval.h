@@ -240,7 +240,7 @@ inline Report report_of(const Evaluation &eval) {
 
 // The f32 cache, with --activations bf16 once more with these, and those that the flags ask for; of --all each
 // precision, some pairs that differ, a page table, and rings of a quarter of the context.
-inline std::vector<EvalResult> open_results(const Options &options, const Engine &engine, int capacity) {
+inline std::vector<EvalResult> open_results(const Options &options, Engine &engine, int capacity) {
     std::vector<EvalResult> results;
     auto add = [&](const CacheChoice &choice, int window = 0, int sinks = -1) {
         Options with = options;

@@ -60,8 +60,16 @@ inline std::vector<CacheShape> cache_shapes(const Options &options, const std::v
     return shapes;
 }
 
-inline Cache open_cache(const Options &options, const Engine &engine, const CacheChoice &choice, int capacity) {
+// Says it where a text may become longer than a model was trained for at first, and is computed otherwise for it.
+inline void expect_positions_of(Engine &engine, int positions) {
+    if (const int original = expect_positions(engine, positions))
+        note(formatted("a text of up to %d positions: all of it is computed with the frequencies for texts beyond %d "
+                       "(longrope; -c %d takes those for shorter ones)", positions, original, original));
+}
+
+inline Cache open_cache(const Options &options, Engine &engine, const CacheChoice &choice, int capacity) {
     const Config &config = engine.model.config;
+    expect_positions_of(engine, capacity);
     return open_cache(engine.memory(), cache_shapes(options, config.kinds, config.context, capacity), choice.layout,
                       choice.type_k, choice.type_v);
 }
@@ -135,6 +143,7 @@ inline Session open_session(const Options &options) {
     bool endless = !choices.empty() && options.command != "diff";  // what it compares with sees all positions
     for (const CacheChoice &choice : choices) endless &= std::holds_alternative<Ring>(choice.layout);
     session.limit = limit_of(options, config, session.prompt, endless);
+    expect_positions_of(session.engine, session.limit);
     for (const CacheChoice &choice : choices)
         session.caches.push_back(open_cache(options, session.engine, choice, session.limit));
     return session;
@@ -147,7 +156,8 @@ inline Report about_draft(const Drafter &drafter);
 // Bytes that one decoding step reads: all weights but the embedding table, of which it reads a row.
 inline double weights_read(const Model &model) {
     const Tensor &table = model.embedding;
-    return (double)model.weight_bytes - (model.head.data != table.data ? (double)stored_bytes(table) : 0);
+    const double tables = (model.head.data != table.data ? (double)stored_bytes(table) : 0);
+    return (double)model.weight_bytes - tables - (double)stored_bytes(model.layer_embedding);
 }
 
 // And of a layer of one sequence's cache, with `positions` in it: what it sees of the rows, of int4 and int2 the newest

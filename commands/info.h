@@ -8,7 +8,7 @@
 inline void add_config(Report &report, const Model &model, int window, int tokenizer_ids) {
     const Config &config = model.config;
     const Kind &kind = config.kinds[0];
-    const std::string rope = std::vector<std::string>{"none", "linear", "llama3"}[kind.rope.kind];
+    const std::string rope = std::vector<std::string>{"none", "linear", "llama3", "yarn", "longrope"}[kind.rope.kind];
     report.add("tied", config.tied, config.tied ? ", tied" : "");
     report.say(formatted(", %s weights\n", dtype_name(model.layers[0].query.weight.type)));
     report.add("parameters", model.parameters, formatted("  parameters     %.4g M", (double)model.parameters / 1e6));

@@ -48,7 +48,7 @@ inline std::vector<SeenPosition> look_back(Session &session, int layer, int head
             SeenPosition one{t, 0, 0, {}, {}};
             for (int c = 0; c < task.heads.width; c++) {
                 one.key.push_back(segment.keys.type.visit([&](auto format) {
-                    return plain::key_number<decltype(format)>(segment, t, c, frequencies);
+                    return plain::key_number<decltype(format)>(segment, t, c, frequencies, task.heads.rotary);
                 }));
                 one.value.push_back(segment.values.type.visit(
                     [&](auto format) { return decltype(format)::number(segment.values.row(t), c); }));

@@ -667,7 +667,7 @@ void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cach
         for (int head = 0; head < heads.kv; head += plan.heads_together)
             for (int part = 0; part < all; part += each) plan.parts.push_back({tile, head, part, part + each});
     }
-    const int half = heads.width / 2, places = cached ? plan.widest.sinks : 1;  // naive: keys that are rotated already
+    const int half = heads.rotary / 2, places = cached ? plan.widest.sinks : 1;  // naive: keys that are rotated already
     plan.first_place.resize(pass.count);
     plan.sink_cos_sin.clear();
     for (int row = 0; plan.widest.sinks && row < pass.count; row++) {
@@ -691,7 +691,7 @@ void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cach
 inline void attend_sinks(const Partials &to, const Attention &task, const AttentionPlan &plan, const Tile &tile,
                          int origin) {
     thread_local Floats rotated;  // (split_positions, kv_head, D)
-    const int width = task.heads.width, half = width / 2, heads = task.heads.kv;
+    const int width = task.heads.width, half = task.heads.rotary / 2, heads = task.heads.kv;
     const int end = std::min(task.visible.sinks, origin + split_positions);
     rotated.resize((size_t)split_positions * heads * width);
     Ring of_split;
@@ -714,6 +714,7 @@ inline void attend_sinks(const Partials &to, const Attention &task, const Attent
                 moved[c] = a * cosine - b * sine;
                 moved[c + half] = b * cosine + a * sine;
             }
+            std::copy(key + 2 * half, key + width, moved + 2 * half);
         }
         keys.start = (const char *)rotated.data(), keys.stride = heads * width * sizeof(float);
         keys.layout = Choice<Layout>::of(of_split), keys.sequence = 0;

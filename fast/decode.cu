@@ -88,7 +88,7 @@ void merge_parts(Gpu &m, const Attention &task, const Pass &pass, const Parts &f
         add_sinks(sinks, {task.cache, task.layer, kv_head, task.keys, task.values}, span, task.visible);
         if (sinks.count > 0)
             plain::attend_segment(softmax, out, task.query + item * task.heads.width, sinks.list[0], task.scale,
-                                  pass.frequencies, team);
+                                  pass.frequencies, task.heads.rotary, team);
         float before = softmax.max_score * log2_e, max_score = before;
         const plain::Softmax *partials = from.partials + from.index(item, 0);
         for (int i = 0; i < used; i++) max_score = fmaxf(max_score, partials[i].max_score);

@@ -40,23 +40,38 @@ static std::string small_checkpoint(const Family &family) {
         const char *name, *shape;
         int bytes;
     };
-    const bool bias = family.has("qkv");
     std::vector<Entry> entries = {{"model.embed_tokens.weight", "[3,4]", 48}, {"model.norm.weight", "[4]", 16}};
-    std::vector<Entry> layer = {
-        {"input_layernorm.weight", "[4]", 16},    {"self_attn.q_proj.weight", "[4,4]", 64},
-        {"self_attn.k_proj.weight", "[2,4]", 32}, {"self_attn.v_proj.weight", "[2,4]", 32},
-        {"self_attn.o_proj.weight", "[4,4]", 64}, {"post_attention_layernorm.weight", "[4]", 16},
-        {"mlp.gate_proj.weight", "[1,4]", 16},    {"mlp.up_proj.weight", "[1,4]", 16},
-        {"mlp.down_proj.weight", "[4,1]", 16}};
-    if (bias) layer.push_back({"self_attn.q_proj.bias", "[4]", 16});
-    if (bias) layer.push_back({"self_attn.k_proj.bias", "[2]", 8});
-    if (bias) layer.push_back({"self_attn.v_proj.bias", "[2]", 8});
-    if (family.has("norms")) layer.push_back({"self_attn.q_norm.weight", "[2]", 8});
-    if (family.has("norms")) layer.push_back({"self_attn.k_norm.weight", "[2]", 8});
-    if (family.has("gemma")) layer.push_back({"pre_feedforward_layernorm.weight", "[4]", 16});
-    if (family.has("gemma")) layer.push_back({"post_feedforward_layernorm.weight", "[4]", 16});
-    if (family.has("gemma4")) layer.push_back({"layer_scalar", "[1]", 4});
-    if (family.has("granite")) layer.push_back({"self_attn.sinks", "[2]", 8});
+    const bool fused = family.has("fused"), all_norms = family.has("all-norms"), before = !family.has("no-norms-before");
+    std::vector<Entry> layer = {{"self_attn.o_proj.weight", "[4,4]", 64},
+                                {"mlp.down_proj.weight", "[4,1]", 16},
+                                {"post_attention_layernorm.weight", "[4]", 16}};
+    auto add_if = [&](bool wanted, std::vector<Entry> more) {
+        if (wanted) layer.insert(layer.end(), more.begin(), more.end());
+    };
+    add_if(before, {{"input_layernorm.weight", "[4]", 16}});
+    add_if(fused, {{"self_attn.qkv_proj.weight", "[8,4]", 128}, {"mlp.gate_up_proj.weight", "[2,4]", 32}});
+    add_if(!fused, {{"self_attn.q_proj.weight", "[4,4]", 64},
+                    {"self_attn.k_proj.weight", "[2,4]", 32},
+                    {"self_attn.v_proj.weight", "[2,4]", 32},
+                    {"mlp.gate_proj.weight", "[1,4]", 16},
+                    {"mlp.up_proj.weight", "[1,4]", 16}});
+    add_if(family.has("qkv"), {{"self_attn.q_proj.bias", "[4]", 16},
+                               {"self_attn.k_proj.bias", "[2]", 8},
+                               {"self_attn.v_proj.bias", "[2]", 8}});
+    add_if(family.has("head-norms"), {{"self_attn.q_norm.weight", "[2]", 8}, {"self_attn.k_norm.weight", "[2]", 8}});
+    add_if(all_norms, {{"self_attn.q_norm.weight", "[4]", 16}, {"self_attn.k_norm.weight", "[2]", 8}});
+    add_if(family.has("norms-after"), {{"post_feedforward_layernorm.weight", "[4]", 16}});
+    add_if(family.has("norms-after") && before, {{"pre_feedforward_layernorm.weight", "[4]", 16}});
+    add_if(family.has("sinks"), {{"self_attn.sinks", "[2]", 8}});
+    if (family.has("gemma4")) {
+        add_if(true, {{"layer_scalar", "[1]", 4},
+                      {"per_layer_input_gate.weight", "[2,4]", 32},
+                      {"per_layer_projection.weight", "[4,2]", 32},
+                      {"post_per_layer_input_norm.weight", "[4]", 16}});
+        entries.insert(entries.end(), {{"model.embed_tokens_per_layer.weight", "[3,2]", 24},
+                                       {"model.per_layer_model_projection.weight", "[2,4]", 32},
+                                       {"model.per_layer_projection_norm.weight", "[2]", 8}});
+    }
 
     std::string header;
     int offset = 0;
@@ -68,22 +83,26 @@ static std::string small_checkpoint(const Family &family) {
     for (const Entry &entry : entries) add(entry.name, entry);
     for (const Entry &entry : layer) add(std::string("model.layers.0.") + entry.name, entry);
 
+    const std::string rope = fused ? "longrope" : family.has("llama_4_scaling_beta") ? "yarn" : "llama3";
     std::string config =
         std::string("{\"architectures\":[\"") + family.architecture + "\"],\"model_type\":\"" + family.model_type +
         "\",\"hidden_size\":4,\"intermediate_size\":1,\"num_hidden_layers\":1,\"num_attention_heads\":2,"
         "\"num_key_value_heads\":1,\"head_dim\":2,\"vocab_size\":3,\"tie_word_embeddings\":true,"
         "\"max_position_embeddings\":64,\"rms_norm_eps\":1e-5,\"torch_dtype\":\"float32\","
-        "\"residual_multiplier\":1,\"no_rope_layers\":[1],\"kv_lora_rank\":0,\"qk_rope_head_dim\":2,"
+        "\"residual_multiplier\":1,\"logits_scaling\":2,\"no_rope_layers\":[1],\"partial_rotary_factor\":1,\"kv_lora_rank\":0,\"qk_rope_head_dim\":2,"
+        "\"final_logit_softcapping\":0,\"vocab_size_per_layer_input\":3,\"attention_k_eq_v\":false,"
         "\"use_sliding_window\":true,\"sliding_window\":3,\"max_window_layers\":0,\"hidden_act\":\"silu\","
         "\"layer_types\":[\"" +
         (family.window ? "sliding" : "full") +
         "_attention\"],\"layer_rope_theta\":[0],\"num_kv_shared_layers\":0,"
         "\"per_layer_config\":{" +
         (family.has("gemma4") ? "\"0\":{\"head_dim\":2}" : "") +
-        "},\"hidden_size_per_layer_input\":0,\"rope_theta\":1e4,"
+        "},\"hidden_size_per_layer_input\":" + (family.has("gemma4") ? "2" : "0") + ",\"rope_theta\":1e4,"
         "\"hidden_activation\":\"silu\",\"eos_token_id\":[1,2],"
-        "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":1,"
-        "\"high_freq_factor\":4,\"original_max_position_embeddings\":16}}";
+        "\"rope_scaling\":{\"rope_type\":\"" +
+        rope + "\",\"factor\":8,\"low_freq_factor\":1,\"high_freq_factor\":4,"
+        "\"original_max_position_embeddings\":16,\"short_factor\":[1],\"long_factor\":[4],\"beta_fast\":32,"
+        "\"beta_slow\":1,\"truncate\":true,\"attention_factor\":1,\"mscale\":1,\"mscale_all_dim\":1}}";
     const std::string nul(1, '\0');
     return config + nul + "{\"eos_token_id\":2,\"bos_token_id\":1}" + nul + header + "}";
 }

@@ -58,6 +58,9 @@ inline Shape random_shape(Random &random) {
                        one_of(random, {0, 0, 1, 2, 7, 16, 31, 33, 40, 100}), one_of(random, {0, 100, 10000, 1000000}));
         if (coin()) kind.rope.kind = RopeScaling::linear, kind.rope.factor = 8;
         if (coin()) kind.rope.turned = 0.25;
+        if (coin() && kind.key_width % 4 == 0) kind.rope.rotary = 0.5;
+        if (coin()) kind.rope.attention_factor = 1.1;
+        if (coin()) kind.rope.query_growth = 0.1, kind.rope.original_context = 10;
         if (&kind == &kinds[0] || coin()) continue;
         const Kind drawn = kind;  // alike but for one thing
         kind = kinds[0];
@@ -65,10 +68,14 @@ inline Shape random_shape(Random &random) {
         if (what == 0) kind.window = drawn.window;
         if (what == 1) kind.rope_theta = drawn.rope_theta;
         if (what == 2) kind.rope = drawn.rope;
+        if (kind.key_width % 4) kind.rope.rotary = 1;  // pairs
     }
     for (Kind &kind : kinds)  // short convolutions are among the kinds of each second model
         if (below(random, 4) == 0) kind = convolution_of(one_of(random, {1, 2, 3, 3, 4, 7, 33}), shape.hidden);
     shape.qk_norm = coin(), shape.value_norm = coin(), shape.post_norms = coin(), shape.gelu = coin();
+    shape.all_norms = below(random, 4) == 0, shape.no_first_norms = shape.all_norms && shape.post_norms;
+    if (below(random, 3) == 0) shape.per_layer = 6, shape.shared_ffn = 60;
+    if (below(random, 3) == 0) shape.logit_cap = 3;
     std::vector<bool> begun(kinds.size());
     for (int layers = 2 + below(random, 5); layers > 0; layers--) {
         const int at = below(random, (int)kinds.size());

@@ -31,12 +31,13 @@ inline Doubles normed(Doubles x, const Tensor &norm, double epsilon) {
     return x;
 }
 
-// Each head, by the angles of its position: all its pairs, or the first few. Frequencies are float32 numbers, as
-// Transformers has them.
+// Each head, by the angles of its position: all its pairs, or the first few, or those of its first numbers. Frequencies
+// are float32 numbers, as Transformers has them.
 inline Doubles turned(Doubles x, const Kind &kind, int position) {
-    const size_t width = (size_t)kind.key_width, half = width / 2;
+    const size_t width = (size_t)kind.key_width, rotary = (size_t)std::floor((double)width * kind.rope.rotary);
+    const size_t half = rotary / 2;
     for (size_t i = 0; kind.rope_theta && i < std::floor((double)half * kind.rope.turned); i++) {
-        float frequency = 1 / std::pow((float)kind.rope_theta, 2 * (float)i / (float)width);
+        float frequency = 1 / std::pow((float)kind.rope_theta, 2 * (float)i / (float)rotary);
         if (kind.rope.kind == RopeScaling::linear) frequency /= (float)kind.rope.factor;
         const double angle = position * (double)frequency;
         for (size_t head = 0; head < x.size(); head += width) {
@@ -46,6 +47,17 @@ inline Doubles turned(Doubles x, const Kind &kind, int position) {
         }
     }
     return x;
+}
+
+// Queries of long texts, where their model has them grow (Ministral 3), and by YaRN's factor, which keys have, too.
+inline Doubles sharpened(Doubles query, const Kind &kind, int position) {
+    const double context = std::max(1, kind.rope.original_context), factor = kind.rope.attention_factor;
+    for (size_t i = 0; i < query.size(); i++) {
+        query[i] *= 1 + kind.rope.query_growth * std::log(1 + std::floor(position / context));
+        if ((double)(i % (size_t)kind.key_width) < std::floor(kind.key_width * kind.rope.rotary))
+            query[i] *= factor * factor;
+    }
+    return query;
 }
 
 // Keys and values of a layer, (position): those of all its KV heads.
@@ -116,11 +128,13 @@ inline Doubles logits_of(const Model &model, const std::vector<int> &tokens) {
         for (int p = 0; p < (int)tokens.size(); p++) {
             const Doubles n = normed(x[p], w.attention_norm, epsilon);
             if (w.key.weight.data) {
-                past.keys.push_back(turned(normed(times(w.key, n), w.key_norm, epsilon), kind, p));
+                const Doubles key = normed(times(w.key, n), w.all_key_norm, epsilon);
+                past.keys.push_back(turned(normed(key, w.key_norm, epsilon), kind, p));
                 past.values.push_back(normed(times(w.value, n), w.value_norm, epsilon));
             }
             const double scale = config.score_scale ? config.score_scale : 1 / std::sqrt((double)kind.key_width);
-            const Doubles query = turned(normed(times(w.query, n), w.query_norm, epsilon), kind, p);
+            const Doubles all = normed(times(w.query, n), w.all_query_norm, epsilon);
+            const Doubles query = sharpened(turned(normed(all, w.query_norm, epsilon), kind, p), kind, p);
             if (kind.taps)
                 for (size_t i = 0; i < hidden; i++) past.keys[p][i] *= past.values[p][i];
             const Doubles out = kind.taps ? convolved(query, past, p, w)
@@ -131,11 +145,25 @@ inline Doubles logits_of(const Model &model, const std::vector<int> &tokens) {
             for (size_t i = 0; i < gate.size(); i++) gate[i] = gate_of(gate[i], config.gelu) * up[i];
             add(x[p], normed(times(w.down, gate), w.mlp_out_norm, epsilon));
             for (double &number : x[p]) number *= w.scale;
+            if (!w.per_layer.gate.weight.data) continue;
+            Doubles token(hidden), wide = times(w.per_layer.gate, x[p]);
+            for (size_t i = 0; i < hidden; i++)
+                token[i] = number(model.embedding, tokens[p] * hidden + i) * config.embedding_scale / std::sqrt(hidden);
+            const Doubles first = normed(times(w.per_layer.projection, token), model.layer_norm, epsilon);
+            for (size_t i = 0; i < wide.size(); i++) {
+                const size_t at = (tokens[p] * model.layers.size() + layer) * wide.size() + i;
+                const double second = number(model.layer_embedding, at) * std::sqrt((double)wide.size() / 2);
+                wide[i] = gate_of(wide[i], config.gelu) * (first[i] + second);
+            }
+            add(x[p], normed(times(w.per_layer.output, wide), w.per_layer.out_norm, epsilon));
+            for (double &number : x[p]) number *= w.per_layer.scale;
         }
     }
     Doubles logits;
     for (const Doubles &one : x) {
-        const Doubles row = times({model.head, {}}, normed(one, model.final_norm, epsilon));
+        Doubles row = times({model.head, {}}, normed(one, model.final_norm, epsilon));
+        for (double &logit : row)
+            if (config.logit_cap) logit = config.logit_cap * std::tanh(logit / config.logit_cap);
         logits.insert(logits.end(), row.begin(), row.end());
     }
     return logits;

@@ -48,6 +48,7 @@ inline Engine with_threads(const Engine &engine, int threads) {
     Model model;
     model.config = engine.model.config, model.embedding = engine.model.embedding, model.head = engine.model.head;
     model.final_norm = engine.model.final_norm, model.layers = engine.model.layers;
+    model.layer_embedding = engine.model.layer_embedding, model.layer_norm = engine.model.layer_norm;
     return engine_of(std::move(model), threads);
 }
 
@@ -63,7 +64,9 @@ struct Shape {
     DType type = DType::f32;
     std::vector<Layer> list = {};  // instead of the first number and the numbers of heads and widths
     bool qk_norm = false, value_norm = false, post_norms = false, gelu = false;
-    double score_scale = 0, embedding_scale = 1;
+    bool all_norms = false, no_first_norms = false;  // OLMo 2
+    int shared_ffn = 0, per_layer = 0;               // Gemma 4
+    double score_scale = 0, embedding_scale = 1, logit_cap = 0;
 };
 
 inline Kind kind_of(int kv_heads, int width, int window = 0, double theta = 10000) {
@@ -83,6 +86,7 @@ inline Model random_model(const Shape &shape, uint64_t seed = 1) {
     config.heads = shape.heads, config.vocabulary = shape.vocabulary, config.context = 4096;
     config.norm_epsilon = 1e-5, config.gelu = shape.gelu;
     config.score_scale = shape.score_scale, config.embedding_scale = shape.embedding_scale;
+    config.shared_ffn = shape.shared_ffn, config.per_layer = shape.per_layer, config.logit_cap = shape.logit_cap;
     for (const Layer &layer : layers) add_layer(config.kinds, config.rows, layer.kind, layer.own);
     reference::Random random{seed};
     auto tensor = [&](int rows, int columns, double middle, double spread) {
@@ -100,17 +104,23 @@ inline Model random_model(const Shape &shape, uint64_t seed = 1) {
         return Linear{tensor(outputs, inputs, 0, 2 / std::sqrt((double)inputs)), {}};
     };
     model.embedding = tensor(shape.vocabulary, shape.hidden, 0, 1);
+    const int more = shape.per_layer;
+    if (more) model.layer_embedding = tensor(shape.vocabulary, config.layers * more, 0, 1);
+    if (more) model.layer_norm = tensor(1, more, 1, 0.5);
     for (const Layer &layer : layers) {
+        const int ffn = !layer.own && shape.shared_ffn ? shape.shared_ffn : shape.ffn;
         const int width = layer.kind.key_width, taps = layer.kind.taps;
         const int all = (taps ? 1 : shape.heads) * width, kv_all = layer.kind.kv_heads * width;
         auto norm = [&](bool wanted, int numbers) { return wanted ? tensor(1, numbers, 1, 0.5) : Tensor{}; };
         LayerWeights w;
-        w.attention_norm = norm(true, shape.hidden), w.mlp_norm = norm(true, shape.hidden);
+        const bool first = !shape.no_first_norms, all_norms = shape.all_norms && !layer.kind.taps;
+        w.attention_norm = norm(first, shape.hidden), w.mlp_norm = norm(first, shape.hidden);
+        w.all_query_norm = norm(all_norms, all), w.all_key_norm = norm(all_norms && layer.own, kv_all);
         w.query = linear(all, shape.hidden);
         if (layer.own) w.key = linear(kv_all, shape.hidden), w.value = linear(kv_all, shape.hidden);
         w.output = linear(shape.hidden, all);
-        w.gate = linear(shape.ffn, shape.hidden), w.up = linear(shape.ffn, shape.hidden);
-        w.down = linear(shape.hidden, shape.ffn);
+        w.gate = linear(ffn, shape.hidden), w.up = linear(ffn, shape.hidden);
+        w.down = linear(shape.hidden, ffn);
         const bool stores = layer.own && !taps;  // keys
         w.query_norm = norm(shape.qk_norm && !taps, width), w.key_norm = norm(shape.qk_norm && stores, width);
         w.value_norm = norm(shape.value_norm && stores, width);
@@ -123,6 +133,9 @@ inline Model random_model(const Shape &shape, uint64_t seed = 1) {
         w.mlp_out_norm = norm(shape.post_norms, shape.hidden);
         if (layer.sinks) w.sinks = tensor(1, shape.heads, 0, 3);
         w.scale = layer.scale;
+        if (more)
+            w.per_layer = {linear(more, shape.hidden), linear(more, shape.hidden), linear(shape.hidden, more),
+                           norm(true, shape.hidden), layer.scale};
         model.layers.push_back(w);
     }
     model.final_norm = tensor(1, shape.hidden, 1, 0.5);

@@ -549,6 +549,28 @@ TEST_CASE("the formula is a sum over kinds of layers: Gemma 3 1B from its config
           std::floor(rest / 4096));
 }
 
+// tests/fixtures/configs/expected.json: counted by weights_tools/count_caches.py from the same files.
+TEST_CASE("the sizes of models that people download, from their config.json") {
+    const std::string configs = "tests/fixtures/configs/";
+    Json expected = json_file(configs + "expected.json");
+    int models = 0;
+    for (const cJSON *item : items_of(expected.get())) {
+        CAPTURE(std::string(item->string));
+        const std::string model = " -m " + configs + item->string;
+        Json root = memory("--kv f16 -c " + std::to_string((int)number(item, "positions")) + model);
+        CHECK(number(root, "payload_bytes") == number(item, "cache_bytes"));
+        double rows = 0, states = 0;
+        for (const cJSON *kind : items_of(at(root, "kinds")))
+            (number(kind, "taps") ? states : rows) += number(kind, "layers") - number(kind, "shared_layers");
+        CHECK(rows == number(item, "layers_with_rows"));
+        CHECK(states == number(item, "layers_with_state"));
+        Outcome info = run_line("info" + model);
+        check_contains(info.out, "neither model.safetensors nor");  // nothing else is in the way
+        models++;
+    }
+    CHECK(models >= 19);
+}
+
 // LFM2-1.2B: 6 layers of 8 KV heads of 64; the 10 others keep 3 states of 2,048 numbers in f32, and rows to spare.
 TEST_CASE("a state has one size: LFM2-1.2B from its config.json") {
     Scratch scratch;

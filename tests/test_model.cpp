@@ -132,8 +132,17 @@ std::string summary(const Config &c) {
     if (kind.rope_theta != 10000) text += formatted(" theta %g", kind.rope_theta);
     if (rope.kind == RopeScaling::linear) text += formatted(" rope / %g", rope.factor);
     if (rope.kind == RopeScaling::llama3)
-        text += formatted(" rope / %g (%g %g %d)", rope.factor, rope.low_freq_factor, rope.high_freq_factor,
-                          rope.original_context);
+        text += formatted(" rope / %g (%g %g %d)", rope.factor, rope.low_turns, rope.high_turns, rope.original_context);
+    if (rope.kind == RopeScaling::yarn)
+        text += formatted(" yarn / %g (%g %g %d%s)", rope.factor, rope.low_turns, rope.high_turns,
+                          rope.original_context, rope.truncate ? "" : " not truncated");
+    if (rope.kind == RopeScaling::longrope)
+        text += formatted(" longrope (%g .. %g of %zu, %g .. %g, %d)", rope.short_factors[0],
+                          rope.short_factors.back(), rope.short_factors.size(), rope.long_factors[0],
+                          rope.long_factors.back(), rope.original_context);
+    if (rope.attention_factor != 1) text += formatted(" attention x %g", rope.attention_factor);
+    if (rope.query_growth != 0) text += formatted(" queries grow by %g", rope.query_growth);
+    if (rope.rotary != 1) text += formatted(" rotary %g", rope.rotary);
     if (c.bos_id != 1) text += formatted(" bos %d", c.bos_id);
     if (c.end_ids != std::vector<int>{2}) text += " end " + json_of(c.end_ids);
     if (*std::max_element(windows.begin(), windows.end()) > 0) text += " windows " + json_of(windows);
@@ -148,6 +157,11 @@ std::string summary(const Config &c) {
         if (!c.rows[layer].own) text += formatted(" %d reads %d:%d", layer, c.rows[layer].kind, c.rows[layer].index);
     if (c.embedding_scale != 1) text += formatted(" embedding x %g", c.embedding_scale);
     if (c.score_scale != 0) text += formatted(" scores x %g", c.score_scale);
+    if (c.logit_scale != 1) text += formatted(" logits x %g", c.logit_scale);
+    if (c.logit_cap != 0) text += formatted(" logits below %g", c.logit_cap);
+    if (c.shared_ffn != 0) text += formatted(" shared ffn %d", c.shared_ffn);
+    if (c.per_layer != 0) text += formatted(" %d per layer of %d ids", c.per_layer, c.layer_vocabulary);
+    text += c.keys_are_values ? " keys are values" : "";
     text += c.gelu ? " gelu" : "";
     text += std::string(c.qkv_bias ? " qkv" : "") + (c.output_bias ? " output" : "") + (c.mlp_bias ? " mlp" : "");
     return text + (c.qk_norm ? " norms" : "") + (c.tied ? " tied" : "") + (c.dtype.empty() ? "" : " " + c.dtype);
@@ -155,6 +169,7 @@ std::string summary(const Config &c) {
 
 struct Expected {
     std::string name, sizes, rest = " float32";
+    int context = 128;
 };
 
 const Expected expected[] = {
@@ -187,6 +202,43 @@ const Expected expected[] = {
      "embedding x 4 scores x 1 gelu norms tied bfloat16"},
     {"granite_swa", "granite_swa 4 x 24 heads 4 / 2 x 6 vocab 64",
      " eps 1e-05 theta 0 windows [0, 7, 7, 7] and theta 10000 and theta 500 embedding x 3 scores x 0.25 tied float32"},
+    {"smollm3", "smollm3 4 x 16 heads 4 / 2 x 4 vocab 64",
+     " theta 2e+06 and theta 0 tied float32"},
+    {"smollm3_list", "smollm3 4 x 16 heads 4 / 2 x 4 vocab 64",
+     " theta 0 and theta 2e+06 float32"},
+    {"granite", "granite 4 x 16 heads 4 / 2 x 4 vocab 64",
+     " eps 2.06612e-05 embedding x 2.27273 scores x 0.25 logits x 2 qkv output mlp float32"},
+    {"granite_swa_scaled", "granite_swa 4 x 16 heads 4 / 2 x 4 vocab 64",
+     " eps 0.000206612 theta 0 windows [0, 7, 7, 7] and theta 10000 and theta 500 embedding x 2.27273 scores x "
+     "0.25 logits x 2 float32"},
+    {"phi3", "phi3 2 x 32 heads 4 / 2 x 8 vocab 64",
+     " eps 1e-05 theta 100 rotary 0.75 windows [7, 7] tied float32"},
+    {"phi3_longrope_short", "phi3 2 x 32 heads 2 / 1 x 16 vocab 64",
+     " eps 1e-05 theta 1000 longrope (1 .. 1.25 of 6, 1.2 .. 3.7, 128) attention x 1.13389 rotary 0.75 float32", 512},
+    {"phi3_longrope_long", "phi3 2 x 32 heads 2 / 1 x 16 vocab 64",
+     " eps 1e-05 theta 1000 longrope (1 .. 1.25 of 6, 1.2 .. 3.7, 40) attention x 1.14687 rotary 0.75 tied "
+     "float32"},
+    {"olmo2", "olmo2 4 x 16 heads 4 / 2 x 4 vocab 64",
+     " eps 0.01 float32"},
+    {"ministral3", "ministral3 2 x 32 heads 2 / 1 x 16 vocab 64",
+     " eps 1e-05 theta 100 yarn / 8 (1 32 16) queries grow by 0.1 float32"},
+    {"ministral3_vision", "ministral3 2 x 32 heads 2 / 1 x 16 vocab 64",
+     " eps 1e-05 theta 100 yarn / 8 (1 32 16) queries grow by 0.1 tied bfloat16"},
+    {"mistral3_vision", "mistral 2 x 32 heads 2 / 1 x 16 vocab 64",
+     " theta 1e+09 bfloat16"},
+    {"qwen2_yarn", "qwen2 2 x 32 heads 2 / 1 x 16 vocab 64",
+     " theta 100 yarn / 4 (1 32 32) attention x 1.13863 qkv float32"},
+    {"qwen3_yarn_plain", "qwen3 2 x 32 heads 2 / 1 x 16 vocab 64",
+     " theta 1000 yarn / 2 (0.5 4 64 not truncated) attention x 1.3 norms tied float32"},
+    {"gemma4", "gemma4_text 5 x 16 heads 2 / 1 x 8 vocab 64",
+     " eps 0.01 windows [7, 0, 7, 7, 0] and 1 x 16 and theta 1e+06 turns 0.25 3 reads 0:1 4 reads 1:0 embedding "
+     "x 4 scores x 1 logits below 3 shared ffn 32 8 per layer of 64 ids gelu norms tied float32"},
+    {"gemma4_vision", "gemma4_text 5 x 16 heads 2 / 1 x 8 vocab 64",
+     " eps 0.01 windows [7, 0, 7, 7, 0] and 1 x 16 and theta 1e+06 turns 0.25 3 reads 0:1 4 reads 1:0 embedding "
+     "x 4 scores x 1 logits below 3 shared ffn 32 8 per layer of 64 ids gelu norms tied bfloat16"},
+    {"gemma4_k_eq_v", "gemma4_text 4 x 16 heads 4 / 2 x 8 vocab 64",
+     " eps 0.01 windows [7, 0, 7, 0] and 1 x 16 and theta 1e+06 turns 0.25 embedding x 4 scores x 1 logits "
+     "below 3 keys are values gelu norms tied bfloat16"},
     {"lfm2", "lfm2 5 x 16 heads 2 / 1 x 8 vocab 64",
      " eps 1e-05 windows [3, 0, 3, 0, 3] and 1 x 16 and theta 0 norms tied float32"},
     {"lfm2_bias", "lfm2 5 x 16 heads 4 / 2 x 4 vocab 64",
@@ -198,42 +250,6 @@ const Expected expected[] = {
     {"head_dim_256", "llama 1 x 16 heads 2 / 1 x 256 vocab 64"},
 };
 
-// The same under LFM2's names. A convolution's in_proj has the parts that the model has as key, query and value.
-std::map<std::string, Tensor> named_by_lfm2(const Model &model, const std::map<std::string, Tensor> &all) {
-    const std::pair<const char *, const char *> names[] = {
-        {"model.norm", "model.embedding_norm"},        {"input_layernorm", "operator_norm"},
-        {"post_attention_layernorm", "ffn_norm"},      {"mlp.gate_proj", "feed_forward.w1"},
-        {"mlp.down_proj", "feed_forward.w2"},          {"mlp.up_proj", "feed_forward.w3"},
-        {"self_attn.o_proj", "self_attn.out_proj"},    {"self_attn.q_norm", "self_attn.q_layernorm"},
-        {"self_attn.k_norm", "self_attn.k_layernorm"}};
-    std::map<std::string, Tensor> renamed;
-    for (const auto &[given, tensor] : all) {
-        std::string name = given;
-        for (const auto &[llama, lfm2] : names)
-            if (contains(name, llama)) name = replaced(name, llama, lfm2);
-        renamed[name] = tensor;
-    }
-    for (size_t i = 0; i < model.layers.size(); i++) {
-        const LayerWeights &layer = model.layers[i];
-        const std::string prefix = "model.layers." + std::to_string(i) + ".", attention = prefix + "self_attn.";
-        if (!layer.taps.data) continue;
-        for (const char *name : {"q_proj", "k_proj", "v_proj", "out_proj"})
-            for (const char *part : {".weight", ".bias"}) renamed.erase(attention + name + part);
-        const int64_t hidden = layer.key.weight.rows;
-        Linear all_parts = layer.key;
-        all_parts.weight.rows *= 3, all_parts.bias.cols *= 3;
-        const int64_t bytes = hidden * hidden * dtype_bytes(layer.key.weight.type);  // of a part: B, C, x
-        CHECK((const char *)layer.query.weight.data == (const char *)layer.key.weight.data + bytes);
-        CHECK((const char *)layer.value.weight.data == (const char *)layer.key.weight.data + 2 * bytes);
-        renamed[prefix + "conv.in_proj.weight"] = all_parts.weight;
-        renamed[prefix + "conv.in_proj.bias"] = all_parts.bias;
-        renamed[prefix + "conv.out_proj.weight"] = layer.output.weight;
-        renamed[prefix + "conv.out_proj.bias"] = layer.output.bias;
-        renamed[prefix + "conv.conv.weight"] = layer.taps, renamed[prefix + "conv.conv.bias"] = layer.taps_bias;
-    }
-    return renamed;
-}
-
 // Every tensor of the model under the name it has in a file.
 std::map<std::string, Tensor> by_name(const Model &model) {
     std::map<std::string, Tensor> all = {{"model.embed_tokens.weight", model.embedding},
@@ -241,7 +257,8 @@ std::map<std::string, Tensor> by_name(const Model &model) {
                                          {"lm_head.weight", model.head}};
     for (size_t i = 0; i < model.layers.size(); i++) {
         const LayerWeights &layer = model.layers[i];
-        const bool gemma = model.config.family->has("gemma");
+        const Family &family = *model.config.family;
+        const bool after = family.has("norms-after"), before = !family.has("no-norms-before");
         std::string prefix = "model.layers." + std::to_string(i) + ".";
         const std::pair<const char *, const Linear *> linears[] = {
             {"self_attn.q_proj", &layer.query},  {"self_attn.k_proj", &layer.key}, {"self_attn.v_proj", &layer.value},
@@ -252,19 +269,71 @@ std::map<std::string, Tensor> by_name(const Model &model) {
             all[prefix + name + ".bias"] = linear->bias;
         }
         all[prefix + "input_layernorm.weight"] = layer.attention_norm;
-        all[prefix + (gemma ? "pre_feedforward" : "post_attention") + "_layernorm.weight"] = layer.mlp_norm;
-        if (gemma) all[prefix + "post_attention_layernorm.weight"] = layer.attention_out_norm;
+        if (before) all[prefix + (after ? "pre_feedforward" : "post_attention") + "_layernorm.weight"] = layer.mlp_norm;
+        if (after) all[prefix + "post_attention_layernorm.weight"] = layer.attention_out_norm;
         all[prefix + "post_feedforward_layernorm.weight"] = layer.mlp_out_norm;
         all[prefix + "self_attn.sinks"] = layer.sinks;
-        if (layer.scale != 1) all[prefix + "layer_scalar"] = {&layer.scale, DType::f32, 1, 1};
-        all[prefix + "self_attn.q_norm.weight"] = layer.query_norm;
-        all[prefix + "self_attn.k_norm.weight"] = layer.key_norm;
+        const float &scale = model.config.per_layer ? layer.per_layer.scale : layer.scale;
+        if (scale != 1) all[prefix + "layer_scalar"] = {&scale, DType::f32, 1, 1};
+        all[prefix + "self_attn.q_norm.weight"] = layer.query_norm.data ? layer.query_norm : layer.all_query_norm;
+        all[prefix + "self_attn.k_norm.weight"] = layer.key_norm.data ? layer.key_norm : layer.all_key_norm;
+        if (family.has("fused")) {  // the parts lie behind one another
+            const Tensor &query = layer.query.weight, &gate = layer.gate.weight;
+            const int64_t rows = query.rows + layer.key.weight.rows + layer.value.weight.rows;
+            all[prefix + "self_attn.qkv_proj.weight"] = {query.data, query.type, rows, query.cols};
+            all[prefix + "mlp.gate_up_proj.weight"] = {gate.data, gate.type, 2 * gate.rows, gate.cols};
+            for (const char *part : {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj",
+                                     "mlp.up_proj"})
+                all.erase(prefix + part + ".weight");
+        }
+        if (layer.key.weight.data == layer.value.weight.data) all.erase(prefix + "self_attn.v_proj.weight");
+        if (family.has("lfm2")) {
+            const std::pair<const char *, const char *> names[] = {
+                {"input_layernorm.weight", "operator_norm.weight"},
+                {"post_attention_layernorm.weight", "ffn_norm.weight"},
+                {"self_attn.q_norm.weight", "self_attn.q_layernorm.weight"},
+                {"self_attn.k_norm.weight", "self_attn.k_layernorm.weight"},
+                {"mlp.gate_proj.weight", "feed_forward.w1.weight"},
+                {"mlp.up_proj.weight", "feed_forward.w3.weight"},
+                {"mlp.down_proj.weight", "feed_forward.w2.weight"},
+                {"self_attn.o_proj.weight", layer.taps.data ? "conv.out_proj.weight" : "self_attn.out_proj.weight"},
+                {"self_attn.o_proj.bias", "conv.out_proj.bias"}};
+            for (const auto &[ours, theirs] : names) {
+                all[prefix + theirs] = all[prefix + ours];
+                all.erase(prefix + ours);
+            }
+            Tensor in = layer.key.weight, bias = layer.key.bias;  // of B, and those of C and x lie behind it
+            in.rows *= 3, bias.cols *= 3;
+            all[prefix + "conv.in_proj.weight"] = in, all[prefix + "conv.in_proj.bias"] = bias;
+            all[prefix + "conv.conv.weight"] = layer.taps, all[prefix + "conv.conv.bias"] = layer.taps_bias;
+            if (layer.taps.data)
+                for (const char *part : {"q_proj", "k_proj", "v_proj"})
+                    for (const char *what : {".weight", ".bias"}) all.erase(prefix + "self_attn." + part + what);
+            else
+                all[prefix + "conv.in_proj.weight"] = all[prefix + "conv.in_proj.bias"] = {};
+            all["model.embedding_norm.weight"] = model.final_norm;
+            all.erase("model.norm.weight");
+        }
+        if (!model.config.per_layer) continue;
+        all["model.per_layer_projection_norm.weight"] = model.layer_norm;
+        const PerLayer &more = layer.per_layer;
+        const Tensor &first = model.layers[0].per_layer.projection.weight;  // those of all layers lie behind it
+        all["model.per_layer_model_projection.weight"] = {
+            first.data, first.type, first.rows * (int64_t)model.layers.size(), first.cols};
+        all["model.embed_tokens_per_layer.weight"] = model.layer_embedding;
+        all[prefix + "per_layer_input_gate.weight"] = more.gate.weight;
+        all[prefix + "per_layer_projection.weight"] = more.output.weight;
+        all[prefix + "post_per_layer_input_norm.weight"] = more.out_norm;
     }
-    return model.config.family->has("lfm2") ? named_by_lfm2(model, all) : all;
+    return all;
 }
 
 TEST_CASE("every fixture loads with its sizes, and with what it is there for") {
-    const std::string vision = "multi_modal_projector.mm_input_projection_weight and 22 others";
+    std::map<std::string, std::string> beside = {
+        {"gemma3_vision", "multi_modal_projector.mm_input_projection_weight and 22 others"},
+        {"ministral3_vision", "multi_modal_projector.linear_1.weight and 14 others"},
+        {"mistral3_vision", "multi_modal_projector.linear_1.weight and 14 others"},
+        {"gemma4_vision", "model.audio_tower.layers.0.feed_forward1.ffw_layer_1.input_max and 113 others"}};
     size_t directories = 0;
     for (const auto &entry : fs::directory_iterator(fixtures)) directories += entry.is_directory();
     CHECK(directories == std::size(expected));
@@ -272,17 +341,17 @@ TEST_CASE("every fixture loads with its sizes, and with what it is there for") {
         CAPTURE(want.name);
         Model model = load_model(fixtures + want.name);
         const Config &config = model.config;
-        CHECK(summary(config) == want.sizes + " context 128" + want.rest);
+        CHECK(summary(config) == want.sizes + formatted(" context %d", want.context) + want.rest);
         CHECK(model.layers.size() == (size_t)config.layers);
         CHECK(config.rows.size() == (size_t)config.layers);
         CHECK((model.head.data == model.embedding.data) == config.tied);
         CHECK(config.dtype == std::vector<std::string>{"float32", "float16", "bfloat16"}[(size_t)model.embedding.type]);
-        CHECK(model.copies.empty() == !config.family->has("gemma"));
-        CHECK(model.beside == (want.name == "gemma3_vision" ? vision : ""));
+        const Family &family = *config.family;
+        CHECK(model.copies.empty() == (!family.has("one-plus") && !family.has("value-norms") && config.logit_scale == 1));
+        CHECK(model.beside == beside[want.name]);
         const LayerWeights &layer = model.layers.back();
-        const Kind &kind = config.kind(config.layers - 1);
-        CHECK(layer.query.weight.rows == (kind.taps ? 1 : config.heads) * kind.key_width);
-        CHECK(layer.down.weight.cols == config.ffn);
+        CHECK(layer.query.weight.rows == config.heads * config.kind(config.layers - 1).key_width);
+        CHECK(layer.down.weight.cols == (config.shared_ffn ? config.shared_ffn : config.ffn));
         CHECK(model.final_norm.rows == 1);
         CHECK(model.final_norm.cols == config.hidden);
         CHECK(model.weight_bytes == model.parameters * dtype_bytes(model.embedding.type));
@@ -303,13 +372,23 @@ TEST_CASE("every tensor holds the values Transformers finds under its name") {
             const Tensor &tensor = tensors[item->string];
             REQUIRE(tensor.data);
             const int64_t count = tensor.rows * tensor.cols;
+            const std::string name = item->string;
+            const bool layers = name == "model.per_layer_projection_norm.weight", last = name == "model.norm.weight";
+            const double factor = layers ? std::sqrt(0.5) : last ? model.config.logit_scale : 1;
+            auto number = [&](int64_t i) { return value_at(tensor, i) / factor; };
             double sum = 0, largest = 0;
             for (int64_t i = 0; i < count; i++) {
-                sum += value_at(tensor, i);
-                largest = std::max(largest, std::fabs(value_at(tensor, i)));
+                sum += number(i);
+                largest = std::max(largest, std::fabs(number(i)));
             }
-            CHECK(value_at(tensor, 0) == cJSON_GetArrayItem(item, 0)->valuedouble);
-            CHECK(value_at(tensor, count - 1) == cJSON_GetArrayItem(item, 1)->valuedouble);
+            if (factor != 1) {  // a norm that was scaled: float32 numbers once more
+                CHECK(number(0) == doctest::Approx(cJSON_GetArrayItem(item, 0)->valuedouble).epsilon(1e-6));
+                CHECK(sum == doctest::Approx(cJSON_GetArrayItem(item, 2)->valuedouble).epsilon(1e-6));
+                seen.insert(item->string);
+                continue;
+            }
+            CHECK(number(0) == cJSON_GetArrayItem(item, 0)->valuedouble);
+            CHECK(number(count - 1) == cJSON_GetArrayItem(item, 1)->valuedouble);
             // Both sums are of the same numbers in double: count * 2^-53 of their size, and a good deal of slack.
             CHECK(std::fabs(sum - cJSON_GetArrayItem(item, 2)->valuedouble) <= 1e-12 * (double)count * largest);
             seen.insert(item->string);
@@ -782,9 +861,10 @@ TEST_CASE("what does not fit, is not supported, or stands twice") {
          {{{"hidden_size", "4"}}, "hidden_size is 4, expected a mult"},
          {{{"head_dim", "16777216"}}, "num_attention_heads * head_dim is 134217728, expected at most 16777216"},
          {{{"architectures", "[\"GPT2LMHeadModel\"]"}},
-          "config.json: architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM "
-          "MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM "
-          "GraniteSWAForCausalLM Lfm2ForCausalLM"},
+          "config.json: architecture GPT2LMHeadModel is not supported: nearest is LlamaForCausalLM, without its "
+          "learned positions and LayerNorm; supported are LlamaForCausalLM MistralForCausalLM Ministral3ForCausalLM "
+          "Qwen2ForCausalLM Qwen3ForCausalLM SmolLM3ForCausalLM Olmo2ForCausalLM Phi3ForCausalLM GraniteForCausalLM "
+          "GraniteSWAForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM Lfm2ForCausalLM"},
          {{{"architectures", "[\"LlamaModel\"]"}}, "architecture LlamaModel is not supported"},
          {{{"architectures", ""}, {"model_type", "\"gemma2\""}}, "architecture gemma2 is not supported"},
          {{{"architectures", ""}, {"model_type", "\"LlamaForCausalLM\""}}, "LlamaForCausalLM is not supported"},
@@ -852,22 +932,16 @@ TEST_CASE("what of Gemma and Granite is not computed here, or makes no sense") {
                  {{{"sliding_window_pattern", "0"}}, "sliding_window_pattern is 0, expected a whole"},
                  {{{"rope_local_base_freq", "0"}}, "rope_local_base_freq is 0, expected a number"},
                  {{{"hidden_activation", "\"silu\""}}, ""}});
-    const std::pair<std::string, std::string> foreign[] = {{"attention_k_eq_v", "true"},
-                                                           {"enable_moe_block", "true"},
-                                                           {"use_double_wide_mlp", "true"},
-                                                           {"hidden_size_per_layer_input", "256"},
-                                                           {"final_logit_softcapping", "30.0"}};
     auto gemma4 = [](Keys keys) {
         keys.insert({"hidden_size_per_layer_input", "0"});
         return keys;
     };
-    for (const auto &[key, value] : foreign)
-        check_cases("Gemma4ForCausalLM", {{gemma4({{key, value}}), key + " is " + value.substr(0, 2)}});
+    check_cases("Gemma4ForCausalLM", {{gemma4({{"enable_moe_block", "true"}}), "enable_moe_block is true"}});
     const std::string shared = "config.json: num_kv_shared_layers is 1, but layer 1 has no earlier one of its kind";
     check_cases(
         "Gemma4ForCausalLM",
         {{gemma4({}), ""},
-         {{}, "config.json: hidden_size_per_layer_input is missing"},
+         {{}, ""},
          {gemma4({{"num_kv_shared_layers", "2"}}), "num_kv_shared_layers is 2, expected a whole number from 0 to 1"},
          {gemma4({{"num_kv_shared_layers", "1"}}), shared + " whose rows it could read"},
          {gemma4({{"global_head_dim", "33"}}), "head_dim is 33, expected an even number"},
@@ -880,8 +954,8 @@ TEST_CASE("what of Gemma and Granite is not computed here, or makes no sense") {
                 {{{{"layer_rope_theta", "[1]"}}, "layer_rope_theta is [1], expected a number for each of the layers"},
                  {{{"layer_rope_theta", "[1, -1]"}}, "layer_rope_theta is -1, expected numbers from 0"},
                  {{{"attention_multiplier", "0"}}, "attention_multiplier is 0, expected a number"},
-                 {{{"logits_scaling", "8"}}, "logits_scaling is 8, expected 1"},
-                 {{{"residual_multiplier", "0.22"}}, "residual_multiplier is 0.22, expected 1"}});
+                 {{{"logits_scaling", "0"}}, "logits_scaling is 0, expected a number from 1e-09"},
+                 {{{"residual_multiplier", "0"}}, "residual_multiplier is 0, expected a number from 1e-06"}});
     check_cases({{{{"layer_rope_theta", "[1e4, 1e4]"}}, "layer_rope_theta is [10000,10000], expected 0"},
                  {{{"per_layer_config", R"({"0": {"num_key_value_heads": 2}})"}}, "expected 0, or no such key"},
                  {{{"text_config", "{}"}}, "architecture LlamaForCausalLM is not supported"}});
@@ -892,13 +966,85 @@ TEST_CASE("what of Gemma and Granite is not computed here, or makes no sense") {
                    "config.json: text_config: model_type llama is not supported; supported is gemma3_text");
 }
 
+TEST_CASE("keys of the newer families, each with values that make no sense") {
+    struct Group {
+        std::string family, key, expected;
+        std::vector<std::string> values;
+    };
+    const std::string many = "[" + std::string(4000, '1') + "]";
+    const Group groups[] = {
+        {"Phi3ForCausalLM", "partial_rotary_factor", "a number from 0 to 1", {"2", "-0.5", "\"1\"", "[1]", "1e999"}},
+        {"GraniteForCausalLM", "residual_multiplier", "a number from 1e-06 to 1e+06", {"0", "-1", "\"1\"", "1e9", "[]"}},
+        {"GraniteForCausalLM", "logits_scaling", "a number from 1e-09 to 1e+09", {"0", "-8", "true", "1e30"}},
+        {"GraniteForCausalLM", "embedding_multiplier", "a number from -1e+09 to 1e+09", {"\"12\"", "1e30", "{}"}},
+        {"GraniteForCausalLM", "attention_multiplier", "a number from 1e-09 to 1e+09", {"0", "-1", "\"\"", "1e30"}},
+        {"SmolLM3ForCausalLM", "no_rope_layers", "a list of 2 (num_hidden_layers)", {"[1]", "[1, 1, 1]", "3", "\"x\""}},
+        {"SmolLM3ForCausalLM", "no_rope_layers", "0 or 1", {"[1, 2]", "[-1, 1]", "[0.5, 1]", "[1, \"0\"]"}},
+        {"SmolLM3ForCausalLM", "no_rope_layer_interval", "a whole number from 1 to 10000", {"0", "-4", "1e9", "[4]"}},
+        {"Gemma4ForCausalLM", "hidden_size_per_layer_input", "a whole number from 0", {"-1", "1e9", "8.5", "\"8\""}},
+        {"Gemma4ForCausalLM", "vocab_size_per_layer_input", "a whole number from 100", {"99", "-1", "1e9", "[]"}},
+        {"Gemma4ForCausalLM", "final_logit_softcapping", "a number from 0 to 1e+09", {"-1", "\"30\"", "1e30", "[30]"}},
+        {"Gemma4ForCausalLM", "use_double_wide_mlp", "true or false", {"1", "\"true\"", "[]"}},
+        {"Gemma4ForCausalLM", "attention_k_eq_v", "true or false", {"2", "\"true\"", "[]"}},
+        {"Phi3ForCausalLM", "original_max_position_embeddings", "a whole number from 2", {"0", "1", "-4096", "1e12"}},
+    };
+    for (const Group &group : groups) {
+        for (const std::string &value : group.values) {
+            Keys keys = {{group.key, value}};
+            if (group.key == "original_max_position_embeddings")
+                keys["rope_scaling"] = R"({"type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor": [1, 1, 1, 1]})";
+            check_cases(group.family, {{keys, "expected " + group.expected}});
+        }
+    }
+    check_cases("Phi3ForCausalLM", {{{{"partial_rotary_factor", "0.75"}}, ""},
+                                    {{{"partial_rotary_factor", "0.4"}}, "of a head 3 numbers turn, expected an even"}});
+    check_cases("Gemma4ForCausalLM", {{{{"attention_k_eq_v", "true"}, {"num_global_key_value_heads", "0"}},
+                                       "num_global_key_value_heads is 0, expected a whole number from 1"}});
+    for (const std::string bad : {"[1, 1, 1]", "[1, 1, 1, 1, 1]", "[1, 1, 1, 0]", "[1, 1, 1, -2]", "[1, 1, 1, \"2\"]", "4",
+                                  "[1, 1, 1, 1e30]", "[[1], 1, 1, 1]", "\"1 1 1 1\"", many.c_str()})
+        for (const std::string key : {"short_factor", "long_factor"}) {
+            const std::string other = key == "short_factor" ? "long_factor" : "short_factor";
+            const std::string rope = R"({"type": "longrope", ")" + key + "\": " + bad + ", \"" + other + "\": [1, 1, 1, 1]}";
+            check_cases("Phi3ForCausalLM", {{{{"rope_scaling", rope}},
+                                             key + " is " + bad.substr(0, 1)}});
+            check_contains(error_of([&] { parse(config_text({{"rope_scaling", rope}}, "Phi3ForCausalLM")); }),
+                           "expected a list of 4 numbers from 1e-06 to 1e+06");
+        }
+    auto yarn = [](const std::string &line, const std::string &key, const std::string &value) {
+        return Case{{{"rope_scaling", R"({"type": "yarn", "factor": 4, ")" + key + "\": " + value + "}"}}, line};
+    };
+    check_cases({yarn("", "truncate", "false"), yarn("truncate is 1, expected true or false", "truncate", "1"),
+                 yarn("beta_fast is 0.5, expected more than beta_slow, 1", "beta_fast", "0.5"),
+                 yarn("beta_slow is -1, expected a number", "beta_slow", "-1"),
+                 yarn("mscale is -1, expected a number from 0", "mscale", "-1"),
+                 yarn("mscale_all_dim is [], expected a number from 0", "mscale_all_dim", "[]"),
+                 yarn("attention_factor is 0, expected a number from 0.001", "attention_factor", "0"),
+                 yarn("original_max_position_embeddings is 0, expected", "original_max_position_embeddings", "0")});
+    check_cases("Ministral3ForCausalLM",
+                {yarn("llama_4_scaling_beta is -1, expected a number from 0", "llama_4_scaling_beta", "-1"),
+                 yarn("llama_4_scaling_beta is \"x\", expected a number", "llama_4_scaling_beta", "\"x\"")});
+}
+
+TEST_CASE("an architecture that does not run: the nearest that does, and what is in its way") {
+    auto line = [](const std::string &name) {
+        return error_of([&] { parse(replaced(config_text({}), "LlamaForCausalLM", name)); });
+    };
+    check_contains(line("Qwen3MoeForCausalLM"), "architecture Qwen3MoeForCausalLM is not supported: nearest is "
+                                                "Qwen3ForCausalLM, without its experts; supported are Llama");
+    check_contains(line("Gemma2ForCausalLM"), "nearest is Gemma3ForCausalLM, without its caps of scores");
+    check_contains(line("Gemma3nForCausalLM"), "nearest is Gemma4ForCausalLM");
+    check_contains(line("XyzForCausalLM"), "architecture XyzForCausalLM is not supported; supported are Llama");
+}
+
 TEST_CASE("rope scaling that is not supported, or half of one") {
     auto scaled = [](const std::string &line, const std::string &scaling) {
         return Case{{{"rope_scaling", scaling}}, line};
     };
-    for (const std::string type : {"yarn", "dynamic", "longrope", "mrope", "su", "LLAMA3", ""}) {
+    check_cases({scaled("rope_scaling: rope_type dynamic is not supported: its frequencies change as a text grows",
+                        R"({"factor": 2, "type": "dynamic"})")});
+    for (const std::string type : {"mrope", "su", "LLAMA3", ""}) {
         check_cases({scaled("config.json: rope_scaling: rope_type " + type +
-                                " is not supported; supported are default linear llama3 proportional",
+                                " is not supported; supported are default linear llama3 proportional yarn longrope",
                             R"({"factor": 2, "type": ")" + type + "\"}")});
     }
     check_cases(
@@ -1144,7 +1290,7 @@ TEST_CASE("tensors that are not what config.json asks for") {
         {"\"num_key_value_heads\": 2", "\"num_key_value_heads\": 4",
          "k_proj.weight has shape [16, 32], config.json asks for [32, 32]"},
         {"\"num_hidden_layers\": 2", "\"num_hidden_layers\": 9999",
-         "w: tensor model.layers.2.input_layernorm.weight is missing, config.json asks for it (LlamaForCausalLM, "
+         "w: tensor model.layers.2.self_attn.q_proj.weight is missing, config.json asks for it (LlamaForCausalLM, "
          "9999 "
          "layers)"},
         {"\"attention_bias\": false", "\"attention_bias\": true", "q_proj.bias is missing"},
@@ -1236,7 +1382,7 @@ TEST_CASE("the sizes of a cache, also of an architecture that does not run, and 
             "qk_rope_head_dim": 64, "max_position_embeddings": 163840, )" +
              mla + "}",
          "DeepseekV3ForCausalLM 3 layers 1 x 576 + 0 context 163840 windows [0, 0, 0]"},
-        {config_text({{"rope_scaling", R"({"type": "yarn"})"}, {"max_position_embeddings", "99"}}),
+        {config_text({{"rope_scaling", R"({"type": "dynamic"})"}, {"max_position_embeddings", "99"}}),
          "LlamaForCausalLM 2 layers 4 x 8 + 8 context 99 windows [0, 0]"}};
     for (const auto &[config, line] : cases) {
         CacheSizes sizes = read_cache_sizes("config.json", config);
@@ -1499,7 +1645,7 @@ TEST_CASE("the sizes of configs as they are published, or none; never a wrong on
     }
     // Mistral's window stays, whatever else its config is refused for.
     for (const char *why : {"\"a\": 1", R"("quantization_config": {"bits": 4, "quant_method": "awq"})",
-                            R"("rope_scaling": {"type": "yarn", "factor": 4.0})", R"("hidden_act": "gelu")"}) {
+                            R"("rope_scaling": {"type": "dynamic", "factor": 4.0})", R"("hidden_act": "gelu")"}) {
         std::string text = config_text({{"sliding_window", "4096"}}, "MistralForCausalLM");
         CacheSizes sizes = read_cache_sizes("c", replaced(text, "{", std::string("{") + why + ", "));
         CHECK((sizes.kinds.size() == 1 && sizes.kinds[0].window == 4096 && sizes.kinds[0].layers == 2));

@@ -142,6 +142,7 @@ DEEPSEEK3 = (r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P
 CASED = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
          r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
          r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+TEKKEN = CASED.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace(r"\p{N}{1,3}", r"\p{N}")
 SPM_DECODER = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
 
 # (content, flags): the same in every shape, so that the strings above meet every flag in every shape
@@ -197,7 +198,7 @@ def finish(data, decoder, post_processor=None, merges="pairs", common=True, **mo
     if merges == "strings":
         data["model"]["merges"] = [" ".join(pair) for pair in data["model"]["merges"]]
     data["model"].update(model)
-    next_id = 1 + max([*data["model"]["vocab"].values(), *(token["id"] for token in data["added_tokens"])])
+    next_id = len({*data["model"]["vocab"], *(token["content"] for token in data["added_tokens"])})
     for content, flags in COMMON if common else []:
         known = data["model"]["vocab"].get(content)
         token = {"id": next_id if known is None else known, "content": content, "single_word": False, "lstrip": False,
@@ -232,7 +233,14 @@ def byte_level_shapes():
     splits = [split(r"[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"), split("[一-龥ࠀ-一가-\ud7ff]+")]
     data = train(sequence([*splits, digits(True), level(False)]), 500, ["<s>", "</s>"])
     made["deepseek1"] = finish(data, byte_level, template(data, ["<s>", "</s>"], ["</s>"]))
-    made["cased"] = finish(train(sequence([split(CASED), level(False)]), 500, ["<s>"]), byte_level)
+    data = train(sequence([split(TEKKEN), level(False)]), 500, ["<unk>", "<s>", "</s>"])
+    made["tekken"] = finish(data, byte_level, template(data, ["<s>"]), ignore_merges=True)
+    data = train(sequence([split(CASED, "removed", True), level(False)]), 500, [])
+    ids = dict(zip(chat, (550, 552, 553)))  # of the vocabulary, with gaps before them
+    data["model"]["vocab"].update(ids)
+    data["added_tokens"] = [{"id": ids[name], "content": name, "single_word": False, "lstrip": False, "rstrip": True,
+                             "normalized": False, "special": True} for name in chat]
+    made["phi4"] = finish(data, byte_level, {"type": "Sequence", "processors": [offsets, template(data)]})
     return made
 
 
@@ -242,6 +250,12 @@ def sentencepiece_shapes():
 
     data = train(None, 900, ["<unk>", "<s>", "</s>"], normalizers.Sequence(spaces), spm=True)
     made["llama2"] = finish(data, decoder, template(data, ["<s>"]), merges="strings")
+    special, blanks = ["<unk>", "<bos>", "<|im_start|>", "<|im_end|>"], ["\n\n", "\n\n\n", "▁▁", "▁▁▁"]
+    words = pre_tokenizers.Split(" ", "merged_with_previous")  # finds nothing: no blank is left
+    data = train(words, 700, special + blanks, spaces[1], spm=True)
+    for token in data["added_tokens"][-len(blanks):]:
+        token["special"] = False
+    made["gemma"] = finish(data, decoders.Sequence(SPM_DECODER[:3]), template(data, ["<bos>"]))
     data = train(metaspace("▁", "first", False), 900, ["<unk>", "<s>", "</s>"], spm=True)
     made["mistral"] = finish(data, decoder, template(data, ["<s>"]))
     data = train(metaspace("▁", "always", True), 700, ["<unk>", "<s>"], spm=True)
