@@ -368,8 +368,8 @@ HOST_DEVICE void store_vector(const CacheView &cache, int layer, const Span &spa
     (keys ? cache.type_k : cache.type_v).visit(store);
 }
 
-// Keeps a sink in its row of its own, at f32. Its key is turned back by the angles of its position, cos_sin (rotary), as
-// if it had never been rotated.
+// Keeps a sink in its row of its own, at f32. Its key is turned back by the angles of its position, cos_sin (rotary),
+// as if it had never been rotated.
 template <class Team>
 HOST_DEVICE void store_sink(const CacheView &cache, int layer, const Span &span, int kv_head, const float *key,
                             const float *value, const float *cos_sin, int rotary, Team team) {

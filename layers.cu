@@ -131,42 +131,6 @@ inline std::vector<Pass> begin_pass(Activations &a, Memory &memory, const Config
 // Turned like this, the product of a query at p and a key at t is a function of p - t. Turns add up: turned by the
 // angles of -p, a key is as it was; by those of s more, it stands at p + s.
 
-// How much of the frequency of pair i, f, stays as it is: waves longer than the original context are stretched, short
-// ones are not, and in between it goes over smoothly: by the turns that fit the context (Llama 3.1), or by the number
-// of the pair (YaRN).
-inline double kept_of_frequency(const Kind &kind, size_t i, double f) {
-    const RopeScaling &rope = kind.rope;
-    if (rope.kind == RopeScaling::llama3)
-        return (rope.original_context * f / (2 * M_PI) - rope.low_turns) / (rope.high_turns - rope.low_turns);
-    auto pair_with = [&](double turns) {  // the one that turns so often, a number with a fraction
-        return kind.rotary() * std::log(rope.original_context / (turns * 2 * M_PI)) / (2 * std::log(kind.rope_theta));
-    };
-    double first = pair_with(rope.high_turns), last = pair_with(rope.low_turns);
-    if (rope.truncate) first = std::floor(first), last = std::ceil(last);
-    first = std::max(first, 0.0), last = std::min(last, kind.rotary() - 1.0);
-    return 1 - ((double)i - first) / (last == first ? 0.001 : last - first);
-}
-
-// The f_i, in radians a position, rescaled as the checkpoint asks (RopeScaling) for texts of up to `positions`.
-inline std::vector<float> rope_frequencies(const Kind &kind, int positions = 0) {
-    const RopeScaling &rope = kind.rope;
-    const int rotary = kind.rotary();
-    std::vector<float> frequencies(rotary / 2, 0.0f);
-    if (kind.rope_theta == 0) return frequencies;
-    for (size_t i = 0; i < frequencies.size() && i < (size_t)(rope.turned * rotary / 2); i++) {
-        float frequency = 1 / std::pow((float)kind.rope_theta, 2 * (float)i / (float)rotary);
-        if (rope.kind == RopeScaling::linear) frequency /= (float)rope.factor;
-        if (rope.kind == RopeScaling::longrope)
-            frequency /= (float)(positions > rope.original_context ? rope.long_factors : rope.short_factors)[i];
-        if (rope.kind == RopeScaling::llama3 || rope.kind == RopeScaling::yarn) {
-            const double keep = std::min(1.0, std::max(0.0, kept_of_frequency(kind, i, frequency)));
-            frequency = (float)((1 - keep) * frequency / rope.factor + keep * frequency);
-        }
-        frequencies[i] = frequency;
-    }
-    return frequencies;
-}
-
 // The angle by which a pair is rotated at a position. From 2^20 positions on, where a ring may go, an angle in float32
 // may be off by 1/16 radian and more. There it is computed in double precision, and full turns are taken off.
 HOST_DEVICE inline float rope_angle(int position, float frequency) {
@@ -323,8 +287,8 @@ void rope_angles(M &m, const Pass &pass) {
     });
 }
 
-// One head (D), in place: RMSNorm where the layer has one (Qwen3), then the pairs of its first `rotary` numbers turned by
-// the angles of the token's position; of a value none is. A thread reads nothing that another one writes.
+// One head (D), in place: RMSNorm where the layer has one (Qwen3), then the pairs of its first `rotary` numbers turned
+// by the angles of the token's position; of a value none is. A thread reads nothing that another one writes.
 template <class Team>
 HOST_DEVICE void norm_and_rope_head(float *head, const Tensor &norm, const float *cos_sin, int rotary, int width,
                                     double epsilon, Team team) {
@@ -353,8 +317,9 @@ void scale_queries(M &m, float *query, const Pass &pass) {
 }
 
 // Each head of query (count, query_heads, D) and, if the layer has some, of key (count, kv_heads, D); and of value
-// where it is normed (Gemma 4). Before that, all heads of a token where they are normed as one vector (OLMo 2). Why not one loop for each: on a GPU that is one more kernel. So the items are all heads
-// of `query`, after them all of `key`, and after them all of `value`.
+// where it is normed (Gemma 4). Before that, all heads of a token where they are normed as one vector (OLMo 2). Why not
+// one loop for each: on a GPU that is one more kernel. So the items are all heads of `query`, after them all of `key`,
+// and after them all of `value`.
 template <class M>
 void norm_and_rope(M &m, float *query, float *key, float *value, const LayerWeights &w, double epsilon,
                    const Pass &pass) {

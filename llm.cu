@@ -45,21 +45,22 @@ struct Engine {
     }
 };
 
-// RoPE for texts of up to `positions`, before the first token: where longrope has other frequencies for long texts, keys
-// that a cache has would be wrong from the original context on. Returns that position where it is passed now, or 0.
+// RoPE for texts of up to `positions`, before the first token: where longrope has other frequencies for long texts, the
+// keys in a cache would be wrong from the original context on. Returns this, where it is passed now, or 0.
 inline int expect_positions(Engine &engine, int positions) {
     const std::vector<Kind> &kinds = engine.model.config.kinds;
     engine.a.kinds.resize(kinds.size());
     int passed = 0;
+    const int before = std::exchange(engine.positions, std::max(engine.positions, positions));
     for (size_t i = 0; i < kinds.size(); i++) {
         const int original = kinds[i].rope.long_factors.empty() ? 0 : kinds[i].rope.original_context;
-        if (engine.positions <= original && original < positions) passed = original;
-        const std::vector<float> frequencies = rope_frequencies(kinds[i], std::max(engine.positions, positions));
+        if (before <= original && original < positions) passed = original;
+        const std::vector<float> frequencies = 
+            rope_frequencies(kinds[i].rope_theta, kinds[i].rotary(), kinds[i].rope, engine.positions);
         Buffer<float> &there = engine.a.kinds[i].frequencies;
         there.resize(engine.memory(), frequencies.size());
         engine.memory().write(there.data(), frequencies.data(), frequencies.size() * sizeof(float));
     }
-    engine.positions = std::max(engine.positions, positions);
     return passed;
 }
 
@@ -127,7 +128,7 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
             best::linear(m, n, count, {{w.gate, gate}, {w.up, up}});
             best::swiglu(m, gate, gate, up, (int64_t)count * w.down.weight.cols, config.gelu);
             add(gate, w.down, w.mlp_out_norm, w.scale);  // x += W (silu(W n) * W n)
-            if (!config.per_layer) continue;             // x += W (gelu(W x) * e), e: the token's embedding for this layer
+            if (!config.per_layer) continue;  // x += W (gelu(W x) * e), e: the token's embedding for this layer
             best::embed(m, normed, model.embedding, (float)config.embedding_scale, pass);
             best::linear(m, normed, count, {{w.per_layer.projection, up}});
             plain::rms_norm(m, up, up, model.layer_norm, count, epsilon * config.hidden);

@@ -27,6 +27,7 @@
 
 #include "formats.h"
 #include "json.h"
+#include "rope.h"
 #include "safetensors.h"
 
 // ---- What a checkpoint becomes -------------------------------------------------------------------------------------
@@ -87,42 +88,6 @@ struct LayerWeights {
                              // the parts C, B and x of its in_proj, (hidden, hidden) each
     float scale = 1;   // what x is multiplied with at the end of the MLP; where it is not 1, it has an mlp_out_norm
     PerLayer per_layer;
-};
-
-// How the frequencies f_i = theta^(-2i/rotary) are stretched so that a model reads further than it was trained at
-// first. A pair that turns n times within the original context is
-//   linear:   f_i / factor (Chen et al. 2023, Position Interpolation)
-//   llama3:   f_i / factor where n < low_turns, f_i where n > high_turns, and between them
-//             (1 - s) f_i / factor + s f_i,  s = (n - low_turns) / (high_turns - low_turns)
-//   yarn:     likewise, but s goes evenly from the pair with high_turns, 1, to that with low_turns, 0; whole numbers of
-//             pairs where `truncate` says so (Peng et al. 2023)
-//   longrope: f_i / short_factors[i], or, of texts beyond the original context, f_i / long_factors[i] (Ding et al. 2024)
-struct RopeScaling {
-    enum Kind { none, linear, llama3, yarn, longrope } kind = none;
-    double factor = 1, low_turns = 1, high_turns = 4;
-    int original_context = 0;
-    bool truncate = true;
-    std::vector<double> short_factors, long_factors;  // (rotary / 2)
-    double rotary = 1;  // the part of a head's numbers that are pairs, the first ones; the others stay (Phi-4-mini)
-    double turned = 1;  // the part of the pairs that turn, the first ones; f_i of the others is 0 (Gemma 4)
-    double attention_factor = 1;  // of yarn and longrope: what queries and keys are multiplied with where they turn
-    double query_growth = 0;      // see QueryScale
-    auto all() const {
-        return std::tie(kind, factor, low_turns, high_turns, original_context, truncate, short_factors, long_factors,
-                        rotary, turned, attention_factor, query_growth);
-    }
-};
-
-// What a query is multiplied with so that the scores of a long text stay apart: all of it at position p with
-// 1 + growth ln(1 + floor(p / context)) (Ministral 3), and where RoPE turns it with attention_factor^2 besides: that is
-// the keys' factor, too, so that these are the same rows for any text.
-struct QueryScale {
-    float turned = 1, growth = 0;
-    int context = 1;
-    bool needed() const { return turned != 1 || growth != 0; }
-    HOST_DEVICE float at(int position, bool turns) const {
-        return (turns ? turned : 1) * (1 + growth * logf(1 + (float)(position / context)));
-    }
 };
 
 // What layers have in common whose rows are alike: a cache keeps the rows of a kind in one store (cache.h).
@@ -262,7 +227,8 @@ constexpr Family families[] = {
      "qkv? output? head-norms value-norms norms-after gelu sqrt-hidden unscaled ropes tied some-slide gemma4 "
      "num_kv_shared_layers per_layer_config attention_k_eq_v use_double_wide_mlp hidden_size_per_layer_input "
      "final_logit_softcapping", "Gemma4"},
-    {"Lfm2ForCausalLM", "lfm2",         32,  8,   0,  65536, 128000,   0, 0,  1,  2, 1e-5, 1e6, "head-norms tied lfm2", "",
+    {"Lfm2ForCausalLM", "lfm2",         32,  8,   0,  65536, 128000,   0, 0,  1,  2, 1e-5, 1e6,
+     "head-norms tied lfm2", "",
      "norm=embedding_norm input_layernorm=operator_norm post_attention_layernorm=ffn_norm q_norm=q_layernorm "
      "k_norm=k_layernorm o_proj=out_proj mlp.gate_proj=feed_forward.w1 mlp.up_proj=feed_forward.w3 "
      "mlp.down_proj=feed_forward.w2"},
@@ -488,8 +454,8 @@ inline void read_rope(const Section &config, const Family &family, int context, 
     std::string type = rope.text("rope_type", rope.text("type", partial ? "proportional" : "default"));
     if (family.has("fused") && (type == "su" || type == "yarn")) type = "longrope";  // as Phi-3 was shipped at first
     if (type == "dynamic")
-        fail("%s: rope_type dynamic is not supported: its frequencies change as a text grows, so keys that a cache holds "
-             "would be wrong", name);
+        fail("%s: rope_type dynamic is not supported: its frequencies change as a text grows, so keys that a cache "
+             "holds would be wrong", name);
     require_known(rope, "rope_type", type, "default linear llama3 proportional yarn longrope");
     kind.rope = {};
     const double part = config.number("partial_rotary_factor", 0, 1, 1);
@@ -498,9 +464,11 @@ inline void read_rope(const Section &config, const Family &family, int context, 
     if (kind.rope.rotary != 1 && !family.has("partial_rotary_factor"))
         fail("%s: partial_rotary_factor is not supported; supported is 1", name);
     if (kind.rotary() % 2) fail("%s: of a head %d numbers turn, expected an even number", name, kind.rotary());
-    if (type == "llama3" || type == "linear" || rope.find("factor")) kind.rope.factor = rope.number("factor", 1e-6, 1e6);
+    if (rope.find("factor") || type == "llama3" || type == "linear")
+        kind.rope.factor = rope.number("factor", 1e-6, 1e6);
     if (type == "linear" || (type == "proportional" && kind.rope.factor != 1)) kind.rope.kind = RopeScaling::linear;
-    if (type == "llama3" || type == "yarn" || type == "longrope") read_stretched(config, rope, family, context, type, kind);
+    if (type == "llama3" || type == "yarn" || type == "longrope")
+        read_stretched(config, rope, family, context, type, kind);
 }
 
 // How far the layers look back that look furthest; 0: some to the first position.
@@ -646,8 +614,8 @@ inline void read_special_ids(const Section &root, const Section &text, const Sec
     }
 }
 
-// Granite adds r y to x where others add y. RMSNorm does not see how large x is, so x / r is kept in its place: it begins
-// at 1 / r of the embedding, and epsilon, which is added to the mean of x^2, becomes epsilon / r^2.
+// Granite adds r y to x where others add y. RMSNorm does not see how large x is, so x / r is kept in its place: it
+// begins at 1 / r of the embedding, and epsilon, which is added to the mean of x^2, becomes epsilon / r^2.
 inline void read_factors(const Section &config, const Family &family, Config &out) {
     if (family.has("sqrt-hidden")) out.embedding_scale = std::sqrt(out.hidden);
     if (family.has("unscaled")) out.score_scale = 1;

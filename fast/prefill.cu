@@ -79,7 +79,8 @@ void copy_rows(Gpu &m, const Chunk<Number> &chunk, const Region &region) {
                 for (int c = begin + first; c < begin + slice; c += apart) {
                     Number number = {};
                     if (there && c < from.width)
-                        from_float(number, is_key ? plain::key_number<Format>(*segment, t, c, chunk.frequencies, chunk.task.heads.rotary)
+                        from_float(number, is_key ? plain::key_number<Format>(*segment, t, c, chunk.frequencies,
+                                                                              chunk.task.heads.rotary)
                                                   : Format::number(from.row(t), c));
                     if (is_key) chunk.keys[(kv_head * (int64_t)chunk.positions + at) * chunk.width + c] = number;
                     if (!is_key) chunk.values[(kv_head * (int64_t)chunk.width + c) * chunk.positions + at] = number;

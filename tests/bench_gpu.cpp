@@ -67,7 +67,7 @@ static Engine random_engine(const Shape &shape) {
     for_each_tensor(engine.model, [&](Tensor &tensor, bool) {
         if (tensor.data) tensor.data = (char *)engine.weights.get() + (size_t)tensor.data;
     });
-    std::vector<float> frequencies = rope_frequencies(engine.model.config.kinds[0]);
+    std::vector<float> frequencies = rope_frequencies(500000, engine.model.config.kinds[0].key_width, {});
     engine.a.kinds.resize(1);
     engine.a.kinds[0].frequencies.resize(m, frequencies.size());
     m.write(engine.a.kinds[0].frequencies.data(), frequencies.data(), frequencies.size() * sizeof(float));

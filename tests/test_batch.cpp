@@ -197,7 +197,7 @@ TEST_CASE("random requests in any company have the text and the logits that each
     Random random{seed_of_run()};
     CAPTURE(seed_of_run());
     std::vector<std::function<Model()>> models;
-    for (const char *name : {"gemma3", "gemma4_shared", "granite_swa", "qwen2_window_16", "mistral_window",
+    for (const char *name : {"gemma3", "gemma4_shared", "granite_swa", "lfm2_bias", "qwen2_window_16", "mistral_window",
                              "llama_gqa_9_on_3", "qwen3_layer_types"})
         models.push_back([=] { return load_model(fixtures + name); });
     models.push_back([] { return random_model({2, 32, 48, 4, 2, 20, 40}); });

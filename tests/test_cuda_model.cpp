@@ -44,7 +44,8 @@ TEST_CASE("naive and cached path on the card give the CPU's logits: every family
     for (const char *name : {"llama_gqa_9_on_3", "llama_bias", "llama_f16", "llama_bf16", "mistral_window",
                              "qwen2_14_on_2", "qwen3", "llama_tied_with_head", "head_dim_80", "qwen2_window",
                              "gemma3", "gemma3_vision", "gemma4_shared", "granite_swa", "granite", "smollm3", "olmo2",
-                             "phi3", "phi3_longrope_short", "ministral3", "qwen2_yarn", "gemma4", "lfm2", "lfm2_bias"}) {
+                             "phi3", "phi3_longrope_short", "ministral3", "qwen2_yarn", "gemma4", "lfm2",
+                             "lfm2_bias"}) {
         CAPTURE(name);
         Engine cpu = engine_of(fixtures + name), card = on_card(name);
         Tokens tokens = random_tokens(cpu, 45);
@@ -98,7 +99,7 @@ TEST_CASE("every layout and precision on the card is close to the same on the CP
 
 #ifdef CUDA_ON_CPU
 TEST_CASE("no kernel touches what those before it write until it has waited for them") {
-    for (const char *name : {"qwen3", "llama_bf16", "gemma4_shared", "granite_swa"}) {
+    for (const char *name : {"qwen3", "llama_bf16", "gemma4_shared", "granite_swa", "lfm2_bias"}) {
         CAPTURE(name);
         Engine card = on_card(name);
         Tokens tokens = random_tokens(card, 45);

@@ -106,7 +106,7 @@ TEST_CASE("every type of weights, a model with sliding windows, one with normed 
                 check_ways({teams, type_k, type_v, place, tokens}, {1, 7, 13, 25, 64}, place.window == 33);
     };
     for (const char *name : {"llama_bf16", "llama_f16", "mistral_window", "qwen3_layer_types", "llama_gqa_9_on_3",
-                             "gemma3", "gemma4_shared", "granite_swa"}) {
+                             "gemma3", "gemma4_shared", "granite_swa", "lfm2_bias"}) {
         CAPTURE(std::string(name));
         check(engine_of(fixtures + name), 75);
     }

@@ -1,0 +1,76 @@
+// RoPE of long contexts: with which frequencies a head's pairs turn (layers.cu has the equation), and what queries are
+// multiplied with beside it.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+#include <vector>
+
+#include "formats.h"
+
+// The frequency of pair i is f_i = theta^(-2i/rotary) radians a position. So that a model reads further than it was
+// trained at first, it is stretched; of a pair that turns n times within the original context to
+//   linear    f_i / factor (Chen et al. 2023, Position Interpolation)
+//   llama3    f_i / factor where n < low_turns, f_i where n > high_turns, and between them
+//             (1 - s) f_i / factor + s f_i,  s = (n - low_turns) / (high_turns - low_turns)
+//   yarn      likewise, but s goes evenly from the pair with high_turns, 1, to that with low_turns, 0; `truncate`: from
+//             and to whole numbers of pairs (Peng et al. 2023)
+//   longrope  f_i / short_factors[i], or, of texts beyond the original context, f_i / long_factors[i] (Ding et al. 2024)
+struct RopeScaling {
+    enum Kind { none, linear, llama3, yarn, longrope } kind = none;
+    double factor = 1, low_turns = 1, high_turns = 4;
+    int original_context = 0;
+    bool truncate = true;
+    std::vector<double> short_factors, long_factors;  // (rotary / 2)
+    double rotary = 1;  // the part of a head's numbers that are pairs, the first ones; the others stay (Phi-4-mini)
+    double turned = 1;  // the part of the pairs that turn, the first ones; f_i of the others is 0 (Gemma 4)
+    double attention_factor = 1;  // of yarn and longrope: what queries and keys are multiplied with where they turn
+    double query_growth = 0;      // see QueryScale
+    auto all() const {
+        return std::tie(kind, factor, low_turns, high_turns, original_context, truncate, short_factors, long_factors,
+                        rotary, turned, attention_factor, query_growth);
+    }
+};
+
+// s, for the pair of frequency f, number i.
+inline double kept_part(double theta, int rotary, const RopeScaling &rope, size_t i, double f) {
+    if (rope.kind == RopeScaling::llama3)
+        return (rope.original_context * f / (2 * M_PI) - rope.low_turns) / (rope.high_turns - rope.low_turns);
+    auto pair_with = [&](double turns) {  // the one that turns so often, a number with a fraction
+        return rotary * std::log(rope.original_context / (turns * 2 * M_PI)) / (2 * std::log(theta));
+    };
+    double first = pair_with(rope.high_turns), last = pair_with(rope.low_turns);
+    if (rope.truncate) first = std::floor(first), last = std::ceil(last);
+    first = std::max(first, 0.0), last = std::min(last, rotary - 1.0);
+    return 1 - ((double)i - first) / (last == first ? 0.001 : last - first);
+}
+
+// The frequencies for texts of up to `positions`: (rotary / 2). With a theta of 0 nothing turns.
+inline std::vector<float> rope_frequencies(double theta, int rotary, const RopeScaling &rope, int positions = 0) {
+    std::vector<float> frequencies(rotary / 2, 0.0f);
+    for (size_t i = 0; theta && i < frequencies.size() && i < (size_t)(rope.turned * rotary / 2); i++) {
+        float f = 1 / std::pow((float)theta, 2 * (float)i / (float)rotary);
+        if (rope.kind == RopeScaling::linear) f /= (float)rope.factor;
+        if (rope.kind == RopeScaling::longrope)
+            f /= (float)(positions > rope.original_context ? rope.long_factors : rope.short_factors)[i];
+        if (rope.kind == RopeScaling::llama3 || rope.kind == RopeScaling::yarn) {
+            const double s = std::min(1.0, std::max(0.0, kept_part(theta, rotary, rope, i, f)));
+            f = (float)((1 - s) * f / rope.factor + s * f);
+        }
+        frequencies[i] = f;
+    }
+    return frequencies;
+}
+
+// What a query is multiplied with so that the scores of a long text stay apart: all of it at position p with
+// 1 + growth ln(1 + floor(p / context)) (Ministral 3), and where RoPE turns it with attention_factor^2 besides. That is
+// the keys' factor, too: so a cache's rows are as they would be without one.
+struct QueryScale {
+    float turned = 1, growth = 0;
+    int context = 1;
+    bool needed() const { return turned != 1 || growth != 0; }
+    HOST_DEVICE float at(int position, bool turns) const {
+        return (turns ? turned : 1) * (1 + growth * logf(1 + (float)(position / context)));
+    }
+};
