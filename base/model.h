@@ -86,7 +86,7 @@ struct LayerWeights {
     Tensor attention_out_norm, mlp_out_norm;  // (1, hidden): RMSNorm of what is added to x (Gemma 3), absent elsewhere
     Tensor taps, taps_bias;  // (hidden, L), (1, hidden): of a short convolution (LFM2), whose query, key and value are
                              // the parts C, B and x of its in_proj, (hidden, hidden) each
-    float scale = 1;   // what x is multiplied with at the end of the MLP; where it is not 1, it has an mlp_out_norm
+    float scale = 1;  // what x is multiplied with at the end of the MLP; where it is not 1, it has an mlp_out_norm
     PerLayer per_layer;
 };
 
@@ -124,9 +124,9 @@ struct Config {
     std::string architecture, model_type;  // "LlamaForCausalLM", "llama"
     std::string dtype;                     // what the config says of the weights; each Tensor knows its own type
     int layers = 0, hidden = 0, ffn = 0, heads = 0, vocabulary = 0;
-    int shared_ffn = 0;  // of layers that read others' rows; 0: ffn, too
+    int shared_ffn = 0;            // of layers that read others' rows; 0: ffn, too
     bool keys_are_values = false;  // of layers without a window: the value is the key before its norm and RoPE
-    int per_layer = 0, layer_vocabulary = 0;   // numbers of a token's second embedding for each layer; 0: there is none
+    int per_layer = 0, layer_vocabulary = 0;  // numbers of a token's second embedding for each layer; 0: there is none
     int context = 0;  // positions the model was made for
     double norm_epsilon = 0;
     double embedding_scale = 1;  // of what a token's embedding enters x with
@@ -185,7 +185,7 @@ struct Family {
     // What it does that Llama does not, see family_words, and keys of a config that the others do not have.
     const char *words;
     const char *wrapper = "";  // "Gemma3": the family of those that also see or hear, and have this one as text_config
-    const char *names = "";  // of tensors, where they are not Llama's: "mlp.gate_proj=feed_forward.w1 ..."
+    const char *names = "";    // of tensors, where they are not Llama's: "mlp.gate_proj=feed_forward.w1 ..."
     bool has(const char *word) const { return ::has(words, word); }
 };
 
@@ -454,8 +454,10 @@ inline void read_rope(const Section &config, const Family &family, int context, 
     std::string type = rope.text("rope_type", rope.text("type", partial ? "proportional" : "default"));
     if (family.has("fused") && (type == "su" || type == "yarn")) type = "longrope";  // as Phi-3 was shipped at first
     if (type == "dynamic")
-        fail("%s: rope_type dynamic is not supported: its frequencies change as a text grows, so keys that a cache "
-             "holds would be wrong", name);
+        fail(
+            "%s: rope_type dynamic is not supported: its frequencies change as a text grows, so keys that a cache "
+            "holds would be wrong",
+            name);
     require_known(rope, "rope_type", type, "default linear llama3 proportional yarn longrope");
     kind.rope = {};
     const double part = config.number("partial_rotary_factor", 0, 1, 1);
@@ -882,8 +884,10 @@ inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) 
     const int hidden = config.hidden, taps = config.kind(index).taps;
     const int ffn = !config.rows[(size_t)index].own && config.shared_ffn ? config.shared_ffn : config.ffn;
     LayerWeights out;
-    if (taps) bind_convolution(binder, config, layer, taps, out);
-    else bind_attention(binder, config, index, layer, out);
+    if (taps)
+        bind_convolution(binder, config, layer, taps, out);
+    else
+        bind_attention(binder, config, index, layer, out);
     if (family.has("fused")) {
         const Linear both = binder.linear(mlp + "gate_up_proj", 2 * ffn, hidden, config.mlp_bias);
         out.gate = rows_of(both, 0, ffn), out.up = rows_of(both, ffn, ffn);

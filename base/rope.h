@@ -16,7 +16,8 @@
 //             (1 - s) f_i / factor + s f_i,  s = (n - low_turns) / (high_turns - low_turns)
 //   yarn      likewise, but s goes evenly from the pair with high_turns, 1, to that with low_turns, 0; `truncate`: from
 //             and to whole numbers of pairs (Peng et al. 2023)
-//   longrope  f_i / short_factors[i], or, of texts beyond the original context, f_i / long_factors[i] (Ding et al. 2024)
+//   longrope  f_i / short_factors[i], or, of texts beyond the original context, f_i / long_factors[i] (Ding et al.
+//   2024)
 struct RopeScaling {
     enum Kind { none, linear, llama3, yarn, longrope } kind = none;
     double factor = 1, low_turns = 1, high_turns = 4;

@@ -33,8 +33,8 @@ void for_each_tensor(Model &model, Use use) {
     use(model.embedding, false), use(model.final_norm, false), use(model.head, true);
     use(model.layer_embedding, false), use(model.layer_norm, false);
     for (LayerWeights &w : model.layers) {
-        for (Linear *linear : {&w.query, &w.key, &w.value, &w.output, &w.gate, &w.up, &w.down,
-                               &w.per_layer.projection, &w.per_layer.gate, &w.per_layer.output})
+        for (Linear *linear : {&w.query, &w.key, &w.value, &w.output, &w.gate, &w.up, &w.down, &w.per_layer.projection,
+                               &w.per_layer.gate, &w.per_layer.output})
             use(linear->weight, true), use(linear->bias, false);
         for (Tensor *tensor : {&w.attention_norm, &w.query_norm, &w.key_norm, &w.value_norm, &w.all_query_norm,
                                &w.all_key_norm, &w.sinks, &w.mlp_norm, &w.attention_out_norm, &w.mlp_out_norm,

@@ -63,8 +63,10 @@ inline std::vector<CacheShape> cache_shapes(const Options &options, const std::v
 // Says it where a text may become longer than a model was trained for at first, and is computed otherwise for it.
 inline void expect_positions_of(Engine &engine, int positions) {
     if (const int original = expect_positions(engine, positions))
-        note(formatted("a text of up to %d positions: all of it is computed with the frequencies for texts beyond %d "
-                       "(longrope; -c %d takes those for shorter ones)", positions, original, original));
+        note(
+            formatted("a text of up to %d positions: all of it is computed with the frequencies for texts beyond %d "
+                      "(longrope; -c %d takes those for shorter ones)",
+                      positions, original, original));
 }
 
 inline Cache open_cache(const Options &options, Engine &engine, const CacheChoice &choice, int capacity) {

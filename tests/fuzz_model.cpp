@@ -41,7 +41,8 @@ static std::string small_checkpoint(const Family &family) {
         int bytes;
     };
     std::vector<Entry> entries = {{"model.embed_tokens.weight", "[3,4]", 48}, {"model.norm.weight", "[4]", 16}};
-    const bool fused = family.has("fused"), all_norms = family.has("all-norms"), before = !family.has("no-norms-before");
+    const bool fused = family.has("fused"), all_norms = family.has("all-norms"),
+               before = !family.has("no-norms-before");
     std::vector<Entry> layer = {{"self_attn.o_proj.weight", "[4,4]", 64},
                                 {"mlp.down_proj.weight", "[4,1]", 16},
                                 {"post_attention_layernorm.weight", "[4]", 16}};
@@ -89,7 +90,8 @@ static std::string small_checkpoint(const Family &family) {
         "\",\"hidden_size\":4,\"intermediate_size\":1,\"num_hidden_layers\":1,\"num_attention_heads\":2,"
         "\"num_key_value_heads\":1,\"head_dim\":2,\"vocab_size\":3,\"tie_word_embeddings\":true,"
         "\"max_position_embeddings\":64,\"rms_norm_eps\":1e-5,\"torch_dtype\":\"float32\","
-        "\"residual_multiplier\":1,\"logits_scaling\":2,\"no_rope_layers\":[1],\"partial_rotary_factor\":1,\"kv_lora_rank\":0,\"qk_rope_head_dim\":2,"
+        "\"residual_multiplier\":1,\"logits_scaling\":2,\"no_rope_layers\":[1],\"partial_rotary_factor\":1,\"kv_lora_"
+        "rank\":0,\"qk_rope_head_dim\":2,"
         "\"final_logit_softcapping\":0,\"vocab_size_per_layer_input\":3,\"attention_k_eq_v\":false,"
         "\"use_sliding_window\":true,\"sliding_window\":3,\"max_window_layers\":0,\"hidden_act\":\"silu\","
         "\"layer_types\":[\"" +
@@ -97,10 +99,12 @@ static std::string small_checkpoint(const Family &family) {
         "_attention\"],\"layer_rope_theta\":[0],\"num_kv_shared_layers\":0,"
         "\"per_layer_config\":{" +
         (family.has("gemma4") ? "\"0\":{\"head_dim\":2}" : "") +
-        "},\"hidden_size_per_layer_input\":" + (family.has("gemma4") ? "2" : "0") + ",\"rope_theta\":1e4,"
+        "},\"hidden_size_per_layer_input\":" + (family.has("gemma4") ? "2" : "0") +
+        ",\"rope_theta\":1e4,"
         "\"hidden_activation\":\"silu\",\"eos_token_id\":[1,2],"
         "\"rope_scaling\":{\"rope_type\":\"" +
-        rope + "\",\"factor\":8,\"low_freq_factor\":1,\"high_freq_factor\":4,"
+        rope +
+        "\",\"factor\":8,\"low_freq_factor\":1,\"high_freq_factor\":4,"
         "\"original_max_position_embeddings\":16,\"short_factor\":[1],\"long_factor\":[4],\"beta_fast\":32,"
         "\"beta_slow\":1,\"truncate\":true,\"attention_factor\":1,\"mscale\":1,\"mscale_all_dim\":1}}";
     const std::string nul(1, '\0');

@@ -137,8 +137,8 @@ inline Doubles logits_of(const Model &model, const std::vector<int> &tokens) {
             const Doubles query = sharpened(turned(normed(all, w.query_norm, epsilon), kind, p), kind, p);
             if (kind.taps)
                 for (size_t i = 0; i < hidden; i++) past.keys[p][i] *= past.values[p][i];
-            const Doubles out = kind.taps ? convolved(query, past, p, w)
-                                          : attended(query, past, p, kind, config.heads, scale, w.sinks);
+            const Doubles out =
+                kind.taps ? convolved(query, past, p, w) : attended(query, past, p, kind, config.heads, scale, w.sinks);
             add(x[p], normed(times(w.output, out), w.attention_out_norm, epsilon));
             const Doubles m = normed(x[p], w.mlp_norm, epsilon), up = times(w.up, m);
             Doubles gate = times(w.gate, m);

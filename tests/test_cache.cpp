@@ -443,9 +443,9 @@ struct Scene {
         Vector numbers;
         (keys ? segment.keys : segment.values).type.visit([&](auto format) {
             for (int c = 0; c < (keys ? segment.keys : segment.values).width; c++)
-                numbers.push_back(keys ? plain::key_number<decltype(format)>(segment, t, c, frequencies,
-                                                                             segment.keys.width)
-                                       : format.number(segment.values.row(t), c));
+                numbers.push_back(
+                    keys ? plain::key_number<decltype(format)>(segment, t, c, frequencies, segment.keys.width)
+                         : format.number(segment.values.row(t), c));
         });
         return numbers;
     }

@@ -635,7 +635,9 @@ TEST_CASE("every family, by both paths: Transformers' greedy tokens and logits")
             const Words words =
                 generate(models + name, expected.prompt, path + Words{"-n", count, "--dump-logits", dump});
             const bool sees = contains(name, "_vision"), is_long = name == "phi3_longrope_long";
-            const std::string said = sees ? "left aside, beside the text model: " : is_long ? "a text of up to 108" : "";
+            const std::string said = sees      ? "left aside, beside the text model: "
+                                     : is_long ? "a text of up to 108"
+                                               : "";
             Json root = run_json(words, 0, said);
             CHECK(ids(root, "tokens") == expected.greedy);
             CHECK(text(root, "stop") == "-n");

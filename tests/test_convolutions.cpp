@@ -13,8 +13,16 @@ static Shape convolutions_of(const Tokens &taps, bool biased = false) {
     return shape;
 }
 
-static const std::vector<Place> places = {Place{}, keeping_all({}), paged(1), paged(3), paged(16), paged(48),
-                                          keeping_all(paged(16)), ring(1, 0), ring(2, 1), ring(40, 3),
+static const std::vector<Place> places = {Place{},
+                                          keeping_all({}),
+                                          paged(1),
+                                          paged(3),
+                                          paged(16),
+                                          paged(48),
+                                          keeping_all(paged(16)),
+                                          ring(1, 0),
+                                          ring(2, 1),
+                                          ring(40, 3),
                                           keeping_all(ring(2, 1))};
 
 TEST_CASE("the equation in double precision, for any number of taps, with a bias and without") {
@@ -133,8 +141,9 @@ TEST_CASE("a store of states: f32, no values, no residual block, no sinks; L and
                 CHECK((!none->data && none->bytes(1) == 0));
             const bool paged = cache.pages != nullptr, keeps_all = place.all && !place.window;
             const double rows = paged ? 0 : keeps_all ? 1000 : 160;  // 3 + 128 - 1, in 32s
-            const double tables = paged ? 4.0 * (2 * pages_for(1000, place.page) +
-                                                 2 * (double)cache.pages->pools[0].references.size()) : 0;
+            const double tables =
+                paged ? 4.0 * (2 * pages_for(1000, place.page) + 2 * (double)cache.pages->pools[0].references.size())
+                      : 0;
             CHECK(bytes_of(cache).total() == 2 * rows * 64 + tables);
             if (!paged) CHECK(bytes_of(cache).payload == 2 * (keeps_all ? 1000 : 3) * 64);
             CHECK(chunk_of(cache) == (keeps_all ? INT_MAX : 128));

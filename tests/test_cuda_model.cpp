@@ -41,10 +41,29 @@ static int recorded(Engine &engine) {
 // ---- The two paths -----------------------------------------------------------------------------------------
 
 TEST_CASE("naive and cached path on the card give the CPU's logits: every family") {
-    for (const char *name : {"llama_gqa_9_on_3", "llama_bias", "llama_f16", "llama_bf16", "mistral_window",
-                             "qwen2_14_on_2", "qwen3", "llama_tied_with_head", "head_dim_80", "qwen2_window",
-                             "gemma3", "gemma3_vision", "gemma4_shared", "granite_swa", "granite", "smollm3", "olmo2",
-                             "phi3", "phi3_longrope_short", "ministral3", "qwen2_yarn", "gemma4", "lfm2",
+    for (const char *name : {"llama_gqa_9_on_3",
+                             "llama_bias",
+                             "llama_f16",
+                             "llama_bf16",
+                             "mistral_window",
+                             "qwen2_14_on_2",
+                             "qwen3",
+                             "llama_tied_with_head",
+                             "head_dim_80",
+                             "qwen2_window",
+                             "gemma3",
+                             "gemma3_vision",
+                             "gemma4_shared",
+                             "granite_swa",
+                             "granite",
+                             "smollm3",
+                             "olmo2",
+                             "phi3",
+                             "phi3_longrope_short",
+                             "ministral3",
+                             "qwen2_yarn",
+                             "gemma4",
+                             "lfm2",
                              "lfm2_bias"}) {
         CAPTURE(name);
         Engine cpu = engine_of(fixtures + name), card = on_card(name);

@@ -137,9 +137,9 @@ std::string summary(const Config &c) {
         text += formatted(" yarn / %g (%g %g %d%s)", rope.factor, rope.low_turns, rope.high_turns,
                           rope.original_context, rope.truncate ? "" : " not truncated");
     if (rope.kind == RopeScaling::longrope)
-        text += formatted(" longrope (%g .. %g of %zu, %g .. %g, %d)", rope.short_factors[0],
-                          rope.short_factors.back(), rope.short_factors.size(), rope.long_factors[0],
-                          rope.long_factors.back(), rope.original_context);
+        text +=
+            formatted(" longrope (%g .. %g of %zu, %g .. %g, %d)", rope.short_factors[0], rope.short_factors.back(),
+                      rope.short_factors.size(), rope.long_factors[0], rope.long_factors.back(), rope.original_context);
     if (rope.attention_factor != 1) text += formatted(" attention x %g", rope.attention_factor);
     if (rope.query_growth != 0) text += formatted(" queries grow by %g", rope.query_growth);
     if (rope.rotary != 1) text += formatted(" rotary %g", rope.rotary);
@@ -202,30 +202,25 @@ const Expected expected[] = {
      "embedding x 4 scores x 1 gelu norms tied bfloat16"},
     {"granite_swa", "granite_swa 4 x 24 heads 4 / 2 x 6 vocab 64",
      " eps 1e-05 theta 0 windows [0, 7, 7, 7] and theta 10000 and theta 500 embedding x 3 scores x 0.25 tied float32"},
-    {"smollm3", "smollm3 4 x 16 heads 4 / 2 x 4 vocab 64",
-     " theta 2e+06 and theta 0 tied float32"},
-    {"smollm3_list", "smollm3 4 x 16 heads 4 / 2 x 4 vocab 64",
-     " theta 0 and theta 2e+06 float32"},
+    {"smollm3", "smollm3 4 x 16 heads 4 / 2 x 4 vocab 64", " theta 2e+06 and theta 0 tied float32"},
+    {"smollm3_list", "smollm3 4 x 16 heads 4 / 2 x 4 vocab 64", " theta 0 and theta 2e+06 float32"},
     {"granite", "granite 4 x 16 heads 4 / 2 x 4 vocab 64",
      " eps 2.06612e-05 embedding x 2.27273 scores x 0.25 logits x 2 qkv output mlp float32"},
     {"granite_swa_scaled", "granite_swa 4 x 16 heads 4 / 2 x 4 vocab 64",
      " eps 0.000206612 theta 0 windows [0, 7, 7, 7] and theta 10000 and theta 500 embedding x 2.27273 scores x "
      "0.25 logits x 2 float32"},
-    {"phi3", "phi3 2 x 32 heads 4 / 2 x 8 vocab 64",
-     " eps 1e-05 theta 100 rotary 0.75 windows [7, 7] tied float32"},
+    {"phi3", "phi3 2 x 32 heads 4 / 2 x 8 vocab 64", " eps 1e-05 theta 100 rotary 0.75 windows [7, 7] tied float32"},
     {"phi3_longrope_short", "phi3 2 x 32 heads 2 / 1 x 16 vocab 64",
      " eps 1e-05 theta 1000 longrope (1 .. 1.25 of 6, 1.2 .. 3.7, 128) attention x 1.13389 rotary 0.75 float32", 512},
     {"phi3_longrope_long", "phi3 2 x 32 heads 2 / 1 x 16 vocab 64",
      " eps 1e-05 theta 1000 longrope (1 .. 1.25 of 6, 1.2 .. 3.7, 40) attention x 1.14687 rotary 0.75 tied "
      "float32"},
-    {"olmo2", "olmo2 4 x 16 heads 4 / 2 x 4 vocab 64",
-     " eps 0.01 float32"},
+    {"olmo2", "olmo2 4 x 16 heads 4 / 2 x 4 vocab 64", " eps 0.01 float32"},
     {"ministral3", "ministral3 2 x 32 heads 2 / 1 x 16 vocab 64",
      " eps 1e-05 theta 100 yarn / 8 (1 32 16) queries grow by 0.1 float32"},
     {"ministral3_vision", "ministral3 2 x 32 heads 2 / 1 x 16 vocab 64",
      " eps 1e-05 theta 100 yarn / 8 (1 32 16) queries grow by 0.1 tied bfloat16"},
-    {"mistral3_vision", "mistral 2 x 32 heads 2 / 1 x 16 vocab 64",
-     " theta 1e+09 bfloat16"},
+    {"mistral3_vision", "mistral 2 x 32 heads 2 / 1 x 16 vocab 64", " theta 1e+09 bfloat16"},
     {"qwen2_yarn", "qwen2 2 x 32 heads 2 / 1 x 16 vocab 64",
      " theta 100 yarn / 4 (1 32 32) attention x 1.13863 qkv float32"},
     {"qwen3_yarn_plain", "qwen3 2 x 32 heads 2 / 1 x 16 vocab 64",
@@ -282,8 +277,8 @@ std::map<std::string, Tensor> by_name(const Model &model) {
             const int64_t rows = query.rows + layer.key.weight.rows + layer.value.weight.rows;
             all[prefix + "self_attn.qkv_proj.weight"] = {query.data, query.type, rows, query.cols};
             all[prefix + "mlp.gate_up_proj.weight"] = {gate.data, gate.type, 2 * gate.rows, gate.cols};
-            for (const char *part : {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj",
-                                     "mlp.up_proj"})
+            for (const char *part :
+                 {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"})
                 all.erase(prefix + part + ".weight");
         }
         if (layer.key.weight.data == layer.value.weight.data) all.erase(prefix + "self_attn.v_proj.weight");
@@ -318,8 +313,8 @@ std::map<std::string, Tensor> by_name(const Model &model) {
         all["model.per_layer_projection_norm.weight"] = model.layer_norm;
         const PerLayer &more = layer.per_layer;
         const Tensor &first = model.layers[0].per_layer.projection.weight;  // those of all layers lie behind it
-        all["model.per_layer_model_projection.weight"] = {
-            first.data, first.type, first.rows * (int64_t)model.layers.size(), first.cols};
+        all["model.per_layer_model_projection.weight"] = {first.data, first.type,
+                                                          first.rows * (int64_t)model.layers.size(), first.cols};
         all["model.embed_tokens_per_layer.weight"] = model.layer_embedding;
         all[prefix + "per_layer_input_gate.weight"] = more.gate.weight;
         all[prefix + "per_layer_projection.weight"] = more.output.weight;
@@ -347,7 +342,8 @@ TEST_CASE("every fixture loads with its sizes, and with what it is there for") {
         CHECK((model.head.data == model.embedding.data) == config.tied);
         CHECK(config.dtype == std::vector<std::string>{"float32", "float16", "bfloat16"}[(size_t)model.embedding.type]);
         const Family &family = *config.family;
-        CHECK(model.copies.empty() == (!family.has("one-plus") && !family.has("value-norms") && config.logit_scale == 1));
+        CHECK(model.copies.empty() ==
+              (!family.has("one-plus") && !family.has("value-norms") && config.logit_scale == 1));
         CHECK(model.beside == beside[want.name]);
         const LayerWeights &layer = model.layers.back();
         const Kind &kind = config.kind(config.layers - 1);
@@ -527,8 +523,11 @@ TEST_CASE("short convolutions: defaults, both spellings, which layers, the rows 
     CHECK(summary(lfm2({{"full_attn_idxs", "[1]"}})) == sizes + mixed);
     CHECK(summary(lfm2({{"full_attn_idxs", "[0, 1]"}, {"layer_types", R"(["conv", "full_attention"])"}})) ==
           sizes + mixed);
-    CHECK(summary(lfm2({{"full_attn_idxs", "[1]"}, {"conv_L_cache", "7"}, {"tie_embedding", "false"},
-                        {"norm_eps", "1e-6"}, {"rope_theta", "500"}})) ==
+    CHECK(summary(lfm2({{"full_attn_idxs", "[1]"},
+                        {"conv_L_cache", "7"},
+                        {"tie_embedding", "false"},
+                        {"norm_eps", "1e-6"},
+                        {"rope_theta", "500"}})) ==
           replaced(replaced(sizes, " eps 1e-05", ""), "1e+06", "500") + " windows [7, 0] and 1 x 64 and theta 0 norms");
     const Config c = lfm2({{"full_attn_idxs", "[1]"}, {"conv_bias", "true"}});
     CHECK((c.convolution_bias && c.kinds[0].taps == 0 && c.kinds[1].taps == 3 && c.kinds[1].value_width == 0));
@@ -975,7 +974,10 @@ TEST_CASE("keys of the newer families, each with values that make no sense") {
     const std::string many = "[" + std::string(4000, '1') + "]";
     const Group groups[] = {
         {"Phi3ForCausalLM", "partial_rotary_factor", "a number from 0 to 1", {"2", "-0.5", "\"1\"", "[1]", "1e999"}},
-        {"GraniteForCausalLM", "residual_multiplier", "a number from 1e-06 to 1e+06", {"0", "-1", "\"1\"", "1e9", "[]"}},
+        {"GraniteForCausalLM",
+         "residual_multiplier",
+         "a number from 1e-06 to 1e+06",
+         {"0", "-1", "\"1\"", "1e9", "[]"}},
         {"GraniteForCausalLM", "logits_scaling", "a number from 1e-09 to 1e+09", {"0", "-8", "true", "1e30"}},
         {"GraniteForCausalLM", "embedding_multiplier", "a number from -1e+09 to 1e+09", {"\"12\"", "1e30", "{}"}},
         {"GraniteForCausalLM", "attention_multiplier", "a number from 1e-09 to 1e+09", {"0", "-1", "\"\"", "1e30"}},
@@ -993,22 +995,26 @@ TEST_CASE("keys of the newer families, each with values that make no sense") {
         for (const std::string &value : group.values) {
             Keys keys = {{group.key, value}};
             if (group.key == "original_max_position_embeddings")
-                keys["rope_scaling"] = R"({"type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor": [1, 1, 1, 1]})";
+                keys["rope_scaling"] =
+                    R"({"type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor": [1, 1, 1, 1]})";
             check_cases(group.family, {{keys, "expected " + group.expected}});
         }
     }
-    check_cases("Phi3ForCausalLM", {{{{"partial_rotary_factor", "0.75"}}, ""},
-                                    {{{"partial_rotary_factor", "0.4"}}, "of a head 3 numbers turn, expected an even"}});
+    check_cases("Phi3ForCausalLM",
+                {{{{"partial_rotary_factor", "0.75"}}, ""},
+                 {{{"partial_rotary_factor", "0.4"}}, "of a head 3 numbers turn, expected an even"}});
     check_cases("Gemma4ForCausalLM", {{{{"attention_k_eq_v", "true"}, {"num_global_key_value_heads", "0"}},
                                        "num_global_key_value_heads is 0, expected a whole number from 1"}});
-    for (const std::string bad : {"[1, 1, 1]", "[1, 1, 1, 1, 1]", "[1, 1, 1, 0]", "[1, 1, 1, -2]", "[1, 1, 1, \"2\"]", "4",
-                                  "[1, 1, 1, 1e30]", "[[1], 1, 1, 1]", "\"1 1 1 1\"", many.c_str()})
+    for (const std::string bad : {"[1, 1, 1]", "[1, 1, 1, 1, 1]", "[1, 1, 1, 0]", "[1, 1, 1, -2]", "[1, 1, 1, \"2\"]",
+                                  "4", "[1, 1, 1, 1e30]", "[[1], 1, 1, 1]", "\"1 1 1 1\"", many.c_str()})
         for (const std::string key : {"short_factor", "long_factor"}) {
             const std::string other = key == "short_factor" ? "long_factor" : "short_factor";
-            const std::string rope = R"({"type": "longrope", ")" + key + "\": " + bad + ", \"" + other + "\": [1, 1, 1, 1]}";
-            check_cases("Phi3ForCausalLM", {{{{"rope_scaling", rope}},
-                                             key + " is " + bad.substr(0, 1)}});
-            check_contains(error_of([&] { parse(config_text({{"rope_scaling", rope}}, "Phi3ForCausalLM")); }),
+            const std::string rope =
+                R"({"type": "longrope", ")" + key + "\": " + bad + ", \"" + other + "\": [1, 1, 1, 1]}";
+            check_cases("Phi3ForCausalLM", {{{{"rope_scaling", rope}}, key + " is " + bad.substr(0, 1)}});
+            check_contains(error_of([&] {
+                               parse(config_text({{"rope_scaling", rope}}, "Phi3ForCausalLM"));
+                           }),
                            "expected a list of 4 numbers from 1e-06 to 1e+06");
         }
     auto yarn = [](const std::string &line, const std::string &key, const std::string &value) {
@@ -1030,8 +1036,9 @@ TEST_CASE("an architecture that does not run: the nearest that does, and what is
     auto line = [](const std::string &name) {
         return error_of([&] { parse(replaced(config_text({}), "LlamaForCausalLM", name)); });
     };
-    check_contains(line("Qwen3MoeForCausalLM"), "architecture Qwen3MoeForCausalLM is not supported: nearest is "
-                                                "Qwen3ForCausalLM, without its experts; supported are Llama");
+    check_contains(line("Qwen3MoeForCausalLM"),
+                   "architecture Qwen3MoeForCausalLM is not supported: nearest is "
+                   "Qwen3ForCausalLM, without its experts; supported are Llama");
     check_contains(line("Gemma2ForCausalLM"), "nearest is Gemma3ForCausalLM, without its caps of scores");
     check_contains(line("Gemma3nForCausalLM"), "nearest is Gemma4ForCausalLM");
     check_contains(line("XyzForCausalLM"), "architecture XyzForCausalLM is not supported; supported are Llama");

@@ -86,9 +86,9 @@ TEST_CASE("layouts give the same logits bit for bit at equal precision, for ever
 
 TEST_CASE("a cached ring is the naive path over the same positions, far behind the window and the model's context") {
     const int count = 300, decoded = 200;  // the fixtures' context is 128
-    for (std::string name : {"llama_gqa_9_on_3", "qwen3", "qwen3_layer_types", "llama_bf16", "llama_rope_llama3",
-                             "gemma3", "gemma4_shared", "granite_swa", "phi3_longrope_short", "qwen2_yarn", "ministral3",
-                             "lfm2", "gemma4"}) {
+    for (std::string name :
+         {"llama_gqa_9_on_3", "qwen3", "qwen3_layer_types", "llama_bf16", "llama_rope_llama3", "gemma3",
+          "gemma4_shared", "granite_swa", "phi3_longrope_short", "qwen2_yarn", "ministral3", "lfm2", "gemma4"}) {
         Engine engine = engine_of(fixtures + name);
         Tokens tokens = random_tokens(engine, count);
         for (int window : {1, 31, 64, 100}) {
