@@ -182,7 +182,7 @@ struct Family {
     int pattern;         // n: each n-th layer sees everything, the others slide; -n: the first of each n; 0: all alike
     int bos_id, end_id;  // -1: none
     double epsilon, theta;
-    // What it does that Llama does not, see family_words, and keys of a config that the others do not have.
+    // What it does that Llama does not, in the words below, and keys of a config that the others do not have.
     const char *words;
     const char *wrapper = "";  // "Gemma3": the family of those that also see or hear, and have this one as text_config
     const char *names = "";    // of tensors, where they are not Llama's: "mlp.gate_proj=feed_forward.w1 ..."
@@ -196,7 +196,8 @@ struct Family {
 // one-plus              norms multiply with 1 + w
 // gelu                  in the MLP's gate, where the config does not say otherwise, under another key
 // sqrt-hidden           embeddings times sqrt(hidden);  unscaled: scores are not divided by sqrt(D)
-// ropes                 one for each kind of layers;  fused: query, key, value in one matrix, and gate and up, too
+// ropes                 one for each kind of layers
+// fused-qkv, fused-mlp  query, key and value are one matrix in a file; gate and up are
 // tied                  where the config is silent;  some-slide: by layer_types;  sinks: learned ones
 // gemma4                widths by kind, rows that are shared, a layer's scale, embeddings by layer
 // clang-format off
@@ -214,9 +215,13 @@ constexpr Family families[] = {
     {"Olmo2ForCausalLM",    "olmo2",    32,  0,   0,  50304,  2048,    0, 0, -1, 50279, 1e-5, 1e4,
      "qkv? output? all-norms norms-after no-norms-before"},
     {"Phi3ForCausalLM",     "phi3",     32,  0,   0,  32064,  4096,   -1, 0,  1, 32000, 1e-5, 1e4,
-     "fused partial_rotary_factor"},
+     "fused-qkv fused-mlp partial_rotary_factor"},
     {"GraniteForCausalLM",  "granite",  32,  0,   0,  32000,  2048,    0, 0,  1,  2, 1e-6, 1e4,
      "qkv? output? mlp? embedding_multiplier attention_multiplier residual_multiplier logits_scaling"},
+    {"GraniteMoeHybridForCausalLM", "granitemoehybrid", 32, 0, 0, 32000, 2048, 0, 0, 1, 2, 1e-6, 1e4,  // without experts
+     "qkv? output? fused-mlp shared_intermediate_size position_embedding_type embedding_multiplier "
+     "attention_multiplier residual_multiplier logits_scaling", "",
+     "mlp.gate_up_proj=shared_mlp.input_linear mlp.down_proj=shared_mlp.output_linear"},
     {"GraniteSWAForCausalLM", "granite_swa", 20, 4, 0, 100352, 8192, 128, -4, 100257, 100257, 1e-5, 1e4,
      "qkv? output? mlp? tied some-slide sinks layer_rope_theta embedding_multiplier attention_multiplier "
      "residual_multiplier logits_scaling"},
@@ -378,7 +383,8 @@ inline void read_sizes(const Section &config, const Family &family, Config &out,
     auto or_none = [](int value) { return value ? std::optional<int>(value) : std::nullopt; };
     out.layers = config.integer("num_hidden_layers", 1, max_layers);
     out.hidden = config.integer("hidden_size", 1, max_size);
-    out.ffn = family.has("lfm2") ? read_ffn(config) : config.integer("intermediate_size", 1, max_size);
+    const char *ffn = family.has("shared_intermediate_size") ? "shared_intermediate_size" : "intermediate_size";
+    out.ffn = family.has("lfm2") ? read_ffn(config) : config.integer(ffn, 1, max_size);
     out.vocabulary = config.integer("vocab_size", 1, max_size, or_none(family.vocabulary));
     out.context = config.integer("max_position_embeddings", 1, 1 << 30, family.context);
     out.heads = config.integer("num_attention_heads", 1, max_size, or_none(family.heads));
@@ -401,7 +407,7 @@ inline void read_stretched(const Section &config, const Section &rope, const Fam
                            const std::string &type, Kind &kind) {
     const char *name = rope.name.c_str(), *key = "original_max_position_embeddings";
     RopeScaling &to = kind.rope;
-    const int original = family.has("fused") ? family.context : rope.integer(key, 1, 1 << 30, context);
+    const int original = family.has("fused-qkv") ? family.context : rope.integer(key, 1, 1 << 30, context);
     to.original_context = config.integer(key, type == "longrope" ? 2 : 1, 1 << 30, original);
     const double factor = rope.find("factor") ? to.factor : (double)context / to.original_context;
     auto attention_factor = [&](double otherwise) {
@@ -452,12 +458,10 @@ inline void read_rope(const Section &config, const Family &family, int context, 
     const bool partial = family.has("gemma4") && !local && !rope.object;
 
     std::string type = rope.text("rope_type", rope.text("type", partial ? "proportional" : "default"));
-    if (family.has("fused") && (type == "su" || type == "yarn")) type = "longrope";  // as Phi-3 was shipped at first
+    if (family.has("fused-qkv") && (type == "su" || type == "yarn")) type = "longrope";  // as Phi-3 was shipped at first
     if (type == "dynamic")
-        fail(
-            "%s: rope_type dynamic is not supported: its frequencies change as a text grows, so keys that a cache "
-            "holds would be wrong",
-            name);
+        fail("%s: rope_type dynamic is not supported: its frequencies change as a text grows, and %s", name,
+             "keys that a cache holds would be wrong");
     require_known(rope, "rope_type", type, "default linear llama3 proportional yarn longrope");
     kind.rope = {};
     const double part = config.number("partial_rotary_factor", 0, 1, 1);
@@ -480,19 +484,29 @@ inline int widest_window(const std::vector<Kind> &kinds) {
     return widest == INT_MAX ? 0 : widest;
 }
 
-// Whether RoPE turns a layer of SmolLM3, which leaves it out in each fourth one. Of others it is not asked: false.
-inline bool turns(const Section &config, const Family &family, int layers, int layer) {
-    if (!family.has("no_rope_layers")) return false;
+// Which layers RoPE turns: not each fourth one of SmolLM3, and of Granite 4 all or none.
+inline std::vector<bool> read_turning(const Section &config, const Family &family, int layers) {
+    std::vector<bool> turning((size_t)layers, true);
+    if (family.has("position_embedding_type")) {
+        const std::string type = config.text("position_embedding_type", "");
+        if (!type.empty()) require_known(config, "position_embedding_type", type, "rope nope");
+        turning.assign((size_t)layers, type == "rope");
+        config.need("num_local_experts"), config.need("layer_types");  // or there are 8, and no layer attends
+    }
+    if (!family.has("no_rope_layers")) return turning;
     const std::vector<const cJSON *> listed = config.by_layer("no_rope_layers", layers, " of 0 and 1");
     const int every = config.integer("no_rope_layer_interval", 1, max_layers, 4);
-    if (listed.empty()) return (layer + 1) % every != 0;
-    if (!is_whole(listed[(size_t)layer], 0, 1)) config.refuse("no_rope_layers", listed[(size_t)layer], "0 or 1 in it");
-    return listed[(size_t)layer]->valuedouble != 0;
+    for (size_t i = 0; i < turning.size(); i++) {
+        if (!listed.empty() && !is_whole(listed[i], 0, 1)) config.refuse("no_rope_layers", listed[i], "0 or 1 in it");
+        turning[i] = listed.empty() ? (int)(i + 1) % every != 0 : listed[i]->valuedouble != 0;
+    }
+    return turning;
 }
 
 // Mistral: every layer slides. Qwen: only with use_sliding_window, and then the layers from max_window_layers on. Gemma
-// and Granite: by a pattern. These three, but not Llama and Mistral, may name other layers in layer_types.
-inline std::vector<int> read_windows(const Section &config, const Family &family, int layers) {
+// and Granite: by a pattern. SmolLM3: those that RoPE does not turn. Some may name other layers in layer_types.
+inline std::vector<int> read_windows(const Section &config, const Family &family, const std::vector<bool> &turning) {
+    const int layers = (int)turning.size();
     const bool mixes = family.has("some-slide"), asked = mixes && !family.pattern, qwen = asked && family.window > 0;
     int window = 0;
     if (family.window && (!asked || config.flag("use_sliding_window", false)))
@@ -503,14 +517,16 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
         family.pattern > 0 ? config.integer("sliding_window_pattern", 1, max_layers, family.pattern) : -family.pattern;
     std::vector<int> windows;
     for (int layer = 0; layer < layers; layer++) {
-        const bool full = every ? (layer + (family.pattern > 0)) % every == 0 : layer < first;
-        windows.push_back(full || turns(config, family, layers, layer) ? 0 : window);
+        bool full = every ? (layer + (family.pattern > 0)) % every == 0 : layer < first;
+        if (family.has("no_rope_layers")) full = turning[(size_t)layer];
+        windows.push_back(full ? 0 : window);
     }
 
     const std::vector<const cJSON *> types = config.by_layer("layer_types", layers, " names");
     for (size_t i = 0; i < types.size(); i++) {
         int &layer = windows[i];
         std::string word = cJSON_IsString(types[i]) ? types[i]->valuestring : "";
+        if (word == "attention") word = "full_attention";  // Granite 4
         const char *other = mixes || layer ? "sliding_attention" : "full_attention";
         if (word != other && (!mixes || word != "full_attention"))
             config.refuse("an entry of layer_types", types[i],
@@ -565,7 +581,8 @@ inline void read_layers_of_lfm2(const Section &config, const Family &family, Kin
 // per_layer_config. The last num_kv_shared_layers read the rows of others.
 inline void read_layers(const Section &config, const Family &family, const Kind &common, Config &out) {
     const bool gemma4 = family.has("gemma4");
-    const std::vector<int> windows = read_windows(config, family, out.layers);
+    const std::vector<bool> turning = read_turning(config, family, out.layers);
+    const std::vector<int> windows = read_windows(config, family, turning);
     const int own = out.layers - config.integer("num_kv_shared_layers", 0, out.layers - 1, 0);
     const Section by_layer = config.section("per_layer_config");
     const cJSON *thetas = family.has("layer_rope_theta") ? config.find("layer_rope_theta") : nullptr;
@@ -589,7 +606,7 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
         if (theta && !(cJSON_IsNumber(theta) && theta->valuedouble >= 0 && theta->valuedouble <= 1e15))
             config.refuse("layer_rope_theta", theta, "numbers from 0 to 1e15");
         if (theta) kind.rope_theta = theta->valuedouble, theta = theta->next;
-        if (family.has("no_rope_layers") && !turns(config, family, out.layers, layer)) kind.rope_theta = 0;
+        if (!turning[(size_t)layer]) kind.rope_theta = 0;
         add_layer(out.kinds, out.rows, kind, layer < own);
         if (out.rows.back().index < 0)
             fail("%s: num_kv_shared_layers is %d, but layer %d has no earlier one of its kind whose rows it could read",
@@ -841,7 +858,7 @@ inline void bind_attention(Binder &binder, const Config &config, int index, cons
     const bool own = config.rows[(size_t)index].own, qkv = config.qkv_bias;
     const int hidden = config.hidden, width = kind.key_width;
     const int query_width = config.heads * width, kv_width = kind.kv_heads * width;
-    if (family.has("fused")) {
+    if (family.has("fused-qkv")) {
         const Linear all = binder.linear(attention + "qkv_proj", query_width + 2 * kv_width, hidden, qkv);
         out.query = rows_of(all, 0, query_width), out.key = rows_of(all, query_width, kv_width);
         out.value = rows_of(all, query_width + kv_width, kv_width);
@@ -884,11 +901,8 @@ inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) 
     const int hidden = config.hidden, taps = config.kind(index).taps;
     const int ffn = !config.rows[(size_t)index].own && config.shared_ffn ? config.shared_ffn : config.ffn;
     LayerWeights out;
-    if (taps)
-        bind_convolution(binder, config, layer, taps, out);
-    else
-        bind_attention(binder, config, index, layer, out);
-    if (family.has("fused")) {
+    taps ? bind_convolution(binder, config, layer, taps, out) : bind_attention(binder, config, index, layer, out);
+    if (family.has("fused-mlp")) {
         const Linear both = binder.linear(mlp + "gate_up_proj", 2 * ffn, hidden, config.mlp_bias);
         out.gate = rows_of(both, 0, ffn), out.up = rows_of(both, ffn, ffn);
     } else {

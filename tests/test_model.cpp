@@ -272,7 +272,7 @@ std::map<std::string, Tensor> by_name(const Model &model) {
         if (scale != 1) all[prefix + "layer_scalar"] = {&scale, DType::f32, 1, 1};
         all[prefix + "self_attn.q_norm.weight"] = layer.query_norm.data ? layer.query_norm : layer.all_query_norm;
         all[prefix + "self_attn.k_norm.weight"] = layer.key_norm.data ? layer.key_norm : layer.all_key_norm;
-        if (family.has("fused")) {  // the parts lie behind one another
+        if (family.has("fused-qkv")) {  // the parts lie behind one another
             const Tensor &query = layer.query.weight, &gate = layer.gate.weight;
             const int64_t rows = query.rows + layer.key.weight.rows + layer.value.weight.rows;
             all[prefix + "self_attn.qkv_proj.weight"] = {query.data, query.type, rows, query.cols};
