@@ -132,6 +132,17 @@ inline void add_end(const Options &options, const Tokenizer *tokenizer, Config &
                    tokenizer_token(tokenizer, end), end));
 }
 
+// Says it where a checkpoint was tuned for chat: it expects texts in a form that its template would give them.
+inline void note_template(const std::string &directory) {
+    bool is_there = file_exists(join_path(directory, "chat_template.jinja"));
+    const std::string name = join_path(directory, "tokenizer_config.json");
+    if (!is_there && file_exists(name)) {
+        const Json root = parse_json(name, read_file(name, max_json_bytes), /*as_python=*/true);
+        is_there = Section{name, root.get()}.find("chat_template");
+    }
+    if (is_there) note("this model was tuned for chat: its template is not applied, the prompt is read as it stands");
+}
+
 // Checks the prompt against the context and opens caches just large enough, unless -c says how large.
 inline Session open_session(const Options &options) {
     std::string directory = checkpoint_directory(options);
@@ -140,6 +151,7 @@ inline Session open_session(const Options &options) {
     add_end(options, session.tokenizer.get(), config);
     session.tokens = prompt_tokens(options, session.tokenizer.get(), config);
     session.prompt = (int)session.tokens.size();
+    if (session.tokenizer && options.command == "generate") note_template(directory);
     std::vector<CacheChoice> choices = options.caches();
     if (options.against == "full") choices.insert(choices.begin(), {Contiguous{}, F32{}, F32{}});
     bool endless = !choices.empty() && options.command != "diff";  // what it compares with sees all positions

@@ -7,7 +7,7 @@
 // No seeds are needed: the mutator starts from small whole checkpoints of each family, and comes back to them.
 #include <cstdlib>
 
-#include "../base/model.h"
+#include "../base/weights.h"
 #include "../commands/sizes.h"
 
 extern "C" size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t max_size);
@@ -41,8 +41,8 @@ static std::string small_checkpoint(const Family &family) {
         int bytes;
     };
     std::vector<Entry> entries = {{"model.embed_tokens.weight", "[3,4]", 48}, {"model.norm.weight", "[4]", 16}};
-    const bool fused = family.has("fused"), all_norms = family.has("all-norms"),
-               before = !family.has("no-norms-before");
+    const bool fused = family.has("fused-qkv"), fused_mlp = family.has("fused-mlp");
+    const bool all_norms = family.has("all-norms"), before = !family.has("no-norms-before");
     std::vector<Entry> layer = {{"self_attn.o_proj.weight", "[4,4]", 64},
                                 {"mlp.down_proj.weight", "[4,1]", 16},
                                 {"post_attention_layernorm.weight", "[4]", 16}};
@@ -50,12 +50,12 @@ static std::string small_checkpoint(const Family &family) {
         if (wanted) layer.insert(layer.end(), more.begin(), more.end());
     };
     add_if(before, {{"input_layernorm.weight", "[4]", 16}});
-    add_if(fused, {{"self_attn.qkv_proj.weight", "[8,4]", 128}, {"mlp.gate_up_proj.weight", "[2,4]", 32}});
+    add_if(fused, {{"self_attn.qkv_proj.weight", "[8,4]", 128}});
     add_if(!fused, {{"self_attn.q_proj.weight", "[4,4]", 64},
                     {"self_attn.k_proj.weight", "[2,4]", 32},
-                    {"self_attn.v_proj.weight", "[2,4]", 32},
-                    {"mlp.gate_proj.weight", "[1,4]", 16},
-                    {"mlp.up_proj.weight", "[1,4]", 16}});
+                    {"self_attn.v_proj.weight", "[2,4]", 32}});
+    add_if(fused_mlp, {{"mlp.gate_up_proj.weight", "[2,4]", 32}});
+    add_if(!fused_mlp, {{"mlp.gate_proj.weight", "[1,4]", 16}, {"mlp.up_proj.weight", "[1,4]", 16}});
     add_if(family.has("qkv"), {{"self_attn.q_proj.bias", "[4]", 16},
                                {"self_attn.k_proj.bias", "[2]", 8},
                                {"self_attn.v_proj.bias", "[2]", 8}});
@@ -81,8 +81,12 @@ static std::string small_checkpoint(const Family &family) {
                   ",\"data_offsets\":[" + std::to_string(offset) + "," + std::to_string(offset + entry.bytes) + "]}";
         offset += entry.bytes;
     };
-    for (const Entry &entry : entries) add(entry.name, entry);
-    for (const Entry &entry : layer) add(std::string("model.layers.0.") + entry.name, entry);
+    Model model;
+    model.config.family = &family;
+    const TensorTable none = {};
+    const Binder binder{none, model};
+    for (const Entry &entry : entries) add(binder.named(entry.name), entry);
+    for (const Entry &entry : layer) add(binder.named(std::string("model.layers.0.") + entry.name), entry);
 
     const std::string rope = fused ? "longrope" : family.has("llama_4_scaling_beta") ? "yarn" : "llama3";
     std::string config =
@@ -90,7 +94,9 @@ static std::string small_checkpoint(const Family &family) {
         "\",\"hidden_size\":4,\"intermediate_size\":1,\"num_hidden_layers\":1,\"num_attention_heads\":2,"
         "\"num_key_value_heads\":1,\"head_dim\":2,\"vocab_size\":3,\"tie_word_embeddings\":true,"
         "\"max_position_embeddings\":64,\"rms_norm_eps\":1e-5,\"torch_dtype\":\"float32\","
-        "\"residual_multiplier\":1,\"logits_scaling\":2,\"no_rope_layers\":[1],\"partial_rotary_factor\":1,\"kv_lora_"
+        "\"norm_eps\":1e-5,\"block_auto_adjust_ff_dim\":false,\"conv_L_cache\":3,\"num_local_experts\":0,"
+        "\"position_embedding_type\":\"rope\",\"shared_intermediate_size\":1,"
+        "\"residual_multiplier\":1,\"logits_scaling\":1,\"no_rope_layers\":[1],\"partial_rotary_factor\":1,\"kv_lora_"
         "rank\":0,\"qk_rope_head_dim\":2,"
         "\"final_logit_softcapping\":0,\"vocab_size_per_layer_input\":3,\"attention_k_eq_v\":false,"
         "\"use_sliding_window\":true,\"sliding_window\":3,\"max_window_layers\":0,\"hidden_act\":\"silu\","
@@ -152,17 +158,9 @@ static unsigned touch(const Tensor &tensor) {
     return sum;
 }
 
-static unsigned touch(const Model &model) {
-    unsigned sum = touch(model.embedding) + touch(model.final_norm) + touch(model.head);
-    for (const LayerWeights &layer : model.layers) {
-        for (const Linear *linear :
-             {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate, &layer.up, &layer.down}) {
-            sum += touch(linear->weight) + touch(linear->bias);
-        }
-        for (const Tensor *tensor : {&layer.attention_norm, &layer.mlp_norm, &layer.query_norm, &layer.key_norm,
-                                     &layer.value_norm, &layer.sinks, &layer.attention_out_norm, &layer.mlp_out_norm})
-            sum += touch(*tensor);
-    }
+static unsigned touch(Model &model) {
+    unsigned sum = 0;
+    for_each_tensor(model, [&](const Tensor &tensor, bool) { sum += touch(tensor); });
     return sum;
 }
 

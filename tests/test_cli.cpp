@@ -824,6 +824,21 @@ TEST_CASE("--activations bf16: one arithmetic for prompts and tokens, on either 
     CHECK(rows({}) != once);
 }
 
+TEST_CASE("a model that was tuned for chat says that its template is not applied; the text is the same") {
+    Scratch scratch, other;
+    const std::string said = "llm: this model was tuned for chat: its template is not applied";
+    const Outcome plain = run_well({"generate", "-p", "Once", "-n", "3"});
+    CHECK(!contains(plain.err, "chat"));
+    const std::string file = copy_of(builtin, scratch), key = copy_of(builtin, other);
+    spill(file + "/chat_template.jinja", "{{ messages }}");
+    replace(key + "/tokenizer_config.json", R"("eos_token": ")", R"("chat_template": "{{ messages }}", "eos_token": ")");
+    for (const std::string &directory : {file, key}) {
+        const Outcome result = run_well({"generate", "-m", directory, "-p", "Once", "-n", "3"});
+        check_contains(result.err, said);
+        CHECK(result.out == plain.out);
+    }
+}
+
 TEST_CASE("an end that only tokenizer_config.json names ends the text, too, and is said") {
     Scratch scratch;
     std::string ending = copy_of(builtin, scratch);

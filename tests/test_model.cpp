@@ -206,6 +206,8 @@ const Expected expected[] = {
     {"smollm3_list", "smollm3 4 x 16 heads 4 / 2 x 4 vocab 64", " theta 0 and theta 2e+06 float32"},
     {"granite", "granite 4 x 16 heads 4 / 2 x 4 vocab 64",
      " eps 2.06612e-05 embedding x 2.27273 scores x 0.25 logits x 2 qkv output mlp float32"},
+    {"granite4", "granitemoehybrid 4 x 16 heads 4 / 2 x 4 vocab 64",
+     " eps 2.06612e-05 embedding x 2.27273 scores x 0.25 logits x 2 float32"},
     {"granite_swa_scaled", "granite_swa 4 x 16 heads 4 / 2 x 4 vocab 64",
      " eps 0.000206612 theta 0 windows [0, 7, 7, 7] and theta 10000 and theta 500 embedding x 2.27273 scores x "
      "0.25 logits x 2 float32"},
@@ -272,6 +274,12 @@ std::map<std::string, Tensor> by_name(const Model &model) {
         if (scale != 1) all[prefix + "layer_scalar"] = {&scale, DType::f32, 1, 1};
         all[prefix + "self_attn.q_norm.weight"] = layer.query_norm.data ? layer.query_norm : layer.all_query_norm;
         all[prefix + "self_attn.k_norm.weight"] = layer.key_norm.data ? layer.key_norm : layer.all_key_norm;
+        if (family.has("shared_intermediate_size")) {  // Granite 4
+            const Tensor &gate = layer.gate.weight;  // `up` lies behind it
+            all[prefix + "shared_mlp.input_linear.weight"] = {gate.data, gate.type, 2 * gate.rows, gate.cols};
+            all[prefix + "shared_mlp.output_linear.weight"] = layer.down.weight;
+            for (const char *part : {"gate_proj", "up_proj", "down_proj"}) all.erase(prefix + "mlp." + part + ".weight");
+        }
         if (family.has("fused-qkv")) {  // the parts lie behind one another
             const Tensor &query = layer.query.weight, &gate = layer.gate.weight;
             const int64_t rows = query.rows + layer.key.weight.rows + layer.value.weight.rows;
@@ -864,7 +872,7 @@ TEST_CASE("what does not fit, is not supported, or stands twice") {
           "config.json: architecture GPT2LMHeadModel is not supported: nearest is LlamaForCausalLM, without its "
           "learned positions and LayerNorm; supported are LlamaForCausalLM MistralForCausalLM Ministral3ForCausalLM "
           "Qwen2ForCausalLM Qwen3ForCausalLM SmolLM3ForCausalLM Olmo2ForCausalLM Phi3ForCausalLM GraniteForCausalLM "
-          "GraniteSWAForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM Lfm2ForCausalLM"},
+          "GraniteMoeHybridForCausalLM GraniteSWAForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM Lfm2ForCausalLM"},
          {{{"architectures", "[\"LlamaModel\"]"}}, "architecture LlamaModel is not supported"},
          {{{"architectures", ""}, {"model_type", "\"gemma2\""}}, "architecture gemma2 is not supported"},
          {{{"architectures", ""}, {"model_type", "\"LlamaForCausalLM\""}}, "LlamaForCausalLM is not supported"},

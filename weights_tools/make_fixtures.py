@@ -31,8 +31,8 @@ import numpy as np
 import safetensors.torch
 import torch
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config,
-                          Gemma3TextConfig, Gemma4Config, Gemma4TextConfig, GraniteConfig, GraniteSWAConfig,
-                          Lfm2Config, LlamaConfig, Ministral3Config, Mistral3Config, MistralConfig, Olmo2Config,
+                          Gemma3TextConfig, Gemma4Config, Gemma4TextConfig, GraniteConfig,
+                          GraniteMoeHybridConfig, GraniteSWAConfig, Lfm2Config, LlamaConfig, Ministral3Config, Mistral3Config, MistralConfig, Olmo2Config,
                           Phi3Config, Qwen2Config, Qwen3Config, SmolLM3Config)
 
 PROMPT, GREEDY = 32, 16
@@ -41,7 +41,7 @@ FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config
             "gemma3": Gemma3TextConfig, "gemma3_vision": Gemma3Config, "gemma4": Gemma4TextConfig,
             "granite_swa": GraniteSWAConfig, "gemma4_vision": Gemma4Config, "granite": GraniteConfig,
             "lfm2": Lfm2Config, "ministral3": Ministral3Config, "mistral3_vision": Mistral3Config,
-            "olmo2": Olmo2Config, "phi3": Phi3Config, "smollm3": SmolLM3Config}
+            "granite4": GraniteMoeHybridConfig, "olmo2": Olmo2Config, "phi3": Phi3Config, "smollm3": SmolLM3Config}
 
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=64, max_position_embeddings=128)
@@ -180,6 +180,11 @@ CASES = {
     "granite": dict(family="granite", greedy=60, config=dict(
         TINY, **GRANITE, attention_bias=True, mlp_bias=True),
         matters=[*({key: 1.0} for key in GRANITE), weights("o_proj.bias", 0), weights("down_proj.bias", 0)]),
+    # Granite 4 without experts: its MLP is the one that all tokens share.
+    "granite4": dict(family="granite4", greedy=60, spelling="new", config=dict(
+        TINY, **GRANITE, num_local_experts=0, shared_intermediate_size=40, position_embedding_type="rope",
+        mamba_n_heads=4, layer_types=["full_attention"] * TINY["num_hidden_layers"]),
+        matters=[dict(position_embedding_type=None), dict(residual_multiplier=1.0)]),
     "granite_swa_scaled": dict(family="granite_swa", greedy=60, spelling="new", config=dict(
         TINY, **GRANITE, sliding_window=7, tie_word_embeddings=False, layer_rope_theta=[0, 10000.0, 500.0, 10000.0]),
         matters=[dict(sliding_window=8), *({key: 1.0} for key in GRANITE)]),
