@@ -46,13 +46,6 @@ struct Visible {
     HOST_DEVICE int shift(int position) const { return dropped(position) ? first(position) - sinks : 0; }
 };
 
-// Positions of one pass where those behind a window make room for others: an eighth of it, so that the rows to spare
-// stay few, but enough to use each weight often. Beside a convolution's three or four rows they are few at 128, too.
-constexpr int chunk_beside(int window, bool convolution = false) {
-    if (convolution) return 128;
-    return std::min(512, std::max(group_size, window / 8 / group_size * group_size));
-}
-
 // Each sequence has `capacity` rows of its own, reserved from the start: the simplest layout, and the one that
 // keeps memory for positions that may never come.
 struct Contiguous {
@@ -67,6 +60,13 @@ struct Contiguous {
     int chunk() const { return INT_MAX; }   // positions a sequence may grow by in one pass
     HOST_DEVICE Visible visible(int layer_window) const { return {layer_window, 0}; }
 };
+
+// Positions of one pass where those behind a window make room for others: an eighth of it, so that the rows to spare
+// stay few, but enough to use each weight often. Beside a convolution's three or four rows they are few at 128, too.
+constexpr int chunk_beside(int window, bool convolution = false) {
+    if (convolution) return 128;
+    return std::min(512, std::max(group_size, window / 8 / group_size * group_size));
+}
 
 // Fixed pages of P positions, handed out from one pool as sequences grow; a page table per sequence maps logical to
 // physical pages (pages.h; Kwon et al. 2023, PagedAttention, §4).

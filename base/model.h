@@ -218,7 +218,7 @@ constexpr Family families[] = {
      "fused-qkv fused-mlp partial_rotary_factor"},
     {"GraniteForCausalLM",  "granite",  32,  0,   0,  32000,  2048,    0, 0,  1,  2, 1e-6, 1e4,
      "qkv? output? mlp? embedding_multiplier attention_multiplier residual_multiplier logits_scaling"},
-    {"GraniteMoeHybridForCausalLM", "granitemoehybrid", 32, 0, 0, 32000, 2048, 0, 0, 1, 2, 1e-6, 1e4,  // without experts
+    {"GraniteMoeHybridForCausalLM", "granitemoehybrid", 32, 0, 0, 32000, 2048, 0, 0, 1, 2, 1e-6, 1e4,
      "qkv? output? fused-mlp shared_intermediate_size position_embedding_type embedding_multiplier "
      "attention_multiplier residual_multiplier logits_scaling", "",
      "mlp.gate_up_proj=shared_mlp.input_linear mlp.down_proj=shared_mlp.output_linear"},
@@ -458,7 +458,7 @@ inline void read_rope(const Section &config, const Family &family, int context, 
     const bool partial = family.has("gemma4") && !local && !rope.object;
 
     std::string type = rope.text("rope_type", rope.text("type", partial ? "proportional" : "default"));
-    if (family.has("fused-qkv") && (type == "su" || type == "yarn")) type = "longrope";  // as Phi-3 was shipped at first
+    if (family.has("fused-qkv") && (type == "su" || type == "yarn")) type = "longrope";  // of the first Phi-3
     if (type == "dynamic")
         fail("%s: rope_type dynamic is not supported: its frequencies change as a text grows, and %s", name,
              "keys that a cache holds would be wrong");

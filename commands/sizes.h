@@ -225,10 +225,11 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
         if (config.find(key)) window = config.integer(key, 0, 1 << 30);
     if (model_type == "qwen2" || model_type == "qwen3") {
         sees.clear();
-        const std::vector<bool> all_turn((size_t)layers, true);
-        for (const Family &family : families)
-            for (int back : family.model_type == model_type ? read_windows(config, family, all_turn) : std::vector<int>{})
+        for (const Family &family : families) {
+            if (family.model_type != model_type) continue;
+            for (int back : read_windows(config, family, std::vector<bool>((size_t)layers, true)))
                 sees.push_back(back ? Sees::window : Sees::all);
+        }
     } else if (sees.empty()) {
         if (!config.flag("use_sliding_window", true) || (!known.layers && window >= out.context)) window = 0;
         int pattern =

@@ -278,7 +278,8 @@ std::map<std::string, Tensor> by_name(const Model &model) {
             const Tensor &gate = layer.gate.weight;  // `up` lies behind it
             all[prefix + "shared_mlp.input_linear.weight"] = {gate.data, gate.type, 2 * gate.rows, gate.cols};
             all[prefix + "shared_mlp.output_linear.weight"] = layer.down.weight;
-            for (const char *part : {"gate_proj", "up_proj", "down_proj"}) all.erase(prefix + "mlp." + part + ".weight");
+            for (const char *part : {"gate_proj", "up_proj", "down_proj"})
+                all.erase(prefix + "mlp." + part + ".weight");
         }
         if (family.has("fused-qkv")) {  // the parts lie behind one another
             const Tensor &query = layer.query.weight, &gate = layer.gate.weight;
