@@ -55,7 +55,7 @@ inline int expect_positions(Engine &engine, int positions) {
     for (size_t i = 0; i < kinds.size(); i++) {
         const int original = kinds[i].rope.long_factors.empty() ? 0 : kinds[i].rope.original_context;
         if (before <= original && original < positions) passed = original;
-        const std::vector<float> frequencies = 
+        const std::vector<float> frequencies =
             rope_frequencies(kinds[i].rope_theta, kinds[i].rotary(), kinds[i].rope, engine.positions);
         Buffer<float> &there = engine.a.kinds[i].frequencies;
         there.resize(engine.memory(), frequencies.size());
@@ -117,11 +117,11 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
             float *key = task.keys.start, *value = task.values.start;
             const float *n = norm(w.attention_norm);                                        // n = RMSNorm(x)
             best::linear(m, n, count, {{w.query, query}, {w.key, key}, {w.value, value}});  // q, k, v = W n + b
-            if (pass.taps) best::gate(m, key, value, (int64_t)count * config.hidden);  // u = b * v
-            else best::norm_and_rope(m, query, key, value, w, epsilon, pass);          // q and k rotated
+            if (!pass.taps) best::norm_and_rope(m, query, key, value, w, epsilon, pass);  // q and k rotated
+            else best::gate(m, key, value, (int64_t)count * config.hidden);               // u = b * v
             if (cached && rows.own) best::store_rows(m, task, pass);      // before a query reads them
-            if (pass.taps) best::short_convolution(m, task, pass, w);     // o = c * (taps * u), over the last L
-            else best::attention(m, task, pass);                          // o = softmax(q K^T / sqrt(D)) V
+            if (!pass.taps) best::attention(m, task, pass);               // o = softmax(q K^T / sqrt(D)) V
+            else best::short_convolution(m, task, pass, w);               // o = c * (taps * u), over the last L
             if (cached && rows.last) best::keep_residual(m, task, pass);  // after all have read: the newest block
             add(attended, w.output, w.attention_out_norm, 1);             // x += W o
             n = norm(w.mlp_norm);                                         // n = RMSNorm(x)
