@@ -1,10 +1,12 @@
 // docs/09_make_your_own.md: its blocks of C++, a precision and a layout, applied to a copy of the sources, must build
-// and do what the page says; also where the sources have them already. Run from the repository's root. Builds
-// ./llm-plain's twin under build/make_your_own with $CXX, or else the compiler of this test.
+// and do what the page says; and so must docs/add_a_family.md with its diffs; also where the sources have them already.
+// Run from the repository's root. Builds ./llm-plain's twin under build/make_your_own with $CXX, or else the compiler of
+// this test.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <regex>
 #include <thread>
 
+#include "../base/safetensors.h"
 #include "program.h"
 
 static const fs::path scratch = "build/make_your_own";
@@ -81,21 +83,44 @@ static std::string applied(const Page &page, std::string header) {
     return header.replace(header.find(line), line.size(), (followed ? "" : page.structure + "\n") + page.list);
 }
 
-// A file with the lines that the first or second diff of the page puts in.
-static std::string patched(const Page &page, int which, std::string reference) {
-    size_t begin = 0;
-    for (int i = 0; i <= which; i++) begin = page.text.find("```diff\n", begin) + 8;
-    std::istringstream diff(page.text.substr(begin, page.text.find("```\n", begin) - begin));
-    size_t at = 0;  // where the last line of the page is, or would be
-    for (std::string line; std::getline(diff, line);) {
+// A file with the lines that a diff puts in.
+static std::string patched(const std::string &diff, std::string source) {
+    std::istringstream lines(diff);
+    size_t at = 0;  // behind the last line of the page
+    for (std::string line; std::getline(lines, line);) {
+        REQUIRE(!line.empty());
         std::string text = line.substr(1) + "\n";
-        size_t found = reference.find(text);
-        if (line[0] == '+' && found == std::string::npos) reference.insert(at, text);
-        if (line[0] == ' ') REQUIRE_MESSAGE((at = found) != std::string::npos, line);
-        if (line[0] == ' ') at += text.size();
+        size_t found = source.find(text);
+        if (line[0] == '+' && found == std::string::npos) source.insert(found = at, text);
+        if (line[0] == ' ') REQUIRE_MESSAGE(found != std::string::npos, line);
+        if (line[0] == ' ' || line[0] == '+') at = found + text.size();
     }
-    return reference;
+    return source;
 }
+
+struct Change {
+    std::string file, diff;
+};
+
+// The diffs of a page, each with the source that is named last before it.
+static std::vector<Change> changes_of(const std::string &page) {
+    std::vector<Change> changes;
+    const std::string fence = "```diff\n";
+    const std::regex source("`([\\w/]+\\.(h|cu|cpp))`");
+    for (size_t at = 0, begin; (begin = page.find(fence, at)) != std::string::npos;) {
+        Change change;
+        const std::string before = page.substr(at, begin - at);
+        for (std::sregex_iterator name(before.begin(), before.end(), source), end; name != end; ++name)
+            change.file = (*name)[1];
+        begin += fence.size(), at = page.find("```\n", begin);
+        change.diff = page.substr(begin, at - begin);
+        REQUIRE_MESSAGE(!change.file.empty(), "no file is named above\n" << change.diff);
+        changes.push_back(change);
+    }
+    return changes;
+}
+
+static const std::string family_page = "docs/add_a_family.md";
 
 // ---- Building ------------------------------------------------------------------------------------------------
 
@@ -117,10 +142,12 @@ static const Built &built() {
         fs::create_directory_symlink(fs::absolute("weights_tools"), scratch / "weights_tools");
         for (std::string file : {"scene.h", "files.h", "program.h", "test_cache.cpp"})
             fs::copy("tests/" + file, scratch / "tests" / file);
-        spill(scratch / "tests/reference.h", patched(built.precision, 1, slurp("tests/reference.h")));
-        spill(scratch / "tests/test_memory.cpp", patched(built.precision, 0, slurp("tests/test_memory.cpp")));
+        for (std::string file : {"reference.h", "test_memory.cpp"}) fs::copy("tests/" + file, scratch / "tests" / file);
         for (const Page &page : {built.precision, built.layout})
             spill(scratch / page.file, applied(page, slurp(page.file)));
+        for (const std::string &page : {built.precision.text, slurp(family_page)})
+            for (const auto &[file, diff] : changes_of(page))
+                spill(scratch / file, patched(diff, slurp(scratch / file)));
         std::string enter = "cd " + scratch.string() + " && ", libraries = " -lcjson -lonig -lutf8proc";
         std::string c = compile + "-x c -std=c11 ";
         built.program =
@@ -156,6 +183,7 @@ TEST_CASE("the page's lists are those of the sources and its own types") {
 }
 
 TEST_CASE("the page's code builds without a warning, and keeps what the tests ask of any precision and layout") {
+    REQUIRE(built().llm != "");  // before a message asks for it: what fails while it is made can then be said
     CHECK_MESSAGE(built().program.status == 0, built().program.out);
     CHECK_MESSAGE(built().test.status == 0, built().test.out.substr(0, 4000));
     CHECK_MESSAGE(built().memory.status == 0, built().memory.out.substr(0, 4000));
@@ -198,4 +226,156 @@ TEST_CASE("every layout stores every precision, with the same result") {
         for (std::string cache : {"paged --page 8", "ring", built().layout.name.c_str()})
             CHECK(text(cache) == contiguous);
     }
+}
+
+// ---- A family --------------------------------------------------------------------------------------------------
+
+// Slate, and a Llama that has the same logits: the rows of its embedding are normed already, in double precision, and
+// its final norm is multiplied with the factor. Both are made of a fixture, and stay where the page says.
+
+struct Stored {
+    std::vector<int64_t> shape;
+    std::vector<float> numbers;
+};
+using Checkpoint = std::map<std::string, Stored>;
+
+static const std::string fixture = "tests/fixtures/models/llama_mha", embedding = "model.embed_tokens.weight";
+static const std::string first_norm = "model.embed_norm.weight", final_norm = "model.norm.weight";
+static constexpr double factor = 0.37, epsilon = 0.1;
+
+static std::string folder_of(const std::string &name) { return (scratch / name).string(); }
+
+static void write_checkpoint(const std::string &name, const Checkpoint &checkpoint, const std::string &config) {
+    std::string header, data;
+    for (const auto &[tensor, stored] : checkpoint) {
+        const size_t begin = data.size();
+        data.append((const char *)stored.numbers.data(), stored.numbers.size() * sizeof(float));
+        header += formatted("%s\"%s\": {\"dtype\": \"F32\", \"shape\": %s, \"data_offsets\": [%zu, %zu]}",
+                            header.empty() ? "{" : ", ", tensor.c_str(), json_of(stored.shape).c_str(), begin,
+                            data.size());
+    }
+    header += "}";
+    header.resize((header.size() + 7) / 8 * 8, ' ');
+    const uint64_t length = header.size();
+    fs::create_directories(folder_of(name));
+    spill(folder_of(name) + "/config.json", config);
+    spill(folder_of(name) + "/model.safetensors", std::string((const char *)&length, sizeof length) + header + data);
+}
+
+static std::string llama_config() { return slurp(fixture + "/config.json"); }
+static std::string with_factor(const std::string &config, double multiplier) {
+    return replaced(config, "{\n", formatted("{\n  \"logit_multiplier\": %g,\n", multiplier));
+}
+static std::string slate_config(double multiplier) {
+    const std::string named = replaced(llama_config(), "LlamaForCausalLM", "SlateForCausalLM");
+    return with_factor(replaced(named, "\"llama\"", "\"slate\""), multiplier);
+}
+
+static Checkpoint slate_checkpoint() {
+    std::vector<Mapping> files;
+    Checkpoint slate;
+    for (const auto &[name, tensor] : open_weights(fixture, files).tensors) {
+        REQUIRE(tensor.dtype == "F32");
+        slate[name] = {tensor.shape, std::vector<float>(tensor.bytes / sizeof(float))};
+        memcpy(slate[name].numbers.data(), tensor.data, tensor.bytes);
+    }
+    slate[first_norm] = slate.at(final_norm);
+    std::vector<float> &weights = slate[first_norm].numbers;
+    for (size_t i = 0; i < weights.size(); i++) weights[i] = 0.5f + 0.125f * (float)(i % 9);
+    return slate;
+}
+
+static Checkpoint equivalent_llama(Checkpoint slate) {
+    const std::vector<float> weights = slate.at(first_norm).numbers;
+    std::vector<float> &rows = slate.at(embedding).numbers;
+    for (size_t row = 0; row < rows.size(); row += weights.size()) {
+        double squares = 0;
+        for (size_t i = 0; i < weights.size(); i++) squares += (double)rows[row + i] * rows[row + i];
+        const double size = std::sqrt(squares / (double)weights.size() + epsilon);
+        for (size_t i = 0; i < weights.size(); i++) rows[row + i] = (float)(rows[row + i] / size * weights[i]);
+    }
+    for (float &weight : slate.at(final_norm).numbers) weight = (float)(weight * factor);
+    slate.erase(first_norm);
+    return slate;
+}
+
+// Of prompt and generated tokens. "generate -m build/make_your_own/slate ..."
+static std::string generate(const std::string &name, const std::string &flags) {
+    return built().llm + "generate -m " + folder_of(name) + " --ids 5,9,33,12 -n 20 --ignore-eos " + flags;
+}
+static std::vector<float> logits_of(const std::string &name, const std::string &flags) {
+    const std::string file = folder_of(name) + "/logits.npy";
+    Outcome outcome = shell(generate(name, flags + " --dump-logits " + file));
+    REQUIRE_MESSAGE(outcome.status == 0, outcome.out);
+    return read_npy(file).values;
+}
+
+static double relative_error(const std::vector<float> &found, const std::vector<float> &expected) {
+    double worst = 0, largest = 0;
+    REQUIRE(found.size() == expected.size());
+    for (size_t i = 0; i < found.size(); i++) {
+        worst = std::max(worst, std::fabs((double)found[i] - expected[i]));
+        largest = std::max(largest, std::fabs((double)expected[i]));
+    }
+    return worst / largest;
+}
+
+TEST_CASE("a family: the page adds at most 15 lines, each in the file that it names") {
+    int added = 0;
+    built();
+    for (const auto &[file, diff] : changes_of(slurp(family_page))) {
+        std::istringstream lines(diff);
+        for (std::string line; std::getline(lines, line);) {
+            if (line == "...") continue;
+            added += line[0] == '+';
+            CHECK_MESSAGE((line[0] == '+' || line[0] == ' '), line);
+            CHECK_MESSAGE(contains(slurp(scratch / file), line.substr(1) + "\n"), file << " of the copy lacks " << line);
+        }
+    }
+    MESSAGE(added << " lines");
+    CHECK((added >= 1 && added <= 15));
+}
+
+TEST_CASE("a family: Slate has the logits of the Llama that is equivalent to it") {
+    REQUIRE(built().program.status == 0);
+    const double tolerance = 1e-5;
+    const Checkpoint slate = slate_checkpoint();
+    Checkpoint other = slate;
+    for (size_t i = 0; i < 3; i++) other[first_norm].numbers[i] *= 1.5f;
+    write_checkpoint("slate", slate, slate_config(factor));
+    write_checkpoint("slate_other_norm", other, slate_config(factor));
+    write_checkpoint("slate_other_factor", slate, slate_config(factor * 1.1));
+    write_checkpoint("llama", equivalent_llama(slate), llama_config());
+    for (const std::string flags : {"--cache none", "--kv f32", "--kv f32 --weights copied"}) {
+        const std::vector<float> llama = logits_of("llama", flags);
+        CHECK(llama.size() == (4 + 20) * 64);
+        INFO(flags);
+        CHECK(relative_error(logits_of("slate", flags), llama) <= tolerance);
+        for (const std::string changed : {"slate_other_norm", "slate_other_factor"}) {
+            INFO(changed);
+            CHECK(relative_error(logits_of(changed, flags), llama) >= 100 * tolerance);
+        }
+    }
+}
+
+TEST_CASE("a family: what a forgotten line leads to") {
+    REQUIRE(built().program.status == 0);
+    const std::string page = slurp(family_page);
+    // Of Llama, for which no line reads the tensor and no word allows the key.
+    const Checkpoint slate = slate_checkpoint();
+    write_checkpoint("slate_as_llama", slate, llama_config());
+    write_checkpoint("llama_with_factor", equivalent_llama(slate), with_factor(llama_config(), factor));
+    for (const std::string name : {"slate_as_llama", "llama_with_factor"}) {
+        Outcome refused = shell(generate(name, ""));
+        CHECK(refused.status == 2);
+        CHECK_MESSAGE(contains(page, replaced(replaced(refused.out, "Llama", "Slate"), name, "slate")), refused.out);
+    }
+    // Each tensor is moved, once.
+    write_checkpoint("slate", slate, slate_config(factor));
+    auto bytes = [&](const std::string &flags) {
+        Outcome outcome = shell(generate("slate", "--json " + flags));
+        REQUIRE_MESSAGE(outcome.status == 0, outcome.out);
+        return program::number(parse_json("generate", outcome.out), "decode.bytes");
+    };
+    CHECK(bytes("--weights copied") == bytes(""));
 }
