@@ -351,33 +351,32 @@ HOST_DEVICE inline float gated(float x, bool gelu) {
     return x / (1 + expf(-z));
 }
 
-// x *= by, for `count` numbers.
-template <class M>
-void gate(M &m, float *x, const float *by, int64_t count) {
+// change(i) for each of `count` numbers, in pieces.
+template <class M, class Change>
+void for_each_number(M &m, int64_t count, Change change) {
     constexpr int piece = 256;
     m.for_each((count + piece - 1) / piece, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
         int64_t first = item * piece, end = first + piece < count ? first + piece : count;
-        for (int64_t i = first + team.first(); i < end; i += team.step()) x[i] *= by[i];
+        for (int64_t i = first + team.first(); i < end; i += team.step()) change(i);
     });
 }
 
 // out = silu(gate) * up (Shazeer 2020), or with GELU in its place, for `count` numbers; `out` may be `gate`.
 template <class M>
 void swiglu(M &m, float *out, const float *gate, const float *up, int64_t count, bool gelu = false) {
-    constexpr int piece = 256;
-    m.for_each((count + piece - 1) / piece, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
-        int64_t first = item * piece, end = first + piece < count ? first + piece : count;
-        for (int64_t i = first + team.first(); i < end; i += team.step())
-            out[i] = gated(gate[i], gelu) * up[i];
-    });
+    for_each_number(m, count, [=] HOST_DEVICE(int64_t i) { out[i] = gated(gate[i], gelu) * up[i]; });
+}
+
+// x *= by, for `count` numbers.
+template <class M>
+void gate(M &m, float *x, const float *by, int64_t count) {
+    for_each_number(m, count, [=] HOST_DEVICE(int64_t i) { x[i] *= by[i]; });
 }
 
 // c tanh(x / c) for each of `count` logits, so that none is beyond c, the cap (Gemma 4).
 template <class M>
 void cap_logits(M &m, float *logits, int64_t count, float cap) {
-    m.for_each(count, [=] HOST_DEVICE(int64_t i, typename M::Team team) {
-        if (team.first() == 0) logits[i] = cap * tanhf(logits[i] / cap);
-    });
+    for_each_number(m, count, [=] HOST_DEVICE(int64_t i) { logits[i] = cap * tanhf(logits[i] / cap); });
 }
 
 }  // namespace plain

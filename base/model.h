@@ -205,7 +205,7 @@ constexpr Family families[] = {
     //                               heads kv  dim   vocab context window   bos end  epsilon theta
     {"LlamaForCausalLM",    "llama",     0,  0,   0,     0,   2048,    0, 0,  1,  2, 1e-6, 1e4, "qkv? output? mlp?"},
     {"MistralForCausalLM",  "mistral",   0,  8,   0,     0, 131072, 4096, 0,  1,  2, 1e-6, 1e4, "", "Mistral3"},
-    {"Ministral3ForCausalLM", "ministral3", 32, 8, 128, 131072, 262144, -1, 0, 1, 2, 1e-5, 1e6,
+    {"Ministral3ForCausalLM", "ministral3", 32, 8, 128, 131072, 262144, -1, 0, 1, 2, 1e-5, 1e4,
      "llama_4_scaling_beta", "Mistral3"},
     {"Qwen2ForCausalLM",    "qwen2",     0, 32,   0,     0,  32768, 4096, 0, -1, -1, 1e-6, 1e4, "qkv some-slide"},
     {"Qwen3ForCausalLM",    "qwen3",     0, 32, 128,     0,  32768, 4096, 0, -1, -1, 1e-6, 1e4,
@@ -231,7 +231,7 @@ constexpr Family families[] = {
     {"Gemma4ForCausalLM", "gemma4_text", 8,  4, 256, 262144, 131072,  512, 6, 2, 1, 1e-6, 1e6,
      "qkv? output? head-norms value-norms norms-after gelu sqrt-hidden unscaled ropes tied some-slide gemma4 "
      "num_kv_shared_layers per_layer_config attention_k_eq_v use_double_wide_mlp hidden_size_per_layer_input "
-     "final_logit_softcapping", "Gemma4"},
+     "final_logit_softcapping use_bidirectional_attention", "Gemma4"},
     {"Lfm2ForCausalLM", "lfm2",         32,  8,   0,  65536, 128000,   0, 0,  1,  2, 1e-5, 1e6,
      "head-norms tied lfm2", "",
      "norm=embedding_norm input_layernorm=operator_norm post_attention_layernorm=ffn_norm q_norm=q_layernorm "
@@ -430,11 +430,10 @@ inline void read_stretched(const Section &config, const Section &rope, const Fam
     if (to.high_turns <= to.low_turns)
         fail("%s: %s is %g, expected more than %s, %g", name, high, to.high_turns, low, to.low_turns);
     if (!yarn) return;
-    to.truncate = rope.flag("truncate", true);
+    to.truncate = rope.flag("truncate", !rope.has_null("truncate"));
     const double scale = rope.number("mscale", 0, 1e3, 0), all = rope.number("mscale_all_dim", 0, 1e3, 0);
     auto grown = [&](double by) { return 1 + 0.1 * by * std::log(factor); };
     attention_factor(scale && all ? grown(scale) / grown(all) : grown(1));
-    if (family.has("llama_4_scaling_beta")) to.query_growth = rope.number("llama_4_scaling_beta", 0, 1e3, 0);
 }
 
 // Two spellings: rope_theta beside rope_scaling {type or rope_type, factor, ...}, or all of it in rope_parameters.
@@ -452,8 +451,9 @@ inline void read_rope(const Section &config, const Family &family, int context, 
     for (const cJSON *item : items_of(rope.object))
         if (cJSON_IsObject(item))
             rope.refuse(printable(item->string).c_str(), item, "no object: one RoPE for all layers");
-    kind.rope_theta = local ? config.number("rope_local_base_freq", 1, 1e15, 10000)
-                            : config.number("rope_theta", 1, 1e15, family.theta);
+    const Section beside = family.has("gemma4") ? Section{config.name, nullptr} : config;  // there it has none
+    kind.rope_theta = local ? beside.number("rope_local_base_freq", 1, 1e15, 10000)
+                            : beside.number("rope_theta", 1, 1e15, family.theta);
     kind.rope_theta = rope.number("rope_theta", 1, 1e15, kind.rope_theta);
     const bool partial = family.has("gemma4") && !local && !rope.object;
 
@@ -475,6 +475,9 @@ inline void read_rope(const Section &config, const Family &family, int context, 
     if (type == "linear" || (type == "proportional" && kind.rope.factor != 1)) kind.rope.kind = RopeScaling::linear;
     if (type == "llama3" || type == "yarn" || type == "longrope")
         read_stretched(config, rope, family, context, type, kind);
+    if (!family.has("llama_4_scaling_beta")) return;
+    kind.rope.query_growth = rope.number("llama_4_scaling_beta", 0, 1e3);
+    kind.rope.original_context = rope.integer("original_max_position_embeddings", 1, 1 << 30, context);
 }
 
 // How far the layers look back that look furthest; 0: some to the first position.
@@ -555,7 +558,7 @@ inline std::vector<bool> read_convolutions(const Section &config, int layers) {
     const std::vector<const cJSON *> types = config.by_layer("layer_types", layers, " names");
     for (size_t i = 0; i < types.size(); i++) {
         const std::string word = cJSON_IsString(types[i]) ? types[i]->valuestring : "";
-        if (word != "conv" && word != "full_attention")
+        if (word != "conv" && word != "full_attention" && word != "attention")
             config.refuse("an entry of layer_types", types[i], "conv or full_attention");
         convolves[i] = word == "conv";
     }
@@ -585,6 +588,14 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
     const std::vector<int> windows = read_windows(config, family, turning);
     const int own = out.layers - config.integer("num_kv_shared_layers", 0, out.layers - 1, 0);
     const Section by_layer = config.section("per_layer_config");
+    std::vector<const char *> keys((size_t)out.layers);  // "05" is layer 5
+    for (const cJSON *item : items_of(by_layer.object)) {
+        const std::string key = item->string;
+        const size_t layer = strtoull(item->string, nullptr, 10);
+        if (key.find_first_not_of("0123456789") != std::string::npos || layer >= keys.size())
+            by_layer.refuse(printable(key).c_str(), item, formatted("layers from 0 to %d as keys", out.layers - 1));
+        keys[layer] = item->string;
+    }
     const cJSON *thetas = family.has("layer_rope_theta") ? config.find("layer_rope_theta") : nullptr;
     if (thetas && (!cJSON_IsArray(thetas) || cJSON_GetArraySize(thetas) != out.layers))
         config.refuse("layer_rope_theta", thetas, "a number for each of the layers");
@@ -592,9 +603,10 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
     for (int layer = 0; layer < out.layers; layer++) {
         Kind kind = common;
         kind.window = gemma4 && layer == out.layers - 1 ? 0 : windows[(size_t)layer];  // the last sees everything
-        const Section mine = by_layer.section(std::to_string(layer).c_str());
+        const char *key = keys[(size_t)layer];
+        const Section mine = key ? by_layer.section(key) : Section{config.name, nullptr};
         mine.refuse_others("head_dim num_key_value_heads", "no such key: all layers have it in common");
-        if (gemma4 && !kind.window && !by_layer.object) {
+        if (gemma4 && !kind.window && !by_layer.object && !config.has_null("per_layer_config")) {
             kind.key_width = config.integer("global_head_dim", 1, max_size, 512);
             if (config.flag("attention_k_eq_v", false))
                 kind.kv_heads = config.integer("num_global_key_value_heads", 1, max_size, kind.kv_heads);
@@ -607,6 +619,7 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
             config.refuse("layer_rope_theta", theta, "numbers from 0 to 1e15");
         if (theta) kind.rope_theta = theta->valuedouble, theta = theta->next;
         if (!turning[(size_t)layer]) kind.rope_theta = 0;
+        if (kind.rope_theta == 0) kind.rope = {};
         add_layer(out.kinds, out.rows, kind, layer < own);
         if (out.rows.back().index < 0)
             fail("%s: num_kv_shared_layers is %d, but layer %d has no earlier one of its kind whose rows it could read",
@@ -650,7 +663,10 @@ inline void read_factors(const Section &config, const Family &family, Config &ou
     if (!family.has("gemma4")) return;
     out.logit_cap = config.number("final_logit_softcapping", 0, 1e9, 0);
     out.per_layer = config.integer("hidden_size_per_layer_input", 0, max_size / out.layers, 256);
-    out.layer_vocabulary = config.integer("vocab_size_per_layer_input", out.vocabulary, max_size, family.vocabulary);
+    if (out.per_layer)
+        out.layer_vocabulary = config.integer("vocab_size_per_layer_input", out.vocabulary, max_size, family.vocabulary);
+    const std::string both_ways = config.text("use_bidirectional_attention", "vision");  // among an image's tokens
+    require_known(config, "use_bidirectional_attention", both_ways, "vision");
     out.keys_are_values = config.flag("attention_k_eq_v", false);
     if (config.flag("use_double_wide_mlp", false)) out.shared_ffn = 2 * out.ffn;
 }

@@ -1041,6 +1041,47 @@ TEST_CASE("keys of the newer families, each with values that make no sense") {
                  yarn("llama_4_scaling_beta is \"x\", expected a number", "llama_4_scaling_beta", "\"x\"")});
 }
 
+// Found by comparing random and shortened configs with Transformers.
+TEST_CASE("keys that are not there, null, or spelled in another way: as Transformers reads them") {
+    auto parsed = [](const Keys &keys, const std::string &family) { return parse(config_text(keys, family)); };
+    const std::string yarn = R"({"rope_type": "yarn", "factor": 4)";
+
+    // What does not turn has no attention factor either, for another theta or none.
+    for (const Config &config :
+         {parsed({{"rope_scaling", yarn + "}"}, {"no_rope_layer_interval", "2"}}, "SmolLM3ForCausalLM"),
+          parsed({{"rope_scaling", yarn + "}"}, {"layer_rope_theta", "[1e4, 0]"}}, "GraniteSWAForCausalLM")}) {
+        CHECK(config.kind(0).query_scale().needed());
+        CHECK(config.kind(1).rope_theta == 0);
+        CHECK(!config.kind(1).query_scale().needed());
+    }
+    const Kind null = parsed({{"rope_scaling", yarn + R"(, "truncate": null})"}}, "LlamaForCausalLM").kind(0);
+    CHECK(!null.rope.truncate);
+
+    auto ministral = [&](const std::string &rope) {
+        return parsed({{"rope_parameters", rope}}, "Ministral3ForCausalLM").kind(0);
+    };
+    const Kind plain = ministral(
+        R"({"rope_type": "default", "llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 8})");
+    CHECK((plain.rope_theta == 10000 && plain.rope.query_growth == 0.2 && plain.rope.original_context == 8));
+    check_cases("Ministral3ForCausalLM", {{{}, "rope_parameters is missing"},
+                                          {{{"rope_parameters", yarn + "}"}}, "llama_4_scaling_beta is missing"}});
+
+    const std::string eleven = R"({"05": {"head_dim": 16}, "10": {"head_dim": 16}})";
+    auto gemma4 = [&](Keys keys) { return parsed(keys, "Gemma4ForCausalLM"); };
+    const Config padded = gemma4({{"num_hidden_layers", "11"}, {"per_layer_config", eleven}, {"head_dim", "8"}});
+    for (int layer = 0; layer < 11; layer++) CHECK(padded.kind(layer).key_width == (layer % 5 || !layer ? 8 : 16));
+    CHECK(gemma4({{"per_layer_config", "null"}, {"head_dim", "8"}}).kind(1).key_width == 8);
+    CHECK(gemma4({{"head_dim", "8"}}).kind(1).key_width == 512);
+    CHECK(gemma4({{"rope_theta", "7"}, {"rope_local_base_freq", "7"}}).kind(0).rope_theta == 10000);
+    CHECK(gemma4({{"hidden_size_per_layer_input", "0"}, {"vocab_size_per_layer_input", "0"}}).per_layer == 0);
+    check_cases("Gemma4ForCausalLM",
+                {{{{"use_bidirectional_attention", "\"vision\""}}, ""},
+                 {{{"use_bidirectional_attention", "\"all\""}}, "use_bidirectional_attention all is not supported"},
+                 {{{"per_layer_config", R"({"2": {"head_dim": 16}})"}}, "expected layers from 0 to 1 as keys"},
+                 {{{"per_layer_config", R"({"x": {"head_dim": 16}})"}}, "expected layers from 0 to 1 as keys"}});
+    check_cases("Lfm2ForCausalLM", {{{{"layer_types", R"(["attention", "conv"])"}}, ""}});
+}
+
 TEST_CASE("an architecture that does not run: the nearest that does, and what is in its way") {
     auto line = [](const std::string &name) {
         return error_of([&] { parse(replaced(config_text({}), "LlamaForCausalLM", name)); });
