@@ -145,7 +145,7 @@ TEST_CASE("rows never overlap, stay inside the memory, and follow one another as
 TEST_CASE(
     "page table 91 17 44 203, pages of 16: position 37 is in row 44 * 16 + 5; rows beyond 32 bits have addresses") {
     std::vector<int> table = {91, 17, 44, 203, 5, 6, 7, 1 << 30};
-    Paged paged{16, 50, 0, 4, table.data()};
+    Paged paged{16, 50, 0, INT_MAX, 4, table.data()};
     for (auto [position, row] : {std::pair{37, 44 * 16 + 5}, {0, 91 * 16}, {49, 203 * 16 + 1}})
         CHECK(paged.row(0, position) == row);
     CHECK(paged.row(1, 31) == 6 * 16 + 15);
