@@ -132,7 +132,7 @@ inline Model random_model(const Shape &shape, uint64_t seed = 1) {
         w.attention_out_norm = norm(shape.post_norms, shape.hidden);
         w.mlp_out_norm = norm(shape.post_norms, shape.hidden);
         if (layer.sinks) w.sinks = tensor(1, shape.heads, 0, 3);
-        w.scale = layer.scale;
+        w.scale = more ? 1 : layer.scale;
         if (more)
             w.per_layer = {linear(more, shape.hidden), linear(more, shape.hidden), linear(shape.hidden, more),
                            norm(true, shape.hidden), layer.scale};
