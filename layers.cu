@@ -150,24 +150,16 @@ struct Product {  // of a list of matrices that read the same vectors
 
 namespace plain {
 
-// x (count, hidden): row t is `scale` times the embedding of token t.
+// x (count, width): row t = or += `scale` times the embedding of token t, or one of its parts, which are as wide.
 template <class M>
-void embed(M &m, float *x, const Tensor &embedding, float scale, const Pass &pass) {
-    int64_t hidden = embedding.cols;
+void embed(M &m, float *x, const Tensor &embedding, float scale, const Pass &pass, Into into = Into::set, int part = 0,
+           int parts = 1) {
+    const int64_t width = embedding.cols / parts;
     m.for_each(pass.count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
-        for (int64_t i = team.first(); i < hidden; i += team.step())
-            x[t * hidden + i] = number_of(embedding, pass.tokens[t] * hidden + i) * scale;
-    });
-}
-
-// y (count, P) += sqrt(P / 2) times what a layer has in the second embedding of each token, (layers, P).
-template <class M>
-void add_layer_embedding(M &m, float *y, const Tensor &embedding, int layer, int width, const Pass &pass) {
-    const float scale = sqrtf((float)width / 2);
-    m.for_each(pass.count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
-        const int64_t first = pass.tokens[t] * embedding.cols + (int64_t)layer * width;
-        for (int64_t i = team.first(); i < width; i += team.step())
-            y[t * width + i] += number_of(embedding, first + i) * scale;
+        for (int64_t i = team.first(); i < width; i += team.step()) {
+            const float number = number_of(embedding, (pass.tokens[t] * (int64_t)parts + part) * width + i) * scale;
+            x[t * width + i] = into == Into::add ? x[t * width + i] + number : number;
+        }
     });
 }
 

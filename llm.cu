@@ -132,7 +132,7 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
             best::embed(m, normed, model.embedding, (float)config.embedding_scale, pass);
             best::linear(m, normed, count, {{w.per_layer.projection, up}});
             plain::rms_norm(m, up, up, model.layer_norm, count, epsilon * config.hidden);
-            best::add_layer_embedding(m, up, model.layer_embedding, layer, config.per_layer, pass);
+            best::embed(m, up, model.layer_embedding, config.layer_scale, pass, Into::add, layer, config.layers);
             best::linear(m, x, count, {{w.per_layer.gate, gate}});
             best::swiglu(m, gate, gate, up, (int64_t)count * config.per_layer, config.gelu);
             add(gate, w.per_layer.output, w.per_layer.out_norm, w.per_layer.scale);

@@ -17,11 +17,8 @@
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
-#include <map>
 #include <memory>
-#include <set>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -126,7 +123,8 @@ struct Config {
     int layers = 0, hidden = 0, ffn = 0, heads = 0, vocabulary = 0;
     int shared_ffn = 0;            // of layers that read others' rows; 0: ffn, too
     bool keys_are_values = false;  // of layers without a window: the value is the key before its norm and RoPE
-    int per_layer = 0, layer_vocabulary = 0;  // numbers of a token's second embedding for each layer; 0: there is none
+    int per_layer = 0, layer_vocabulary = 0;  // P of PerLayer, and of how many ids; 0: there is no second embedding
+    float layer_scale = 0;                    // what that is multiplied with
     int context = 0;  // positions the model was made for
     double norm_epsilon = 0;
     double embedding_scale = 1;  // of what a token's embedding enters x with
@@ -269,13 +267,10 @@ constexpr Nearest nearest_families[] = {
     {"GptOss", "GraniteSWAForCausalLM", "experts"},
     {"GraniteMoe", "GraniteForCausalLM", "experts and Mamba layers"},
     {"Olmo3", "Olmo2ForCausalLM", "windows of some layers"},
-    {"OlmoFor", "Olmo2ForCausalLM", "norms without weights"},
     {"PhiFor", "Phi3ForCausalLM", "LayerNorm, and attention beside the MLP"},
-    {"Phi4", "Phi3ForCausalLM", "images and speech"},
     {"Cohere", "LlamaForCausalLM", "LayerNorm, and attention beside the MLP"},
     {"Glm", "LlamaForCausalLM", "RoPE of neighbours, of half a head"},
     {"GPT", "LlamaForCausalLM", "learned positions and LayerNorm"},
-    {"Falcon", "LlamaForCausalLM", "LayerNorm, and attention beside the MLP"},
 };
 
 // `text`: in it, the config of the text model, of one that also sees or hears and has another name.
@@ -367,9 +362,8 @@ inline void check_heads(const char *name, int heads, const Kind &kind) {
 // a factor, up to a multiple of some number; unless it says that they have as many as it names.
 inline int read_ffn(const Section &config) {
     const char *key = config.find("block_ff_dim") ? "block_ff_dim" : "intermediate_size";
-    const int named = config.integer(key, 1, max_size);
+    const int named = config.integer(key, 1, max_size), unit = config.integer("block_multiple_of", 1, max_size, 256);
     const double factor = config.number("block_ffn_dim_multiplier", 1e-6, 1e6, 1);
-    const int unit = config.integer("block_multiple_of", 1, max_size, 256);
     if (!config.flag("block_auto_adjust_ff_dim", true)) return named;
     const double rows = unit * std::ceil(std::floor(factor * (2 * named / 3)) / unit);
     if (rows < 1 || rows > max_size)
@@ -544,16 +538,14 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
 
 // Which layers are short convolutions: LFM2 names them in layer_types, or the others by number.
 inline std::vector<bool> read_convolutions(const Section &config, int layers) {
-    std::vector<bool> convolves((size_t)layers);
-    if (const cJSON *list = config.find("full_attn_idxs")) {
-        if (!cJSON_IsArray(list) || cJSON_GetArraySize(list) > layers)
-            config.refuse("full_attn_idxs", list, formatted("a list of at most %d (num_hidden_layers) layers", layers));
-        convolves.assign((size_t)layers, true);
-        for (const cJSON *item : items_of(list)) {
-            if (!is_whole(item, 0, layers - 1))
-                config.refuse("an entry of full_attn_idxs", item, formatted("a layer from 0 to %d", layers - 1));
-            convolves[(size_t)item->valuedouble] = false;
-        }
+    const cJSON *list = config.find("full_attn_idxs");
+    std::vector<bool> convolves((size_t)layers, list);
+    if (list && (!cJSON_IsArray(list) || cJSON_GetArraySize(list) > layers))
+        config.refuse("full_attn_idxs", list, formatted("a list of at most %d (num_hidden_layers) layers", layers));
+    for (const cJSON *item : items_of(list)) {
+        if (!is_whole(item, 0, layers - 1))
+            config.refuse("an entry of full_attn_idxs", item, formatted("a layer from 0 to %d", layers - 1));
+        convolves[(size_t)item->valuedouble] = false;
     }
     const std::vector<const cJSON *> types = config.by_layer("layer_types", layers, " names");
     for (size_t i = 0; i < types.size(); i++) {
@@ -663,8 +655,9 @@ inline void read_factors(const Section &config, const Family &family, Config &ou
     if (!family.has("gemma4")) return;
     out.logit_cap = config.number("final_logit_softcapping", 0, 1e9, 0);
     out.per_layer = config.integer("hidden_size_per_layer_input", 0, max_size / out.layers, 256);
-    if (out.per_layer)
-        out.layer_vocabulary = config.integer("vocab_size_per_layer_input", out.vocabulary, max_size, family.vocabulary);
+    out.layer_scale = std::sqrt((float)out.per_layer / 2);
+    const int least = out.per_layer ? out.vocabulary : 0;
+    out.layer_vocabulary = config.integer("vocab_size_per_layer_input", least, max_size, family.vocabulary);
     const std::string both_ways = config.text("use_bidirectional_attention", "vision");  // among an image's tokens
     require_known(config, "use_bidirectional_attention", both_ways, "vision");
     out.keys_are_values = config.flag("attention_k_eq_v", false);
@@ -815,16 +808,12 @@ struct Binder {
         for (int i = 0; i < width; i++) copy[i] = number(i);
         return {copy, DType::f32, 1, width};
     }
-    // What RMSNorm multiplies with. Gemma 3 stores what is to be added to 1.
-    Tensor norm(const std::string &name, int width) {
+    // What RMSNorm multiplies with, all of it times `scale`. Gemma 3 stores what is to be added to 1.
+    Tensor norm(const std::string &name, int width, double scale = 1) {
         const Tensor stored = take(name + ".weight", {width});
-        if (!model.config.family->has("one-plus")) return stored;
-        return made(width, [&](int i) { return 1 + number_of(stored, i); });
-    }
-    // A norm whose weights are all multiplied with a number.
-    Tensor scaled_norm(const std::string &name, int width, double scale) {
-        const Tensor stored = norm(name, width);
-        return scale == 1 ? stored : made(width, [&](int i) { return number_of(stored, i) * (float)scale; });
+        const float one = model.config.family->has("one-plus");
+        if (one == 0 && scale == 1) return stored;
+        return made(width, [&](int i) { return (one + number_of(stored, i)) * (float)scale; });
     }
     Linear linear(const std::string &name, int outputs, int inputs, bool bias) {
         return {take(name + ".weight", {outputs, inputs}), bias ? take(name + ".bias", {outputs}) : Tensor{}};
@@ -833,36 +822,24 @@ struct Binder {
 
 // Rows [first, first + rows) of a matrix, and of its bias.
 inline Linear rows_of(Linear all, int64_t first, int64_t rows) {
-    auto cut = [](Tensor tensor, int64_t numbers) {
+    auto skip = [](Tensor &tensor, int64_t numbers) {
         if (tensor.data) tensor.data = (const char *)tensor.data + numbers * dtype_bytes(tensor.type);
-        return tensor;
     };
-    all.weight = cut(all.weight, first * all.weight.cols), all.bias = cut(all.bias, first);
+    skip(all.weight, first * all.weight.cols), skip(all.bias, first);
     all.weight.rows = rows, all.bias.cols = all.bias.data ? rows : 0;
     return all;
 }
 
-// What Gemma 4 has at the end of a layer.
-inline void bind_per_layer(Binder &binder, const std::string &layer, int index, LayerWeights &out) {
-    const int width = binder.model.config.per_layer, hidden = binder.model.config.hidden;
-    const float scale = number_of(binder.take(layer + "layer_scalar", {1}), 0);
-    (width ? out.per_layer.scale : out.scale) = scale;
-    if (width == 0) return;
-    out.per_layer = {rows_of(binder.layer_projection, (int64_t)index * width, width),
-                     binder.linear(layer + "per_layer_input_gate", width, hidden, false),
-                     binder.linear(layer + "per_layer_projection", hidden, width, false),
-                     binder.norm(layer + "post_per_layer_input_norm", hidden), scale};
-}
-
 // The second embedding of tokens, and what the first adds to it: (embedding * sqrt(P) + RMSNorm(projection)) / sqrt(2).
-// What both are divided by is put into the norm's weights here, and into a factor in forward().
-inline void bind_layer_embedding(Binder &binder, Model &model, int vocabulary) {
-    const int width = model.config.per_layer, all = width * model.config.layers;
+// What both are divided by is in Config::layer_scale, and put into the norm's weights here.
+inline void bind_layer_embedding(Binder &binder, Model &model) {
+    const int width = model.config.per_layer, all = width * model.config.layers, hidden = model.config.hidden;
     if (width == 0) return;
-    model.layer_embedding = binder.take(binder.prefix + "embed_tokens_per_layer.weight", {vocabulary, all});
-    binder.layer_projection =
-        binder.linear(binder.prefix + "per_layer_model_projection", all, model.config.hidden, false);
-    model.layer_norm = binder.scaled_norm(binder.prefix + "per_layer_projection_norm", width, std::sqrt(0.5));
+    const std::string first = binder.prefix + "per_layer_";
+    model.layer_embedding =
+        binder.take(binder.prefix + "embed_tokens_per_layer.weight", {model.config.layer_vocabulary, all});
+    binder.layer_projection = binder.linear(first + "model_projection", all, hidden, false);
+    model.layer_norm = binder.norm(first + "projection_norm", width, std::sqrt(0.5));
 }
 
 // What of a layer reads n and writes o: its attention.
@@ -932,7 +909,14 @@ inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) 
         out.mlp_norm = binder.norm(layer + (after ? "pre_feedforward_layernorm" : "post_attention_layernorm"), hidden);
     if (after) out.attention_out_norm = binder.norm(layer + "post_attention_layernorm", hidden);
     if (after) out.mlp_out_norm = binder.norm(layer + "post_feedforward_layernorm", hidden);
-    if (family.has("gemma4")) bind_per_layer(binder, layer, index, out);
+    if (!family.has("gemma4")) return out;
+    const float scale = number_of(binder.take(layer + "layer_scalar", {1}), 0);  // of what comes last
+    const int width = config.per_layer;
+    if (width == 0) return out.scale = scale, out;
+    out.per_layer = {rows_of(binder.layer_projection, (int64_t)index * width, width),
+                     binder.linear(layer + "per_layer_input_gate", width, hidden, false),
+                     binder.linear(layer + "per_layer_projection", hidden, width, false),
+                     binder.norm(layer + "post_per_layer_input_norm", hidden), scale};
     return out;
 }
 
@@ -975,9 +959,9 @@ inline Model bind_weights(Config config, const TensorTable &table) {
     }
     if (binder.find("language_model.lm_head.weight")) binder.head = "language_model.lm_head.";
     bind_embedding_and_head(binder, model);
-    bind_layer_embedding(binder, model, model.config.layer_vocabulary);
+    bind_layer_embedding(binder, model);
     for (int i = 0; i < model.config.layers; i++) model.layers.push_back(bind_layer(binder, model.config, i));
-    model.final_norm = binder.scaled_norm(binder.prefix + "norm", model.config.hidden, model.config.logit_scale);
+    model.final_norm = binder.norm(binder.prefix + "norm", model.config.hidden, model.config.logit_scale);
     refuse_unused(binder);
     return model;
 }

@@ -22,7 +22,7 @@ void run(Cpu &m, const std::vector<Pass> &passes, const std::vector<Store> &stor
     m.run(body);
 }
 
-using plain::add_layer_embedding, plain::add_rms_norm, plain::attention, plain::cap_logits, plain::embed, plain::gate;
+using plain::add_rms_norm, plain::attention, plain::cap_logits, plain::embed, plain::gate;
 using plain::keep_residual, plain::linear, plain::norm_and_rope, plain::rms_norm, plain::rope_angles, plain::run;
 using plain::short_convolution, plain::store_rows, plain::swiglu;
 }  // namespace fast

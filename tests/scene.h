@@ -87,6 +87,7 @@ inline Model random_model(const Shape &shape, uint64_t seed = 1) {
     config.norm_epsilon = 1e-5, config.gelu = shape.gelu;
     config.score_scale = shape.score_scale, config.embedding_scale = shape.embedding_scale;
     config.shared_ffn = shape.shared_ffn, config.per_layer = shape.per_layer, config.logit_cap = shape.logit_cap;
+    config.layer_scale = std::sqrt((float)shape.per_layer / 2);
     for (const Layer &layer : layers) add_layer(config.kinds, config.rows, layer.kind, layer.own);
     reference::Random random{seed};
     auto tensor = [&](int rows, int columns, double middle, double spread) {
