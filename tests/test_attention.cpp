@@ -350,8 +350,7 @@ TEST_CASE("attention is the equation over every cache: layout, precision of K an
     const int widths[] = {20, 64, 80, 96, 128, 256};
     for_each_pair([&](const Precision &type_k, const Precision &type_v) {
         for_each_type<Layout>([&](auto layout) {
-            Heads heads = groups[turn % 4];
-            heads.width = widths[turn / 4 % 6];
+            const Heads heads = {groups[turn % 4].query, groups[turn % 4].kv, widths[turn / 4 % 6]};
             Place place = {layout, 16, 100, 4};  // of a layout that has no place above
             for (int i = 10; i >= 0; i--)
                 if (places[(turn + i) % 11].layout.index() == place.layout.index()) place = places[(turn + i) % 11];
