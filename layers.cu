@@ -303,8 +303,9 @@ template <class M>
 void scale_queries(M &m, float *query, const Pass &pass) {
     m.for_each((int64_t)pass.count * pass.heads.query, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
         const int position = pass.spans[item / pass.heads.query].position, width = pass.heads.width;
+        const float turned = pass.query_scale.at(position, true), others = pass.query_scale.at(position, false);
         for (int i = team.first(); i < width; i += team.step())
-            query[item * width + i] *= pass.query_scale.at(position, i < pass.heads.rotary);
+            query[item * width + i] *= i < pass.heads.rotary ? turned : others;
     });
 }
 
