@@ -53,7 +53,7 @@ CXXFLAGS := -std=c++17 -O3 $(HOST) $(WARN)
 CFLAGS := -std=c11 -O2 $(WARN) $(BREW:%=-isystem %/include)
 SANITIZE := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
   $(if $(findstring clang,$(CXX)),,-Wno-maybe-uninitialized)
-LIBS := $(BREW:%=-L%/lib) -lcjson -lonig -lutf8proc
+LIBS := $(BREW:%=-L%/lib) -lcjson -lonig -lutf8proc -ledit
 comma := ,
 empty :=
 # Machine code for each GPU asked for, and PTX, which drivers compile for those between and to come.
@@ -171,7 +171,8 @@ INCLUDE := $(or $(BREW),/usr)/include
 need:
 	$(call need_packages,$(foreach compiler,$(CXX) $(CC),$(compiler):$(patsubst clang++%,clang%,$(notdir $(compiler)))) \
 	  $(INCLUDE)/cjson/cJSON.h:libcjson-dev $(INCLUDE)/oniguruma.h:libonig-dev $(INCLUDE)/utf8proc.h:libutf8proc-dev \
-	  $(INCLUDE)/hwy/highway.h:libhwy-dev $(if $(BREW),,$(if $(findstring clang,$(CXX)),/usr/lib/llvm-*/lib/libomp.so:libomp-dev \
+	  $(INCLUDE)/hwy/highway.h:libhwy-dev $(if $(BREW),,/usr/include/editline/readline.h:libedit-dev \
+	  $(if $(findstring clang,$(CXX)),/usr/lib/llvm-*/lib/libomp.so:libomp-dev \
 	  /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.asan-*.a:libclang-rt-14-dev)))
 
 need-tests: need
@@ -223,7 +224,7 @@ build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) $(OBJECTS) build
 build/test_%: TEST_CXX := $(CXX)
 
 # These run the program.
-build/test_cli build/test_memory build/test_requests build/test_show build/test_plain: | llm
+build/test_chat build/test_cli build/test_memory build/test_requests build/test_show build/test_plain: | llm
 build/test_plain: | llm-plain
 
 # Tests that run the kernels on the CPU (tests/cuda_on_cpu.h) are always checked for accesses out of bounds, and for those
@@ -255,7 +256,7 @@ build/zig/headers:
 	python3 -m venv build/zig
 	build/zig/bin/pip install -q ziglang==0.17.1
 	mkdir $@
-	ln -s $(INCLUDE)/cjson $(INCLUDE)/oniguruma.h $(INCLUDE)/utf8proc.h $(INCLUDE)/hwy $@
+	ln -s $(INCLUDE)/cjson $(INCLUDE)/oniguruma.h $(INCLUDE)/utf8proc.h $(INCLUDE)/editline $(INCLUDE)/hwy $@
 
 build/macos/%: $(SOURCES) tokenizer.c $(wildcard base/* fast/*) build/flags | build/zig/headers
 	mkdir -p $(@D)

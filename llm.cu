@@ -337,11 +337,12 @@ inline TokenizerPointer load_tokenizer(const std::string &directory) {
     return TokenizerPointer(tokenizer, tokenizer_free);
 }
 
+// `typed`: of a conversation (base/tokenizer.h), whose template says itself what stands before it.
 inline std::vector<int> encode(const Tokenizer *tokenizer, const std::string &text,
-                               const std::string &what = "the prompt") {
+                               const std::string &what = "the prompt", const char *typed = nullptr) {
     char error[1000];
     int *ids = nullptr;
-    int count = tokenizer_encode(tokenizer, text.data(), text.size(), true, &ids, error, sizeof error);
+    int count = tokenizer_encode_typed(tokenizer, text.data(), text.size(), typed, !typed, &ids, error, sizeof error);
     if (count < 0) fail("%s: %s", what.c_str(), error);
     std::vector<int> result(ids, ids + count);
     free(ids);
@@ -406,8 +407,8 @@ struct Generation {
 
 using UseLogits = std::function<void(const std::vector<float> &)>;  // rows of them
 
-// Prefill, then token by token. show(text) gets the new text as it comes; `dump`, if there is one, all
-// logits, a few tokens' at a time: a vocabulary is wide.
+// Prefill of what the cache does not hold yet, then token by token. show(text) gets the new text as it comes; `dump`,
+// if there is one, all logits, a few tokens' at a time: a vocabulary is wide.
 inline Generation generate(Session &session, const Options &options, const UseLogits &dump,
                            const std::function<void(const std::string &)> &show) {
     Engine &engine = session.engine;
@@ -432,17 +433,18 @@ inline Generation generate(Session &session, const Options &options, const UseLo
             dump(logits(engine, first, std::min(32, count - first)));
     };
 
+    const int kept = cache ? cache->lengths[0] : 0;  // of the turns before, in a chat
     const char *stop;
     double start = now();
     try {
         int row = session.prompt - 1;
         if (cache)
-            row = prefill_pass(engine, *cache, 0, tokens, after_chunk);
+            row = prefill_pass(engine, *cache, 0, {tokens.begin() + kept, tokens.end()}, after_chunk);
         else
             naive_pass(engine, tokens), after_chunk(session.prompt);
         std::vector<int> next = first_token(row);  // drawn, and not yet said
         result.prefill_seconds = now() - start;
-        result.prefilled = session.prompt;
+        result.prefilled = session.prompt - kept;
 
         while (!(stop = reason_to_stop(session, options))) {
             tokens.push_back(next[0]);
@@ -465,7 +467,7 @@ inline Generation generate(Session &session, const Options &options, const UseLo
         stop = "interrupted";
         if (result.prefilled == 0) {
             result.prefill_seconds = now() - start;
-            result.prefilled = cache ? cache->lengths[0] : 0;
+            result.prefilled = cache ? cache->lengths[0] - kept : 0;
         }
     }
     say(text.flush());

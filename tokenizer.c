@@ -163,6 +163,8 @@ typedef struct {
     size_t symbol_capacity, heap_capacity, heap_count;
     int *ids;  // (count): the result
     size_t count, capacity;
+    const char *text, *typed;  // (length): the whole text, and which bytes somebody typed; NULL: none
+    size_t length, seen[2];    // of each AddedSet: where the next of its special tokens is looked for in the text
 } Encoder;
 
 static void push_id(Encoder *e, int id) {
@@ -385,14 +387,30 @@ static const Token *find_added(const AddedSet *set, const char *s, size_t n, siz
     return found;
 }
 
+// Whether somebody typed what reads as this special token: then it is text. A normalized text has other places than
+// the whole one, but the same special tokens in the same order.
+static bool is_typed(Encoder *e, const Token *token, int set) {
+    if (!e->typed) return false;
+    size_t at = e->seen[set];
+    while (at + token->length <= e->length && memcmp(e->text + at, token->content, token->length)) at++;
+    if (at + token->length > e->length) return false;
+    e->seen[set] = at + 1;
+    return e->typed[at];
+}
+
 // Gives added tokens their ids, and what lies between them to the next step.
 static void take_added(Encoder *e, int step, const char *s, size_t n, bool at_start) {
-    const AddedSet *set = &e->tokenizer->added[e->tokenizer->encode.steps[step].mode];
+    const int mode = e->tokenizer->encode.steps[step].mode;
+    const AddedSet *set = &e->tokenizer->added[mode];
     const Token *token;
     size_t done = 0, next;
     for (size_t from = 0; (token = find_added(set, s, n, &from)); from = next) {
         int flags = token->flags;
         size_t start = from, end = next = from + token->shown_length;
+        if (flags & SPECIAL && is_typed(e, token, mode)) {
+            next = from + 1;
+            continue;
+        }
         if (flags & SINGLE_WORD && start && is_word(s + previous(s, start))) continue;
         if (flags & SINGLE_WORD && end < n && is_word(s + end)) continue;
         while (flags & LEFT_STRIP && start > done && space_length(s + previous(s, start))) start = previous(s, start);
@@ -430,6 +448,11 @@ static void encoder_close(Encoder *e) {
 
 int tokenizer_encode(const Tokenizer *t, const char *text, size_t length, bool add_special, int **ids, char *error_text,
                      size_t error_size) {
+    return tokenizer_encode_typed(t, text, length, NULL, add_special, ids, error_text, error_size);
+}
+
+int tokenizer_encode_typed(const Tokenizer *t, const char *text, size_t length, const char *typed, bool add_special,
+                           int **ids, char *error_text, size_t error_size) {
     Error error = {NULL, error_text, error_size, false};
     Encoder e;
     *ids = NULL;
@@ -438,6 +461,7 @@ int tokenizer_encode(const Tokenizer *t, const char *text, size_t length, bool a
     if (valid < length)
         return fail(&error, "byte %zu of the text, 0x%02X, is not UTF-8", valid, (unsigned)(uint8_t)text[valid]), -1;
     encoder_open(&e, t, length, &error);
+    e.text = text, e.length = length, e.typed = typed;
     e.ids = reserve(&error, NULL, &e.capacity, 1, sizeof *e.ids);  // so that *ids is an array even for no ids
     for (int i = 0; add_special && i < t->before_count; i++) push_id(&e, t->before[i]);
     run(&e, 0, text, length, true);

@@ -48,6 +48,11 @@ bool tokenizer_is_special(const Tokenizer *tokenizer, int id);      // <s>, </s>
 int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t length, bool add_special, int **ids,
                      char *error, size_t error_size);
 
+// The same for a conversation. `typed`, (length) or NULL, is 1 for each byte that a user typed or a model wrote: what
+// reads as a special token there is text, as if there were no such token.
+int tokenizer_encode_typed(const Tokenizer *tokenizer, const char *text, size_t length, const char *typed,
+                           bool add_special, int **ids, char *error, size_t error_size);
+
 // Decodes id by id. What `next` gives, joined, and then `flush`, is the text of all ids together: only whole UTF-8
 // characters; bytes that never become one are given as U+FFFD. The text is NUL-terminated, *length (may be NULL) is
 // its length in bytes, often 0, and it lives until the next call on the stream. Unused ids give nothing; with

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "batch.h"
+#include "chat.h"
 #include "diff.h"
 #include "draft.h"
 #include "eval.h"
@@ -34,11 +35,11 @@ inline const std::vector<Flag> &flags() {
     using Int = Range<int>;
     using Ints = Range<std::vector<int>>;
     using Real = Range<double>;
-    const char *all = "generate diff eval bench batch memory show tokenize info",
-               *run = "generate diff eval bench batch", *many = "batch";
-    const char *texts = "generate diff bench show tokenize", *drawn = "generate bench",
-               *timed = "generate diff bench batch";
-    const char *caches = "generate diff eval bench batch memory show", *one = "generate", *shape = "memory";
+    const char *all = "generate chat diff eval bench batch memory show tokenize info",
+               *run = "generate chat diff eval bench batch", *many = "batch";
+    const char *texts = "generate diff bench show tokenize", *drawn = "generate chat bench",
+               *timed = "generate chat diff bench batch", *talk = "chat";
+    const char *caches = "generate chat diff eval bench batch memory show", *one = "generate", *shape = "memory";
     const std::string several = "; diff, eval, bench and memory take several, as a,b";
     // clang-format off
     static const std::vector<Flag> table = {
@@ -51,11 +52,12 @@ inline const std::vector<Flag> &flags() {
         {"-n --predict", "N", timed, Int{&O::count, -1, 1e9},
          "tokens to generate at most (default 256; bench: 64); -1: until an end id or until the context is full"},
         {"--no-display-prompt", "", one, &O::hide_prompt, "print the new text alone"},
-        {"-c --ctx-size", "N", "generate diff eval batch memory show", Int{&O::context, 1, 1 << 30},
-         "positions the cache holds (default: prompt + N, at most the model's context; memory: that context)"},
-        {"-ub --ubatch-size", "N", "generate diff eval bench", Int{&O::chunk, 1, 1 << 20},
+        {"-c --ctx-size", "N", "generate chat diff eval batch memory show", Int{&O::context, 1, 1 << 30},
+         "positions the cache holds (default: prompt + N, at most the model's context; memory: that context; chat: "
+         "8k of it)"},
+        {"-ub --ubatch-size", "N", "generate chat diff eval bench", Int{&O::chunk, 1, 1 << 20},
          "tokens of a prefill pass (default 512)"},
-        {"-t --threads", "N", "generate diff eval bench batch show", Int{&O::threads, 1, 256},
+        {"-t --threads", "N", "generate chat diff eval bench batch show", Int{&O::threads, 1, 256},
          "threads (default, and at most: as many as this process may use)"},
         {"--cache", "LAYOUT", caches, &O::layouts, "none (the naive path) or " + layout_names() + several},
         {"--kv", "TYPE", caches, &O::types_k, "type of K and V (default f16): " + precision_names() + several},
@@ -91,8 +93,13 @@ inline const std::vector<Flag> &flags() {
         {"--draft", "DIR", timed, &O::draft,
          "a small model with the same tokenizer guesses tokens, which a pass then checks; or ngram: the text before"},
         {"--draft-tokens", "N", timed, Int{&O::draft_tokens, 1, 1024}, "guesses of a pass at most (default 4)"},
-        {"--draft-rule", "exact|leviathan", "generate bench", &O::draft_rule,
+        {"--draft-rule", "exact|leviathan", "generate chat bench", &O::draft_rule,
          "exact: the text is the same as without (default); leviathan: another one of the same distribution"},
+        {"--system", "TEXT", talk, &O::system, "what the model is told before the first turn"},
+        {"--template", "NAME", talk, &O::chat_template,
+         "the form of turns (default: the checkpoint's own): " + template_names()},
+        {"--when-full", "stop|drop|ring", talk, &O::when_full,
+         "a full context ends the chat (default), drops the oldest turns, or is a ring from the start"},
         {"--ignore-eos", "", "generate diff batch", &O::ignore_end, "go on after an end id"},
         {"--tolerance", "X", "diff", Real{&O::tolerance, 0, 1e30},
          "exit 1 where a logit is further off than X (default: 1e-4 for f32, which then is the same; else any)"},
@@ -114,15 +121,15 @@ inline const std::vector<Flag> &flags() {
         {"--batch", "N", shape, Int{&O::batch, 1, 1 << 30}, "sequences of -c positions each (default 1)"},
         {"--budget", "BYTES", shape, &O::budget, "how many tokens fit, say in 40GiB or 8G (2^30), 40GB (10^9)"},
         {"--bandwidth", "GB/S", shape, Real{&O::bandwidth, 1e-6, 1e9}, "tokens/s of decoding at so many 10^9 bytes/s"},
-        {"--dump-logits", "FILE.npy", one, &O::dump_logits,
-         "float32 [positions, vocabulary]: a row for each prompt position, then one for each generated token"},
+        {"--dump-logits", "FILE.npy", "generate chat", &O::dump_logits,
+         "float32 [positions, vocabulary]: a row for each position that is read, then one for each generated token"},
         {"--weights", "stored|copied|int8", run, &O::weights,
          "copied: to huge pages first, to decode faster; int8: groups of 32 with a scale (default stored)"},
         {"--activations", "f32|bf16", run, &O::activations,
          "bf16: rounds what bf16 weights are multiplied with to bf16, too; needs AVX512_BF16 (default f32)"},
         {"--device", "auto|cpu|cuda", run, &O::device, "auto: the GPU if there is one (default)"},
-        {"--json", "", "generate diff eval bench memory show tokenize info", &O::json,
-         "one JSON object on standard output"},
+        {"--json", "", "generate chat diff eval bench memory show tokenize info", &O::json,
+         "one JSON object on standard output; chat: one a turn"},
         {"-h --help", "", all, &O::help, "this text"},
     };
     // clang-format on
@@ -138,6 +145,8 @@ struct Command {
 constexpr Command commands[] = {
     {"generate", run_generate, "stream the text that follows a prompt; then tokens/s, cache bytes, GB/s",
      "-p \"Once upon a time\" -n 100 --temp 0.8 -s 1 --kv int8"},
+    {"chat", run_chat, "a conversation whose turns keep the cache: lines from the terminal or from a pipe",
+     "-m ~/models/SmolLM2-135M-Instruct --kv int8"},
     {"diff", run_diff, "caches beside the naive path, or beside the full cache: a line a token, a verdict",
      "-p \"Once upon a time\" --kv f16,int8,int4"},
     {"eval", run_eval, "quality per cache: perplexity, recall, bytes, tokens/s", "-f my.txt --kv f16,int8,int4"},
@@ -166,8 +175,10 @@ constexpr const char *elsewhere[][2] = {
      "there is none: --temp --top-k --top-p --min-p say how a token is drawn"},
     {"stop r reverse-prompt",
      "it ends at an end id or after -n tokens; requests of llm batch may name texts that end them"},
-    {"cnv conversation no-cnv no-conversation i interactive if st single-turn sys system-prompt chat-template jinja",
-     "there is no chat: give -p or -f the text that the model's chat template makes"},
+    {"cnv conversation i interactive if", "llm chat is for conversations"},
+    {"no-cnv no-conversation st single-turn", "llm generate reads a prompt as it stands; llm chat takes a turn a line"},
+    {"sys system-prompt", "--system"},
+    {"chat-template jinja", "--template"},
     {"e escape", "a prompt is taken as it stands: in bash $'two\\nlines', or -f FILE"},
     {"ngl n-gpu-layers gpu-layers num-gpu split-mode tensor-split tensor-parallel-size",
      "the whole model is on one device: --device cuda or cpu"},
@@ -218,7 +229,7 @@ struct ReadValue {
     }
     std::vector<std::string> names() const {  // one or several, in small letters
         std::vector<std::string> words = split(value, ',');
-        if (words.size() > 1 && has("generate show batch", options.command))
+        if (words.size() > 1 && has("generate chat show batch", options.command))
             refuse(name, value, "llm " + options.command + " takes one; the other commands take several");
         if (has(value, "", ',')) refuse(name, value, "an entry is empty, expected names with commas between");
         for (std::string &word : words) std::transform(word.begin(), word.end(), word.begin(), tolower);
@@ -327,7 +338,11 @@ inline void check_together(const Options &o) {
     refuse_if(shape > 0, "--swa-full", "layers of a shape look back to the first position and keep all: drop it");
     refuse_if(missing(Paged{}), "--page", "belongs to --cache paged" + found);
     refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
-    refuse_if(!missing(Ring{}) && in("generate show batch"), "-c",
+    refuse_if(o.when_full == "ring" && (missing(Ring{}) || o.naive), "--cache",
+              "--when-full ring is --cache ring: drop one of the two");
+    refuse_if(o.when_full != "ring" && !missing(Ring{}), "--when-full", "a ring is never full: drop one of the two");
+    refuse_if(o.count == 0 && in("chat"), "-n", "expected 1 or more, or there is no answer");
+    refuse_if(!missing(Ring{}) && in("generate chat show batch"), "-c",
               "a ring holds --window and --sinks without end: drop -c");
     refuse_if(o.temperature == 0, "--top-k --top-p --min-p",
               "changes nothing at --temp 0, which takes the likeliest token: raise --temp, or drop it");
@@ -453,6 +468,11 @@ inline Options parse_options(const std::vector<std::string> &words) {
         if (!options.has("--cache")) options.layouts = {Paged{}};
         if (!options.has("-np")) options.sequences = std::min(16, options.pass_tokens);
         if (!options.has("--pass-tokens")) options.pass_tokens = std::max(512, options.sequences);
+    }
+    if (command == "chat") {
+        const bool ring = !options.layouts.empty() && std::holds_alternative<Ring>(options.layouts[0]);
+        if (options.when_full == "ring" && !options.has("--cache")) options.layouts = {Ring{}};
+        if (ring && !options.has("--when-full")) options.when_full = "ring";
     }
     check_together(options);
     if (options.count < 0) options.count = INT_MAX;

@@ -76,6 +76,13 @@ inline Cache open_cache(const Options &options, Engine &engine, const CacheChoic
                       choice.type_k, choice.type_v);
 }
 
+inline void require_ids(const std::vector<int> &ids, const Config &config) {
+    for (int id : ids)
+        if (id >= config.vocabulary)
+            fail("token id %d in the prompt: the model's vocabulary has %d entries, ids 0 .. %d", id, config.vocabulary,
+                 config.vocabulary - 1);
+}
+
 inline std::vector<int> prompt_tokens(const Options &options, const Tokenizer *tokenizer, const Config &config) {
     std::vector<int> ids = options.prompt_ids;
     if (!options.has("--ids")) {
@@ -86,10 +93,7 @@ inline std::vector<int> prompt_tokens(const Options &options, const Tokenizer *t
                            "twice; leave it out of the prompt", tokenizer_token(tokenizer, ids[before])));
     }
     if (ids.empty() && config.bos_id >= 0) ids = {config.bos_id};  // nothing before the first word but its beginning
-    for (int id : ids)
-        if (id >= config.vocabulary)
-            fail("token id %d in the prompt: the model's vocabulary has %d entries, ids 0 .. %d", id, config.vocabulary,
-                 config.vocabulary - 1);
+    require_ids(ids, config);
     if (ids.empty()) fail("the prompt has no tokens, and this model has none that a text begins with: give some text");
     return ids;
 }
@@ -140,7 +144,8 @@ inline void note_template(const std::string &directory) {
         const Json root = parse_json(name, read_file(name, max_json_bytes), /*as_python=*/true);
         is_there = Section{name, root.get()}.find("chat_template");
     }
-    if (is_there) note("this model was tuned for chat: its template is not applied, the prompt is read as it stands");
+    if (is_there) note("this model was tuned for chat: its template is not applied, the prompt is read as it stands "
+                        "(llm chat applies it)");
 }
 
 // Checks the prompt against the context and opens caches just large enough, unless -c says how large.

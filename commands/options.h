@@ -73,6 +73,8 @@ struct Options {
     std::string draft, draft_rule = "exact";  // who guesses: a directory, or "ngram"; "": nobody
     int draft_tokens = 4;                     // at most, in a pass
 
+    std::string system, chat_template, when_full = "stop";  // chat
+
     double tolerance = -1;                                                        // diff; -1: by the cache's types
     std::string against = "naive";                                                // diff: what is held to be right
     std::vector<int> depths = {0, 1024, 4096, 8000}, prompts = {128, 512, 2048};  // bench

@@ -27,10 +27,10 @@ inline std::string joined(const std::vector<std::string> &items, const char *bet
     return all;
 }
 
-// Words on a terminal whose user did not set NO_COLOR (no-color.org) in green ("32") or red ("31"), else as they are.
-inline std::string painted(const char *colour, const std::string &words) {
+// Words on a terminal whose user did not set NO_COLOR (no-color.org) in green ("32"), red ("31") or dim ("2"), else as they are.
+inline std::string painted(const char *colour, const std::string &words, int stream = 1) {
     const char *none = getenv("NO_COLOR");
-    const bool plain = !isatty(1) || (none && *none) || words.empty();
+    const bool plain = !isatty(stream) || (none && *none) || words.empty();
     return plain ? words : formatted("\033[%sm", colour) + words + "\033[0m";
 }
 

@@ -20,7 +20,7 @@ using Ids = std::vector<int>;
 inline std::string program_path() { return getenv("LLM") ? getenv("LLM") : "./llm"; }
 
 struct Setting {
-    std::string program = program_path();
+    std::string program = program_path(), input = "/dev/null";
     rlim_t address_bytes = RLIM_INFINITY, file_bytes = RLIM_INFINITY;
     bool nobody_reads = false, ignore_sigpipe = false;
     std::chrono::seconds patience{60};
@@ -46,7 +46,7 @@ inline std::ostream &operator<<(std::ostream &stream, const Outcome &outcome) {
     limit(RLIMIT_FSIZE, setting.file_bytes);
     signal(SIGXFSZ, SIG_IGN);  // a file that grows too large is an error of the write, as on a full disk
     signal(SIGPIPE, setting.ignore_sigpipe ? SIG_IGN : SIG_DFL);
-    dup2(open("/dev/null", O_RDONLY), 0);
+    dup2(open(setting.input.c_str(), O_RDONLY), 0);
     dup2(out, 1);
     dup2(err, 2);
     execv(setting.program.c_str(), arguments);

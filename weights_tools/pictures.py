@@ -19,6 +19,7 @@ import tempfile
 sys.dont_write_bytecode = True
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "docs"))
 import tables  # docs/tables.py
+import chat_recall
 
 WIDTH = 800
 STYLE = """
@@ -660,8 +661,31 @@ def guesses(llm):
     return picture
 
 
+def conversation(llm):
+    """Time to the first token of each turn of a chat, with and without its cache: of three chats the median."""
+    stories = [json.loads(line) for line in open("weights_tools/builtin/heldout_mixed.jsonl")]
+    story = max(stories, key=lambda story: len(story["text"]))
+    def times(*flags):
+        chats = [chat_recall.talk(llm.program, story, flags) for _ in range(3)]
+        return [(turn + 1, 1e3 * sorted(chat[turn]["seconds_to_first_token"] for chat in chats)[1])
+                for turn in range(len(chats[0]))], chats[0]
+    (naive, _), (cached, turns) = times("--cache", "none"), times()
+    picture = Picture("A turn reads what is new; without its cache, all of the conversation", 390)
+    last = len(turns)
+    top = 10 * math.ceil(max(y for _, y in naive) / 10)
+    axes = Axes(picture, (80, 80, 620, 320), (1, last), (0, top))
+    axes.ticks([1, *range(10, last + 1, 10)], [0, top // 2, top], "turn", "ms to the first token")
+    for points, style, name in ((naive, "naive", "all read again"), (cached, "cached", "turns kept")):
+        picture.line([axes.at(*point) for point in points], f"line s-{style}")
+        x, y = axes.at(*points[-1])
+        picture.text(x + 12, y + 5, f"{name}: {points[-1][1]:.{0 if points[-1][1] > 10 else 1}f} ms", style + " bold")
+    picture.text(20, 382, f"Built-in model; the last turn keeps {turns[-1]['kept']:,} positions and reads {turns[-1]['read']} "
+                 "(llm chat --json, --cache none beside it).", "small")
+    return picture
+
+
 PICTURES = [head, whole_model, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, kinds, residues, int4_block,
-            ladder, errors, quality, three_batches, batch_steps, pages_shared, guesses]
+            ladder, errors, quality, three_batches, batch_steps, pages_shared, guesses, conversation]
 
 
 def main():

@@ -1,0 +1,340 @@
+// llm chat: turns that keep the cache read what is new, and write what they would write if they had read all.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "kinds.h"
+#include "program.h"
+
+#ifdef __APPLE__
+#include <util.h>
+#else
+#include <pty.h>
+#endif
+
+using namespace program;
+
+// ---- What a cache keeps --------------------------------------------------------------------------------------
+
+// The tokens of a turn: more of them, fewer and then others, another one in between, or the same again.
+static Tokens next_turn(Engine &engine, const Tokens &before, Random &random) {
+    Tokens tokens = before;
+    const int what = before.empty() ? 0 : below(random, 5);
+    if (what == 1) tokens.resize((size_t)below(random, (int)tokens.size()));
+    if (what == 2) tokens[below(random, (int)tokens.size())] ^= 1;
+    if (what == 3) return tokens;
+    for (int token : random_tokens(engine, 1 + below(random, 40), random.bits())) tokens.push_back(token);
+    return tokens;
+}
+
+TEST_CASE("a turn behind others has the bits of one that read all, in every layout, precision and kind of layers") {
+    Random random{seed_of_run()};
+    CAPTURE(random.state);
+    int kept = 0, anew = 0, cut = 0;
+    auto check = [&](Engine &engine, const Precision &type_k, const Precision &type_v, const Place &place) {
+        CAPTURE(std::string(name_of(type_k)) + " " + name_of(type_v) + " " + place.name());
+        Cache cache = cache_for(engine, type_k, type_v, 500, place);
+        Tokens held;
+        for (int turn = 0; turn < 6; turn++) {
+            Tokens ids = next_turn(engine, held, random);
+            const int before = cache.lengths[0], same = keep_same(cache, held, ids);
+            CHECK(same < (int)ids.size());
+            CHECK(cache.lengths[0] == same);
+            CHECK(std::equal(ids.begin(), ids.begin() + same, held.begin()));
+            kept += same > 0, anew += before > 0 && same == 0, cut += same > 0 && same < before;
+            Cache fresh = cache_for(engine, type_k, type_v, 500, place);
+            const Vector now = prefill(engine, cache, 0, part(ids, same, (int)ids.size()));
+            CHECK(same_bits(now, prefill(engine, fresh, 0, ids)));
+            for (int i = below(random, 20); i > 0; i--) {  // the answer
+                ids.push_back(below(random, engine.model.config.vocabulary));
+                CHECK(same_bits(decode(engine, cache, {0}, {ids.back()}), decode(engine, fresh, {0}, {ids.back()})));
+            }
+            check_pages(cache);
+            held = ids;
+            if (below(random, 2)) held.push_back(0);  // the last token of an answer is not read
+        }
+    };
+    for (int narrow : {5, 33}) {
+        Engine engine = engine_of(random_model(mixed_shape(narrow)));
+        for (const Place &place : {Place{}, keeping_all(paged(7)), paged(3), paged(16), paged(48), ring(60, 2)})
+            for_each_pair([&](const Precision &type_k, const Precision &type_v) {
+                if (!left_out()) check(engine, type_k, type_v, place);
+            });
+    }
+    for (int i = 0; i < 60; i++) {
+        Engine engine = engine_of(random_model(random_shape(random), random.bits()));
+        const auto types = all_of<Precision>();
+        const Place place = random_place(random, 30);
+        check(engine, types[below(random, (int)types.size())], types[below(random, (int)types.size())], place);
+    }
+    CHECK((kept > 500 && cut > 100 && anew > 20));
+}
+
+// ---- The ids of a turn ---------------------------------------------------------------------------------------
+
+// A chat of the built-in model, whose turns have no form.
+static Chat plain_chat() {
+    Options options;
+    options.chat_template = "plain";
+    options.directory = options.given["-m"] = "weights_tools/builtin";
+    return open_chat(options);
+}
+
+// What the next turn's ids are, after `answer` was generated as these ids behind the turns so far.
+static Tokens ids_after(Chat &chat, const Tokens &answer, const std::string &user) {
+    Tokens ids;
+    Rendered asked = ask(chat, ids);
+    chat.session.tokens = ids, chat.session.prompt = (int)ids.size();
+    chat.text = asked.text, chat.borders.push_back({asked.text.size(), ids.size()});
+    for (int id : answer) chat.session.tokens.push_back(id);
+    size_t count = chat.session.tokens.size();
+    chat.turns.back().answer = answer_of(chat.session, count);
+    chat.text += chat.turns.back().answer, chat.borders.push_back({chat.text.size(), count});
+    chat.turns.push_back({user, ""});
+    ask(chat, ids);
+    return ids;
+}
+
+static std::string text_of(const Chat &chat, const Tokens &ids) {
+    return decode(chat.session.tokenizer.get(), ids);
+}
+
+TEST_CASE("an answer keeps the ids that were generated, also those that its text would not become") {
+    Chat chat = plain_chat();
+    const Tokenizer *tokenizer = chat.session.tokenizer.get();
+    Tokens letters;  // "village", a letter each
+    for (const char *letter : {"Ġ", "v", "i", "l", "l", "a", "g", "e"}) letters.push_back(tokenizer_find(tokenizer, letter));
+    chat.turns.push_back({"There was a small", ""});
+    const Tokens ids = ids_after(chat, letters, "Tom lived there.");
+    const Tokens asked = encode(tokenizer, "There was a small");
+    REQUIRE(ids.size() > asked.size() + letters.size());
+    CHECK(std::equal(letters.begin(), letters.end(), ids.begin() + (int64_t)asked.size()));
+    CHECK(text_of(chat, ids) == "There was a small village\nTom lived there.");
+    chat.turns.pop_back();
+    chat.turns.back() = {"There was a small cat", ""};  // taken back, and said otherwise: ids of the text
+    Tokens other;
+    ask(chat, other);
+    CHECK(other == encode(tokenizer, "There was a small cat"));
+}
+
+TEST_CASE("an answer that ends with a token of the next turn's beginning stays whole, and so does what follows") {
+    Chat chat = plain_chat();
+    const Tokenizer *tokenizer = chat.session.tokenizer.get();
+    chat.turns.push_back({"One", ""});
+    Tokens answer = encode(tokenizer, " two.\n");
+    answer.erase(answer.begin());
+    const Tokens ids = ids_after(chat, answer, "Three");
+    CHECK(text_of(chat, ids) == "One two.\n\nThree");
+    CHECK(std::equal(answer.begin(), answer.end(), ids.begin() + (int64_t)encode(tokenizer, "One").size()));
+}
+
+TEST_CASE("an answer that ends within a character ends before it") {
+    Chat chat = plain_chat();
+    const Tokenizer *tokenizer = chat.session.tokenizer.get();
+    const Tokens whole = encode(tokenizer, " a😀");  // four tokens of a byte each
+    for (int missing = 1; missing <= 3; missing++) {
+        Chat fresh = plain_chat();
+        fresh.turns.push_back({"It says", ""});
+        const Tokens ids = ids_after(fresh, part(whole, 1, (int)whole.size() - missing), "Yes");
+        CHECK(fresh.turns[0].answer == " a");
+        CHECK(text_of(fresh, ids) == "It says a\nYes");
+    }
+    chat.turns.push_back({"It says", ""});
+    CHECK(text_of(chat, ids_after(chat, part(whole, 1, (int)whole.size()), "Yes")) == "It says a😀\nYes");
+}
+
+TEST_CASE("what begins a text stands there once, and a user cannot type it") {
+    Chat chat = plain_chat();
+    chat.turns.push_back({"<|endoftext|>Once <|endoftext|>", ""});
+    Tokens ids;
+    ask(chat, ids);
+    CHECK(ids[0] == 0);
+    CHECK(std::count(ids.begin(), ids.end(), 0) == 1);
+    CHECK(text_of(chat, ids) == "<|endoftext|>Once <|endoftext|>");
+}
+
+TEST_CASE("special tokens that somebody typed are text, in each tokenizer; the others stay tokens") {
+    const std::string raw = "\"normalized\":false", normalized = "\"normalized\":true";
+    for (const char *name : {"gemma", "gpt2", "llama2", "llama3", "mistral", "phi4", "qwen2", "smollm2", "tekken",
+                             "qwen2 normalized"}) {
+        CAPTURE(name);
+        char error[200];
+        const Words words = words_of(name);
+        std::string json = slurp("tests/fixtures/tokenizers/" + words[0] + ".json");
+        if (words.size() > 1) json = replaced(json, raw, normalized);
+        TokenizerPointer tokenizer(tokenizer_parse(json.data(), json.size(), name, error, sizeof error), tokenizer_free);
+        REQUIRE_MESSAGE(tokenizer, std::string(error));
+        std::vector<std::string> specials;
+        for (int id = 0; id < tokenizer_size(tokenizer.get()) && specials.size() < 3; id++)
+            if (tokenizer_is_special(tokenizer.get(), id)) specials.push_back(tokenizer_token(tokenizer.get(), id));
+        REQUIRE(!specials.empty());
+        Random random{seed_of_run()};
+        for (int i = 0; i < 300; i++) {
+            std::string text, typed;
+            int wanted = 0;
+            for (int parts = 1 + below(random, 8); parts > 0; parts--) {
+                const bool by_user = below(random, 2), special = below(random, 2);
+                const std::vector<std::string> texts = {"sea", " the", "\n", "é", "  ", "1", ".", " x\n\n"};
+                const std::string piece =
+                    special ? specials[below(random, (int)specials.size())] : texts[below(random, (int)texts.size())];
+                text += piece, typed += std::string(piece.size(), by_user ? 1 : 0);
+                wanted += special && !by_user;
+            }
+            const Tokens ids = encode(tokenizer.get(), text, "text", typed.data());
+            int found = 0;
+            for (int id : ids) found += tokenizer_is_special(tokenizer.get(), id);
+            CAPTURE(text);
+            CHECK(found == wanted);
+        }
+    }
+}
+
+// ---- As a user sees it ---------------------------------------------------------------------------------------
+
+// Turns as lines of standard input; what llm chat says of each.
+static std::vector<Json> chat(const std::string &lines, const Words &flags) {
+    Scratch scratch;
+    spill(scratch / "lines", lines);
+    Setting setting;
+    setting.input = scratch / "lines";
+    const Outcome result = run(Words{"chat", "--json", "-t", "1", "--template", "plain"} + flags, setting);
+    REQUIRE_MESSAGE(result.status == 0, result);
+    std::vector<Json> turns;
+    for (const std::string &line : split(result.out, '\n'))
+        if (!line.empty()) turns.push_back(parse_json("a turn", line));
+    return turns;
+}
+
+const std::string story = "Once upon a time there was a small village.\nTom put the red key in the cave.\nHe went home.\n";
+
+TEST_CASE("the last turn has the logits of its ids read whole, in every layout and precision of the built-in model") {
+    for (const std::string &layout : Words{"contiguous", "paged --page 7", "ring --window 48 --sinks 3", "ring"})
+        for (const Precision &type : all_of<Precision>()) {
+            const Words flags = words_of("-n 15 --cache " + layout + " --kv " + name_of(type));
+            CAPTURE(flags);
+            Scratch scratch;
+            const std::vector<Json> turns = chat(story, flags + Words{"--dump-logits", scratch / "turns.npy"});
+            REQUIRE(turns.size() == 3);
+            CHECK(number(turns[2], "kept") == number(turns[1], "kept") + number(turns[1], "read") + 15);
+            CHECK(number(turns[2], "forgotten") == 0);
+            std::string list;
+            for (int id : ids(turns[2], "prompt_tokens")) list += (list.empty() ? "" : ",") + std::to_string(id);
+            const Words whole = {"generate", "-t", "1", "--ids", list, "--dump-logits", scratch / "whole.npy"};
+            Json generated = run_json(whole + flags);
+            CHECK(ids(generated, "tokens") == ids(turns[2], "tokens"));
+            CHECK(slurp(scratch / "turns.npy") == slurp(scratch / "whole.npy"));
+        }
+}
+
+TEST_CASE("a chat that computes everything anew writes the same, and keeps nothing") {
+    const std::vector<Json> cached = chat(story, {"-n", "20"}), naive = chat(story, {"-n", "20", "--cache", "none"});
+    for (int turn = 0; turn < 3; turn++) {
+        CHECK(ids(cached[turn], "tokens") == ids(naive[turn], "tokens"));
+        CHECK(number(naive[turn], "kept") == 0);
+        CHECK(number(naive[turn], "read") == number(cached[turn], "kept") + number(cached[turn], "read"));
+    }
+}
+
+TEST_CASE("turns can be taken back and answered anew") {
+    const std::vector<Json> turns = chat(story + "/undo\n/again\nHe went home.\n", {"-n", "10"});
+    REQUIRE(turns.size() == 5);
+    CHECK(number(turns[3], "turn") == 2);
+    CHECK(ids(turns[3], "tokens") == ids(turns[1], "tokens"));  // at temperature 0
+    CHECK(number(turns[3], "read") == 1);
+    CHECK(ids(turns[4], "tokens") == ids(turns[2], "tokens"));
+    const std::vector<Json> drawn = chat("Once\n/again\n", {"-n", "10", "--temp", "1", "-s", "5"});
+    CHECK(ids(drawn[0], "tokens") != ids(drawn[1], "tokens"));
+}
+
+TEST_CASE("a full context ends the chat, drops the oldest turns, or is a ring") {
+    const Words small = {"-n", "10", "-c", "40"};
+    Scratch scratch;
+    spill(scratch / "lines", story + story);
+    Setting setting;
+    setting.input = scratch / "lines";
+    const Words base = {"chat", "--template", "plain", "-t", "1"};
+    const Outcome stopped = run(base + small, setting);
+    CHECK(stopped.status == 1);
+    check_contains(stopped.err, "the context is full", "it holds 40", "--when-full drop or ring");
+    const std::vector<Json> dropped = chat(story + story, small + Words{"--when-full", "drop"});
+    REQUIRE(dropped.size() == 6);
+    double all = 0;
+    for (const Json &turn : dropped) {
+        CHECK(number(turn, "kept") + number(turn, "read") + (double)ids(turn, "tokens").size() <= 40);
+        CHECK(text(turn, "stop") == "-n");
+        all += number(turn, "dropped_turns");
+    }
+    CHECK((all > 0 && all < 6));
+    CHECK(number(dropped[5], "turn") == 6);
+    const std::vector<Json> ring = chat(story + story, {"-n", "10", "--when-full", "ring", "--window", "40"});
+    for (size_t turn = 1; turn < 6; turn++) CHECK(number(ring[turn], "kept") > number(ring[turn - 1], "kept"));
+}
+
+TEST_CASE("a long chat of drafts is the same chat") {
+    for (const char *draft : {"ngram", "weights_tools/draft"}) {
+        const std::vector<Json> with = chat(story, {"-n", "30", "--draft", draft}), without = chat(story, {"-n", "30"});
+        for (int turn = 0; turn < 3; turn++) CHECK(ids(with[turn], "tokens") == ids(without[turn], "tokens"));
+    }
+}
+
+// llm chat on a terminal: what it writes is read until `until` stands there, or ten seconds have passed.
+class Terminal {
+public:
+    std::string seen;
+    explicit Terminal(Words arguments) {
+        arguments.insert(arguments.begin(), {program_path(), "chat", "--template", "plain"});
+        child_ = forkpty(&terminal_, nullptr, nullptr, nullptr);
+        if (child_ > 0) return;
+        std::vector<char *> pointers;
+        for (std::string &word : arguments) pointers.push_back(word.data());
+        pointers.push_back(nullptr);
+        setenv("TERM", "xterm", 1);
+        execv(pointers[0], pointers.data());
+        _exit(127);
+    }
+    ~Terminal() { close(terminal_); }
+    bool wait_for(const std::string &until) {
+        const double end = now() + 10;
+        pollfd ready = {terminal_, POLLIN, 0};
+        while (!contains(seen, until) && now() < end) {
+            char buffer[4096];
+            ssize_t count = poll(&ready, 1, 100) > 0 ? read(terminal_, buffer, sizeof buffer) : 0;
+            if (count < 0) break;
+            seen.append(buffer, (size_t)count);
+        }
+        return contains(seen, until);
+    }
+    void type(const std::string &keys) {
+        seen.clear();
+        REQUIRE(write(terminal_, keys.data(), keys.size()) == (ssize_t)keys.size());
+    }
+    int status() {
+        int status = 0;
+        waitpid(child_, &status, 0);
+        return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    }
+
+private:
+    int terminal_ = -1;
+    pid_t child_ = -1;
+};
+
+TEST_CASE("Ctrl-C ends an answer, or a line, but not the chat; a line is edited; Ctrl-D ends it") {
+    Terminal terminal({"-n", "1000"});
+    REQUIRE(terminal.wait_for("> "));
+    terminal.type("Once upon\x7f\x7f\x7f\x7fin a time\n");  // "Once in a time"
+    REQUIRE(terminal.wait_for("there"));
+    terminal.type("\x03");
+    REQUIRE(terminal.wait_for("stopped: interrupted"));
+    REQUIRE(terminal.wait_for("> "));
+    terminal.type("not this");
+    REQUIRE(terminal.wait_for("not this"));
+    terminal.type("\x03");
+    REQUIRE(terminal.wait_for("> "));
+    terminal.type("/cache\n");
+    REQUIRE(terminal.wait_for("contiguous #"));
+    terminal.type("\x1b[A\x1b[A\n");  // two lines before: the first turn again
+    REQUIRE(terminal.wait_for("Once in a time"));
+    terminal.type("\x03");
+    REQUIRE(terminal.wait_for("kept "));
+    CHECK(!terminal.wait_for("kept 0,"));
+    terminal.type("\x04");
+    CHECK(terminal.status() == 0);
+}
