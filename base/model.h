@@ -176,12 +176,12 @@ struct Model {
 struct Family {
     const char *architecture, *model_type;
     int heads, kv_heads, head_dim, vocabulary;  // 0: must be said; as many as heads; hidden_size / heads; must be said
-    int context, window;
-    int pattern;         // n: each n-th layer sees everything, the others slide; -n: the first of each n; 0: all alike
-    int bos_id, end_id;  // -1: none
-    double epsilon, theta;
+    int context, window;                        // window -1: none where a config is silent; 0: whatever it says
+    int pattern;  // n: each n-th layer sees everything, the others slide; -n: the first of each n; 0: all alike
+    int bos_id = -1, end_id = -1;  // -1: none
+    double epsilon = 0, theta = 0;
     // What it does that Llama does not, in the words below, and keys of a config that the others do not have.
-    const char *words;
+    const char *words = "";
     const char *wrapper = "";  // "Gemma3": the family of those that also see or hear, and have this one as text_config
     const char *names = "";    // of tensors, where they are not Llama's: "mlp.gate_proj=feed_forward.w1 ..."
     bool has(const char *word) const { return ::has(words, word); }
@@ -235,6 +235,25 @@ constexpr Family families[] = {
      "norm=embedding_norm input_layernorm=operator_norm post_attention_layernorm=ffn_norm q_norm=q_layernorm "
      "k_norm=k_layernorm o_proj=out_proj mlp.gate_proj=feed_forward.w1 mlp.up_proj=feed_forward.w3 "
      "mlp.down_proj=feed_forward.w2"},
+};
+
+// Families that do not run here, and what their configs leave open of a cache's size (commands/sizes.h): numbers as
+// above, or, where there is no context, words alone:
+// own-width             of heads, hidden_size / heads only by chance: head_dim must be said
+// multi-query           one KV head, where a config is silent
+// hybrid                is what layers with attention are called;  all-attend: beside what else a layer has
+constexpr Family others[] = {
+    //              heads kv  dim vocab context window pattern
+    {"", "mixtral phimoe",     0,  8,   0, 0, 131072, -1, 0},
+    {"", "starcoder2",        24,  2,   0, 0,   4096, -1, 0},
+    {"", "gemma",             16, 16, 256, 0,   8192,  0, 0},
+    {"", "gemma2",             8,  4, 256, 0,   8192, 4096, 2, -1, -1, 0, 0, "some-slide"},
+    {"", "cohere2",           64,  0,   0, 0,   8192, 4096, 4, -1, -1, 0, 0, "some-slide"},
+    {"", "falcon gpt_bigcode", 0,  0,   0, 0,      0,  0, 0, -1, -1, 0, 0, "multi-query"},
+    {"", "falcon_h1",          0,  0,   0, 0,      0,  0, 0, -1, -1, 0, 0, "all-attend"},
+    {"", "zamba zamba2",       0,  0,   0, 0,      0,  0, 0, -1, -1, 0, 0, "hybrid"},
+    {"", "ernie4_5 gemma3n_text glm glm4 gpt_oss helium internlm3 llama4_text minimax_m2 nemotron_h qwen3_5_text "
+     "qwen3_5_moe_text qwen3_next seed_oss vaultgemma", 0, 0, 0, 0, 0, 0, 0, -1, -1, 0, 0, "own-width"},
 };
 // clang-format on
 
@@ -533,6 +552,7 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
             fail("%s: layer_types has sliding_attention, but use_sliding_window and sliding_window give no window",
                  config.name.c_str());
     }
+    if (family.has("gemma4")) windows.back() = 0;  // whatever the config says, the last sees everything
     return windows;
 }
 
@@ -594,7 +614,7 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
     const cJSON *theta = thetas ? thetas->child : nullptr;
     for (int layer = 0; layer < out.layers; layer++) {
         Kind kind = common;
-        kind.window = gemma4 && layer == out.layers - 1 ? 0 : windows[(size_t)layer];  // the last sees everything
+        kind.window = windows[(size_t)layer];
         const char *key = keys[(size_t)layer];
         const Section mine = key ? by_layer.section(key) : Section{config.name, nullptr};
         mine.refuse_others("head_dim num_key_value_heads", "no such key: all layers have it in common");
