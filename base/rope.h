@@ -70,8 +70,9 @@ inline std::vector<float> rope_frequencies(double theta, int rotary, const RopeS
 struct QueryScale {
     float turned = 1, growth = 0;
     int context = 1;
-    bool needed() const { return turned != 1 || growth != 0; }
+    HOST_DEVICE bool needed() const { return turned != 1 || growth != 0; }
     HOST_DEVICE float at(int position, bool turns) const {
+        if (!needed()) return 1;
         return (turns ? turned : 1) * (1 + growth * logf(1 + (float)(position / context)));
     }
 };
