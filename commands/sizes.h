@@ -177,9 +177,9 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
         if (model_type == family.model_type) known = family;
     for (const Family &other : others)
         if (has(other.model_type, model_type)) known = other;
-    // Of families that leave the number of heads to a config, Transformers has the shape of the first Llama, 7B.
-    const bool numbers = known.context > 0, as_7b = numbers && !known.heads;
-    auto if_7b = [&](int value) { return as_7b ? std::optional<int>(value) : std::nullopt; };
+    const bool numbers = known.context > 0;  // of the family are known, not its words alone
+    // To families that leave the number of heads to a config, Transformers gives the shape of the first Llama, 7B.
+    auto if_7b = [&](int value) { return numbers && !known.heads ? std::optional<int>(value) : std::nullopt; };
     // The first of these spellings that is there; without `otherwise` one must be.
     auto size = [&](std::initializer_list<const char *> keys, int most, std::optional<int> otherwise = {}) {
         for (const char *key : keys)
@@ -193,15 +193,16 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
     std::vector<Sees> sees = layers_named(config, known, layers);
     refuse_unknown_shape(config, !sees.empty() || known.has("all-attend"));
 
-    const bool gemma4 = known.has("gemma4");
     Kind all, local;
     int &window = local.window = config.has_null("sliding_window") ? 0 : std::max(0, known.window);
     for (const char *key : {"window_size", "attention_window_size", "sliding_window_size", "sliding_window"})
         if (config.find(key)) window = config.integer(key, 0, 1 << 30);
     if (numbers && (sees.empty() || known.has("some-slide"))) {
         sees.clear();
-        for (int back : read_windows(config, known, read_turning(config, known, layers)))
+        for (int back : read_windows(config, known, read_turning(config, known, layers))) {
             sees.push_back(back ? Sees::window : Sees::all);
+            if (back) window = back;
+        }
     } else if (sees.empty()) {
         if (!config.flag("use_sliding_window", true) || window >= out.context) window = 0;
         const int pattern = size({"sliding_window_pattern", "_sliding_window_pattern"}, max_layers, -1);
@@ -255,9 +256,10 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
     take(config, "swa_num_key_value_heads", {&local.kv_heads});
     take(config, "swa_head_dim", {&local.key_width, &local.value_width});
     take(config, "swa_v_head_dim", {&local.value_width});
-    if (gemma4 && !by_layer.object) all.key_width = all.value_width = 512;
+    if (known.has("per_layer_config") && !by_layer.object) all.key_width = all.value_width = 512;
     take(config, "global_head_dim", {&all.key_width, &all.value_width});
-    if (config.flag("attention_k_eq_v", !gemma4)) take(config, "num_global_key_value_heads", {&all.kv_heads});
+    if (config.flag("attention_k_eq_v", !known.has("attention_k_eq_v")))
+        take(config, "num_global_key_value_heads", {&all.kv_heads});
     const int shared = config.integer("num_kv_shared_layers", 0, layers, 0);  // the last ones: they store nothing
     // "shared": finds rows by the keys of a layer before
     const std::vector<const cJSON *> indexers = config.by_layer("indexer_types", layers, " names");
