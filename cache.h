@@ -4,7 +4,7 @@
 // (precision.h) what bytes a row takes. K and V lie in memory of their own, each as rows of row_bytes in the order
 // (layer, row, kv_head). Of 3 tokens, 2 KV heads and 4 numbers in bf16, 8 bytes a row:
 //   token 1, head 1 is at bytes (1 * 2 + 1) * 8 = 24 .. 31
-// Each kind of layers (base/model.h, Kind) has a store: a layout and rows of its own. The formula is a sum over kinds;
+// Each kind of layers (base/kinds.h, Kind) has a store: a layout and rows of its own. The formula is a sum over kinds;
 // where layers look back over a window, that is their capacity:
 //   bytes = 2 * sequences * capacity * layers * kv_heads * head_dim * bytes_per_number
 // Another layout is one struct and one entry of `Layout` below: flags, help, messages, the choice at run time, tables
@@ -31,7 +31,7 @@ struct CacheShape {
     int pages = 0;                       // paged: in all; 0: enough for every sequence at its capacity
     int window = 1024, sinks = 4;        // ring
     int local = 0;  // positions that these layers look back, and no more are kept; 0: all positions are
-    int taps = 0;   // of convolutions, whose rows are states: base/model.h, Kind
+    int taps = 0;   // of convolutions, whose rows are states: base/kinds.h, Kind
 };
 
 // What a query at `position` sees: everything before it, or the last `window` positions and the first `sinks`. Once

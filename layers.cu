@@ -31,9 +31,7 @@ struct Batch {
     std::vector<int> tokens, sequences, positions;
     int count() const { return (int)tokens.size(); }
     void add(int token, int sequence, int position) {
-        tokens.push_back(token);
-        sequences.push_back(sequence);
-        positions.push_back(position);
+        tokens.push_back(token), sequences.push_back(sequence), positions.push_back(position);
     }
 };
 
@@ -60,8 +58,7 @@ struct Pass {
     QueryScale query_scale = {};          // the kind's
 };
 
-// For each token of a batch: its row, its sequence, its position, and the positions [first, behind) that its sequence
-// has in this pass. What lies before `first` is in the cache. For positions 5 and 6 of sequence A and position 9 of B:
+// A span for each token of a batch. For positions 5 and 6 of sequence A and position 9 of B:
 //   row 0: A, position 5, [5, 7)     row 1: A, position 6, [5, 7)     row 2: B, position 9, [9, 10)
 inline std::vector<Span> spans_of(const Batch &batch) {
     std::vector<Span> spans;
@@ -69,9 +66,8 @@ inline std::vector<Span> spans_of(const Batch &batch) {
         int end = begin;  // behind the last row of the same sequence
         while (end < batch.count() && batch.sequences[end] == batch.sequences[begin]) end++;
         const int first = batch.positions[begin], behind = first + end - begin;
-        for (int row = begin; row < end; row++)
-            spans.push_back({row, 1, batch.sequences[row], batch.positions[row], first, behind});
-        begin = end;
+        for (; begin < end; begin++)
+            spans.push_back({begin, 1, batch.sequences[begin], batch.positions[begin], first, behind});
     }
     return spans;
 }
@@ -101,23 +97,17 @@ inline std::vector<Pass> begin_pass(Activations &a, Memory &memory, const Config
     for (auto *buffer : {&a.x, &a.normed}) buffer->resize(memory, count * config.hidden);
     const int widest = std::max({config.ffn, config.shared_ffn, config.per_layer});
     for (auto *buffer : {&a.gate, &a.up}) buffer->resize(memory, count * widest);
-    a.tokens.resize(memory, count);
-    a.spans.resize(memory, count);
-    a.spans_on_host = spans_of(batch);
-    memory.write(a.tokens.data(), batch.tokens.data(), count * sizeof(int));
-    memory.write(a.spans.data(), a.spans_on_host.data(), count * sizeof(Span));
+    a.tokens.assign(memory, batch.tokens);
+    a.spans.assign(memory, a.spans_on_host = spans_of(batch));
     std::vector<Pass> passes;
-    for (size_t i = 0; i < config.kinds.size(); i++) {
-        const Kind &kind = config.kinds[i];
-        Activations::OfKind &of = a.kinds[i];
-        const size_t width = (size_t)kind.key_width, rotary = (size_t)kind.rotary();
-        const size_t queries = count * heads_of(config, kind).query;
-        for (auto *buffer : {&a.query, &a.attended}) buffer->resize(memory, queries * width);
-        for (auto *buffer : {&of.key, &of.value}) buffer->resize(memory, count * kind.kv_heads * width);
-        of.cos_sin.resize(memory, count * rotary);
-        passes.push_back({(int)count, a.tokens.data(), a.spans.data(), of.cos_sin.data(), of.frequencies.data(),
-                          heads_of(config, kind), a.spans_on_host.data(), (int)i, kind.window, kind.taps,
-                          kind.query_scale()});
+    for (const Kind &kind : config.kinds) {
+        Activations::OfKind &of = a.kinds[passes.size()];
+        const Heads heads = heads_of(config, kind);
+        for (auto *buffer : {&a.query, &a.attended}) buffer->resize(memory, count * heads.query * heads.width);
+        for (auto *buffer : {&of.key, &of.value}) buffer->resize(memory, count * heads.kv * heads.width);
+        of.cos_sin.resize(memory, count * heads.rotary);
+        passes.push_back({(int)count, a.tokens.data(), a.spans.data(), of.cos_sin.data(), of.frequencies.data(), heads,
+                          a.spans_on_host.data(), (int)passes.size(), kind.window, kind.taps, kind.query_scale()});
     }
     return passes;
 }
@@ -137,9 +127,6 @@ HOST_DEVICE inline float rope_angle(int position, float frequency) {
     if (position < 1 << 20) return (float)position * frequency;
     return (float)remainder((double)position * frequency, 2 * M_PI);
 }
-
-// The likeliest token: where the largest logit is, the first of equals.
-inline int argmax(const float *logits, int count) { return (int)(std::max_element(logits, logits + count) - logits); }
 
 enum class Into { set, add };  // y = W x, or y += W x (a residual connection)
 
@@ -179,17 +166,26 @@ HOST_DEVICE float dot(const Number *weight, int64_t row, const float *x, int n, 
     return team.sum(total);
 }
 
-// out = x / sqrt(mean(x^2) + epsilon) * weight, for each of `count` vectors (Zhang and Sennrich 2019); `out` may be
-// `x`.
+// n = x / sqrt(mean(x^2) + epsilon) * weight, for each of `count` vectors (Zhang and Sennrich 2019). out = n, where
+// `out` may be `x`; or out = (out + n) * scale.
 template <class M>
-void rms_norm(M &m, float *out, const float *x, const Tensor &weight, int64_t count, double epsilon) {
+void rms_norm(M &m, float *out, const float *x, const Tensor &weight, int64_t count, double epsilon,
+              Into into = Into::set, float scale = 1) {
     int width = (int)weight.cols;
     m.for_each(count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
         const float *in = x + t * width;
-        float factor = 1 / sqrtf(dot(in, 0, in, width, team) / width + (float)epsilon);
-        for (int i = team.first(); i < width; i += team.step())
-            out[t * width + i] = in[i] * factor * number_of(weight, i);
+        float *to = out + t * width, factor = 1 / sqrtf(dot(in, 0, in, width, team) / width + (float)epsilon);
+        for (int i = team.first(); i < width; i += team.step()) {
+            const float weighted = in[i] * factor * number_of(weight, i);
+            to[i] = into == Into::add ? (to[i] + weighted) * scale : weighted;
+        }
     });
+}
+
+// x = (x + RMSNorm(y)) * scale: where what is added to the residual stream is normed first.
+template <class M>
+void add_rms_norm(M &m, float *x, const float *y, const Tensor &weight, int64_t count, double epsilon, float scale) {
+    rms_norm(m, x, y, weight, count, epsilon, Into::add, scale);
 }
 
 // --weights int8: each 32 neighbours of a row became whole numbers times a scale of their own, and so does what they
@@ -223,18 +219,6 @@ HOST_DEVICE float dot(const paired_bf16 *weight, int64_t row, const float *x, in
     return team.sum(total);
 }
 
-// x = (x + y / sqrt(mean(y^2) + epsilon) * weight) * scale: where what is added to the residual stream is normed first.
-template <class M>
-void add_rms_norm(M &m, float *x, const float *y, const Tensor &weight, int64_t count, double epsilon, float scale) {
-    int width = (int)weight.cols;
-    m.for_each(count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
-        const float *in = y + t * width;
-        float factor = 1 / sqrtf(dot(in, 0, in, width, team) / width + (float)epsilon);
-        for (int i = team.first(); i < width; i += team.step())
-            x[t * width + i] = (x[t * width + i] + in[i] * factor * number_of(weight, i)) * scale;
-    });
-}
-
 template <class M, class Number>
 void product(M &m, const Number *weight, const float *x, int count, const Product &product, Into into) {
     int64_t outputs = product.linear.weight.rows;
@@ -254,12 +238,10 @@ template <class M>
 void linear(M &m, const float *x, int count, std::initializer_list<Product> products, Into into = Into::set) {
     for (const Product &each : products) {
         const Tensor &weight = each.linear.weight;
-        if (weight.type == DType::int8)
-            product(m, (const Int8Block *)weight.data, x, count, each, into);
-        else if (weight.type == DType::bf16_pairs)
-            product(m, (const paired_bf16 *)weight.data, x, count, each, into);
-        else
-            with_numbers(weight, [&](auto *numbers) { product(m, numbers, x, count, each, into); });
+        auto use = [&](auto *numbers) { product(m, numbers, x, count, each, into); };
+        if (weight.type == DType::int8) use((const Int8Block *)weight.data);
+        else if (weight.type == DType::bf16_pairs) use((const paired_bf16 *)weight.data);
+        else with_numbers(weight, use);
     }
 }
 
@@ -279,40 +261,12 @@ void rope_angles(M &m, const Pass &pass) {
     });
 }
 
-// One head (D), in place: RMSNorm where the layer has one (Qwen3), then the pairs of its first `rotary` numbers turned
-// by the angles of the token's position; of a value none is. A thread reads nothing that another one writes.
-template <class Team>
-HOST_DEVICE void norm_and_rope_head(float *head, const Tensor &norm, const float *cos_sin, int rotary, int width,
-                                    double epsilon, Team team) {
-    const int half = rotary / 2;
-    float squares = 0, factor = 1;
-    for (int i = team.first(); norm.data && i < width / 2; i += team.step())
-        squares += head[i] * head[i] + head[i + width / 2] * head[i + width / 2];
-    if (norm.data) factor = 1 / sqrtf(team.sum(squares) / width + (float)epsilon);
-    auto number = [&](int i) { return norm.data ? head[i] * (factor * number_of(norm, i)) : head[i]; };
-    for (int i = team.first(); i < half; i += team.step()) {
-        const float a = number(i), b = number(i + half), cosine = cos_sin[i], sine = cos_sin[i + half];
-        head[i] = a * cosine - b * sine;
-        head[i + half] = b * cosine + a * sine;
-    }
-    for (int i = rotary + team.first(); norm.data && i < width; i += team.step()) head[i] = number(i);
-}
-
-// Queries (count, query_heads, D), rotated, of models that keep the scores of long texts sharp (QueryScale).
-template <class M>
-void scale_queries(M &m, float *query, const Pass &pass) {
-    m.for_each((int64_t)pass.count * pass.heads.query, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
-        const int position = pass.spans[item / pass.heads.query].position, width = pass.heads.width;
-        const float turned = pass.query_scale.at(position, true), others = pass.query_scale.at(position, false);
-        for (int i = team.first(); i < width; i += team.step())
-            query[item * width + i] *= i < pass.heads.rotary ? turned : others;
-    });
-}
-
 // Each head of query (count, query_heads, D) and, if the layer has some, of key (count, kv_heads, D); and of value
 // where it is normed (Gemma 4). Before that, all heads of a token where they are normed as one vector (OLMo 2). Why not
 // one loop for each: on a GPU that is one more kernel. So the items are all heads of `query`, after them all of `key`,
-// and after them all of `value`.
+// and after them all of `value`. Of a head, in place: RMSNorm where the layer has one (Qwen3), then the pairs of its
+// first `rotary` numbers turned by the angles of the token's position; of a value none is. Of a query these numbers are
+// multiplied with `turned`, the others with `still` (QueryScale). A thread reads nothing that another one writes.
 template <class M>
 void norm_and_rope(M &m, float *query, float *key, float *value, const LayerWeights &w, double epsilon,
                    const Pass &pass) {
@@ -323,16 +277,27 @@ void norm_and_rope(M &m, float *query, float *key, float *value, const LayerWeig
     const int64_t keys = w.key.weight.data ? all : 0, values = w.value_norm.data ? keys : 0;
     const Tensor query_norm = w.query_norm, key_norm = w.key_norm, value_norm = w.value_norm;
     m.for_each(queries + keys + values, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
-        if (item >= queries + keys) {
-            float *head = value + (item - queries - keys) * heads.width;
-            return norm_and_rope_head(head, value_norm, nullptr, 0, heads.width, epsilon, team);
+        const bool is_query = item < queries, is_value = item >= queries + keys;
+        const int64_t at = is_query ? item : (item - queries) % keys, token = at / (is_query ? heads.query : heads.kv);
+        const Tensor &norm = is_query ? query_norm : is_value ? value_norm : key_norm;
+        const int width = heads.width, rotary = is_value ? 0 : heads.rotary, half = rotary / 2;
+        const float *cos_sin = pass.cos_sin + token * heads.rotary;
+        float *head = (is_query ? query : is_value ? value : key) + at * width;
+        const QueryScale scale = is_query ? pass.query_scale : QueryScale{};
+        const int position = pass.spans[token].position;
+        const float turned = scale.at(position, true), still = scale.at(position, false);
+        float squares = 0, factor = 1;
+        for (int i = team.first(); norm.data && i < width / 2; i += team.step())
+            squares += head[i] * head[i] + head[i + width / 2] * head[i + width / 2];
+        if (norm.data) factor = 1 / sqrtf(team.sum(squares) / width + (float)epsilon);
+        auto number = [&](int i) { return norm.data ? head[i] * (factor * number_of(norm, i)) : head[i]; };
+        for (int i = team.first(); i < half; i += team.step()) {
+            const float a = number(i), b = number(i + half), cosine = cos_sin[i], sine = cos_sin[i + half];
+            head[i] = (a * cosine - b * sine) * turned;
+            head[i + half] = (b * cosine + a * sine) * turned;
         }
-        const bool is_query = item < queries;
-        const int64_t head = is_query ? item : item - queries, token = head / (is_query ? heads.query : heads.kv);
-        norm_and_rope_head((is_query ? query : key) + head * heads.width, is_query ? query_norm : key_norm,
-                           pass.cos_sin + token * heads.rotary, heads.rotary, heads.width, epsilon, team);
+        for (int i = rotary + team.first(); i < width; i += team.step()) head[i] = number(i) * still;
     });
-    if (pass.query_scale.needed()) scale_queries(m, query, pass);
 }
 
 // ---- SwiGLU ------------------------------------------------------------------------------------------------
@@ -349,7 +314,7 @@ template <class M, class Change>
 void for_each_number(M &m, int64_t count, Change change) {
     constexpr int piece = 256;
     m.for_each((count + piece - 1) / piece, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
-        int64_t first = item * piece, end = first + piece < count ? first + piece : count;
+        const int64_t first = item * piece, end = first + piece < count ? first + piece : count;
         for (int64_t i = first + team.first(); i < end; i += team.step()) change(i);
     });
 }

@@ -55,11 +55,8 @@ inline int expect_positions(Engine &engine, int positions) {
     for (size_t i = 0; i < kinds.size(); i++) {
         const int original = kinds[i].rope.long_factors.empty() ? 0 : kinds[i].rope.original_context;
         if (before <= original && original < positions) passed = original;
-        const std::vector<float> frequencies =
-            rope_frequencies(kinds[i].rope_theta, kinds[i].rotary(), kinds[i].rope, engine.positions);
-        Buffer<float> &there = engine.a.kinds[i].frequencies;
-        there.resize(engine.memory(), frequencies.size());
-        engine.memory().write(there.data(), frequencies.data(), frequencies.size() * sizeof(float));
+        engine.a.kinds[i].frequencies.assign(
+            engine.memory(), rope_frequencies(kinds[i].rope_theta, kinds[i].rotary(), kinds[i].rope, engine.positions));
     }
     return passed;
 }
@@ -156,7 +153,7 @@ inline std::vector<float> logits(Engine &engine, const std::vector<int> &rows) {
     Memory &memory = engine.memory();
     a.logits.resize(memory, result.size());
     a.picked.resize(memory, (size_t)count * model.config.hidden);
-    memory.write(a.tokens.data(), rows.data(), rows.size() * sizeof(int));
+    a.tokens.assign(memory, rows);
     Tensor x = model.embedding;
     x.data = a.x.data(), x.type = DType::f32;
     Pass picked;

@@ -162,6 +162,16 @@ inline bool is_whole(const cJSON *item, double low, double high) {
     return number >= low && number <= high && number == std::floor(number);
 }
 
+// Whether a key asks for nothing: `neutral` or a list of nothing else, false being 0 and true 1; or nothing at all.
+inline bool is_neutral(const cJSON *item, double neutral) {
+    if (cJSON_IsNumber(item)) return std::fabs(item->valuedouble - neutral) <= 1e-5 * std::fabs(neutral);
+    if (cJSON_IsBool(item)) return cJSON_IsTrue(item) == (neutral != 0);
+    if (cJSON_IsString(item)) return !*item->valuestring;
+    for (const cJSON *each : items_of(item))
+        if (!cJSON_IsArray(item) || !is_neutral(each, neutral)) return false;
+    return true;
+}
+
 // Python's json writes NaN, Infinity and -Infinity, which JSON has not. Here they become, in as many bytes, what cJSON
 // reads: a number that overflows, and for NaN a text that name_nan() makes a number again. Text that holds it is left.
 const char nan_mark[] = "\x01";
@@ -284,6 +294,12 @@ struct Section {
         if (item && (!cJSON_IsArray(item) || cJSON_GetArraySize(item) != layers))
             refuse(key, item, formatted("a list of %d (num_hidden_layers)%s", layers, what));
         return items_of(item);
+    }
+    // `known`: words with a blank between.
+    void require_known(const char *what, const std::string &word, const std::string &known) const {
+        if (has(known, word)) return;
+        fail("%s: %s %s is not supported; supported %s %s", name.c_str(), what, printable(word).c_str(),
+             known.find(' ') == std::string::npos ? "is" : "are", known.c_str());
     }
     // For an object that may have no other keys than the `known` ones, words with a blank between.
     void refuse_others(const std::string &known, const std::string &expected) const {

@@ -13,7 +13,6 @@
 // names the file, what was found, what was expected and, where there is one, the cure.
 #pragma once
 
-#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
@@ -24,7 +23,7 @@
 
 #include "formats.h"
 #include "json.h"
-#include "rope.h"
+#include "kinds.h"
 #include "safetensors.h"
 
 // ---- What a checkpoint becomes -------------------------------------------------------------------------------------
@@ -87,33 +86,6 @@ struct LayerWeights {
     PerLayer per_layer;
 };
 
-// What layers have in common whose rows are alike: a cache keeps the rows of a kind in one store (cache.h).
-struct Kind {
-    int kv_heads = 0;
-    int key_width = 0, value_width = 0;  // numbers of a head's row: D. MLA: rank + rope, and 0: the value is in the key
-    int window = 0;         // the query at position p sees positions max(0, p - window + 1) .. p; 0: all of 0 .. p
-    double rope_theta = 0;  // 0: nothing turns, whatever the position
-    RopeScaling rope = {};
-    int layers = 0;  // that store rows
-    int taps = 0;    // L of a short convolution, which has no keys: 1 head, whose rows are its state, hidden wide; its
-                     // window is L. 0: attention
-    int rotary() const { return (int)(key_width * rope.rotary); }
-    QueryScale query_scale() const {
-        return {(float)(rope.attention_factor * rope.attention_factor), (float)rope.query_growth,
-                std::max(1, rope.original_context)};
-    }
-    auto of_rows() const {  // all but the layers
-        return std::tuple_cat(std::tie(kv_heads, key_width, value_width, window, rope_theta, taps), rope.all());
-    }
-};
-
-// Where a layer's rows are.
-struct LayerRows {
-    int kind = 0, index = 0;  // in Config::kinds, and among the layers of that kind that store rows
-    bool own = true;          // false: the layer reads rows that an earlier one stored
-    bool last = true;         // false: a later layer reads them, too
-};
-
 struct Family;
 
 struct Config {
@@ -142,18 +114,6 @@ struct Config {
     const Kind &kind(int layer) const { return kinds[(size_t)rows[(size_t)layer].kind]; }
 };
 
-// One more layer, whose kind others may have, too. Without rows of its own it reads those of its kind's last that has.
-inline void add_layer(std::vector<Kind> &kinds, std::vector<LayerRows> &rows, const Kind &kind, bool own = true) {
-    auto alike = [&](const Kind &other) { return other.of_rows() == kind.of_rows(); };
-    const size_t at = (size_t)(std::find_if(kinds.begin(), kinds.end(), alike) - kinds.begin());
-    if (at == kinds.size()) kinds.push_back(kind), kinds.back().layers = 0;
-    kinds[at].layers += own;
-    const LayerRows added = {(int)at, kinds[at].layers - 1, own};
-    for (LayerRows &earlier : rows)
-        if (earlier.kind == added.kind && earlier.index == added.index) earlier.last = false;
-    rows.push_back(added);
-}
-
 // Move-only: tensors point into files (or copies), which live as long as the model.
 struct Model {
     Config config;
@@ -176,12 +136,12 @@ struct Model {
 struct Family {
     const char *architecture, *model_type;
     int heads, kv_heads, head_dim, vocabulary;  // 0: must be said; as many as heads; hidden_size / heads; must be said
-    int context, window;
-    int pattern;         // n: each n-th layer sees everything, the others slide; -n: the first of each n; 0: all alike
-    int bos_id, end_id;  // -1: none
-    double epsilon, theta;
+    int context, window;                        // window -1: none where a config is silent; 0: whatever it says
+    int pattern;  // n: each n-th layer sees everything, the others slide; -n: the first of each n; 0: all alike
+    int bos_id = -1, end_id = -1;  // -1: none
+    double epsilon = 0, theta = 0;
     // What it does that Llama does not, in the words below, and keys of a config that the others do not have.
-    const char *words;
+    const char *words = "";
     const char *wrapper = "";  // "Gemma3": the family of those that also see or hear, and have this one as text_config
     const char *names = "";    // of tensors, where they are not Llama's: "mlp.gate_proj=feed_forward.w1 ..."
     bool has(const char *word) const { return ::has(words, word); }
@@ -236,24 +196,35 @@ constexpr Family families[] = {
      "k_norm=k_layernorm o_proj=out_proj mlp.gate_proj=feed_forward.w1 mlp.up_proj=feed_forward.w3 "
      "mlp.down_proj=feed_forward.w2"},
 };
+
+// Families that do not run here, and what their configs leave open of a cache's size (commands/sizes.h): numbers as
+// above, or, where there is no context, words alone:
+// own-width             of heads, hidden_size / heads only by chance: head_dim must be said
+// multi-query           one KV head, where a config is silent
+// hybrid                is what layers with attention are called;  all-attend: beside what else a layer has
+constexpr Family others[] = {
+    //                     heads kv  dim v. context window
+    {"", "mixtral phimoe",     0,  8,   0, 0, 131072,   -1, 0},
+    {"", "starcoder2",        24,  2,   0, 0,   4096,   -1, 0},
+    {"", "gemma",             16, 16, 256, 0,   8192,    0, 0},
+    {"", "gemma2",             8,  4, 256, 0,   8192, 4096, 2, -1, -1, 0, 0, "some-slide"},
+    {"", "cohere2",           64,  0,   0, 0,   8192, 4096, 4, -1, -1, 0, 0, "some-slide"},
+    {"", "falcon gpt_bigcode", 0,  0,   0, 0,      0,    0, 0, -1, -1, 0, 0, "multi-query"},
+    {"", "falcon_h1",          0,  0,   0, 0,      0,    0, 0, -1, -1, 0, 0, "all-attend"},
+    {"", "zamba zamba2",       0,  0,   0, 0,      0,    0, 0, -1, -1, 0, 0, "hybrid"},
+    {"", "ernie4_5 gemma3n_text glm glm4 gpt_oss helium internlm3 llama4_text minimax_m2 nemotron_h qwen3_5_text "
+     "qwen3_5_moe_text qwen3_next seed_oss vaultgemma", 0, 0, 0, 0, 0, 0, 0, -1, -1, 0, 0, "own-width"},
+};
 // clang-format on
 
 // No size in a config may exceed this, nor may heads * head_dim: products of two fit an int64_t with room to spare.
 constexpr int max_size = 1 << 24;
 constexpr int max_layers = 10000;
 
-// `known`: words with a blank between.
-inline void require_known(const Section &section, const char *what, const std::string &word, const std::string &known) {
-    if (word.find(' ') == std::string::npos && (" " + known + " ").find(" " + word + " ") != std::string::npos) return;
-    fail("%s: %s %s is not supported; supported %s %s", section.name.c_str(), what, printable(word).c_str(),
-         known.find(' ') == std::string::npos ? "is" : "are", known.c_str());
-}
-
 // What is asked for and does not run here: the family that is nearest to it, and what is in its way.
-struct Nearest {
+constexpr struct {
     const char *begins, *family, *differs;
-};
-constexpr Nearest nearest_families[] = {
+} nearest_families[] = {
     {"Gemma", "Gemma3ForCausalLM", "caps of scores (Gemma 2), or with the norms and windows it has (Gemma)"},
     {"Gemma3n", "Gemma4ForCausalLM", "AltUp and LAuReL, more residual streams than one"},
     {"Qwen3Moe", "Qwen3ForCausalLM", "experts"},
@@ -298,23 +269,13 @@ inline const Family &find_family(const Section &config, const Section &text) {
                  name.c_str(), type.c_str());
         return family;
     }
-    if (!types.empty()) require_known(text, "model_type", text.text("model_type", ""), types);
+    if (!types.empty()) text.require_known("model_type", text.text("model_type", ""), types);
     std::string nearest;
-    for (const Nearest &other : nearest_families)
+    for (const auto &other : nearest_families)
         if (wanted.rfind(other.begins, 0) == 0)
             nearest = formatted(": nearest is %s, without its %s", other.family, other.differs);
     fail("%s: architecture %s is not supported%s; supported are %s", config.name.c_str(), printable(wanted).c_str(),
          nearest.c_str(), known.c_str());
-}
-
-// Whether a key asks for nothing: `neutral` or a list of nothing else, false being 0 and true 1; or nothing at all.
-inline bool is_neutral(const cJSON *item, double neutral) {
-    if (cJSON_IsNumber(item)) return std::fabs(item->valuedouble - neutral) <= 1e-5 * std::fabs(neutral);
-    if (cJSON_IsBool(item)) return cJSON_IsTrue(item) == (neutral != 0);
-    if (cJSON_IsString(item)) return !*item->valuestring;
-    for (const cJSON *each : items_of(item))
-        if (!cJSON_IsArray(item) || !is_neutral(each, neutral)) return false;
-    return true;
 }
 
 // What other architectures compute differently and no tensor shows: Granite, Cohere, MiniCPM, Falcon-H1 scale
@@ -386,48 +347,12 @@ inline void read_sizes(const Section &config, const Family &family, Config &out,
     bool as_heads = config.has_null("num_key_value_heads") || family.kv_heads == 0;
     kind.kv_heads = config.integer("num_key_value_heads", 1, max_size, as_heads ? out.heads : family.kv_heads);
     int &width = kind.key_width = config.integer("head_dim", 1, max_size, family.head_dim);
-    if (width == 0) {
-        if (out.hidden % out.heads)
-            fail("%s: hidden_size is %d, expected a multiple of num_attention_heads, %d (or a head_dim)",
-                 config.name.c_str(), out.hidden, out.heads);
-        width = out.hidden / out.heads;
-    }
+    if (width == 0 && out.hidden % out.heads)
+        fail("%s: hidden_size is %d, expected a multiple of num_attention_heads, %d (or a head_dim)",
+             config.name.c_str(), out.hidden, out.heads);
+    if (width == 0) width = out.hidden / out.heads;
     check_heads(config.name.c_str(), out.heads, kind);
     out.norm_epsilon = config.number(family.has("lfm2") ? "norm_eps" : "rms_norm_eps", 1e-30, 1, family.epsilon);
-}
-
-// The types that speak of an original context.
-inline void read_stretched(const Section &config, const Section &rope, const Family &family, int context,
-                           const std::string &type, Kind &kind) {
-    const char *name = rope.name.c_str(), *key = "original_max_position_embeddings";
-    RopeScaling &to = kind.rope;
-    const int original = family.has("fused-qkv") ? family.context : rope.integer(key, 1, 1 << 30, context);
-    to.original_context = config.integer(key, type == "longrope" ? 2 : 1, 1 << 30, original);
-    const double factor = rope.find("factor") ? to.factor : (double)context / to.original_context;
-    auto attention_factor = [&](double otherwise) {
-        to.attention_factor = rope.number("attention_factor", 1e-3, 1e3, factor <= 1 ? 1 : otherwise);
-    };
-    if (type == "longrope") {
-        to.kind = RopeScaling::longrope, to.factor = 1;
-        attention_factor(std::sqrt(1 + std::log(factor) / std::log(to.original_context)));
-        for (bool is_long : {false, true})
-            (is_long ? to.long_factors : to.short_factors) =
-                rope.numbers(is_long ? "long_factor" : "short_factor", kind.rotary() / 2, 1e-6, 1e6);
-        return;
-    }
-    const bool yarn = type == "yarn";
-    const char *low = yarn ? "beta_slow" : "low_freq_factor", *high = yarn ? "beta_fast" : "high_freq_factor";
-    auto if_yarn = [&](double value) { return yarn ? std::optional<double>(value) : std::nullopt; };
-    to.kind = yarn ? RopeScaling::yarn : RopeScaling::llama3;
-    to.factor = factor;
-    to.low_turns = rope.number(low, 1e-6, 1e6, if_yarn(1)), to.high_turns = rope.number(high, 1e-6, 1e6, if_yarn(32));
-    if (to.high_turns <= to.low_turns)
-        fail("%s: %s is %g, expected more than %s, %g", name, high, to.high_turns, low, to.low_turns);
-    if (!yarn) return;
-    to.truncate = rope.flag("truncate", !rope.has_null("truncate"));
-    const double scale = rope.number("mscale", 0, 1e3, 0), all = rope.number("mscale_all_dim", 0, 1e3, 0);
-    auto grown = [&](double by) { return 1 + 0.1 * by * std::log(factor); };
-    attention_factor(scale && all ? grown(scale) / grown(all) : grown(1));
 }
 
 // Two spellings: rope_theta beside rope_scaling {type or rope_type, factor, ...}, or all of it in rope_parameters.
@@ -453,32 +378,14 @@ inline void read_rope(const Section &config, const Family &family, int context, 
 
     std::string type = rope.text("rope_type", rope.text("type", partial ? "proportional" : "default"));
     if (family.has("fused-qkv") && (type == "su" || type == "yarn")) type = "longrope";  // of the first Phi-3
-    if (type == "dynamic")
-        fail("%s: rope_type dynamic is not supported: its frequencies change as a text grows, and %s", name,
-             "keys that a cache holds would be wrong");
-    require_known(rope, "rope_type", type, "default linear llama3 proportional yarn longrope");
-    kind.rope = {};
     const double part = config.number("partial_rotary_factor", 0, 1, 1);
-    double &turning = type == "proportional" ? kind.rope.turned : kind.rope.rotary;
-    turning = rope.number("partial_rotary_factor", 0, 1, partial ? 0.25 : part);
+    kind.rope = read_scaling(config, rope, type, partial ? 0.25 : part, kind.key_width, context,
+                             family.has("fused-qkv") ? family.context : 0);
     if (kind.rope.rotary != 1 && !family.has("partial_rotary_factor"))
         fail("%s: partial_rotary_factor is not supported; supported is 1", name);
-    if (kind.rotary() % 2) fail("%s: of a head %d numbers turn, expected an even number", name, kind.rotary());
-    if (rope.find("factor") || type == "llama3" || type == "linear")
-        kind.rope.factor = rope.number("factor", 1e-6, 1e6);
-    if (type == "linear" || (type == "proportional" && kind.rope.factor != 1)) kind.rope.kind = RopeScaling::linear;
-    if (type == "llama3" || type == "yarn" || type == "longrope")
-        read_stretched(config, rope, family, context, type, kind);
     if (!family.has("llama_4_scaling_beta")) return;
     kind.rope.query_growth = rope.number("llama_4_scaling_beta", 0, 1e3);
     kind.rope.original_context = rope.integer("original_max_position_embeddings", 1, 1 << 30, context);
-}
-
-// How far the layers look back that look furthest; 0: some to the first position.
-inline int widest_window(const std::vector<Kind> &kinds) {
-    int widest = 0;
-    for (const Kind &kind : kinds) widest = std::max(widest, kind.window ? kind.window : INT_MAX);
-    return widest == INT_MAX ? 0 : widest;
 }
 
 // Which layers RoPE turns: not each fourth one of SmolLM3, and of Granite 4 all or none.
@@ -486,7 +393,7 @@ inline std::vector<bool> read_turning(const Section &config, const Family &famil
     std::vector<bool> turning((size_t)layers, true);
     if (family.has("position_embedding_type")) {
         const std::string type = config.text("position_embedding_type", "");
-        if (!type.empty()) require_known(config, "position_embedding_type", type, "rope nope");
+        if (!type.empty()) config.require_known("position_embedding_type", type, "rope nope");
         turning.assign((size_t)layers, type == "rope");
         config.need("num_local_experts"), config.need("layer_types");  // or there are 8, and no layer attends
     }
@@ -533,6 +440,7 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
             fail("%s: layer_types has sliding_attention, but use_sliding_window and sliding_window give no window",
                  config.name.c_str());
     }
+    if (family.has("gemma4")) windows.back() = 0;  // whatever the config says, the last sees everything
     return windows;
 }
 
@@ -580,13 +488,13 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
     const std::vector<int> windows = read_windows(config, family, turning);
     const int own = out.layers - config.integer("num_kv_shared_layers", 0, out.layers - 1, 0);
     const Section by_layer = config.section("per_layer_config");
-    std::vector<const char *> keys((size_t)out.layers);  // "05" is layer 5
+    std::vector<Section> of_layer((size_t)out.layers, {config.name, nullptr});  // "05" is layer 5
     for (const cJSON *item : items_of(by_layer.object)) {
         const std::string key = item->string;
         const size_t layer = strtoull(item->string, nullptr, 10);
-        if (key.find_first_not_of("0123456789") != std::string::npos || layer >= keys.size())
+        if (key.find_first_not_of("0123456789") != std::string::npos || layer >= of_layer.size())
             by_layer.refuse(printable(key).c_str(), item, formatted("layers from 0 to %d as keys", out.layers - 1));
-        keys[layer] = item->string;
+        of_layer[layer] = by_layer.section(item->string);
     }
     const cJSON *thetas = family.has("layer_rope_theta") ? config.find("layer_rope_theta") : nullptr;
     if (thetas && (!cJSON_IsArray(thetas) || cJSON_GetArraySize(thetas) != out.layers))
@@ -594,9 +502,8 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
     const cJSON *theta = thetas ? thetas->child : nullptr;
     for (int layer = 0; layer < out.layers; layer++) {
         Kind kind = common;
-        kind.window = gemma4 && layer == out.layers - 1 ? 0 : windows[(size_t)layer];  // the last sees everything
-        const char *key = keys[(size_t)layer];
-        const Section mine = key ? by_layer.section(key) : Section{config.name, nullptr};
+        kind.window = windows[(size_t)layer];
+        const Section &mine = of_layer[(size_t)layer];
         mine.refuse_others("head_dim num_key_value_heads", "no such key: all layers have it in common");
         if (gemma4 && !kind.window && !by_layer.object && !config.has_null("per_layer_config")) {
             kind.key_width = config.integer("global_head_dim", 1, max_size, 512);
@@ -605,7 +512,7 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
         }
         kind.kv_heads = mine.integer("num_key_value_heads", 1, max_size, kind.kv_heads);
         kind.value_width = kind.key_width = mine.integer("head_dim", 1, max_size, kind.key_width);
-        check_heads((mine.object ? mine : config).name.c_str(), out.heads, kind);
+        check_heads(mine.name.c_str(), out.heads, kind);
         read_rope(config, family, out.context, kind);
         if (theta && !(cJSON_IsNumber(theta) && theta->valuedouble >= 0 && theta->valuedouble <= 1e15))
             config.refuse("layer_rope_theta", theta, "numbers from 0 to 1e15");
@@ -659,7 +566,7 @@ inline void read_factors(const Section &config, const Family &family, Config &ou
     const int least = out.per_layer ? out.vocabulary : 0;
     out.layer_vocabulary = config.integer("vocab_size_per_layer_input", least, max_size, family.vocabulary);
     const std::string both_ways = config.text("use_bidirectional_attention", "vision");  // among an image's tokens
-    require_known(config, "use_bidirectional_attention", both_ways, "vision");
+    config.require_known("use_bidirectional_attention", both_ways, "vision");
     out.keys_are_values = config.flag("attention_k_eq_v", false);
     if (config.flag("use_double_wide_mlp", false)) out.shared_ffn = 2 * out.ffn;
 }
@@ -681,14 +588,14 @@ inline Config parse_config(const std::string &name, const std::string &text, con
         out.dtype = section.text("dtype", section.text("torch_dtype", out.dtype));
     if (out.dtype.rfind("torch.", 0) == 0) out.dtype = out.dtype.substr(6);
     if (out.dtype == "auto") out.dtype = "";  // as it is stored
-    if (!out.dtype.empty()) require_known(config, "dtype", out.dtype, "float32 float16 bfloat16");
+    if (!out.dtype.empty()) config.require_known("dtype", out.dtype, "float32 float16 bfloat16");
     const bool gelu = family.has("gelu");
     const char *key = gelu ? "hidden_activation" : "hidden_act", *other = gelu ? "hidden_act" : "hidden_activation";
     std::string activation = config.text(key, gelu ? "gelu_pytorch_tanh" : "silu");
     if (config.text(other, activation) != activation)
         config.refuse(other, config.find(other), activation + ", as " + key + " says");
     if (activation == "swish") activation = "silu";  // two names: x * sigmoid(x)
-    require_known(config, key, activation, "silu gelu_pytorch_tanh");
+    config.require_known(key, activation, "silu gelu_pytorch_tanh");
     out.gelu = activation != "silu";
     for (const Section &section : {config, whole})
         if (const cJSON *item = section.find("quantization_config"))
@@ -774,6 +681,8 @@ struct Binder {
         auto found = table.tensors.find(named(name));
         return found == table.tensors.end() ? nullptr : &found->second;
     }
+    // Bytes that live as long as the model.
+    char *room(size_t bytes) { return model.copies.emplace_back(new char[bytes]).get(); }
     Tensor take(const std::string &llama_name, const std::vector<int64_t> &shape) {
         const std::string name = named(llama_name);
         const StoredTensor *stored = find(llama_name);
@@ -784,18 +693,14 @@ struct Binder {
             fail("%s: tensor %s has shape %s, config.json asks for %s", stored->file.c_str(), name.c_str(),
                  printable(json_of(stored->shape)).c_str(), json_of(shape).c_str());
         taken.insert(name);
-        static const std::map<std::string, DType> types = {
-            {"F32", DType::f32}, {"F16", DType::f16}, {"BF16", DType::bf16}};
-        auto type = types.find(stored->dtype);
+        const std::vector<std::string> types = {"F32", "F16", "BF16"};  // in the order of DType
+        const auto type = std::find(types.begin(), types.end(), stored->dtype);
         if (type == types.end())
             fail("%s: tensor %s has dtype %s, supported are F32 F16 BF16", stored->file.c_str(), name.c_str(),
                  printable(stored->dtype).c_str());
-        Tensor tensor{stored->data, type->second, shape.size() == 1 ? 1 : shape[0], shape.back()};
-        if ((uintptr_t)tensor.data % (uintptr_t)dtype_bytes(tensor.type)) {
-            model.copies.emplace_back(new char[stored->bytes]);
-            memcpy(model.copies.back().get(), stored->data, stored->bytes);
-            tensor.data = model.copies.back().get();
-        }
+        Tensor tensor{stored->data, (DType)(type - types.begin()), shape.size() == 1 ? 1 : shape[0], shape.back()};
+        if ((uintptr_t)tensor.data % (uintptr_t)dtype_bytes(tensor.type))
+            tensor.data = memcpy(room(stored->bytes), stored->data, stored->bytes);
         model.weight_bytes += (int64_t)stored->bytes;
         model.parameters += tensor.rows * tensor.cols;
         return tensor;
@@ -803,8 +708,7 @@ struct Binder {
     // A vector of float32 that is in no file as it is.
     template <class Number>
     Tensor made(int width, Number number) {
-        model.copies.emplace_back(new char[(size_t)width * sizeof(float)]);
-        float *copy = (float *)model.copies.back().get();
+        float *copy = (float *)room((size_t)width * sizeof(float));
         for (int i = 0; i < width; i++) copy[i] = number(i);
         return {copy, DType::f32, 1, width};
     }

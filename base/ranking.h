@@ -10,6 +10,9 @@
 
 #include "formats.h"
 
+// The likeliest token: where the largest logit is, the first of equals.
+inline int argmax(const float *logits, int count) { return (int)(std::max_element(logits, logits + count) - logits); }
+
 // e^x for x from -87 to 0, within two units of its last digit: x = n ln 2 + r, and e^r by its series. A compiler
 // computes several at a time in a loop of it, which it cannot with the library's, nor where x is bounded in here: of a
 // bound g++ makes a branch.

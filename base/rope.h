@@ -1,5 +1,5 @@
-// RoPE of long contexts: with which frequencies a head's pairs turn (layers.cu has the equation), and what queries are
-// multiplied with beside it.
+// RoPE of long contexts: with which frequencies a head's pairs turn (layers.cu has the equation), what queries are
+// multiplied with beside it, and how a config.json asks for this.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "formats.h"
+#include "json.h"
 
 // The frequency of pair i is f_i = theta^(-2i/rotary) radians a position. So that a model reads further than it was
 // trained at first, it is stretched; of a pair that turns n times within the original context to
@@ -70,8 +71,64 @@ inline std::vector<float> rope_frequencies(double theta, int rotary, const RopeS
 struct QueryScale {
     float turned = 1, growth = 0;
     int context = 1;
-    bool needed() const { return turned != 1 || growth != 0; }
+    HOST_DEVICE bool needed() const { return turned != 1 || growth != 0; }
     HOST_DEVICE float at(int position, bool turns) const {
+        if (!needed()) return 1;
         return (turns ? turned : 1) * (1 + growth * logf(1 + (float)(position / context)));
     }
 };
+
+// ---- From config.json --------------------------------------------------------------------------------------
+
+// llama3, yarn and longrope, which speak of an original context.
+inline void read_stretched(const Section &config, const Section &rope, const std::string &type, int context,
+                           int original, int pairs, RopeScaling &to) {
+    const char *name = rope.name.c_str(), *key = "original_max_position_embeddings";
+    if (!original) original = rope.integer(key, 1, 1 << 30, context);
+    to.original_context = config.integer(key, type == "longrope" ? 2 : 1, 1 << 30, original);
+    const double factor = rope.find("factor") ? to.factor : (double)context / to.original_context;
+    auto attention_factor = [&](double otherwise) {
+        to.attention_factor = rope.number("attention_factor", 1e-3, 1e3, factor <= 1 ? 1 : otherwise);
+    };
+    if (type == "longrope") {
+        to.kind = RopeScaling::longrope, to.factor = 1;
+        attention_factor(std::sqrt(1 + std::log(factor) / std::log(to.original_context)));
+        for (bool is_long : {false, true})
+            (is_long ? to.long_factors : to.short_factors) =
+                rope.numbers(is_long ? "long_factor" : "short_factor", pairs, 1e-6, 1e6);
+        return;
+    }
+    const bool yarn = type == "yarn";
+    const char *low = yarn ? "beta_slow" : "low_freq_factor", *high = yarn ? "beta_fast" : "high_freq_factor";
+    auto if_yarn = [&](double value) { return yarn ? std::optional<double>(value) : std::nullopt; };
+    to.kind = yarn ? RopeScaling::yarn : RopeScaling::llama3;
+    to.factor = factor;
+    to.low_turns = rope.number(low, 1e-6, 1e6, if_yarn(1)), to.high_turns = rope.number(high, 1e-6, 1e6, if_yarn(32));
+    if (to.high_turns <= to.low_turns)
+        fail("%s: %s is %g, expected more than %s, %g", name, high, to.high_turns, low, to.low_turns);
+    if (!yarn) return;
+    to.truncate = rope.flag("truncate", !rope.has_null("truncate"));
+    const double scale = rope.number("mscale", 0, 1e3, 0), all = rope.number("mscale_all_dim", 0, 1e3, 0);
+    auto grown = [&](double by) { return 1 + 0.1 * by * std::log(factor); };
+    attention_factor(scale && all ? grown(scale) / grown(all) : grown(1));
+}
+
+// What `rope`, a part of a config, asks for. `part`: of a head's numbers, those that turn where it is silent; `width`:
+// D; `context`: the model's; `original`: the only original one that its family has, or 0.
+inline RopeScaling read_scaling(const Section &config, const Section &rope, const std::string &type, double part,
+                                int width, int context, int original) {
+    const char *name = rope.name.c_str();
+    if (type == "dynamic")
+        fail("%s: rope_type dynamic is not supported: its frequencies change as a text grows, and %s", name,
+             "keys that a cache holds would be wrong");
+    rope.require_known("rope_type", type, "default linear llama3 proportional yarn longrope");
+    RopeScaling to;
+    (type == "proportional" ? to.turned : to.rotary) = rope.number("partial_rotary_factor", 0, 1, part);
+    const int rotary = (int)(width * to.rotary);
+    if (rotary % 2) fail("%s: of a head %d numbers turn, expected an even number", name, rotary);
+    if (rope.find("factor") || type == "llama3" || type == "linear") to.factor = rope.number("factor", 1e-6, 1e6);
+    if (type == "linear" || (type == "proportional" && to.factor != 1)) to.kind = RopeScaling::linear;
+    if (type == "llama3" || type == "yarn" || type == "longrope")
+        read_stretched(config, rope, type, context, original, rotary / 2, to);
+    return to;
+}

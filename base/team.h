@@ -83,7 +83,7 @@ struct Memory {
     virtual Room room() const = 0;
 };
 
-// Numbers there. resize() keeps none of them.
+// Numbers there. resize() keeps none of them; assign() takes others there.
 template <class T>
 struct Buffer {
     std::shared_ptr<void> memory;
@@ -96,6 +96,10 @@ struct Buffer {
         capacity = (double)more * sizeof(T) < of.room().bytes ? more : count;
         memory =
             of.reserve(capacity * sizeof(T), "the activations of this many tokens", "shorten the prompt or lower -c");
+    }
+    void assign(Memory &of, const std::vector<T> &numbers) {
+        resize(of, numbers.size());
+        of.write(data(), numbers.data(), numbers.size() * sizeof(T));
     }
 };
 

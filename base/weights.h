@@ -75,16 +75,12 @@ inline void write_int8(Cpu &cpu, Int8Block *to, const Tensor &matrix) {
 // matrices as int8. These are not looked up by token: a tied model's embedding then stays, and is no longer its head.
 inline std::shared_ptr<void> move_weights(Model &model, Machine &machine, bool to_int8) {
     constexpr size_t alignment = 256, piece = 64 << 20;
-    struct Place {
-        Tensor from;
-        size_t at;  // byte of the memory
-    };
     Memory &memory = std::visit([](auto &m) -> Memory & { return m; }, machine);
     auto moves = [&](const Tensor &tensor, bool matrix) { return tensor.data && (matrix || !to_int8); };
     auto moved = [&](Tensor tensor) { return tensor.type = to_int8 ? DType::int8 : tensor.type, tensor; };
 
     // A place for each tensor, once: a tied head is the embedding. The map has them in the order of the files.
-    std::map<const void *, Place> places;
+    std::map<const void *, std::pair<Tensor, size_t>> places;  // what, and to which byte of the memory
     size_t total = 0;
     for_each_tensor(model, [&](const Tensor &tensor, bool matrix) {
         if (!moves(tensor, matrix) || places.count(tensor.data)) return;
@@ -102,10 +98,11 @@ inline std::shared_ptr<void> move_weights(Model &model, Machine &machine, bool t
     // In pieces, so that Ctrl-C is heard. A file's pages are not kept once they were read.
     Progress progress("weights", (double)total / 1e6, "MB");
     for (auto &[data, place] : places) {
-        const size_t bytes = stored_bytes(moved(place.from));
-        if (to_int8) write_int8(std::get<Cpu>(machine), (Int8Block *)(start + place.at), place.from);
+        const size_t bytes = stored_bytes(moved(place.first));
+        char *to = start + place.second;
+        if (to_int8) write_int8(std::get<Cpu>(machine), (Int8Block *)to, place.first);
         for (size_t at = 0; !to_int8 && at < bytes && !interrupted(); at += piece)
-            memory.write(start + place.at + at, (const char *)data + at, std::min(piece, bytes - at));
+            memory.write(to + at, (const char *)data + at, std::min(piece, bytes - at));
         stop_if_interrupted();
         Progress::add((double)bytes / 1e6);
         for (const Mapping &file : model.files) forget_pages(file);
@@ -115,10 +112,7 @@ inline std::shared_ptr<void> move_weights(Model &model, Machine &machine, bool t
     std::set<const void *> counted;
     model.weight_bytes = 0;
     for_each_tensor(model, [&](Tensor &tensor, bool matrix) {
-        if (moves(tensor, matrix)) {
-            const char *there = start + places.at(tensor.data).at;
-            tensor = moved(tensor), tensor.data = there;
-        }
+        if (moves(tensor, matrix)) tensor = moved(tensor), tensor.data = start + places.at(tensor.data).second;
         if (tensor.data && counted.insert(tensor.data).second) model.weight_bytes += (int64_t)stored_bytes(tensor);
     });
     return weights;

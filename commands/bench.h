@@ -160,8 +160,7 @@ inline void fill(Engine &engine, Cache &cache, int depth) {
     std::mt19937 random(0);
     for (float &number : numbers) number = (float)random() * 0x1p-31f - 1;
     Buffer<float> there;
-    there.resize(engine.memory(), numbers.size());
-    engine.memory().write(there.data(), numbers.data(), numbers.size() * sizeof(float));
+    there.assign(engine.memory(), numbers);
     for (int sequence = 0; sequence < (int)cache.lengths.size();) {
         Batch batch;
         int count = std::min(chunk, depth - cache.lengths[sequence]);

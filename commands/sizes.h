@@ -12,33 +12,6 @@ struct CacheSizes {
     std::vector<LayerRows> rows;        // (layers of these kinds)
 };
 
-// What Transformers takes where a config is silent, as those of models that also see mostly are.
-struct Defaults {
-    const char *model_type;
-    int layers, hidden, heads, kv_heads, head_dim, context;  // kv_heads, head_dim 0: as in Family
-    int window, pattern;  // every pattern-th layer sees everything, the others look back over the window; 0: none does
-};
-constexpr Defaults known_defaults[] = {
-    {"llama", 32, 4096, 32, 0, 0, 2048, 0, 0},
-    {"mistral", 32, 4096, 32, 8, 0, 131072, 4096, 0},
-    {"mixtral", 32, 4096, 32, 8, 0, 131072, 0, 0},
-    {"phi3", 32, 3072, 32, 0, 0, 4096, 0, 0},
-    {"phimoe", 32, 4096, 32, 8, 0, 131072, 0, 0},
-    {"starcoder2", 30, 3072, 24, 2, 0, 4096, 0, 0},
-    {"qwen2", 32, 4096, 32, 32, 0, 32768, 4096, 0},
-    {"qwen3", 32, 4096, 32, 32, 128, 32768, 4096, 0},
-    {"gemma", 28, 3072, 16, 16, 256, 8192, 0, 0},
-    {"gemma2", 26, 2304, 8, 4, 256, 8192, 4096, 2},
-    {"gemma3_text", 26, 2304, 8, 4, 256, 131072, 4096, 6},
-    {"gemma4_text", 30, 2304, 8, 4, 256, 131072, 512, 6},
-    {"cohere2", 40, 8192, 64, 0, 0, 8192, 4096, 4},
-};
-
-// Others whose heads have a width of their own, hidden_size / heads only by chance: it must be said.
-const char fixed_width[] =
-    "ernie4_5 gemma3n_text glm glm4 gpt_oss helium internlm3 llama4_text minimax_m2 ministral3 nemotron_h "
-    "qwen3_5_text qwen3_5_moe_text qwen3_next seed_oss vaultgemma";
-
 // Whether `text` has one of the parts, words with a blank between.
 inline bool has_part(const std::string &text, const char *parts) {
     const std::vector<std::string> words = split(parts);
@@ -120,7 +93,7 @@ constexpr LayerNumbers layer_numbers[] = {
 };
 
 // Of each layer; empty: the config names none.
-inline std::vector<Sees> layers_named(const Section &config, const std::string &model_type, int layers) {
+inline std::vector<Sees> layers_named(const Section &config, const Family &family, int layers) {
     std::vector<Sees> sees;
     for (const LayerWords &known : layer_words) {
         const cJSON *list = config.find(known.key);
@@ -135,8 +108,7 @@ inline std::vector<Sees> layers_named(const Section &config, const std::string &
             const std::string &word = words[(size_t)i % words.size()];
             if (has_part(word, "indexed sparse")) config.need("index_head_dim");
             const bool last = word == "L" && i + 1 == layers;  // of EXAONE 4 sees everything
-            const bool hybrid = word == "hybrid" && has_part(model_type, "zamba");
-            if (last || hybrid || has(known.all, word))
+            if (last || (word == "hybrid" && family.has("hybrid")) || has(known.all, word))
                 sees.push_back(Sees::all);
             else if (has(known.window, word) || has(known.nothing, word))
                 sees.push_back(has(known.window, word) ? Sees::window : Sees::nothing);
@@ -156,7 +128,7 @@ inline std::vector<Sees> layers_named(const Section &config, const std::string &
         return sees;
     }
     const bool period = config.find("attn_layer_period");  // Jamba; the other is Qwen3-Next's
-    if (model_type == "zamba" || (!period && !config.find("full_attention_interval"))) return sees;
+    if (family.has("hybrid") || (!period && !config.find("full_attention_interval"))) return sees;
     int every = config.integer(period ? "attn_layer_period" : "full_attention_interval", 1, max_layers);
     int first = config.integer("attn_layer_offset", 0, max_layers, period ? 0 : every - 1);
     for (int i = 0; i < layers; i++) sees.push_back(i % every == first ? Sees::all : Sees::nothing);
@@ -200,46 +172,44 @@ inline std::vector<int> read_own_heads(const Section &config, int heads, std::ve
 
 // `model_type`: whose defaults count. A config inside another must say all that has none.
 inline void read_any_sizes(Section config, const std::string &model_type, bool inside, CacheSizes &out) {
-    Defaults known = {};
-    for (const Defaults &defaults : known_defaults)
-        if (model_type == defaults.model_type) known = defaults;
+    Family known = {};
+    for (const Family &family : families)
+        if (model_type == family.model_type) known = family;
+    for (const Family &other : others)
+        if (has(other.model_type, model_type)) known = other;
+    const bool numbers = known.context > 0;  // of the family are known, not its words alone
+    // To families that leave the number of heads to a config, Transformers gives the shape of the first Llama, 7B.
+    auto if_7b = [&](int value) { return numbers && !known.heads ? std::optional<int>(value) : std::nullopt; };
     // The first of these spellings that is there; without `otherwise` one must be.
     auto size = [&](std::initializer_list<const char *> keys, int most, std::optional<int> otherwise = {}) {
         for (const char *key : keys)
             if (config.find(key)) return config.integer(key, 1, most);
         return config.integer(*keys.begin(), 1, most, otherwise);
     };
-    auto or_none = [](int value) { return value ? std::optional<int>(value) : std::nullopt; };
-    const int layers =
-        size({"num_hidden_layers", "n_layer", "n_layers", "num_layers"}, max_layers, or_none(known.layers));
+    const int layers = size({"num_hidden_layers", "n_layer", "n_layers", "num_layers"}, max_layers, if_7b(32));
     out.context = size({"max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length",
                         "model_max_length"},
                        1 << 30, known.context);
-    std::vector<Sees> sees = layers_named(config, model_type, layers);
-    refuse_unknown_shape(config, !sees.empty() || model_type == "falcon_h1");  // all its layers attend
+    std::vector<Sees> sees = layers_named(config, known, layers);
+    refuse_unknown_shape(config, !sees.empty() || known.has("all-attend"));
 
-    const bool gemma4 = model_type == "gemma4_text";
     Kind all, local;
-    int &window = local.window = config.has_null("sliding_window") ? 0 : known.window;
+    int &window = local.window = config.has_null("sliding_window") ? 0 : std::max(0, known.window);
     for (const char *key : {"window_size", "attention_window_size", "sliding_window_size", "sliding_window"})
         if (config.find(key)) window = config.integer(key, 0, 1 << 30);
-    if (model_type == "qwen2" || model_type == "qwen3") {
+    if (numbers && (sees.empty() || known.has("some-slide"))) {
         sees.clear();
-        for (const Family &family : families) {
-            if (family.model_type != model_type) continue;
-            for (int back : read_windows(config, family, std::vector<bool>((size_t)layers, true)))
-                sees.push_back(back ? Sees::window : Sees::all);
+        for (int back : read_windows(config, known, read_turning(config, known, layers))) {
+            sees.push_back(back ? Sees::window : Sees::all);
+            if (back) window = back;
         }
     } else if (sees.empty()) {
-        if (!config.flag("use_sliding_window", true) || (!known.layers && window >= out.context)) window = 0;
-        int pattern =
-            size({"sliding_window_pattern", "_sliding_window_pattern"}, max_layers, known.layers ? known.pattern : -1);
+        if (!config.flag("use_sliding_window", true) || window >= out.context) window = 0;
+        const int pattern = size({"sliding_window_pattern", "_sliding_window_pattern"}, max_layers, -1);
         if (window && pattern < 0)
             config.refuse("sliding_window", config.find("sliding_window"),
                           "layer_types beside it: which layers slide?");
-        for (int i = 1; i <= layers; i++)
-            sees.push_back(!window || (pattern > 0 && i % pattern == 0) || (gemma4 && i == layers) ? Sees::all
-                                                                                                   : Sees::window);
+        for (int i = 1; i <= layers; i++) sees.push_back(!window || i % pattern == 0 ? Sees::all : Sees::window);
     }
     if (!window && std::count(sees.begin(), sees.end(), Sees::window)) config.need("sliding_window");
 
@@ -252,16 +222,16 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
         all.key_width = config.integer("kv_lora_rank", 1, max_size) + config.integer("qk_rope_head_dim", 0, max_size);
     } else {
         if (index_width) config.need("kv_lora_rank");
-        const int heads =
-            size({"num_attention_heads", "n_head", "n_heads", "num_heads"}, max_size, or_none(known.heads));
+        const std::optional<int> usual = known.heads ? std::optional<int>(known.heads) : if_7b(32);
+        const int heads = size({"num_attention_heads", "n_head", "n_heads", "num_heads"}, max_size, usual);
         own_heads = read_own_heads(config, heads, sees);
         std::optional<int> kv_heads = heads;
         if (!config.has_null("num_key_value_heads") && known.kv_heads) kv_heads = known.kv_heads;
-        if (inside && !known.layers && !config.has_null("num_key_value_heads")) kv_heads = {};
+        if (inside && !numbers && !config.has_null("num_key_value_heads")) kv_heads = {};
         const Section attention = config.section("attn_config");  // MPT, DBRX
         if (attention.object) refuse_unknown_shape(attention, false);
-        const bool falcon = model_type == "falcon" || model_type == "gpt_bigcode";
-        const bool one = (config.flag("multi_query", falcon) && !config.flag("new_decoder_architecture", false)) ||
+        const bool multi_query = config.flag("multi_query", known.has("multi-query"));
+        const bool one = (multi_query && !config.flag("new_decoder_architecture", false)) ||
                          attention.text("attn_type", "") == "multiquery_attention";
         if (one || *std::max_element(own_heads.begin(), own_heads.end()))
             all.kv_heads = 1;
@@ -273,8 +243,8 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
             all.kv_heads = size({"num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv"}, max_size, kv_heads);
         all.key_width = size({"head_dim", "kv_channels", "attention_head_dim"}, max_size, known.head_dim);
         if (!all.key_width) {
-            const int hidden = size({"hidden_size", "n_embd", "n_embed", "d_model"}, max_size, or_none(known.hidden));
-            if (hidden % heads || has(fixed_width, model_type)) config.need("head_dim");
+            const int hidden = size({"hidden_size", "n_embd", "n_embed", "d_model"}, max_size, if_7b(4096));
+            if (hidden % heads || known.has("own-width")) config.need("head_dim");
             all.key_width = hidden / heads;
         }
         all.value_width = values && !is_neutral(values, 0) ? size({"v_head_dim"}, max_size) : all.key_width;
@@ -286,9 +256,10 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
     take(config, "swa_num_key_value_heads", {&local.kv_heads});
     take(config, "swa_head_dim", {&local.key_width, &local.value_width});
     take(config, "swa_v_head_dim", {&local.value_width});
-    if (gemma4 && !by_layer.object) all.key_width = all.value_width = 512;
+    if (known.has("per_layer_config") && !by_layer.object) all.key_width = all.value_width = 512;
     take(config, "global_head_dim", {&all.key_width, &all.value_width});
-    if (config.flag("attention_k_eq_v", !gemma4)) take(config, "num_global_key_value_heads", {&all.kv_heads});
+    if (config.flag("attention_k_eq_v", !known.has("attention_k_eq_v")))
+        take(config, "num_global_key_value_heads", {&all.kv_heads});
     const int shared = config.integer("num_kv_shared_layers", 0, layers, 0);  // the last ones: they store nothing
     // "shared": finds rows by the keys of a layer before
     const std::vector<const cJSON *> indexers = config.by_layer("indexer_types", layers, " names");
