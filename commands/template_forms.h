@@ -10,7 +10,7 @@
 // standing  with ~ between: how the quoted texts begin that together lead it where no system is given; %: the date
 // words     bos: it begins so
 //           trim: white space goes from both ends of what is said; whole: after folding; trim-answer, trim-system (end)
-//           first, last: the system is folded into that message of the user; none: it is refused; always: "" if not given
+//           first, last: the system is folded into that user message; none: it is refused; always: "" if not given
 //           no-empty, default: an empty system is left out, is as none given; no-slashes: /think in it is refused
 //           drop: an answer loses what stands up to its last </think>; lines, blanks: and newlines before, white space
 //           around the rest; but-last: the last one does not; channels: it loses <|channel>...<channel|>
@@ -48,7 +48,7 @@ const Form forms[] = {
      "You are a helpful AI assistant named SmolLM, trained by Hugging Face. Your",
      "trim-system default no-slashes lines-first"},
     {"llama2", "`<<SYS>>\n`~`[INST] `~` [/INST]`~@strip~!`<<SYS>>`", "{bos}[INST] {} [/INST]", " {} {eos}",
-     "<<SYS>>\n{}\n<</SYS>>\n\n", "", "first whole mute"},
+     "<<SYS>>\n{}\n<</SYS>>\n\n", "", "bos first whole mute"},
     {"llama3", "`<|start_header_id|>`~<|eot_id|>~@trim~!Cutting Knowledge~!tool~!function", llama3, "", "", "",
      "bos trim"},
     {"llama3.1", "`Cutting Knowledge Date: December 2023\n`~!`%~`26 Jul 2024`~<|eot_id|>~@trim~!image", llama3, "",

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes tests/fixtures/chat_templates.json: what Transformers makes of conversations with the chat templates of models.
+"""Writes tests/fixtures/chat_templates.json: what Transformers makes of conversations with models' chat templates.
 
     python3 weights_tools/make_templates.py DIR [--out tests/fixtures/chat_templates.json]
 
-DIR holds a template for each name in TOKENS and UNKNOWN: NAME.jinja, which is chat_template.jinja of that checkpoint, or
-"chat_template" of its tokenizer_config.json. Needs transformers (made with 5.24). The templates are programs of others
+DIR holds a template for each name in TOKENS and UNKNOWN: NAME.jinja, which is chat_template.jinja of that checkpoint,
+or "chat_template" of its tokenizer_config.json. Needs transformers (made with 5.24). The templates are programs of others
 and stay out of the fixture. It has
 
     today           the date of all texts
@@ -52,9 +52,10 @@ TOKENS = {  # template: the name of its form, and the tokens that begin and end 
     "OLMo-2-1124-7B-Instruct": ("olmo2", OLMO), "Llama-3.1-Tulu-3-8B": ("olmo2", LLAMA3),
     "TinyLlama-1.1B-Chat-v1.0": ("zephyr", LLAMA2),
 }
-UNKNOWN = ["fireworks-ai-llama-3-firefunction-v2", "Llama-3.2-11B-Vision-Instruct", "MiniCPM3-4B", "openbmb-MiniCPM5-1B",
-           "llama-cpp-deepseek-r1", "openai-gpt-oss-120b", "CohereForAI-c4ai-command-r7b-12-2024-tool_use", "GLM-4.6", "moonshotai-Kimi-K2",
-           "Qwen-QwQ-32B", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "NVIDIA-Nemotron-Nano-v2", "MadeAgents-Hammer2.1",
+UNKNOWN = ["fireworks-ai-llama-3-firefunction-v2", "Llama-3.2-11B-Vision-Instruct", "MiniCPM3-4B",
+           "openbmb-MiniCPM5-1B", "llama-cpp-deepseek-r1", "openai-gpt-oss-120b",
+           "CohereForAI-c4ai-command-r7b-12-2024-tool_use", "GLM-4.6", "moonshotai-Kimi-K2", "Qwen-QwQ-32B",
+           "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "NVIDIA-Nemotron-Nano-v2", "MadeAgents-Hammer2.1",
            "unsloth-Apriel-1.5", "Bielik-11B-v3.0-Instruct", "meetkai-functionary-medium-v3.2"]
 # What stands in an extract beside the quoted texts.
 WORDS = {"bos_token", "eos_token", "trim", "strip", "lstrip", "rstrip", "split", "replace", "strftime_now",
