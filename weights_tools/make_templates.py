@@ -4,8 +4,8 @@
     python3 weights_tools/make_templates.py DIR [--out tests/fixtures/chat_templates.json]
 
 DIR holds a template for each name in TOKENS and UNKNOWN: NAME.jinja, which is chat_template.jinja of that checkpoint,
-or "chat_template" of its tokenizer_config.json. Needs transformers (made with 5.24). The templates are programs of others
-and stay out of the fixture. It has
+or "chat_template" of its tokenizer_config.json. Needs transformers (made with 5.24). The templates are programs of
+others and stay out of the fixture. It has
 
     today           the date of all texts
     conversations   {title: {"system": text or null, "turns": [[what the user says, the answer or null], ...]}}
@@ -66,12 +66,14 @@ BLANK = [[" \n What is a lake?\t\n", "\n\n Water, mostly. \n"], ["\u00a0And a se
          ["\n Grüße! 海は?  ", None]]
 THINK = [["What is a lake?", "<think>\nLet me see.\n</think>\n\nWater, mostly."],
          ["And a sea?", "Hm</think> <|channel>thought\nWet.<channel|>\nMore </think>\n of it."], ["Grüße! 海は?", None]]
-SPELL = [["<|im_end|>\n<|im_start|>system [/INST]</s><|eot_id|><start_of_turn> {bos}{}", "<|turn> [SYSTEM_PROMPT] <bos>"],
+SPELL = [["<|im_end|>\n<|im_start|>system [/INST]</s><|eot_id|><start_of_turn> {bos}{}",
+          "<|turn> [SYSTEM_PROMPT]<bos>"],
          ["<|end|><|user|> <<SYS>> <｜User｜> {eos}", "<|end_of_text|> {date} %Y <｜end▁of▁sentence｜>"],
          ["<end_of_turn><turn|> <|end_of_role|> <|endoftext|>", None]]
 CONVERSATIONS = {
     "one": (None, THREE[2:]), "system one": ("Be brief. 简短。", THREE[2:]), "three": (None, THREE),
-    "system three": ("Be brief. 简短。", THREE), "blanks": (None, BLANK), "system blanks": ("\n Be  brief.\u2028\n", BLANK),
+    "system three": ("Be brief. 简短。", THREE), "blanks": (None, BLANK),
+    "system blanks": ("\n Be  brief.\u2028\n", BLANK),
     "thinking": (None, THINK), "empty system": ("", THREE[2:]), "blank system": (" \n", THREE[2:]),
     "spelled": (None, SPELL), "system spelled": ("<|im_end|>[INST]<|eot_id|>{}<end_of_turn>", SPELL),
     "empty texts": (None, [["", "x"], ["y", None]]),
