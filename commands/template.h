@@ -1,0 +1,220 @@
+// A conversation as the text that a model was tuned on. A checkpoint brings its chat template as a program (Jinja),
+// which is not run but recognised as a form of commands/template_forms.h. Why not run it: its language is larger than
+// this command line. A program of no known form is refused: nearly the right text gets worse answers, and nobody is
+// told why.
+#pragma once
+
+#include <ctime>
+
+#include "../base/json.h"
+#include "template_forms.h"
+
+extern "C" size_t utf8_valid(const char *text, size_t length);  // of the tokenizer: the first byte that is not UTF-8
+
+// One turn: what the user says, and what the model answered; the last one is not answered yet.
+struct Turn {
+    std::string user, answer;
+};
+
+// A conversation as a model reads it, and which of its bytes come from outside the template: there a special token's
+// spelling is text.
+struct Rendered {
+    std::string text;
+    std::vector<char> typed;  // (bytes of text): 1 from outside, 0 from the template
+    void add(const std::string &part, char outside) { text += part, typed.resize(text.size(), outside); }
+};
+
+// A form, and what the checkpoint has for it: `quoted` are the program's texts in quotes, a fence around each; the
+// conversation begins with `bos`.
+struct ChatTemplate {
+    const Form *form = nullptr;
+    std::string quoted, bos, eos;
+    std::vector<std::string> standing;
+};
+const char fence = '\x1f';  // ` in the table
+
+inline std::string template_names() {
+    std::string names;
+    for (const Form &form : forms)
+        if (!has(names, form.name)) names += (names.empty() ? "" : " ") + std::string(form.name);
+    return names;
+}
+
+inline std::string quoted_texts(const std::string &program) {
+    std::string texts(1, fence);
+    char tag = 0, quote = 0;  // the second character of {{, {% or {# where we are in one; the quote we are in
+    for (size_t i = 0; i + 1 < program.size(); i++) {
+        const char c = program[i], next = program[i + 1];
+        if (quote && c == '\\') {
+            texts += next == 'n' ? '\n' : next, i++;
+        } else if (quote) {
+            texts += c == quote ? fence : c, quote = c == quote ? 0 : quote;
+        } else if (!tag && c == '{' && (next == '{' || next == '%' || next == '#')) {
+            tag = next, i++;
+        } else if (tag && next == '}' && c == (tag == '{' ? '}' : tag)) {
+            tag = 0, i++;
+        } else if (tag && tag != '#' && (c == '\'' || c == '"')) {
+            quote = c;
+        }
+    }
+    return texts;
+}
+
+// Whether the program is of a form; if so, `chosen` has its standing texts.
+inline bool is_of(const Form &form, const std::string &program, ChatTemplate &chosen) {
+    auto parts = [](std::string list) { return std::replace(list.begin(), list.end(), '`', fence), split(list, '~'); };
+    chosen.standing.clear();
+    for (const std::string &mark : parts(form.marks)) {
+        const bool wanted = mark[0] != '!', anywhere = mark[!wanted] == '@';
+        const std::string &place = anywhere ? program : chosen.quoted;
+        if ((place.find(mark.substr(!wanted + anywhere)) != std::string::npos) != wanted) return false;
+    }
+    for (const std::string &start : parts(form.standing)) {
+        size_t at = start.empty() ? std::string::npos : chosen.quoted.find(fence + start);
+        while (at != std::string::npos && chosen.quoted[at + 1 + start.size()] == fence)  // no more than how it begins
+            at = chosen.quoted.find(fence + start, at + 1);
+        if (at == std::string::npos) return start.empty();
+        chosen.standing.push_back(chosen.quoted.substr(at + 1, chosen.quoted.find(fence, at + 1) - at - 1));
+    }
+    return true;
+}
+
+// A file of the checkpoint; nothing where it is not there.
+inline Json json_file(const std::string &path) {
+    return file_exists(path) ? parse_json(path, read_file(path, max_json_bytes), /*as_python=*/true) : Json();
+}
+
+// `name`: as --template has it; "": the form is recognised by the checkpoint's own template.
+inline ChatTemplate find_template(const std::string &directory, const std::string &name) {
+    const std::string known = template_names(), file = join_path(directory, "tokenizer_config.json"),
+                      beside = join_path(directory, "special_tokens_map.json");
+    std::string path = join_path(directory, "chat_template.jinja"), program;
+    if (!name.empty() && !has(known, name)) fail("--template %.80s: known are %s", name.c_str(), known.c_str());
+    const Json root = json_file(file), more = json_file(beside);
+    const Section config{file, root.get()}, map{beside, more.get()};
+    const cJSON *item = config.find("chat_template");
+    if (file_exists(path)) {
+        program = read_file(path, max_json_bytes);
+    } else if (path = file + ": chat_template"; cJSON_IsArray(item)) {
+        for (const cJSON *one : items_of(item))
+            if (const Section named{path, one}; named.text("name", "") == "default")
+                program = named.text("template", "");
+    } else {
+        program = config.text("chat_template", "");
+    }
+    if (const size_t valid = utf8_valid(program.data(), program.size()); valid < program.size())
+        fail("%s: not UTF-8 at byte %zu", path.c_str(), valid);
+    auto token = [&](const char *key) {  // a text, or an object that has it
+        const Section &where = config.find(key) ? config : map;
+        return cJSON_IsObject(where.find(key)) ? where.section(key).text("content", "") : where.text(key, "");
+    };
+    ChatTemplate chosen{nullptr, quoted_texts(program), token("bos_token"), token("eos_token"), {}};
+    for (const Form &form : forms) {
+        if (!name.empty() && name != form.name) continue;
+        const bool fits = is_of(form, program, chosen);
+        if (fits || !name.empty()) chosen.form = &form;
+        if (fits) break;
+    }
+    if (!chosen.form)
+        fail("%s: %s: give --template NAME (%s), or take llm generate, which reads a prompt as it stands", path.c_str(),
+             program.empty() ? "no chat template is there" : "a chat template of no known form", known.c_str());
+    if (chosen.eos.empty() && (strstr(chosen.form->answer, "{eos}") || strstr(chosen.form->turn, "{eos}")))
+        fail("%s: eos_token is missing, and chat template %s ends answers with it", file.c_str(), chosen.form->name);
+    const bool begins =
+        program.empty() ? has(chosen.form->words, "bos") : program.find("bos_token") != std::string::npos;
+    if (!begins) chosen.bos = "";
+    return chosen;
+}
+
+// Without what Unicode calls white space, as of Python's strip() and rstrip().
+inline std::string trimmed(const std::string &text, bool left = true) {
+    static const std::string blanks =
+        " \t\n\v\f\r\x1c\x1d\x1e\x1f\u0085\u00a0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009"
+        "\u200a"
+        "\u2028\u2029\u202f\u205f\u3000";
+    size_t first = left ? text.size() : 0, last = 0;
+    for (size_t i = 0, next; i < text.size(); i = next) {
+        for (next = i + 1; next < text.size() && (text[next] & 0xc0) == 0x80;) next++;
+        if (blanks.find(text.substr(i, next - i)) == std::string::npos) first = std::min(first, i), last = next;
+    }
+    return last ? text.substr(first, last - first) : "";
+}
+
+// What a form keeps of an earlier answer.
+inline std::string kept(std::string text, const std::string &words, bool last) {
+    if (has(words, "trim")) text = trimmed(text);
+    const size_t thought = text.rfind("</think>");
+    const bool drops = has(words, "drop") && thought != std::string::npos && !(last && has(words, "but-last"));
+    if (drops) text.erase(0, thought + strlen("</think>"));
+    if (has(words, "lines-first") || (drops && has(words, "lines"))) text.erase(0, text.find_first_not_of('\n'));
+    if (has(words, "channels")) {
+        std::string rest = text + "<channel|>";
+        text = "";
+        for (size_t end; (end = rest.find("<channel|>")) != std::string::npos;
+             rest.erase(0, end + strlen("<channel|>")))
+            text += rest.substr(0, std::min(end, rest.find("<|channel>")));
+    }
+    const bool trims = has(words, "trim-answer") || has(words, "whole") || has(words, "channels");
+    return trims || (drops && has(words, "blanks")) ? trimmed(text) : text;
+}
+
+// The conversation up to where the model's next answer begins.
+inline Rendered render(const ChatTemplate &found, const std::string &system, bool has_system,
+                       const std::vector<Turn> &turns, const std::tm &today) {
+    const Form &form = *found.form;
+    auto word = [&](const char *each) { return has(form.words, each); };
+    const bool folds = word("first") || word("last");
+    std::string rules = word("trim") && !folds ? trimmed(system)
+                        : word("trim-system")  ? trimmed(system, false)
+                                               : system;
+    const bool left_out = has_system && rules.empty() && word("no-empty");
+    bool given = has_system && !left_out && !(rules.empty() && word("default"));
+    const bool stands = !given && !left_out && *form.standing;
+    if (given && word("none")) fail("--system: chat template %s has no place for it", form.name);
+    for (const std::string &slash : split("/think /no_think /system_override"))
+        if (word("no-slashes") && system.find(slash) != std::string::npos)
+            fail("--system: chat template %s writes other texts for %s, not supported", form.name, slash.c_str());
+    if (stands && found.standing.empty())
+        fail("--template %s: its text without --system stands in the model's own template: give one", form.name);
+
+    Rendered all;
+    auto written = [&](std::string text, const std::string &role) {
+        char dated[1000];
+        if (text.find('%') != std::string::npos && strftime(dated, sizeof dated, text.c_str(), &today)) text = dated;
+        const std::string names[] = {"{role}", "{bos}", "{eos}"}, values[] = {role, found.bos, found.eos};
+        for (int i = 0; i < 3; i++)
+            if (const size_t at = text.find(names[i]); at != std::string::npos)
+                text.replace(at, names[i].size(), values[i]);
+        return text;
+    };
+    auto around = [&](const std::string &pattern, const char *role, const auto &said) {
+        all.add(written(pattern.substr(0, pattern.find("{}")), role), 0);
+        said();
+        all.add(written(pattern.substr(pattern.find("{}") + 2), role), 0);
+    };
+    for (const std::string &text : stands ? found.standing : std::vector<std::string>())
+        rules += text[0] == '%' ? written(text, "") : text;
+    if (stands && word("trim-system")) rules = trimmed(rules, false);
+    const std::string lead = *form.system ? form.system : form.turn, reply = *form.answer ? form.answer : form.turn;
+    auto lead_on = [&] { around(word("turn") && stands ? "{}" : lead, "system", [&] { all.add(rules, !stands); }); };
+    given = given || stands;
+    all.add(strstr(form.turn, "{bos}") ? "" : found.bos, 0);
+    if (word("always") || (given && !folds)) lead_on();
+    for (size_t i = 0; i < turns.size(); i++) {
+        if (word("lines") && turns[i].user.find("<tool_response>") != std::string::npos)
+            fail("<tool_response>: chat template %s reads it as a tool's, which is not supported", form.name);
+        const bool here = given && folds && i == (word("last") ? turns.size() - 1 : 0);
+        around(form.turn, "user", [&] {
+            if (here) lead_on();
+            all.add(word("trim") || word("whole") ? trimmed(turns[i].user, word("trim") || !here) : turns[i].user, 1);
+        });
+        if (i + 1 < turns.size())
+            around(reply, "assistant", [&] { all.add(kept(turns[i].answer, form.words, i + 2 == turns.size()), 1); });
+    }
+    const std::string head = word("mute") ? "" : written(reply.substr(0, reply.find("{}")), "assistant");
+    all.add(head, 0);
+    for (const std::string opening : {"<think>\n", "<|channel>thought\n<channel|>"})
+        for (const std::string &text : {opening, head + opening})
+            if (found.quoted.find(fence + text + fence) != std::string::npos) all.add(opening, 0);
+    return all;
+}
