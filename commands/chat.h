@@ -27,6 +27,9 @@ struct Chat {
     std::tm today = {};                                   // of the chat's beginning, for templates that say it
 };
 
+// Of a model that was not tuned for chat: its answer is the rest of a line.
+inline bool is_plain(const Chat &chat) { return has("plain", chat.form.form->name); }
+
 // ---- The ids of a turn -----------------------------------------------------------------------------------------------
 
 // As far as a conversation has the text so far, it keeps its ids: those that a model writes need not be the ones that
@@ -39,7 +42,7 @@ inline std::vector<int> ids_of(Chat &chat, const Rendered &asked) {
     const auto [bytes, count] = chat.borders.empty() ? std::pair<size_t, size_t>{} : chat.borders.back();
     const Tokenizer *tokenizer = chat.session.tokenizer.get();
     std::vector<int> ids(chat.session.tokens.begin(), chat.session.tokens.begin() + (int64_t)count);
-    if (count == 0 && chat.form.plain()) {  // no template that says what a text begins with
+    if (count == 0 && is_plain(chat)) {  // no template that says what a text begins with
         ids = encode(tokenizer, "");
         ids.resize((size_t)tokenizer_before(tokenizer));
     }
@@ -194,10 +197,10 @@ inline Chat open_chat(const Options &options) {
     Session &session = chat.session;
     Config &config = session.engine.model.config;
     add_end(options, session.tokenizer.get(), config);
-    const std::string after = chat.form.after_answer();  // what ends an answer ends it also where no config says so
+    const std::string after = end_of_answer(chat.form);  // what ends an answer ends it also where no config says so
     if (!after.empty()) {
         const int end = encode(session.tokenizer.get(), after, "the template", std::string(after.size(), 0).data())[0];
-        if (chat.form.plain() || tokenizer_is_special(session.tokenizer.get(), end)) config.end_ids.push_back(end);
+        if (is_plain(chat) || tokenizer_is_special(session.tokenizer.get(), end)) config.end_ids.push_back(end);
     }
     const bool endless = options.when_full == "ring";
     Options all = options;
@@ -235,7 +238,7 @@ inline int run_chat(const Options &options) {
         file = std::make_unique<RowFile>(options.dump_logits, chat.session.engine.model.config.vocabulary);
         dump = [&](const std::vector<float> &rows) { file->add(rows); };
     }
-    if (lines.on_terminal) note(formatted("template %s; /help says what else there is", chat.form.name()));
+    if (lines.on_terminal) note(formatted("template %s; /help says what else there is", chat.form.form->name));
     for (std::string line; lines.next(line) && line != "/bye";) {
         if (line.empty() || (line[0] == '/' && !obey(chat, line))) continue;
         if (line[0] != '/') chat.turns.push_back({line, ""});

@@ -33,6 +33,13 @@ struct ChatTemplate {
 };
 const char fence = '\x1f';  // ` in the table
 
+// What a model writes behind its answer.
+inline std::string end_of_answer(const ChatTemplate &found) {
+    const std::string answer = *found.form->answer ? found.form->answer : found.form->turn;
+    const std::string end = answer.substr(answer.find("{}") + 2);
+    return end.rfind("{eos}", 0) == 0 ? found.eos : end;
+}
+
 inline std::string template_names() {
     std::string names;
     for (const Form &form : forms)

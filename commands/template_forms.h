@@ -96,5 +96,6 @@ const Form forms[] = {
     {"olmo2", "`<|user|>\n`~`<|assistant|>\n`~`\n`~@eos_token~!<|end|>", "<|{role}|>\n{}\n", "<|{role}|>\n{}{eos}\n",
      "", "", "bos"},
     {"zephyr", "`<|user|>\n`~`<|assistant|>`~!`\n`~@eos_token", "<|{role}|>\n{}{eos}\n", "", "", "", ""},
+    {"plain", "@{# of a model that was not tuned for chat #}", "{}", "{}\n", "{}\n", "", ""},
 };
 // clang-format on
