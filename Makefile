@@ -95,7 +95,7 @@ run: all
 	@./llm generate -n 200 -p "$(PROMPT)"
 	@echo; echo "Without and with, side by side:  ./llm diff -n 200 -p \"$(PROMPT)\""; echo
 	@./llm diff -n 200 -p "$(PROMPT)"
-	@echo; echo "What happened there: docs/01_a_word.md, the first of twelve short chapters."
+	@echo; echo "What happened there: docs/01_a_word.md, the first of thirteen short chapters."
 
 plain: need
 	$(AGAIN) found llm-plain

@@ -190,7 +190,7 @@ public:
 inline Chat open_chat(const Options &options) {
     const std::string directory = checkpoint_directory(options);
     const std::string builtin = options.has("-m") ? "" : "plain";  // was not tuned for chat
-    ChatTemplate form = find_template(directory, options.has("--template") ? options.chat_template : builtin);
+    ChatTemplate form = find_template(directory, options.chat_template.empty() ? builtin : options.chat_template);
     Chat chat{{open_engine(options, directory), open_tokenizer(options, directory)}, std::move(form), options};
     const std::time_t time = std::time(nullptr);
     chat.today = *std::localtime(&time);

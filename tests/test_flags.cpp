@@ -311,7 +311,7 @@ TEST_CASE("a flag of another command is refused with those that know it") {
 TEST_CASE("what is near is suggested, what is not is not") {
     for (auto &[words, expected] : std::vector<std::pair<std::string, std::string>>{
              {"genrate",
-              "genrate: expected one of: generate diff eval bench batch memory show tokenize info; did you mean "
+              "genrate: expected one of: generate chat diff eval bench batch memory show tokenize info; did you mean "
                          "generate?"},
              {"difff -h", "; did you mean diff?"},
              {"generate --tmp 1", "--tmp: unknown flag; did you mean --temp? (llm generate --help lists all)"},
@@ -326,7 +326,7 @@ TEST_CASE("what is near is suggested, what is not is not") {
              {"generate -", "-: unknown flag (llm"},
              {"generate --", "--: unknown flag (llm"},
              {"tokenize --toleranse", "--toleranse: unknown flag (llm"},  // which only diff has
-             {"run", "run: expected one of: generate diff eval bench batch memory show tokenize info (llm --help"},
+             {"run", "run: expected one of: generate chat diff eval bench batch memory show tokenize info (llm --help"},
          }) {
         std::string line = refusal(split(words));
         check_contains(line, expected);
@@ -339,13 +339,13 @@ TEST_CASE("flags that other programs have: what does the same here, or that noth
     for (auto &[words, expected] : std::vector<std::pair<std::string, std::string>>{
              {"generate --temperature 1", "--temperature: unknown flag; here it is --temp (llm generate --help lists"},
              {"generate --temperature=1", "--temperature: unknown flag; here it is --temp ("},
-             {"diff --temperature 1", "; here it is --temp, which belongs to: generate bench ("},
+             {"diff --temperature 1", "; here it is --temp, which belongs to: generate chat bench ("},
              {"generate --max_new_tokens 5", "; here it is -n ("},
              {"generate --n-predict 5", "; here it is -n ("},
              {"bench -b 5", "-ub"},
              {"generate -ngl 99", "-ngl: unknown flag; the whole model is on one device: --device"},
-             {"generate -cnv", "there is no chat"},
-             {"generate -i", "there is no chat"},
+             {"generate -cnv", "llm chat is for conversations"},
+             {"generate -i", "llm chat is for conversations"},
              {"generate --stop x", "requests of llm batch may name texts that end them"},
              {"generate --repeat-penalty 1.1", "--min-p"},
              {"generate --repetition_penalty 1.1", "--min-p"},
@@ -432,10 +432,10 @@ TEST_CASE("flags that make no sense, contradict each other or would have no effe
             check_refused(start_of(command) + each.words, each.parts);
     for (const std::string &command : split(texts))
         check_refused({command}, {"no prompt", "-p TEXT", "-f FILE", "--ids 1,2,3"});
-    check_refused({}, {"no command", "generate diff", "llm --help"});
+    check_refused({}, {"no command", "generate chat diff", "llm --help"});
     check_refused({"help", "genrate"}, {"genrate: expected one of: generate", "did you mean generate?"});
-    check_refused({""}, {"expected one of: generate diff"});
-    check_refused({"-p", "hi"}, {"-p: expected one of: generate diff"});
+    check_refused({""}, {"expected one of: generate chat diff"});
+    check_refused({"-p", "hi"}, {"-p: expected one of: generate chat diff"});
     check_refused({"--json"}, {"--json: expected one of"});
     for (const std::string &words :
          Words{"--page 9", "--window 9 --sinks 2", "--cache ring -c 9", "--cache paged --page 3"})
