@@ -21,7 +21,7 @@ struct Chat {
     ChatTemplate form;
     Options options;
     std::vector<Turn> turns = {};
-    std::string text = {};  // what the tokens read as, without what ended the answer
+    std::string text = {};                                // what the tokens read as, without what ended the answer
     std::vector<std::pair<size_t, size_t>> borders = {};  // (bytes of it, tokens) before and behind each answer
     int dropped = 0;                                      // turns, of the oldest
     std::tm today = {};                                   // of the chat's beginning, for templates that say it
@@ -30,7 +30,8 @@ struct Chat {
 // Of a model that was not tuned for chat: its answer is the rest of a line.
 inline bool is_plain(const Chat &chat) { return has("plain", chat.form.form->name); }
 
-// ---- The ids of a turn -----------------------------------------------------------------------------------------------
+// ---- The ids of a turn
+// -----------------------------------------------------------------------------------------------
 
 // As far as a conversation has the text so far, it keeps its ids: those that a model writes need not be the ones that
 // their text would become. What is new begins behind an answer, or before one, where the template begins anew.
@@ -62,8 +63,11 @@ inline Rendered ask(Chat &chat, std::vector<int> &ids) {
         ids = ids_of(chat, asked);
         if ((int64_t)ids.size() + room <= limit) return asked;
         if (o.when_full != "drop" || chat.turns.size() < 2)
-            throw Error(formatted("the context is full: %zu tokens with this turn, it holds %d: /undo, raise -c, or take "
-                                  "--when-full drop or ring", ids.size(), limit), 1);
+            throw Error(
+                formatted("the context is full: %zu tokens with this turn, it holds %d: /undo, raise -c, or take "
+                          "--when-full drop or ring",
+                          ids.size(), limit),
+                1);
         chat.turns.erase(chat.turns.begin());
         chat.dropped++;
     }
@@ -84,7 +88,8 @@ inline int keep_same(Cache &cache, const std::vector<int> &held, const std::vect
     return same;
 }
 
-// ---- A turn ----------------------------------------------------------------------------------------------------------
+// ---- A turn
+// ----------------------------------------------------------------------------------------------------------
 
 // The text of an answer. One that ends within a character loses the ids of its last one: so many `count` then.
 inline std::string answer_of(const Session &session, size_t &count) {
@@ -141,7 +146,8 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
     return report;
 }
 
-// ---- The picture of a cache --------------------------------------------------------------------------------------------
+// ---- The picture of a cache
+// --------------------------------------------------------------------------------------------
 
 // A line for each kind of layers, of at most 64 marks: rows that hold a position of the conversation (#), some of which
 // do (+), and that are free (.). A ring begins again on the left; pages lie where there was one.
@@ -156,12 +162,14 @@ inline std::string picture_of(const Cache &cache) {
         for (int64_t i = 0; i * width < rows; i++)
             marks += held[i] >= std::min(width, rows - i * width) ? '#' : held[i] ? '+' : '.';
         all += formatted("%-10s %s  positions %d .. %d of %lld rows", name_of(store.layout), marks.c_str(), first,
-                         length - 1, (long long)rows) + "\n";
+                         length - 1, (long long)rows) +
+               "\n";
     }
     return all;
 }
 
-// ---- What is typed -----------------------------------------------------------------------------------------------------
+// ---- What is typed
+// -----------------------------------------------------------------------------------------------------
 
 // Lines from a pipe; on a terminal with editing and a history. Ctrl-C there gives up the line.
 class Lines {
@@ -185,7 +193,8 @@ public:
     }
 };
 
-// ---- llm chat ----------------------------------------------------------------------------------------------------------
+// ---- llm chat
+// ----------------------------------------------------------------------------------------------------------
 
 inline Chat open_chat(const Options &options) {
     const std::string directory = checkpoint_directory(options);
@@ -210,22 +219,26 @@ inline Chat open_chat(const Options &options) {
     expect_positions_of(session.engine, session.limit);
     for (const CacheChoice &choice : options.caches())
         session.caches.push_back(open_cache(options, session.engine, choice, session.limit));
-    if (!session.caches.empty())
-        session.drafter = open_drafter(options, session, session.caches[0], 1, session.limit);
+    if (!session.caches.empty()) session.drafter = open_drafter(options, session, session.caches[0], 1, session.limit);
     return chat;
 }
 
 // What a line that begins with / does; true: the last turn is to be answered.
 inline bool obey(Chat &chat, const std::string &line) {
     const bool any = !chat.turns.empty();
-    if (line == "/undo" && any) chat.turns.pop_back();
-    else if (line == "/again" && any) return chat.turns.back().answer.clear(), chat.options.seed++, true;
-    else if (line == "/undo" || line == "/again") note("there is no turn yet");
+    if (line == "/undo" && any)
+        chat.turns.pop_back();
+    else if (line == "/again" && any)
+        return chat.turns.back().answer.clear(), chat.options.seed++, true;
+    else if (line == "/undo" || line == "/again")
+        note("there is no turn yet");
     else if (line == "/cache")
         fputs(chat.session.caches.empty() ? "no cache\n" : picture_of(chat.session.caches[0]).c_str(), stderr);
     else
-        fputs("/undo   takes the last turn back\n/again  answers it anew\n/cache  shows where its rows are\n"
-              "/bye    ends the chat; Ctrl-C ends an answer\n", stderr);
+        fputs(
+            "/undo   takes the last turn back\n/again  answers it anew\n/cache  shows where its rows are\n"
+            "/bye    ends the chat; Ctrl-C ends an answer\n",
+            stderr);
     return false;
 }
 
@@ -244,8 +257,10 @@ inline int run_chat(const Options &options) {
         if (line[0] != '/') chat.turns.push_back({line, ""});
         try {
             const Report report = answer(chat, dump);
-            if (options.json) puts(report.json().c_str());
-            else fputs((painted("2", report.text, 2) + "\n").c_str(), stderr);
+            if (options.json)
+                puts(report.json().c_str());
+            else
+                fputs((painted("2", report.text, 2) + "\n").c_str(), stderr);
             flush_output();
         } catch (const Error &error) {
             if (!lines.on_terminal) throw;

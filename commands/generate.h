@@ -144,8 +144,10 @@ inline void note_template(const std::string &directory) {
         const Json root = parse_json(name, read_file(name, max_json_bytes), /*as_python=*/true);
         is_there = Section{name, root.get()}.find("chat_template");
     }
-    if (is_there) note("this model was tuned for chat: its template is not applied, the prompt is read as it stands "
-                        "(llm chat applies it)");
+    if (is_there)
+        note(
+            "this model was tuned for chat: its template is not applied, the prompt is read as it stands "
+            "(llm chat applies it)");
 }
 
 // Checks the prompt against the context and opens caches just large enough, unless -c says how large.

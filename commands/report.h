@@ -27,7 +27,8 @@ inline std::string joined(const std::vector<std::string> &items, const char *bet
     return all;
 }
 
-// Words on a terminal whose user did not set NO_COLOR (no-color.org) in green ("32"), red ("31") or dim ("2"), else as they are.
+// Words on a terminal whose user did not set NO_COLOR (no-color.org) in green ("32"), red ("31") or dim ("2"), else as
+// they are.
 inline std::string painted(const char *colour, const std::string &words, int stream = 1) {
     const char *none = getenv("NO_COLOR");
     const bool plain = !isatty(stream) || (none && *none) || words.empty();

@@ -312,7 +312,7 @@ TEST_CASE("what is near is suggested, what is not is not") {
     for (auto &[words, expected] : std::vector<std::pair<std::string, std::string>>{
              {"genrate",
               "genrate: expected one of: generate chat diff eval bench batch memory show tokenize info; did you mean "
-                         "generate?"},
+              "generate?"},
              {"difff -h", "; did you mean diff?"},
              {"generate --tmp 1", "--tmp: unknown flag; did you mean --temp? (llm generate --help lists all)"},
              {"generate --top_k 1", "did you mean --top-k?"},
