@@ -79,7 +79,8 @@ TEST_CASE("layouts give the same logits bit for bit at equal precision, for ever
         CAPTURE(name);
         Engine engine = engine_of(fixtures + name);
         check(engine, Int4{}, F16{});
-        if (has("llama_gqa_9_on_3 qwen3_layer_types gemma3 gemma4 granite granite_swa phi3 olmo2 ministral3 smollm3 lfm2",
+        if (has("llama_gqa_9_on_3 qwen3_layer_types gemma3 gemma4 granite granite_swa phi3 olmo2 ministral3 smollm3 "
+                "lfm2",
                 name))
             for_each_pair([&](const Precision &k, const Precision &v) { check(engine, k, v); });
     }
