@@ -30,8 +30,7 @@ struct Chat {
 // Of a model that was not tuned for chat: its answer is the rest of a line.
 inline bool is_plain(const Chat &chat) { return has("plain", chat.form.form->name); }
 
-// ---- The ids of a turn
-// -----------------------------------------------------------------------------------------------
+// ---- The ids of a turn ---------------------------------------------------------------------------------------------
 
 // As far as a conversation has the text so far, it keeps its ids: those that a model writes need not be the ones that
 // their text would become. What is new begins behind an answer, or before one, where the template begins anew.
@@ -88,8 +87,7 @@ inline int keep_same(Cache &cache, const std::vector<int> &held, const std::vect
     return same;
 }
 
-// ---- A turn
-// ----------------------------------------------------------------------------------------------------------
+// ---- A turn --------------------------------------------------------------------------------------------------------
 
 // The text of an answer. One that ends within a character loses the ids of its last one: so many `count` then.
 inline std::string answer_of(const Session &session, size_t &count) {
@@ -146,8 +144,7 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
     return report;
 }
 
-// ---- The picture of a cache
-// --------------------------------------------------------------------------------------------
+// ---- The picture of a cache ----------------------------------------------------------------------------------------
 
 // A line for each kind of layers, of at most 64 marks: rows that hold a position of the conversation (#), some of which
 // do (+), and that are free (.). A ring begins again on the left; pages lie where there was one.
@@ -168,8 +165,7 @@ inline std::string picture_of(const Cache &cache) {
     return all;
 }
 
-// ---- What is typed
-// -----------------------------------------------------------------------------------------------------
+// ---- What is typed -------------------------------------------------------------------------------------------------
 
 // Lines from a pipe; on a terminal with editing and a history. Ctrl-C there gives up the line.
 class Lines {
@@ -193,8 +189,7 @@ public:
     }
 };
 
-// ---- llm chat
-// ----------------------------------------------------------------------------------------------------------
+// ---- llm chat ------------------------------------------------------------------------------------------------------
 
 inline Chat open_chat(const Options &options) {
     const std::string directory = checkpoint_directory(options);
