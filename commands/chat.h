@@ -89,19 +89,29 @@ inline int keep_same(Cache &cache, const std::vector<int> &held, const std::vect
 
 // ---- A turn --------------------------------------------------------------------------------------------------------
 
-// The text of an answer. One that ends within a character loses the ids of its last one: so many `count` then.
+// The text of an answer behind its prompt. One that ends within a character loses the ids of its last one: so many
+// `count` then.
 inline std::string answer_of(const Session &session, size_t &count) {
+    auto text_of = [&](size_t end) {
+        return decode(session.tokenizer.get(), {session.tokens.begin(), session.tokens.begin() + (int64_t)end});
+    };
+    const size_t begin = text_of((size_t)session.prompt).size();
+    const std::string broken = "\xef\xbf\xbd";  // U+FFFD
     for (;; count--) {
-        TextStream stream(session.tokenizer.get());
-        std::string text;
-        for (size_t i = 0; i < count; i++) {
-            const std::string piece = stream.next(session.tokens[i]);
-            if ((int)i >= session.prompt) text += piece;
-        }
-        text += stream.flush();
-        const std::string broken = "\xef\xbf\xbd";  // U+FFFD
-        if ((int)count <= session.prompt || text.size() < 3 || text.substr(text.size() - 3) != broken) return text;
+        const std::string all = text_of(count), text = all.substr(std::min(begin, all.size()));
+        const bool whole = text.size() < broken.size() || text.substr(text.size() - broken.size()) != broken;
+        if (whole || (int)count <= session.prompt) return text;
     }
+}
+
+// Takes the answer that stands behind the prompt. What a template gets of it is its text by itself, as it would be
+// decoded elsewhere: without the blank that a word of SentencePiece begins with, which the template writes.
+inline void take_answer(Chat &chat, size_t count) {
+    chat.text += answer_of(chat.session, count);
+    const std::vector<int> &tokens = chat.session.tokens;
+    const std::vector<int> own(tokens.begin() + chat.session.prompt, tokens.begin() + (int64_t)count);
+    chat.turns.back().answer = decode(chat.session.tokenizer.get(), own);
+    chat.borders.push_back({chat.text.size(), count});
 }
 
 // Answers the last turn. What it says of it: on the terminal a line, with --json all.
@@ -119,10 +129,8 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
     };
     const Generation result = generate(session, chat.options, dump, show);
     if (result.text.empty() || result.text.back() != '\n') show("\n");
-    size_t count = session.tokens.size() - (result.stop == "end id");
-    Turn &turn = chat.turns.back();
-    turn.answer = answer_of(session, count);
-    chat.text += turn.answer, chat.borders.push_back({chat.text.size(), count});
+    take_answer(chat, session.tokens.size() - (result.stop == "end id"));
+    const Turn &turn = chat.turns.back();
     const double first = result.prefill_seconds;
     Report report;
     report.add("turn", (int)chat.turns.size() + chat.dropped).show("kept", kept, "kept %d");
@@ -153,14 +161,14 @@ inline std::string picture_of(const Cache &cache) {
     for (const Store &store : cache.stores) {
         const int64_t rows = store.view.keys.rows_per_layer, width = std::max<int64_t>(1, (rows + 63) / 64);
         std::vector<int> held((size_t)(rows / width + 1), 0);
-        const int length = cache.lengths[0], first = first_kept(cache, store, 0);
+        const int length = cache.lengths[0], first = std::min(length, first_kept(cache, store, 0));
         for (int t = first; t < length; t++) held[(size_t)(row_of(store, 0, t) / width)]++;
         std::string marks;
         for (int64_t i = 0; i * width < rows; i++)
             marks += held[i] >= std::min(width, rows - i * width) ? '#' : held[i] ? '+' : '.';
-        all += formatted("%-10s %s  positions %d .. %d of %lld rows", name_of(store.layout), marks.c_str(), first,
-                         length - 1, (long long)rows) +
-               "\n";
+        all += formatted("%-10s %s  %d positions from %d on, in %lld rows", name_of(store.layout), marks.c_str(),
+                         length - first, first, (long long)rows);
+        all += "\n";
     }
     return all;
 }

@@ -85,9 +85,7 @@ static Tokens ids_after(Chat &chat, const Tokens &answer, const std::string &use
     chat.session.tokens = ids, chat.session.prompt = (int)ids.size();
     chat.text = asked.text, chat.borders.push_back({asked.text.size(), ids.size()});
     for (int id : answer) chat.session.tokens.push_back(id);
-    size_t count = chat.session.tokens.size();
-    chat.turns.back().answer = answer_of(chat.session, count);
-    chat.text += chat.turns.back().answer, chat.borders.push_back({chat.text.size(), count});
+    take_answer(chat, chat.session.tokens.size());
     chat.turns.push_back({user, ""});
     ask(chat, ids);
     return ids;
@@ -123,6 +121,37 @@ TEST_CASE("an answer that ends with a token of the next turn's beginning stays w
     const Tokens ids = ids_after(chat, answer, "Three");
     CHECK(text_of(chat, ids) == "One two.\n\nThree");
     CHECK(std::equal(answer.begin(), answer.end(), ids.begin() + (int64_t)encode(tokenizer, "One").size()));
+}
+
+TEST_CASE("a template that ends with a space, and one that writes a space before an answer, keep the answer's ids") {
+    static const Form spaced = {"spaced", "", "User: {}\n", "Assistant: {}\n", "", "", ""};
+    Chat chat = plain_chat();
+    const Tokenizer *tokenizer = chat.session.tokenizer.get();
+    chat.form.form = &spaced;
+    chat.turns.push_back({"Hi", ""});
+    Tokens answer = encode(tokenizer, "village");
+    answer.erase(answer.begin());
+    Tokens ids = ids_after(chat, answer, "Bye");
+    CHECK(text_of(chat, ids) == "User: Hi\nAssistant: village\nUser: Bye\nAssistant: ");
+    CHECK(std::search(ids.begin(), ids.end(), answer.begin(), answer.end()) == ids.begin() + chat.session.prompt);
+    CHECK(chat.borders.size() == 2);  // nothing was encoded anew
+
+    chat = plain_chat();
+    char error[200];
+    chat.session.tokenizer.reset(tokenizer_load("tests/fixtures/tokenizers/llama2.json", nullptr, error, sizeof error));
+    REQUIRE(chat.session.tokenizer);
+    chat.session.engine.model.config.vocabulary = 1 << 20;
+    chat.form = find_template("weights_tools/builtin", "mistral-v3");
+    chat.form.bos = "<s>", chat.form.eos = "</s>";
+    chat.turns.push_back({"sea", ""});
+    const int word = tokenizer_find(chat.session.tokenizer.get(), "▁return");
+    REQUIRE(word >= 0);
+    ids = ids_after(chat, {word}, "and");
+    CHECK(chat.turns[0].answer == "return");  // and not with the blank
+    CHECK(chat.borders.size() == 2);
+    CHECK(ids[chat.session.prompt] == word);
+    CHECK(std::count(ids.begin(), ids.end(), tokenizer_find(chat.session.tokenizer.get(), "<s>")) == 1);
+    CHECK(std::count(ids.begin(), ids.end(), tokenizer_find(chat.session.tokenizer.get(), "</s>")) == 1);
 }
 
 TEST_CASE("an answer that ends within a character ends before it") {
