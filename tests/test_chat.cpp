@@ -258,12 +258,16 @@ TEST_CASE("the last turn has the logits of its ids read whole, in every layout a
 }
 
 TEST_CASE("a chat that computes everything anew writes the same, and keeps nothing") {
-    const std::vector<Json> cached = chat(story, {"-n", "20"}), naive = chat(story, {"-n", "20", "--cache", "none"});
+    const std::vector<Json> cached = chat(story, {"-n", "99"}), naive = chat(story, {"-n", "99", "--cache", "none"});
+    int ended = 0;
     for (int turn = 0; turn < 3; turn++) {
         CHECK(ids(cached[turn], "tokens") == ids(naive[turn], "tokens"));
         CHECK(number(naive[turn], "kept") == 0);
+        ended += text(naive[turn], "stop") == "end id";
+        CHECK(!contains(text(naive[turn], "text"), "\n"));  // what ends an answer is not of it
         CHECK(number(naive[turn], "read") == number(cached[turn], "kept") + number(cached[turn], "read"));
     }
+    CHECK(ended == 3);
 }
 
 TEST_CASE("turns can be taken back and answered anew") {
@@ -290,7 +294,17 @@ TEST_CASE("a full context ends the chat, drops the oldest turns, or is a ring") 
     const std::vector<Json> dropped = chat(story + story, small + Words{"--when-full", "drop"});
     REQUIRE(dropped.size() == 6);
     double all = 0;
-    for (const Json &turn : dropped) {
+    const TokenizerPointer tokenizer = load_tokenizer("weights_tools/builtin");
+    const std::vector<std::string> users = split(story + story, '\n');
+    std::string whole;  // the conversation: a turn sees the end of it
+    for (size_t i = 0; i < dropped.size(); i++) {
+        const Json &turn = dropped[i];
+        Tokens seen = ids(turn, "prompt_tokens");
+        seen.erase(seen.begin());  // what begins a text
+        const std::string end = decode(tokenizer.get(), seen);
+        whole += users[i];
+        CHECK((end.size() <= whole.size() && whole.substr(whole.size() - end.size()) == end));
+        whole += text(turn, "text") + "\n";
         CHECK(number(turn, "kept") + number(turn, "read") + (double)ids(turn, "tokens").size() <= 40);
         CHECK(text(turn, "stop") != "context full");
         all += number(turn, "dropped_turns");
