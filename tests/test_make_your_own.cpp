@@ -148,7 +148,7 @@ static const Built &built() {
         for (const std::string &page : {built.precision.text, slurp(family_page)})
             for (const auto &[file, diff] : changes_of(page))
                 spill(scratch / file, patched(diff, slurp(scratch / file)));
-        std::string enter = "cd " + scratch.string() + " && ", libraries = " -lcjson -lonig -lutf8proc";
+        std::string enter = "cd " + scratch.string() + " && ", libraries = " -lcjson -lonig -lutf8proc -ledit";
         std::string c = compile + "-x c -std=c11 ";
         built.program =
             shell(enter + c + "tokenizer.c -c -o tokenizer.o && " + c + "base/tokenizer_json.c -c -o tokenizer_json.o");
