@@ -290,8 +290,8 @@ inline double draw(uint64_t seed, int position) {
 // The token after `position`. At temperature 0 the likeliest one, the first of equals. Otherwise drawn from
 // softmax(logits / T) after top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024) have cut its
 // tail. A point is drawn in the sum of what is kept: the token is the one that it falls on, from the likeliest on.
-// Probabilities are float32, and base/ranking.h sums them in buckets where others sort: where the point falls within
-// 10^-6 of the border of two tokens, the other one of them may be drawn than by the definition in double precision.
+// Probabilities are float32, and base/ranking.h sums them in buckets where others sort: where the point or a cut falls
+// within 10^-6 of the border of two tokens, another one may be drawn than by the definition in double precision.
 inline int sample(const Sampler &sampler, const std::vector<float> &logits, int position) {
     if (sampler.temperature == 0) return argmax(logits.data(), (int)logits.size());
     const float largest = largest_logit(logits), scale = (float)std::min(1 / sampler.temperature, (double)FLT_MAX);
