@@ -294,17 +294,11 @@ inline double draw(uint64_t seed, int position) {
 // within 10^-6 of the border of two tokens, another one may be drawn than by the definition in double precision.
 inline int sample(const Sampler &sampler, const std::vector<float> &logits, int position) {
     if (sampler.temperature == 0) return argmax(logits.data(), (int)logits.size());
-    const float largest = largest_logit(logits), scale = (float)std::min(1 / sampler.temperature, (double)FLT_MAX);
-    std::vector<float> p(logits.size());  // not normalised: the likeliest has 1, none has less than e^-87
-    for (size_t i = 0; i < p.size(); i++) p[i] = std::max(-87.0f, (logits[i] - largest) * scale);
-    for (float &x : p) x = exp_below_one(x);
-    double likely = 0;  // the sum of what min-p keeps
-    for (size_t i = 0; sampler.min_p > 0 && i < p.size(); i++) likely += p[i] >= sampler.min_p ? p[i] : 0;
-    const Ranking ranking(logits, std::move(p));
+    const Ranking ranking(logits, (float)std::min(1 / sampler.temperature, (double)FLT_MAX), sampler.min_p);
     const bool some = sampler.top_k > 0 && (size_t)sampler.top_k < logits.size();
     double kept = some ? ranking.sum_of((size_t)sampler.top_k) : ranking.total;
     if (sampler.top_p < 1) kept = ranking.find([&](double sum) { return sum >= sampler.top_p * kept; }).sum;
-    if (sampler.min_p > 0) kept = std::min(kept, likely);
+    if (sampler.min_p > 0) kept = std::min(kept, ranking.likely);
     const double point = draw(sampler.seed, position) * kept;
     return ranking.find([&](double sum) { return sum > point; }).token;
 }

@@ -5,6 +5,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -25,23 +26,47 @@ inline float exp_below_one(float x) {
     return bit_cast<float>(bit_cast<uint32_t>(power) + (bit_cast<uint32_t>(shifted) << 23));
 }
 
+// The largest of some numbers, several at a time.
+inline float largest_logit(const std::vector<float> &numbers) {
+    constexpr size_t side = 16;
+    float largest[side];
+    std::fill(largest, largest + side, -INFINITY);
+    size_t whole = numbers.size() / side * side;
+    for (size_t i = 0; i < whole; i += side)
+        for (size_t j = 0; j < side; j++) largest[j] = std::max(largest[j], numbers[i + j]);
+    for (size_t i = whole; i < numbers.size(); i++) largest[0] = std::max(largest[0], numbers[i]);
+    return *std::max_element(largest, largest + side);
+}
+
 // From the likeliest token to the least likely, the first of equals first. They are put into buckets by the size of p,
-// 128 for each factor of 2, and only a bucket in which something is looked for is sorted.
+// 32 for each factor of 2, and only a bucket in which something is looked for is sorted. p: the probability, not
+// normalised: the likeliest token has 1, none has less than e^-87. Of equals in float32, the one of the larger logit is
+// likelier.
 class Ranking {
 public:
-    double total = 0;
-    // p (token): probability, not normalised: the likeliest has 1. Of equals in float32, the one of the larger logit is
-    // likelier.
-    Ranking(const std::vector<float> &logits, std::vector<float> p)
-        : logits_(logits), p_(std::move(p)), bucket_(p_.size()), sums_(buckets) {
-        for (size_t i = 0; i < p_.size(); i++) {
-            const uint32_t below_one = bit_cast<uint32_t>(1.0f) - bit_cast<uint32_t>(p_[i]);  // bits are ordered as p
-            bucket_[i] = (uint16_t)std::min((int)(below_one >> 16), last);
+    double total = 0;   // of all p
+    double likely = 0;  // of those that are `least` or more
+    // scale: 1 / temperature. Stretch by stretch, as it stays in the L1 while it is gone through.
+    Ranking(const std::vector<float> &logits, float scale, double least)
+        : logits_(logits), largest_(largest_logit(logits)), scale_(scale), bucket_(logits.size()), sums_(buckets) {
+        constexpr size_t stretch = 1024;
+        std::vector<std::array<double, ways>> sums(buckets);
+        float p[stretch];
+        for (size_t i = 0; i < logits.size(); i += stretch) {
+            const size_t count = std::min(stretch, logits.size() - i), whole = count / ways * ways;
+            for (size_t j = 0; j < count; j++) p[j] = exponent(logits[i + j]);
+            for (size_t j = 0; j < count; j++) p[j] = exp_below_one(p[j]);
+            for (size_t j = 0; least > 0 && j < count; j++) likely += p[j] >= least ? p[j] : 0;
+            uint16_t *bucket = &bucket_[i];
+            for (size_t j = 0; j < count; j++) {
+                const uint32_t below_one = bit_cast<uint32_t>(1.0f) - bit_cast<uint32_t>(p[j]);  // bits rise with p
+                bucket[j] = (uint16_t)std::min((int)(below_one >> 18), last);
+            }
+            for (size_t j = 0; j < whole; j += ways)
+                for (size_t way = 0; way < ways; way++) sums[bucket[j + way]][way] += p[j + way];
+            for (size_t j = whole; j < count; j++) sums[bucket[j]][0] += p[j];
         }
-        // Four sums a bucket: one would wait for each addition where neighbours fall into the same.
-        std::vector<std::array<double, 4>> sums(buckets);
-        for (size_t i = 0; i < p_.size(); i++) sums[bucket_[i]][i % 4] += p_[i];
-        for (int b = 0; b < buckets; b++) total += sums_[b] = sums[b][0] + sums[b][1] + sums[b][2] + sums[b][3];
+        for (int b = 0; b < buckets; b++) total += sums_[b] = std::accumulate(sums[b].begin(), sums[b].end(), 0.0);
     }
     struct Place {
         int token = 0;
@@ -58,7 +83,7 @@ public:
             std::sort(tokens.begin(), tokens.end());
             place.sum = sum;
             for (auto &[minus_logit, token] : tokens) {
-                place = {token, place.sum + p_[token]};
+                place = {token, place.sum + exp_below_one(exponent(-minus_logit))};
                 if (reached(place.sum)) return place;
             }
         }
@@ -73,20 +98,22 @@ public:
         for (; counts[b] < count; count -= counts[b++]) sum += sums_[b];
         auto tokens = tokens_of(b);
         std::partial_sort(tokens.begin(), tokens.begin() + count, tokens.end());
-        for (size_t i = 0; i < count; i++) sum += p_[tokens[i].second];
+        for (size_t i = 0; i < count; i++) sum += exp_below_one(exponent(-tokens[i].first));
         return sum;
     }
 
 private:
-    static constexpr int buckets = 40 * 128, last = buckets - 1;  // the last one: all below 2^-40
+    static constexpr int buckets = 40 * 32, last = buckets - 1;  // the last one: all below 2^-40
+    static constexpr size_t ways = 4;  // sums a bucket: one would wait for each addition where neighbours share it
     const std::vector<float> &logits_;
-    std::vector<float> p_;
+    const float largest_, scale_;
     std::vector<uint16_t> bucket_;
     std::vector<double> sums_;  // (bucket): of p
+    float exponent(float logit) const { return std::max(-87.0f, (logit - largest_) * scale_); }  // p is e^ this
     std::vector<std::pair<float, int>> tokens_of(int bucket) const {  // -logit, token: sorted, the likeliest is first
         std::vector<std::pair<float, int>> tokens;
-        for (size_t i = 0, end; i < p_.size(); i = end) {  // most stretches hold none: several compared at a time
-            end = std::min(p_.size(), i + 64);
+        for (size_t i = 0, end; i < bucket_.size(); i = end) {  // most stretches hold none: several compared at a time
+            end = std::min(bucket_.size(), i + 64);
             uint16_t some = 0;
             for (size_t j = i; j < end; j++) some |= bucket_[j] == (uint16_t)bucket;
             for (size_t j = some ? i : end; j < end; j++)
@@ -95,15 +122,3 @@ private:
         return tokens;
     }
 };
-
-// The largest of some numbers, several at a time.
-inline float largest_logit(const std::vector<float> &numbers) {
-    constexpr size_t side = 16;
-    float largest[side];
-    std::fill(largest, largest + side, -INFINITY);
-    size_t whole = numbers.size() / side * side;
-    for (size_t i = 0; i < whole; i += side)
-        for (size_t j = 0; j < side; j++) largest[j] = std::max(largest[j], numbers[i + j]);
-    for (size_t i = whole; i < numbers.size(); i++) largest[0] = std::max(largest[0], numbers[i]);
-    return *std::max_element(largest, largest + side);
-}
