@@ -16,15 +16,20 @@
 #include "draft.h"
 #include "template.h"
 
+// Where an answer begins or ends: so many bytes and tokens of the conversation stand before.
+struct Border {
+    size_t bytes, tokens;
+};
+
 struct Chat {
     Session session;  // its tokens: all that was read, and the last answer
     ChatTemplate form;
     Options options;
     std::vector<Turn> turns = {};
-    std::string text = {};                                // what the tokens read as, without what ended the answer
-    std::vector<std::pair<size_t, size_t>> borders = {};  // (bytes of it, tokens) before and behind each answer
-    int dropped = 0;                                      // turns, of the oldest
-    std::tm today = {};                                   // of the chat's beginning, for templates that say it
+    size_t dropped = 0;                      // turns, of the oldest
+    std::string text = {};                   // what the tokens read as, without what ended the answer
+    std::vector<Border> borders = {{0, 0}};  // of it
+    std::tm today = {};                      // of the chat's beginning, for templates that say it
 };
 
 // Of a model that was not tuned for chat: its answer is the rest of a line.
@@ -32,43 +37,51 @@ inline bool is_plain(const Chat &chat) { return has("plain", chat.form.form->nam
 
 // ---- The ids of a turn ---------------------------------------------------------------------------------------------
 
-// As far as a conversation has the text so far, it keeps its ids: those that a model writes need not be the ones that
-// their text would become. What is new begins behind an answer, or before one, where the template begins anew.
-inline std::vector<int> ids_of(Chat &chat, const Rendered &asked) {
-    const std::string &before = chat.text, &text = asked.text;
+// A conversation whose last turn waits for an answer.
+struct Asked {
+    std::string text;
+    std::vector<int> ids;
+    std::vector<Border> borders;  // those of the conversation before which are still true
+    size_t dropped;
+};
+
+// Up to the last border at which the text is the one so far, a conversation keeps its ids: those that a model writes
+// need not be the ones that their text would become.
+inline Asked with_ids(const Chat &chat, const Rendered &all, size_t dropped) {
+    const std::string &before = chat.text, &text = all.text;
     const auto differs = std::mismatch(before.begin(), before.end(), text.begin(), text.end()).first;
-    while (!chat.borders.empty() && chat.borders.back().first > (size_t)(differs - before.begin()))
-        chat.borders.pop_back();
-    const auto [bytes, count] = chat.borders.empty() ? std::pair<size_t, size_t>{} : chat.borders.back();
+    Asked asked{text, {}, chat.borders, dropped};
+    while (asked.borders.back().bytes > (size_t)(differs - before.begin())) asked.borders.pop_back();
+    const Border from = asked.borders.back();
     const Tokenizer *tokenizer = chat.session.tokenizer.get();
-    std::vector<int> ids(chat.session.tokens.begin(), chat.session.tokens.begin() + (int64_t)count);
-    if (count == 0 && is_plain(chat)) {  // no template that says what a text begins with
-        ids = encode(tokenizer, "");
-        ids.resize((size_t)tokenizer_before(tokenizer));
+    if (from.tokens == 0 && is_plain(chat)) {  // no template that says what a text begins with
+        asked.ids = encode(tokenizer, "");
+        asked.ids.resize((size_t)tokenizer_before(tokenizer));
     }
-    if (bytes < text.size())
-        for (int id : encode(tokenizer, text.substr(bytes), "this turn", &asked.typed[bytes])) ids.push_back(id);
-    require_ids(ids, chat.session.engine.model.config);
-    return ids;
+    const std::vector<int> &tokens = chat.session.tokens;
+    asked.ids.insert(asked.ids.end(), tokens.begin(), tokens.begin() + (int64_t)from.tokens);
+    if (from.bytes < text.size())
+        for (int id : encode(tokenizer, text.substr(from.bytes), "this turn", &all.typed[from.bytes]))
+            asked.ids.push_back(id);
+    require_ids(asked.ids, chat.session.engine.model.config);
+    return asked;
 }
 
-// The conversation with its last turn, which waits for an answer. Where the context has no room for it and an answer,
-// the oldest turns are dropped, if that is wanted.
-inline Rendered ask(Chat &chat, std::vector<int> &ids) {
+// Where the context has no room for the conversation and an answer, the oldest turns are dropped, if that is wanted. Of
+// an answer it is -n tokens, but a quarter of the context at most: otherwise a large -n would drop all.
+inline Asked ask(const Chat &chat) {
     const Options &o = chat.options;
-    const int limit = chat.session.limit, room = o.when_full == "drop" ? std::min(o.count, limit / 4) : 1;
-    while (true) {
-        Rendered asked = render(chat.form, o.system, o.has("--system"), chat.turns, chat.today);
-        ids = ids_of(chat, asked);
-        if ((int64_t)ids.size() + room <= limit) return asked;
-        if (o.when_full != "drop" || chat.turns.size() < 2)
-            throw Error(
-                formatted("the context is full: %zu tokens with this turn, it holds %d: /undo, raise -c, or take "
-                          "--when-full drop or ring",
-                          ids.size(), limit),
-                1);
-        chat.turns.erase(chat.turns.begin());
-        chat.dropped++;
+    const bool drops = o.when_full == "drop";
+    const int limit = chat.session.limit, room = drops ? std::min(o.count, limit / 4) : 1;
+    for (size_t dropped = chat.dropped;; dropped++) {
+        const std::vector<Turn> turns(chat.turns.begin() + (int64_t)dropped, chat.turns.end());
+        Asked asked = with_ids(chat, render(chat.form, o.system, turns, chat.today), dropped);
+        if ((int64_t)asked.ids.size() + room <= limit) return asked;
+        if (!drops || turns.size() < 2)
+            throw Error(formatted("the context is full: %zu tokens %s, it holds %d: %s", asked.ids.size(),
+                                  drops ? "and an answer of this turn alone" : "with this turn", limit,
+                                  drops ? "raise -c" : "/undo, raise -c, or take --when-full drop or ring"),
+                        1);
     }
 }
 
@@ -118,37 +131,38 @@ inline void take_answer(Chat &chat, size_t count) {
 inline Report answer(Chat &chat, const UseLogits &dump) {
     Session &session = chat.session;
     Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
-    std::vector<int> ids;
-    const int gone = chat.dropped;
-    Rendered asked = ask(chat, ids);
-    const int held = cache ? cache->lengths[0] : 0, kept = cache ? keep_same(*cache, session.tokens, ids) : 0;
-    session.tokens = ids, session.prompt = (int)ids.size();
-    chat.text = asked.text, chat.borders.push_back({chat.text.size(), ids.size()});
+    Asked asked = ask(chat);
+    const int held = cache ? cache->lengths[0] : 0;
+    const int kept = cache ? keep_same(*cache, session.tokens, asked.ids) : 0;
+    const int dropped = (int)(asked.dropped - chat.dropped);
+    session.tokens = asked.ids, session.prompt = (int)asked.ids.size();
+    chat.text = asked.text, chat.borders = asked.borders, chat.dropped = asked.dropped;
+    chat.borders.push_back({asked.text.size(), asked.ids.size()});
     auto show = [&](const std::string &piece) {
         if (!chat.options.json) fwrite(piece.data(), 1, piece.size(), stdout), flush_output();
     };
+    const size_t passes = session.drafter.log.size();
     const Generation result = generate(session, chat.options, dump, show);
     if (result.text.empty() || result.text.back() != '\n') show("\n");
-    take_answer(chat, session.tokens.size() - (result.stop == "end id"));
-    const Turn &turn = chat.turns.back();
-    const double first = result.prefill_seconds;
+    const size_t ends = result.stop == "end id" ? 1 : 0;  // what ends an answer is not of it
+    take_answer(chat, session.tokens.size() - ends);
+
     Report report;
-    report.add("turn", (int)chat.turns.size() + chat.dropped).show("kept", kept, "kept %d");
-    report.show("read", result.prefilled, ", read %d").add("prompt_tokens", ids);
-    report.add("tokens", std::vector<int>(session.tokens.begin() + session.prompt, session.tokens.end()));
-    report.add("text", turn.answer).add("stop", result.stop);
+    report.add("turn", (int)chat.turns.size()).show("kept", kept, "kept %d");
+    report.show("read", result.prefilled, ", read %d").add("prompt_tokens", asked.ids);
+    const std::vector<int> tokens(session.tokens.begin() + session.prompt, session.tokens.end());
+    report.add("tokens", tokens).add("text", chat.turns.back().answer).add("stop", result.stop);
     report.add("forgotten", held - kept, held > kept ? formatted(", forgot %d", held - kept) : "");
-    const int dropped = chat.dropped - gone;
     report.add("dropped_turns", dropped, dropped ? ", dropped " + counted(dropped, "turn") : "");
-    report.add("seconds_to_first_token", first, formatted(", first token after %.3g ms", first * 1e3));
-    Report guesses = about_draft(session.drafter), about = about_cache(session.engine.model.config, cache);
+    const double first = result.prefill_seconds;
+    const std::string after = tokens.empty() ? "" : formatted(", first token after %.3g ms", first * 1e3);
+    report.add("seconds_to_first_token", first, after);
+    Report guesses = about_draft(session.drafter, passes), about = about_cache(session.engine.model.config, cache);
     guesses.text.clear();
     if (session.drafter.most) report.add("draft", guesses);
     about.text = cache ? ", " + in_units(bytes_of(*cache).total()) : "";
     report.add("cache", about);
-    if (result.stop != "end id") report.say(", stopped: " + result.stop);
-    if (result.stop == "interrupted" && turn.answer.empty()) chat.turns.pop_back();  // nothing was said
-    interrupts = 0;
+    if (!ends) report.say(", stopped: " + result.stop);
     return report;
 }
 
@@ -184,16 +198,21 @@ public:
         if (!set || !strstr(set, "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8");
         rl_outstream = stderr;
     }
+    // False at the end. A Ctrl-C is meant for the answer or the line during which it is typed, and for no other.
     bool next(std::string &line) {
-        line.clear();
+        interrupts = 0;
         if (!on_terminal) {
             const bool there = (bool)std::getline(std::cin, line);
-            return line.erase(line.find_last_not_of('\r') + 1), there;
+            line.erase(line.find_last_not_of('\r') + 1);
+            interrupts = 0;
+            return there;
         }
         std::unique_ptr<char, decltype(&free)> typed(readline("> "), free);
-        if (!typed) return fputs("\n", stderr), interrupts.exchange(0) > 0;
-        if (*(line = typed.get()).c_str()) add_history(typed.get());
-        return true;
+        const bool given_up = interrupts.exchange(0) > 0;
+        line = typed ? typed.get() : "";
+        if (!line.empty()) add_history(line.c_str());
+        if (!typed) fputs("\n", stderr);
+        return typed || given_up;
     }
 };
 
@@ -201,47 +220,57 @@ public:
 
 inline Chat open_chat(const Options &options) {
     const std::string directory = checkpoint_directory(options);
+    Session session{open_engine(options, directory), open_tokenizer(options, directory)};
     const std::string builtin = options.has("-m") ? "" : "plain";  // was not tuned for chat
-    ChatTemplate form = find_template(directory, options.chat_template.empty() ? builtin : options.chat_template);
-    Chat chat{{open_engine(options, directory), open_tokenizer(options, directory)}, std::move(form), options};
+    const std::string name = options.chat_template.empty() ? builtin : options.chat_template;
+    Chat chat{std::move(session), find_template(directory, name), options};
     const std::time_t time = std::time(nullptr);
     chat.today = *std::localtime(&time);
-    Session &session = chat.session;
-    Config &config = session.engine.model.config;
-    add_end(options, session.tokenizer.get(), config);
+    Config &config = chat.session.engine.model.config;
+    const Tokenizer *tokenizer = chat.session.tokenizer.get();
+    add_end(options, tokenizer, config);
     const std::string after = end_of_answer(chat.form);  // what ends an answer ends it also where no config says so
     if (!after.empty()) {
-        const int end = encode(session.tokenizer.get(), after, "the template", std::string(after.size(), 0).data())[0];
-        if (is_plain(chat) || tokenizer_is_special(session.tokenizer.get(), end)) config.end_ids.push_back(end);
+        const std::string by_template(after.size(), 0);
+        const int end = encode(tokenizer, after, "the template", by_template.data())[0];
+        if (is_plain(chat) || tokenizer_is_special(tokenizer, end))
+            config.end_ids.push_back(end);
+        else
+            note(formatted("no special token ends an answer: is template %s the model's?", chat.form.form->name));
     }
     const bool endless = options.when_full == "ring";
     Options all = options;
     all.count = INT_MAX;
     if (!endless && !options.context) all.context = std::min(config.context, 8192);
-    session.limit = limit_of(all, config, 0, endless);
-    expect_positions_of(session.engine, session.limit);
+    const int limit = chat.session.limit = limit_of(all, config, 0, endless);
+    expect_positions_of(chat.session.engine, limit);
+    std::vector<Cache> &caches = chat.session.caches;
     for (const CacheChoice &choice : options.caches())
-        session.caches.push_back(open_cache(options, session.engine, choice, session.limit));
-    if (!session.caches.empty()) session.drafter = open_drafter(options, session, session.caches[0], 1, session.limit);
+        caches.push_back(open_cache(options, chat.session.engine, choice, limit));
+    if (!caches.empty()) chat.session.drafter = open_drafter(options, chat.session, caches[0], 1, limit);
     return chat;
 }
 
 // What a line that begins with / does; true: the last turn is to be answered.
 inline bool obey(Chat &chat, const std::string &line) {
-    const bool any = !chat.turns.empty();
-    if (line == "/undo" && any)
-        chat.turns.pop_back();
-    else if (line == "/again" && any)
-        return chat.turns.back().answer.clear(), chat.options.seed++, true;
-    else if (line == "/undo" || line == "/again")
-        note("there is no turn yet");
-    else if (line == "/cache")
+    if (line == "/cache") {
         fputs(chat.session.caches.empty() ? "no cache\n" : picture_of(chat.session.caches[0]).c_str(), stderr);
-    else
+    } else if (line != "/undo" && line != "/again") {
+        if (line != "/help") note(formatted("%.80s is unknown; a blank before it makes it a text", line.c_str()));
         fputs(
-            "/undo   takes the last turn back\n/again  answers it anew\n/cache  shows where its rows are\n"
-            "/bye    ends the chat; Ctrl-C ends an answer\n",
+            "/undo   takes the last turn back\n/again  answers it anew: otherwise, if --temp is above 0\n"
+            "/cache  shows where its rows are\n/bye    ends the chat; Ctrl-C ends an answer\n",
             stderr);
+    } else if (chat.turns.empty()) {
+        note("there is no turn");
+    } else if (line == "/undo") {
+        chat.turns.pop_back();
+        chat.dropped = 0;  // as many turns as fit come again
+    } else {
+        chat.turns.back().answer.clear();
+        chat.options.seed++;
+        return true;
+    }
     return false;
 }
 
@@ -256,6 +285,7 @@ inline int run_chat(const Options &options) {
     }
     if (lines.on_terminal) note(formatted("template %s; /help says what else there is", chat.form.form->name));
     for (std::string line; lines.next(line) && line != "/bye";) {
+        const std::vector<Turn> before = chat.turns;
         if (line.empty() || (line[0] == '/' && !obey(chat, line))) continue;
         if (line[0] != '/') chat.turns.push_back({line, ""});
         try {
@@ -265,9 +295,13 @@ inline int run_chat(const Options &options) {
             else
                 fputs((painted("2", report.text, 2) + "\n").c_str(), stderr);
             flush_output();
+            if (interrupted() && chat.turns.back().answer.empty()) {
+                chat.turns = before;
+                note("nothing was answered: the turn is taken back");
+            }
         } catch (const Error &error) {
             if (!lines.on_terminal) throw;
-            chat.turns.pop_back();
+            chat.turns = before;
             note(error.what());
         }
     }

@@ -60,8 +60,9 @@ inline Drafter open_drafter(const Options &options, const Session &session, cons
 struct DraftCounts {
     int passes = 0, drafted = 0, accepted = 0, paused = 0, guessed = 0;  // guessed: passes with guesses
     std::vector<int> tried = {}, right = {};                             // (guess): looked at, and right
-    explicit DraftCounts(const Drafter &drafter) : tried(drafter.most), right(drafter.most) {
-        for (const Drafter::Checked &pass : drafter.log) {
+    explicit DraftCounts(const Drafter &drafter, size_t first = 0) : tried(drafter.most), right(drafter.most) {
+        for (size_t at = first; at < drafter.log.size(); at++) {
+            const Drafter::Checked &pass = drafter.log[at];
             const int count = (int)pass.guesses.size();
             passes++, drafted += count, accepted += pass.right;
             guessed += count > 0, paused += pass.match > 0 && count == 0;
@@ -74,8 +75,8 @@ struct DraftCounts {
     }
 };
 
-inline Report about_draft(const Drafter &drafter) {
-    const DraftCounts counts(drafter);
+inline Report about_draft(const Drafter &drafter, size_t first) {
+    const DraftCounts counts(drafter, first);
     Report about;
     about.show("passes", counts.passes, "draft    %d passes").show("drafted", counts.drafted, ", %d drafted");
     about.show("accepted", counts.accepted, ", %d accepted");

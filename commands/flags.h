@@ -99,7 +99,7 @@ inline const std::vector<Flag> &flags() {
         {"--template", "NAME", talk, &O::chat_template,
          "the form of turns (default: the checkpoint's own): " + template_names()},
         {"--when-full", "stop|drop|ring", talk, &O::when_full,
-         "a full context ends the chat (default), drops the oldest turns, or is a ring from the start"},
+         "a full context: refuses the turn (default), drops the oldest ones, or is a ring from the start"},
         {"--ignore-eos", "", "generate diff batch", &O::ignore_end, "go on after an end id"},
         {"--tolerance", "X", "diff", Real{&O::tolerance, 0, 1e30},
          "exit 1 where a logit is further off than X (default: 1e-4 for f32, which then is the same; else any)"},
@@ -339,8 +339,8 @@ inline void check_together(const Options &o) {
     refuse_if(missing(Paged{}), "--page", "belongs to --cache paged" + found);
     refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
     refuse_if(o.when_full == "ring" && (missing(Ring{}) || o.naive), "--cache",
-              "--when-full ring is --cache ring: drop one of the two");
-    refuse_if(o.when_full != "ring" && !missing(Ring{}), "--when-full", "a ring is never full: drop one of the two");
+              "--when-full ring is --cache ring: leave one of the two out");
+    refuse_if(o.when_full != "ring" && !missing(Ring{}), "--when-full", "a ring is never full: leave one of the two out");
     refuse_if(o.count == 0 && in("chat"), "-n", "expected 1 or more, or there is no answer");
     refuse_if(!missing(Ring{}) && in("generate chat show batch"), "-c",
               "a ring holds --window and --sinks without end: drop -c");

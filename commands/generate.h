@@ -172,7 +172,7 @@ inline Session open_session(const Options &options) {
 
 inline Drafter open_drafter(const Options &options, const Session &session, const Cache &cache, int sequences,
                             int capacity);               // draft.h
-inline Report about_draft(const Drafter &drafter);
+inline Report about_draft(const Drafter &drafter, size_t first = 0);  // of the passes from `first` on
 
 // Bytes that one decoding step reads: all weights but the embedding table, of which it reads a row.
 inline double weights_read(const Model &model) {

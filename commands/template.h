@@ -24,11 +24,10 @@ struct Rendered {
     void add(const std::string &part, char outside) { text += part, typed.resize(text.size(), outside); }
 };
 
-// A form, and what the checkpoint has for it: `quoted` are the program's texts in quotes, a fence around each; the
-// conversation begins with `bos`.
+// A form, and what the checkpoint has for it: its program as fenced() has it; the conversation begins with `bos`.
 struct ChatTemplate {
     const Form *form = nullptr;
-    std::string quoted, bos, eos;
+    std::string program, bos, eos;
     std::vector<std::string> standing;
 };
 const char fence = '\x1f';  // ` in the table
@@ -47,41 +46,46 @@ inline std::string template_names() {
     return names;
 }
 
-inline std::string quoted_texts(const std::string &program) {
-    std::string texts(1, fence);
+// The program without its comments and what stands outside its tags; texts have a fence in place of each quote.
+inline std::string fenced(const std::string &program) {
+    std::string all;
     char tag = 0, quote = 0;  // the second character of {{, {% or {# where we are in one; the quote we are in
     for (size_t i = 0; i + 1 < program.size(); i++) {
         const char c = program[i], next = program[i + 1];
         if (quote && c == '\\') {
-            texts += next == 'n' ? '\n' : next, i++;
+            all += next == 'n' ? '\n' : next, i++;
         } else if (quote) {
-            texts += c == quote ? fence : c, quote = c == quote ? 0 : quote;
+            all += c == quote ? fence : c, quote = c == quote ? 0 : quote;
         } else if (!tag && c == '{' && (next == '{' || next == '%' || next == '#')) {
             tag = next, i++;
         } else if (tag && next == '}' && c == (tag == '{' ? '}' : tag)) {
             tag = 0, i++;
-        } else if (tag && tag != '#' && (c == '\'' || c == '"')) {
-            quote = c;
+        } else if (tag && tag != '#') {
+            quote = c == '\'' || c == '"' ? c : 0;
+            all += quote ? fence : c;
         }
     }
-    return texts;
+    return all;
 }
 
 // Whether the program is of a form; if so, `chosen` has its standing texts.
-inline bool is_of(const Form &form, const std::string &program, ChatTemplate &chosen) {
+inline bool is_of(const Form &form, ChatTemplate &chosen) {
     auto parts = [](std::string list) { return std::replace(list.begin(), list.end(), '`', fence), split(list, '~'); };
+    const std::string &program = chosen.program;
     chosen.standing.clear();
     for (const std::string &mark : parts(form.marks)) {
-        const bool wanted = mark[0] != '!', anywhere = mark[!wanted] == '@';
-        const std::string &place = anywhere ? program : chosen.quoted;
-        if ((place.find(mark.substr(!wanted + anywhere)) != std::string::npos) != wanted) return false;
+        const bool absent = mark[0] == '!', found = program.find(mark.substr(absent)) != std::string::npos;
+        if (found == absent) return false;
     }
     for (const std::string &start : parts(form.standing)) {
-        size_t at = start.empty() ? std::string::npos : chosen.quoted.find(fence + start);
-        while (at != std::string::npos && chosen.quoted[at + 1 + start.size()] == fence)  // no more than how it begins
-            at = chosen.quoted.find(fence + start, at + 1);
-        if (at == std::string::npos) return start.empty();
-        chosen.standing.push_back(chosen.quoted.substr(at + 1, chosen.quoted.find(fence, at + 1) - at - 1));
+        if (start.empty()) return true;
+        size_t begin = 0, end = 0;  // of a text that begins so, and has more
+        do {
+            begin = program.find(fence + start, end);
+            if (begin == std::string::npos) return false;
+            end = program.find(fence, ++begin);
+        } while (end == begin + start.size());
+        chosen.standing.push_back(program.substr(begin, end - begin));
     }
     return true;
 }
@@ -115,10 +119,10 @@ inline ChatTemplate find_template(const std::string &directory, const std::strin
         const Section &where = config.find(key) ? config : map;
         return cJSON_IsObject(where.find(key)) ? where.section(key).text("content", "") : where.text(key, "");
     };
-    ChatTemplate chosen{nullptr, quoted_texts(program), token("bos_token"), token("eos_token"), {}};
+    ChatTemplate chosen{nullptr, fenced(program), token("bos_token"), token("eos_token"), {}};
     for (const Form &form : forms) {
         if (!name.empty() && name != form.name) continue;
-        const bool fits = is_of(form, program, chosen);
+        const bool fits = is_of(form, chosen);
         if (fits || !name.empty()) chosen.form = &form;
         if (fits) break;
     }
@@ -136,9 +140,8 @@ inline ChatTemplate find_template(const std::string &directory, const std::strin
 // Without what Unicode calls white space, as of Python's strip() and rstrip().
 inline std::string trimmed(const std::string &text, bool left = true) {
     static const std::string blanks =
-        " \t\n\v\f\r\x1c\x1d\x1e\x1f\u0085\u00a0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009"
-        "\u200a"
-        "\u2028\u2029\u202f\u205f\u3000";
+        " \t\n\v\f\r\x1c\x1d\x1e\x1f\u0085\u00a0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008"
+        "\u2009\u200a\u2028\u2029\u202f\u205f\u3000";
     size_t first = left ? text.size() : 0, last = 0;
     for (size_t i = 0, next; i < text.size(); i = next) {
         for (next = i + 1; next < text.size() && (text[next] & 0xc0) == 0x80;) next++;
@@ -161,59 +164,68 @@ inline std::string kept(std::string text, const std::string &words, bool last) {
              rest.erase(0, end + strlen("<channel|>")))
             text += rest.substr(0, std::min(end, rest.find("<|channel>")));
     }
-    const bool trims = has(words, "trim-answer") || has(words, "whole") || has(words, "channels");
-    return trims || (drops && has(words, "blanks")) ? trimmed(text) : text;
+    const bool trims = has(words, "trim-answer") || has(words, "channels") || (drops && has(words, "blanks"));
+    return trims ? trimmed(text) : text;
 }
 
-// The conversation up to where the model's next answer begins.
-inline Rendered render(const ChatTemplate &found, const std::string &system, bool has_system,
-                       const std::vector<Turn> &turns, const std::tm &today) {
+inline std::string dated(const std::string &text, const std::tm &today) {
+    char date[1000];
+    const bool asks = text.find('%') != std::string::npos;
+    return asks && strftime(date, sizeof date, text.c_str(), &today) ? date : text;
+}
+
+// What leads a conversation: the system, or what the model's own template has where none is given; `stands` then.
+inline std::string leading_text(const ChatTemplate &found, const std::string &system, bool stands,
+                                const std::tm &today) {
     const Form &form = *found.form;
-    auto word = [&](const char *each) { return has(form.words, each); };
-    const bool folds = word("first") || word("last");
-    std::string rules = word("trim") && !folds ? trimmed(system)
-                        : word("trim-system")  ? trimmed(system, false)
-                                               : system;
-    const bool left_out = has_system && rules.empty() && word("no-empty");
-    bool given = has_system && !left_out && !(rules.empty() && word("default"));
-    const bool stands = !given && !left_out && *form.standing;
-    if (given && word("none")) fail("--system: chat template %s has no place for it", form.name);
+    const bool folds = has(form.words, "first") || has(form.words, "last");
+    if (!system.empty() && trimmed(system).empty()) fail("--system: there is nothing but white space");
+    if (!system.empty() && has(form.words, "none")) fail("--system: chat template %s has no place for it", form.name);
     for (const std::string &slash : split("/think /no_think /system_override"))
-        if (word("no-slashes") && system.find(slash) != std::string::npos)
+        if (has(form.words, "no-slashes") && system.find(slash) != std::string::npos)
             fail("--system: chat template %s writes other texts for %s, not supported", form.name, slash.c_str());
     if (stands && found.standing.empty())
-        fail("--template %s: its text without --system stands in the model's own template: give one", form.name);
+        fail("--template %s: its text without --system stands in the model's own template: give --system", form.name);
+    std::string all = system;
+    for (const std::string &text : stands ? found.standing : std::vector<std::string>())
+        all += text[0] == '%' ? dated(text, today) : text;
+    if (has(form.words, "trim") && !folds) return trimmed(all);
+    return has(form.words, "trim-system") ? trimmed(all, false) : all;
+}
 
-    Rendered all;
+// The conversation up to where the model's next answer begins. system: "" if none is given.
+inline Rendered render(const ChatTemplate &found, const std::string &system, const std::vector<Turn> &turns,
+                       const std::tm &today) {
+    const Form &form = *found.form;
+    auto word = [&](const char *each) { return has(form.words, each); };
     auto written = [&](std::string text, const std::string &role) {
-        char dated[1000];
-        if (text.find('%') != std::string::npos && strftime(dated, sizeof dated, text.c_str(), &today)) text = dated;
-        const std::string names[] = {"{role}", "{bos}", "{eos}"}, values[] = {role, found.bos, found.eos};
-        for (int i = 0; i < 3; i++)
+        text = dated(text, today);
+        const std::string names[] = {"{role}", "{eos}"}, values[] = {role, found.eos};
+        for (int i = 0; i < 2; i++)
             if (const size_t at = text.find(names[i]); at != std::string::npos)
                 text.replace(at, names[i].size(), values[i]);
         return text;
     };
+    Rendered all;
     auto around = [&](const std::string &pattern, const char *role, const auto &said) {
         all.add(written(pattern.substr(0, pattern.find("{}")), role), 0);
         said();
         all.add(written(pattern.substr(pattern.find("{}") + 2), role), 0);
     };
-    for (const std::string &text : stands ? found.standing : std::vector<std::string>())
-        rules += text[0] == '%' ? written(text, "") : text;
-    if (stands && word("trim-system")) rules = trimmed(rules, false);
-    const std::string lead = *form.system ? form.system : form.turn, reply = *form.answer ? form.answer : form.turn;
-    auto lead_on = [&] { around(word("turn") && stands ? "{}" : lead, "system", [&] { all.add(rules, !stands); }); };
-    given = given || stands;
-    all.add(strstr(form.turn, "{bos}") ? "" : found.bos, 0);
-    if (word("always") || (given && !folds)) lead_on();
+    const bool stands = system.empty() && *form.standing;
+    const std::string rules = leading_text(found, system, stands, today);
+    const std::string lead = word("turn") && stands ? "{}" : *form.system ? form.system : form.turn;
+    auto lead_on = [&] { around(lead, "system", [&] { all.add(rules, !stands); }); };
+    const std::string reply = *form.answer ? form.answer : form.turn;
+    const size_t folded = word("first") ? 0 : word("last") ? turns.size() - 1 : turns.size();  // into that turn
+    all.add(found.bos, 0);
+    if (word("always") || (!rules.empty() && folded == turns.size())) lead_on();
     for (size_t i = 0; i < turns.size(); i++) {
         if (word("lines") && turns[i].user.find("<tool_response>") != std::string::npos)
             fail("<tool_response>: chat template %s reads it as a tool's, which is not supported", form.name);
-        const bool here = given && folds && i == (word("last") ? turns.size() - 1 : 0);
         around(form.turn, "user", [&] {
-            if (here) lead_on();
-            all.add(word("trim") || word("whole") ? trimmed(turns[i].user, word("trim") || !here) : turns[i].user, 1);
+            if (!rules.empty() && i == folded) lead_on();
+            all.add(word("trim") ? trimmed(turns[i].user) : turns[i].user, 1);
         });
         if (i + 1 < turns.size())
             around(reply, "assistant", [&] { all.add(kept(turns[i].answer, form.words, i + 2 == turns.size()), 1); });
@@ -222,6 +234,6 @@ inline Rendered render(const ChatTemplate &found, const std::string &system, boo
     all.add(head, 0);
     for (const std::string opening : {"<think>\n", "<|channel>thought\n<channel|>"})
         for (const std::string &text : {opening, head + opening})
-            if (found.quoted.find(fence + text + fence) != std::string::npos) all.add(opening, 0);
+            if (found.program.find(fence + text + fence) != std::string::npos) all.add(opening, 0);
     return all;
 }

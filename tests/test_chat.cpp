@@ -80,15 +80,14 @@ static Chat plain_chat() {
 
 // What the next turn's ids are, after `answer` was generated as these ids behind the turns so far.
 static Tokens ids_after(Chat &chat, const Tokens &answer, const std::string &user) {
-    Tokens ids;
-    Rendered asked = ask(chat, ids);
-    chat.session.tokens = ids, chat.session.prompt = (int)ids.size();
-    chat.text = asked.text, chat.borders.push_back({asked.text.size(), ids.size()});
+    const Asked asked = ask(chat);
+    chat.session.tokens = asked.ids, chat.session.prompt = (int)asked.ids.size();
+    chat.text = asked.text, chat.borders = asked.borders;
+    chat.borders.push_back({asked.text.size(), asked.ids.size()});
     for (int id : answer) chat.session.tokens.push_back(id);
     take_answer(chat, chat.session.tokens.size());
     chat.turns.push_back({user, ""});
-    ask(chat, ids);
-    return ids;
+    return ask(chat).ids;
 }
 
 static std::string text_of(const Chat &chat, const Tokens &ids) { return decode(chat.session.tokenizer.get(), ids); }
@@ -107,9 +106,7 @@ TEST_CASE("an answer keeps the ids that were generated, also those that its text
     CHECK(text_of(chat, ids) == "There was a small village\nTom lived there.");
     chat.turns.pop_back();
     chat.turns.back() = {"There was a small cat", ""};  // taken back, and said otherwise: ids of the text
-    Tokens other;
-    ask(chat, other);
-    CHECK(other == encode(tokenizer, "There was a small cat"));
+    CHECK(ask(chat).ids == encode(tokenizer, "There was a small cat"));
 }
 
 TEST_CASE("an answer that ends with a token of the next turn's beginning stays whole, and so does what follows") {
@@ -134,7 +131,7 @@ TEST_CASE("a template that ends with a space, and one that writes a space before
     Tokens ids = ids_after(chat, answer, "Bye");
     CHECK(text_of(chat, ids) == "User: Hi\nAssistant: village\nUser: Bye\nAssistant: ");
     CHECK(std::search(ids.begin(), ids.end(), answer.begin(), answer.end()) == ids.begin() + chat.session.prompt);
-    CHECK(chat.borders.size() == 2);  // nothing was encoded anew
+    CHECK(chat.borders.size() == 3);  // nothing was encoded anew
 
     chat = plain_chat();
     char error[200];
@@ -148,7 +145,7 @@ TEST_CASE("a template that ends with a space, and one that writes a space before
     REQUIRE(word >= 0);
     ids = ids_after(chat, {word}, "and");
     CHECK(chat.turns[0].answer == "return");  // and not with the blank
-    CHECK(chat.borders.size() == 2);
+    CHECK(chat.borders.size() == 3);
     CHECK(ids[chat.session.prompt] == word);
     CHECK(std::count(ids.begin(), ids.end(), tokenizer_find(chat.session.tokenizer.get(), "<s>")) == 1);
     CHECK(std::count(ids.begin(), ids.end(), tokenizer_find(chat.session.tokenizer.get(), "</s>")) == 1);
@@ -172,8 +169,7 @@ TEST_CASE("an answer that ends within a character ends before it") {
 TEST_CASE("what begins a text stands there once, and a user cannot type it") {
     Chat chat = plain_chat();
     chat.turns.push_back({"<|endoftext|>Once <|endoftext|>", ""});
-    Tokens ids;
-    ask(chat, ids);
+    const Tokens ids = ask(chat).ids;
     CHECK(ids[0] == 0);
     CHECK(std::count(ids.begin(), ids.end(), 0) == 1);
     CHECK(text_of(chat, ids) == "<|endoftext|>Once <|endoftext|>");
@@ -384,6 +380,31 @@ TEST_CASE("Ctrl-C ends an answer, or a line, but not the chat; a line is edited;
     terminal.type("\x03");
     REQUIRE(terminal.wait_for("kept "));
     CHECK(!contains(terminal.seen, "kept 0,"));
+    terminal.type("\x04");
+    CHECK(terminal.status() == 0);
+}
+
+TEST_CASE("a turn that has no room leaves the chat as it was, also where the oldest turns are dropped") {
+    Terminal terminal({"-n", "10", "-c", "100", "--when-full", "drop"});
+    REQUIRE(terminal.wait_for("no special token ends an answer"));
+    for (const char *line : {"Hi\n", "Bye\n"}) {
+        REQUIRE(terminal.wait_for("> "));
+        terminal.type(line);
+        REQUIRE(terminal.wait_for("kept "));
+    }
+    const auto kept = [&] { return atoi(terminal.seen.c_str() + terminal.seen.find("kept ") + 5); };
+    const int before = kept();
+    std::string lines;
+    for (int i = 0; i < 60; i++) lines += "long ";
+    terminal.type(lines + "\n");
+    REQUIRE(terminal.wait_for("of this turn alone, it holds 100: raise -c"));
+    terminal.type("/agian\n");
+    REQUIRE(terminal.wait_for("/agian is unknown"));
+    terminal.type("/undo\n");
+    REQUIRE(terminal.wait_for("> "));
+    terminal.type("Bye\n");
+    REQUIRE(terminal.wait_for("kept "));
+    CHECK(kept() > before);  // the turn before stands, and all of this one but its last token is there
     terminal.type("\x04");
     CHECK(terminal.status() == 0);
 }

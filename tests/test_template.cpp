@@ -22,7 +22,6 @@ std::tm day() {
 
 struct Conversation {
     std::string title, system;
-    bool has_system;
     Turns turns;
 };
 
@@ -30,14 +29,14 @@ std::vector<Conversation> conversations() {
     std::vector<Conversation> all;
     for (const cJSON *one : items_of(whole().need("conversations"))) {
         const Section said{one->string, one};
-        Conversation next{one->string, said.text("system", ""), said.find("system") != nullptr, {}};
+        Conversation next{one->string, said.text("system", ""), {}};
         for (const cJSON *turn : items_of(said.need("turns"))) {
             const auto texts = items_of(turn);
             next.turns.push_back({texts[0]->valuestring, cJSON_IsString(texts[1]) ? texts[1]->valuestring : ""});
         }
         all.push_back(next);
     }
-    REQUIRE(all.size() >= 12);
+    REQUIRE(all.size() >= 10);
     return all;
 }
 
@@ -70,7 +69,7 @@ const cJSON *template_of(const std::string &name) {
 }
 
 Rendered rendered(const ChatTemplate &found, const Conversation &said) {
-    return render(found, said.system, said.has_system, said.turns, day());
+    return render(found, said.system, said.turns, day());
 }
 
 void check_texts(const Checkpoint &checkpoint) {
@@ -155,9 +154,9 @@ TEST_CASE("exactly what was said is marked as from outside") {
         std::string frame[2];  // what the template writes around three turns, without a system and with one
         for (const Conversation &said : conversations()) {
             CAPTURE(said.title);
-            if (said.turns.size() != 3 || (said.has_system && has(found.form->words, "none"))) continue;
+            if (said.turns.size() != 3 || (!said.system.empty() && has(found.form->words, "none"))) continue;
             const Rendered text = rendered(found, said);
-            std::string &around = frame[said.has_system];
+            std::string &around = frame[!said.system.empty()];
             if (around.empty()) around = bytes_of(text, 0);
             CHECK(bytes_of(text, 0) == around);
             const bool as_it_is = has("three|system three|spelled|system spelled", said.title, '|');
@@ -170,7 +169,7 @@ TEST_CASE("exactly what was said is marked as from outside") {
 
 TEST_CASE("a special token that somebody types is text") {
     const Checkpoint checkpoint(template_of("Qwen-Qwen2.5-7B-Instruct"));
-    const Rendered text = render(checkpoint.found(), "", false, {{"<|im_end|>", ""}}, day());
+    const Rendered text = render(checkpoint.found(), "", {{"<|im_end|>", ""}}, day());
     const std::string spelled = "<|im_end|>";
     const size_t first = text.text.find(spelled), typed = text.text.find(spelled, first + 1);
     const size_t end = text.text.find(spelled, typed + 1);
@@ -187,7 +186,7 @@ TEST_CASE("the beginning stands there once, and only where the template writes i
         const Checkpoint checkpoint(item);
         CAPTURE(checkpoint.name);
         if (checkpoint.form.empty() || checkpoint.bos.empty()) continue;
-        const std::string text = render(checkpoint.found(), "", false, {{"Hi", ""}}, day()).text;
+        const std::string text = render(checkpoint.found(), "", {{"Hi", ""}}, day()).text;
         const bool writes = contains(checkpoint.about.text("extract", ""), "bos_token");
         const size_t at = text.find(checkpoint.bos);
         if (writes) CHECK(at == 0);
@@ -199,7 +198,7 @@ TEST_CASE("the beginning stands there once, and only where the template writes i
 TEST_CASE("a template by its name") {
     const Scratch bare;
     const auto named = [&](const std::string &name) { return find_template(bare.str(), name); };
-    const auto hello = [&](const ChatTemplate &found) { return render(found, "", false, {{"Hi", ""}}, day()).text; };
+    const auto hello = [&](const ChatTemplate &found) { return render(found, "", {{"Hi", ""}}, day()).text; };
     CHECK(hello(named("chatml")) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n");
     check_contains(error_of([&] { named("alpaca"); }), "--template alpaca", "chatml", "zephyr");
     check_contains(error_of([&] { named("chatml llama3"); }), "--template chatml llama3");
@@ -207,10 +206,10 @@ TEST_CASE("a template by its name") {
                    "llm generate");
     check_contains(error_of([&] { named("zephyr"); }), "eos_token is missing", "zephyr");
     check_contains(error_of([&] { named("mistral-v1"); }), "eos_token is missing", "mistral-v1");
-    check_contains(error_of([&] { hello(named("smollm3")); }), "--template smollm3", "give one");
-    check_contains(render(named("smollm3"), "Be brief.", true, {{"Hi", ""}}, day()).text, "05 March 2026", "Be brief.");
+    check_contains(error_of([&] { hello(named("smollm3")); }), "--template smollm3", "give --system");
+    check_contains(render(named("smollm3"), "Be brief.", {{"Hi", ""}}, day()).text, "05 March 2026", "Be brief.");
     spill(bare / "special_tokens_map.json", R"({"bos_token": {"content": "<B>"}, "eos_token": "<E>"})");
-    CHECK(hello(named("llama2")) == "<B>[INST] Hi [/INST]");
+    CHECK(hello(named("mistral-v3")) == "<B>[INST] Hi[/INST]");
     CHECK(hello(named("llama3")).substr(0, 6) == "<B><|s");
     CHECK(hello(named("zephyr")) == "<|user|>\nHi<E>\n<|assistant|>\n");
     spill(bare / "tokenizer_config.json", R"({"bos_token": {"content": "<C>", "lstrip": false}})");
@@ -241,7 +240,7 @@ TEST_CASE("a template in tokenizer_config.json: a text, or a list of which the d
 
 TEST_CASE("what a form cannot write is refused in a line") {
     const auto refusal = [&](const char *name, const std::string &system, const Turns &turns) {
-        return error_of([&] { render(Checkpoint(template_of(name)).found(), system, true, turns, day()); });
+        return error_of([&] { render(Checkpoint(template_of(name)).found(), system, turns, day()); });
     };
     check_contains(refusal("google-gemma-2-2b-it", "Be brief.", {{"Hi", ""}}), "--system", "gemma2", "no place for it");
     for (const std::string slash : {"/think", "/no_think", "/system_override"})
@@ -249,6 +248,7 @@ TEST_CASE("what a form cannot write is refused in a line") {
     const std::string tool = "<tool_response>4</tool_response>";
     check_contains(refusal("Qwen-Qwen3-0.6B", "", {{tool, ""}}), "<tool_response>", "qwen3");
     CHECK(refusal("Qwen-Qwen2.5-7B-Instruct", "/think", {{tool, ""}}) == "");
+    check_contains(refusal("Qwen-Qwen2.5-7B-Instruct", " \n\u3000", {{"Hi", ""}}), "--system", "white space");
 }
 
 TEST_CASE("broken files get a line") {
@@ -278,9 +278,9 @@ TEST_CASE("broken files get a line") {
     check_contains(error_of([&] { find_template(bare.str(), ""); }), beside, "is a directory");
 }
 
-TEST_CASE("quoted texts of a program: not of comments, nor between tags") {
-    const auto texts = [](const std::string &program) { return split(quoted_texts(program), fence); };
-    const std::vector<std::string> some = {"", "a'b\n", "c\n", "}}", "%}", ""};
+TEST_CASE("a program without its comments and what stands between tags, its quotes fenced") {
+    const auto texts = [](const std::string &program) { return split(fenced(program), fence); };
+    const std::vector<std::string> some = {" ", "a'b\n", " + ", "c\n", " - if ", "}}", " - set x = ", "%}", " "};
     CHECK(texts("don't {# it's \"x\" #}{{ 'a\\'b\\n' + \"c\n\" }} 'no' {%- if '}}' -%}{% set x = '%}' %} \"no\"") ==
           some);
 }

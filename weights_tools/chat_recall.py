@@ -44,7 +44,7 @@ def main():
             row["first_token_ms"] += [turn["seconds_to_first_token"] * 1e3 for turn in turns]
             for question, turn in zip(story["questions"], turns[-len(story["questions"]):]):
                 right = turn["text"].strip() == question["answer"]
-                near = question["distance"] < options.context / 2
+                near = question["distance"] < options.context
                 row["questions"] += 1
                 row["right"] += right
                 row["near"] += near

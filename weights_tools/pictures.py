@@ -673,14 +673,14 @@ def conversation(llm):
     picture = Picture("A turn reads what is new; without its cache, all of the conversation", 390)
     last = len(turns)
     top = 10 * math.ceil(max(y for _, y in naive) / 10)
-    axes = Axes(picture, (80, 80, 620, 320), (1, last), (0, top))
+    axes = Axes(picture, (80, 80, 580, 320), (1, last), (0, top))
     axes.ticks([1, *range(10, last + 1, 10)], [0, top // 2, top], "turn", "ms to the first token")
     for points, style, name in ((naive, "naive", "all read again"), (cached, "cached", "turns kept")):
         picture.line([axes.at(*point) for point in points], f"line s-{style}")
         x, y = axes.at(*points[-1])
         picture.text(x + 12, y + 5, f"{name}: {points[-1][1]:.{0 if points[-1][1] > 10 else 1}f} ms", style + " bold")
-    picture.text(20, 382, f"Built-in model; the last turn keeps {turns[-1]['kept']:,} positions and reads {turns[-1]['read']} "
-                 "(llm chat --json, --cache none beside it).", "small")
+    picture.text(20, 382, "The longest held-out story, a line a turn, told to the built-in model. Its last turn keeps "
+                 f"{turns[-1]['kept']:,} positions and reads {turns[-1]['read']}.", "small")
     return picture
 
 
