@@ -327,10 +327,11 @@ struct Side {
 
 // A key that stood at `position`, rotated by `shift` positions more. The engine turns it back by position * frequency
 // and then to position + shift; both angles are rounded, as are cos, sin and two sums of two products.
-inline std::vector<Reading> moved_key(const float *key, int position, int shift,
+inline std::vector<Reading> moved_key(const float *key, size_t width, int position, int shift,
                                       const std::vector<float> &frequencies) {
     size_t half = frequencies.size();
-    std::vector<Reading> out(2 * half);
+    std::vector<Reading> out(width);
+    for (size_t i = 2 * half; i < width; i++) out[i] = exact(key[i]);  // behind what RoPE turns
     for (size_t i = 0; i < half; i++) {
         double angle = (double)shift * frequencies[i], a = key[i], b = key[i + half];
         double off = (unit * (2.0 * position + shift) * frequencies[i] + gamma(12)) * (std::fabs(a) + std::fabs(b));
@@ -359,7 +360,7 @@ inline std::vector<Seen> seen_by(int position, const View &view, const Side &key
     int first = all ? 0 : position - view.window + 1;
     for (int i = 0; !all && i < view.sinks; i++) {
         const float *key = &keys.kept[i * keys.row() + kv_head * keys.width];
-        seen.push_back({moved_key(key, i, first - view.sinks, frequencies), nullptr,
+        seen.push_back({moved_key(key, keys.width, i, first - view.sinks, frequencies), nullptr,
                         &values.recent[i * values.row() + kv_head * values.width]});
     }
     for (int t = first; t <= position; t++)

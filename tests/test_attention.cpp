@@ -392,7 +392,7 @@ TEST_CASE("sinks stand just before the window, however far it has gone") {
                 for (int head = 0; head < 2; head++) {
                     std::vector<reference::Seen> seen;
                     for (int t = 0; t < sinks; t++)  // to position first - sinks + t
-                        seen.push_back({reference::moved_key(&keys[t * 64], t, first - sinks, scene.frequencies),
+                        seen.push_back({reference::moved_key(&keys[t * 64], 64, t, first - sinks, scene.frequencies),
                                         nullptr, &value[t * 64]});
                     for (int t = sinks; t < sinks + view.window; t++)
                         seen.push_back({{}, &key[t * 64], &value[t * 64]});

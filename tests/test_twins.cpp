@@ -410,7 +410,7 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
     if (shape.naive) view = CacheView{}, view.layout = cache.layout;
     Store store;
     store.view = view;
-    const Vector frequencies = frequencies_of(heads.width);
+    const Vector frequencies = frequencies_of(heads.rotary);
     const int most = sizes.capacity + 1, kv_width = heads.kv * heads.width, value_row = heads.kv * shape.value_width;
     const Vector sinks = random_floats(random, heads.query, -2, 3);
     Buffer<float> by = upload(m, frequencies), learned = upload(m, sinks), query, keys, values, out, angles;
@@ -489,9 +489,10 @@ double attention_error(M &m, Operations, const Column &column, const Shape &shap
 static void check_attention(const Shape &shape, uint64_t seed) {
     std::string text = std::string(name_of(shape.layout)) + (shape.naive ? " naive " : " ") + name_of(shape.type_k) +
                        " " + name_of(shape.type_v) +
-                       "; products, heads, KV heads, widths, windows, page, sinks, local, learned:";
+                       "; products, heads, KV heads, widths, rotary, windows, page, sinks, local, learned:";
     for (int number : {(int)shape.products, shape.heads.query, shape.heads.kv, shape.heads.width, shape.value_width,
-                       shape.layer_window, shape.window, shape.page, shape.sinks, (int)shape.local, (int)shape.learned})
+                       shape.heads.rotary, shape.layer_window, shape.window, shape.page, shape.sinks, (int)shape.local,
+                       (int)shape.learned})
         text += " " + std::to_string(number);
     text += "; passes:";
     for (int tokens : shape.passes) text += " " + std::to_string(tokens);
@@ -511,6 +512,7 @@ TEST_CASE("attention over every layout and pair of precisions: chunks, then step
                 shape.layout = layout, shape.type_k = type_k, shape.type_v = type_v;
                 shape.products = types[seed % 3];
                 if (seed % 2) shape.heads = {4, 2, 24}, shape.value_width = 24;
+                if (seed % 5 < 2) shape.heads.rotary = shape.heads.width / 2;  // the rest of a sink's key stays
                 shape.window = 35, shape.sinks = 2;
                 shape.passes = {30, 1, 1, 1, 5};
                 if (seed % 4 == 0) shape.passes = {3, 31, 1, 1, 1, 1};
@@ -533,6 +535,7 @@ TEST_CASE("attention: widths, groups, lengths, windows, sinks, pages, all drawn 
         Shape shape;
         int group = one_of({1, 2, 3, 7, 9}), kv = 1 + up_to(2);
         shape.heads = {group * kv, kv, one_of({8, 10, 40, 64, 80, 96, 128})};
+        if (up_to(2) == 0) shape.heads.rotary = shape.heads.width / 4 * 2;
         shape.value_width = up_to(3) ? shape.heads.width : one_of({8, 20, 64});
         std::vector<Precision> types = {F32{}, F16{}, BF16{}, FP8{}, Int8{}, Int4{}, Int2{}};
         shape.type_k = types[up_to(6)], shape.type_v = types[up_to(6)];
