@@ -39,7 +39,7 @@ inline float largest_logit(const std::vector<float> &numbers) {
 }
 
 // From the likeliest token to the least likely, the first of equals first. They are put into buckets by the size of p,
-// 32 for each factor of 2, and only a bucket in which something is looked for is sorted. p: the probability, not
+// 128 for each factor of 2, and only a bucket in which something is looked for is sorted. p: the probability, not
 // normalised: the likeliest token has 1, none has less than e^-87. Of equals in float32, the one of the larger logit is
 // likelier.
 class Ranking {
@@ -60,7 +60,7 @@ public:
             uint16_t *bucket = &bucket_[i];
             for (size_t j = 0; j < count; j++) {
                 const uint32_t below_one = bit_cast<uint32_t>(1.0f) - bit_cast<uint32_t>(p[j]);  // bits rise with p
-                bucket[j] = (uint16_t)std::min((int)(below_one >> 18), last);
+                bucket[j] = (uint16_t)std::min((int)(below_one >> 16), last);
             }
             for (size_t j = 0; j < whole; j += ways)
                 for (size_t way = 0; way < ways; way++) sums[bucket[j + way]][way] += p[j + way];
@@ -103,8 +103,8 @@ public:
     }
 
 private:
-    static constexpr int buckets = 40 * 32, last = buckets - 1;  // the last one: all below 2^-40
-    static constexpr size_t ways = 4;  // sums a bucket: one would wait for each addition where neighbours share it
+    static constexpr int buckets = 40 * 128, last = buckets - 1;  // the last one: all below 2^-40
+    static constexpr size_t ways = 2;  // sums a bucket: one would wait for each addition where neighbours share it
     const std::vector<float> &logits_;
     const float largest_, scale_;
     std::vector<uint16_t> bucket_;
