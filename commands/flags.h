@@ -339,8 +339,8 @@ inline void check_together(const Options &o) {
     refuse_if(missing(Paged{}), "--page", "belongs to --cache paged" + found);
     refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
     refuse_if(o.when_full == "ring" && (missing(Ring{}) || o.naive), "--cache",
-              "--when-full ring is --cache ring: leave one of the two out");
-    refuse_if(o.when_full != "ring" && !missing(Ring{}), "--when-full", "a ring is never full: leave one of the two out");
+              "--when-full ring is --cache ring: leave one out");
+    refuse_if(o.when_full != "ring" && !missing(Ring{}), "--when-full", "a ring is never full: leave one out");
     refuse_if(o.count == 0 && in("chat"), "-n", "expected 1 or more, or there is no answer");
     refuse_if(!missing(Ring{}) && in("generate chat show batch"), "-c",
               "a ring holds --window and --sinks without end: drop -c");
