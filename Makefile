@@ -62,7 +62,7 @@ NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings --extended-lambda --expt-relaxe
   $(foreach arch,$(CUDA_ARCH),-gencode 'arch=compute_$(arch),code=[compute_$(arch),sm_$(arch)]') \
   -Xcompiler $(subst $(empty) ,$(comma),-O3 $(HOST) -Wall -Wextra -Werror)
 CUDA_LIBS := -Xlinker -rpath,$(NVCC:/bin/nvcc=/lib64)
-STORY := precision.h pages.h cache.h layers.cu attention.cu batch.h draft.h $(wildcard base/*.h)
+STORY := $(wildcard *.h base/*.h) layers.cu attention.cu
 SOURCES := llm.cu $(STORY) $(wildcard commands/*.h fast/*.h fast/*.cu)
 TOKENIZER := build/tokenizer.o build/tokenizer_json.o
 # The fast twins of the CPU and the tokenizer: compiled once, for the program and its tests.
