@@ -95,24 +95,30 @@ inline Json json_file(const std::string &path) {
     return file_exists(path) ? parse_json(path, read_file(path, max_json_bytes), /*as_python=*/true) : Json();
 }
 
+// The checkpoint's own template, "" if it has none; `path`: where it was looked for.
+inline std::string own_template(const std::string &directory, const Section &config, std::string &path) {
+    path = join_path(directory, "chat_template.jinja");
+    if (file_exists(path)) return read_file(path, max_json_bytes);
+    path = config.name + ": chat_template";
+    const cJSON *item = config.find("chat_template");
+    if (!cJSON_IsArray(item)) return config.text("chat_template", "");
+    std::string program;
+    for (const cJSON *one : items_of(item)) {
+        const Section named{path, one};
+        if (named.text("name", "") == "default") program = named.text("template", "");
+    }
+    return program;
+}
+
 // `name`: as --template has it; "": the form is recognised by the checkpoint's own template.
 inline ChatTemplate find_template(const std::string &directory, const std::string &name) {
     const std::string known = template_names(), file = join_path(directory, "tokenizer_config.json"),
                       beside = join_path(directory, "special_tokens_map.json");
-    std::string path = join_path(directory, "chat_template.jinja"), program;
     if (!name.empty() && !has(known, name)) fail("--template %.80s: known are %s", name.c_str(), known.c_str());
     const Json root = json_file(file), more = json_file(beside);
     const Section config{file, root.get()}, map{beside, more.get()};
-    const cJSON *item = config.find("chat_template");
-    if (file_exists(path)) {
-        program = read_file(path, max_json_bytes);
-    } else if (path = file + ": chat_template"; cJSON_IsArray(item)) {
-        for (const cJSON *one : items_of(item))
-            if (const Section named{path, one}; named.text("name", "") == "default")
-                program = named.text("template", "");
-    } else {
-        program = config.text("chat_template", "");
-    }
+    std::string path;
+    const std::string program = own_template(directory, config, path);
     if (const size_t valid = utf8_valid(program.data(), program.size()); valid < program.size())
         fail("%s: not UTF-8 at byte %zu", path.c_str(), valid);
     auto token = [&](const char *key) {  // a text, or an object that has it
