@@ -307,6 +307,10 @@ TEST_CASE("a full context ends the chat, drops the oldest turns, or is a ring") 
     }
     CHECK((all > 0 && all < 6));
     CHECK(number(dropped[5], "turn") == 6);
+    const std::string five = "/undo\n/undo\n/undo\n/undo\n/undo\n";  // what was dropped comes again where it fits
+    const std::vector<Json> back = chat(story + story + five + "Yes.\n", small + Words{"--when-full", "drop"});
+    CHECK(contains(decode(tokenizer.get(), ids(back.at(6), "prompt_tokens")), users[0]));
+    CHECK(number(back[6], "turn") == 2);
     const std::vector<Json> ring = chat(story + story, {"-n", "10", "--when-full", "ring", "--window", "40"});
     for (size_t turn = 1; turn < 6; turn++) CHECK(number(ring[turn], "kept") > number(ring[turn - 1], "kept"));
 }

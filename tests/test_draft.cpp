@@ -132,7 +132,9 @@ TEST_CASE("the draft's cache goes back where its guesses were wrong, and begins 
         Drafter drafter = drafter_of(engine, small_model(2), 4, 2, place);
         for (int turn = 0; turn < 6; turn++) {
             const int sequence = turn % 2;
-            const Tokens text = random_tokens(engine, 60 + turn, turn / 2 + 1);
+            Tokens text = random_tokens(engine, 300 + turn, turn / 2 + 1);
+            const Tokens begin = random_tokens(engine, 20);  // of all: a ring cannot go back so far
+            std::copy(begin.begin(), begin.end(), text.begin());
             Proposal proposal{sequence, text, {}, 4}, expected{0, text, {}, 4};
             propose(drafter, proposal);
             Drafter fresh = drafter_of(engine, small_model(2), 4, 1, place);
@@ -238,10 +240,26 @@ TEST_CASE("ids that only one of the two models knows are not guessed, and not re
             const Tokens prompt = random_tokens(engine, 5);
             const Text text = with_guesses(engine, cache, drafter, prompt, sampler, 100);
             CHECK(text.tokens == plainly(engine, plain, prompt, sampler, 100).tokens);
-            for (const Drafter::Checked &pass : drafter.log)
+            size_t read = prompt.size();  // of the text, before a pass
+            for (const Drafter::Checked &pass : drafter.log) {
+                const int largest = *std::max_element(text.tokens.begin(), text.tokens.begin() + (int64_t)read);
+                CHECK((draft_is_wide || largest < 37 || pass.guesses.empty()));
                 for (int guess : pass.guesses) CHECK(guess < 37);
+                read += pass.right + 1;
+            }
         }
     }
+}
+
+TEST_CASE("behind its context, a draft guesses no more") {
+    Engine engine = engine_of(small_model());
+    Drafter drafter = drafter_of(engine, small_model(), 3);
+    drafter.cache = cache_for(*drafter.engine, F32{}, F32{}, 40, {});
+    Cache plain = cache_for(engine, F16{}, F16{}, 150, {}), cache = cache_for(engine, F16{}, F16{}, 150, {});
+    const Tokens prompt = random_tokens(engine, 5);
+    CHECK(with_guesses(engine, cache, drafter, prompt, {}, 100).tokens ==
+          plainly(engine, plain, prompt, {}, 100).tokens);
+    CHECK((guessed_in(drafter) > 20 && guessed_in(drafter) < 40));
 }
 
 // ---- n-grams ------------------------------------------------------------------------------------------------------
