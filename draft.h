@@ -107,17 +107,19 @@ inline int guesses_of_pass(const Cache &cache, int first, int end, int most) {
     return std::max(0, most);
 }
 
-// Whether guesses after such a match are worth their time: a token's in the last passes with them, beside those without
-// any. What was not tried for so long is tried.
-inline bool pays(const Drafter &drafter, int match) {
+// How many guesses after such a match are worth their time: a token's in the last passes with them, beside those
+// without any. What was not tried for so long is tried, with one guess.
+inline int worth(const Drafter &drafter, const Proposal &proposal) {
     double seconds[2] = {}, tokens[2] = {};  // (guesses or none)
     for (size_t i = drafter.log.size(), left = 128; i > 0 && left > 0; left--) {
         const Drafter::Checked &pass = drafter.log[--i];
         const bool with = !pass.guesses.empty();
-        if (with && pass.match != match) continue;
+        if (with && pass.match != proposal.match) continue;
         seconds[with] += pass.seconds, tokens[with] += pass.right + 1;
     }
-    return !drafter.pauses || (tokens[0] > 0 && seconds[1] * tokens[0] <= seconds[0] * tokens[1]);
+    if (!drafter.pauses) return proposal.most;
+    if (tokens[1] == 0) return std::min(proposal.most, tokens[0] > 0 ? 1 : 0);
+    return seconds[1] * tokens[0] <= seconds[0] * tokens[1] ? proposal.most : 0;
 }
 
 // What followed the last three tokens where they stood before, or the last two, or one. A text that says the same again
@@ -125,13 +127,14 @@ inline bool pays(const Drafter &drafter, int match) {
 inline void look_up(const Drafter &drafter, Proposal &proposal) {
     const std::vector<int> &tokens = proposal.tokens;
     const int count = (int)tokens.size();
-    for (int match = std::min(3, count - 1); match > 0; match--)
-        for (int at = count - 1; at >= match; at--) {
-            if (!std::equal(tokens.end() - match, tokens.end(), tokens.begin() + at - match)) continue;
-            const bool guesses = pays(drafter, proposal.match = match);
-            for (int i = 0; guesses && i < proposal.most; i++) proposal.guesses.push_back(proposal.token(at + i));
-            return;
-        }
+    int from = 0;
+    for (int at = count - 1; at > 0 && proposal.match < 3; at--) {
+        int match = 0;
+        while (match < std::min(3, at) && tokens[at - 1 - match] == tokens[count - 1 - match]) match++;
+        if (match > proposal.match) proposal.match = match, from = at;
+    }
+    const int guesses = proposal.match ? worth(drafter, proposal) : 0;
+    for (int i = 0; i < guesses; i++) proposal.guesses.push_back(proposal.token(from + i));
 }
 
 // The draft reads what it has not read of the text, then each of its own guesses but the last. What it had read that
