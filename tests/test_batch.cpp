@@ -291,6 +291,21 @@ TEST_CASE("what can never fit is refused when it comes, with both numbers (nano-
         "request 0: 161 tokens and 1 more take 161 positions, a sequence has 160: shorten it, or raise -c", Error);
 }
 
+TEST_CASE("guesses that are right take pages sooner: who comes in may need all of them at once") {
+    Engine engine = small_engine();
+    Setting setting = with_pages(1, 21, 2);
+    setting.guesses = 4, setting.draft = [] { return random_model({2, 32, 48, 4, 2, 20, 40}); };
+    Company company(engine, setting);
+    company.come(random_tokens(engine, 5), 6, {5, 1, 0, 0, 1});  // 10 positions; its guesses are mostly wrong
+    company.one_pass();
+    // 16 positions. Token by token it would have 9 of them when the other one ends.
+    Request &quick = company.come(random_tokens(engine, 5, 2), 12);
+    for (int pass = 0; quick.known < 0; pass++) REQUIRE((company.one_pass() && pass < 9));
+    CHECK(!company.requests[0].stop.empty());  // it had to wait
+    company.finish(), company.check_all();
+    CHECK(company.preemptions() == 0);
+}
+
 // `count` requests of 8 tokens that generate 36 more, in a pool for little more than one of them.
 static void ask_for_too_much(Company &company, int count) {
     for (int i = 0; i < count; i++) company.come(random_tokens(company.engine, 8, 10 + i), 36);
