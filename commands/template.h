@@ -170,7 +170,8 @@ inline std::string kept(std::string text, const std::string &words, bool last) {
              rest.erase(0, end + strlen("<channel|>")))
             text += rest.substr(0, std::min(end, rest.find("<|channel>")));
     }
-    const bool trims = has(words, "trim-answer") || has(words, "channels") || (drops && has(words, "blanks"));
+    const bool trims =
+        has(words, "trim-answer") || has(words, "whole") || has(words, "channels") || (drops && has(words, "blanks"));
     return trims ? trimmed(text) : text;
 }
 
@@ -206,8 +207,8 @@ inline Rendered render(const ChatTemplate &found, const std::string &system, con
     auto word = [&](const char *each) { return has(form.words, each); };
     auto written = [&](std::string text, const std::string &role) {
         text = dated(text, today);
-        const std::string names[] = {"{role}", "{eos}"}, values[] = {role, found.eos};
-        for (int i = 0; i < 2; i++)
+        const std::string names[] = {"{role}", "{bos}", "{eos}"}, values[] = {role, found.bos, found.eos};
+        for (int i = 0; i < 3; i++)
             if (const size_t at = text.find(names[i]); at != std::string::npos)
                 text.replace(at, names[i].size(), values[i]);
         return text;
@@ -224,14 +225,16 @@ inline Rendered render(const ChatTemplate &found, const std::string &system, con
     auto lead_on = [&] { around(lead, "system", [&] { all.add(rules, !stands); }); };
     const std::string reply = *form.answer ? form.answer : form.turn;
     const size_t folded = word("first") ? 0 : word("last") ? turns.size() - 1 : turns.size();  // into that turn
-    all.add(found.bos, 0);
+    all.add(strstr(form.turn, "{bos}") ? "" : found.bos, 0);
     if (word("always") || (!rules.empty() && folded == turns.size())) lead_on();
     for (size_t i = 0; i < turns.size(); i++) {
         if (word("lines") && turns[i].user.find("<tool_response>") != std::string::npos)
             fail("<tool_response>: chat template %s reads it as a tool's, which is not supported", form.name);
         around(form.turn, "user", [&] {
-            if (!rules.empty() && i == folded) lead_on();
-            all.add(word("trim") ? trimmed(turns[i].user) : turns[i].user, 1);
+            const bool leads = !rules.empty() && i == folded;
+            if (leads) lead_on();
+            const bool trims = word("trim") || word("whole");
+            all.add(trims ? trimmed(turns[i].user, word("trim") || !leads) : turns[i].user, 1);
         });
         if (i + 1 < turns.size())
             around(reply, "assistant", [&] { all.add(kept(turns[i].answer, form.words, i + 2 == turns.size()), 1); });

@@ -12,7 +12,7 @@
 // answer    what the model answered;  system: what leads it; "": as `turn`
 // standing  with ~ between: how the texts begin that together lead it where no system is given; %: the date
 // words     bos: it begins so
-//           trim: white space goes from both ends of what is said; trim-answer, trim-system (its end)
+//           trim: white space goes from both ends of what is said; whole: after folding; trim-answer, trim-system (end)
 //           first, last: the system is folded into that user message; none: it is refused; always: "" if not given
 //           turn: what stands there is a whole turn; no-slashes: /think in a system is refused
 //           drop: an answer loses what stands up to its last </think>; lines, blanks: and newlines before, white space
@@ -38,11 +38,18 @@ const Form forms[] = {
     {"lfm2.5", "`<|im_start|>~List of tools: ~trim~!CONTINUE_FINAL", chatml, "", "", "",
      "bos drop blanks but-last"},
     {"lfm2.5", "`<|im_start|>~List of tools: ~trim~CONTINUE_FINAL", chatml, "", "", "", "bos drop blanks"},
+    {"smollm3", "`## Custom Instructions\n\n`~!`Today Date: `~!/system_override", chatml, "",
+     "<|im_start|>system\n## Metadata\n\nKnowledge Cutoff Date: June 2025\nReasoning Mode: /think\n\n"
+     "## Custom Instructions\n\n{}\n\n<|im_end|>\n",
+     "You are a helpful AI assistant named SmolLM, trained by Hugging Face. Your",
+     "trim-system no-slashes lines-first"},
     {"smollm3", "`## Custom Instructions\n\n`~`Today Date: `~`%d %B %Y`~/system_override", chatml, "",
      "<|im_start|>system\n## Metadata\n\nKnowledge Cutoff Date: June 2025\nToday Date: %d %B %Y\n"
      "Reasoning Mode: /think\n\n## Custom Instructions\n\n{}\n\n",
      "You are a helpful AI assistant named SmolLM, trained by Hugging Face. Your",
      "trim-system no-slashes lines-first"},
+    {"llama2", "`<<SYS>>\n`~`[INST] `~` [/INST]`~strip~!`<<SYS>>`", "{bos}[INST] {} [/INST]", " {} {eos}",
+     "<<SYS>>\n{}\n<</SYS>>\n\n", "", "bos first whole mute"},
     {"llama3", "`<|start_header_id|>`~<|eot_id|>~trim~!Cutting Knowledge~!tool~!function", llama3, "", "", "",
      "bos trim"},
     {"llama3.1", "`Cutting Knowledge Date: December 2023\n`~!`%~`26 Jul 2024`~<|eot_id|>~trim~!image", llama3, "",
@@ -52,6 +59,8 @@ const Form forms[] = {
      "<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\nToday Date: %d %b %Y\n\n"
      "{}<|eot_id|>", "", "bos trim always"},
     {"mistral-v1", "`[INST] `~` [/INST]`~are supported!~` `~!<<SYS>>", "[INST] {} [/INST]", "{}{eos} ", "", "",
+     "bos none mute"},
+    {"mistral-v1", "`[INST] `~` [/INST]`~are supported!~!` `~!<<SYS>>", "[INST] {} [/INST]", "{}{eos}", "", "",
      "bos none mute"},
     {"mistral-v1", "` [INST] `~` [/INST]`~` `~`\n\n`", " [INST] {} [/INST]", " {}{eos}", "{}\n\n", "",
      "bos first mute"},

@@ -209,6 +209,7 @@ TEST_CASE("a template by its name") {
     check_contains(error_of([&] { hello(named("smollm3")); }), "--template smollm3", "give --system");
     check_contains(render(named("smollm3"), "Be brief.", {{"Hi", ""}}, day()).text, "05 March 2026", "Be brief.");
     spill(bare / "special_tokens_map.json", R"({"bos_token": {"content": "<B>"}, "eos_token": "<E>"})");
+    CHECK(hello(named("llama2")) == "<B>[INST] Hi [/INST]");
     CHECK(hello(named("mistral-v3")) == "<B>[INST] Hi[/INST]");
     CHECK(hello(named("llama3")).substr(0, 6) == "<B><|s");
     CHECK(hello(named("zephyr")) == "<|user|>\nHi<E>\n<|assistant|>\n");

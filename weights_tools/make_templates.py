@@ -33,10 +33,11 @@ TOKENS = {  # template: the name of its form, and the tokens that begin and end 
     "SmolLM2-1.7B-Instruct": ("chatml", CHATML), "Qwen-Qwen2.5-7B-Instruct": ("chatml", (None, "<|im_end|>")),
     "Qwen-Qwen3-0.6B": ("qwen3", (None, "<|im_end|>")),
     "LFM2-8B-A1B": ("lfm2", LFM), "LFM2.5-Instruct": ("lfm2.5", LFM), "LFM2.5-8B-A1B": ("lfm2.5", LFM),
-    "SmolLM3-3B": ("smollm3", (None, "<|im_end|>")),
-    "Meta-Llama-3-8B-Instruct": ("llama3", LLAMA3),
+    "SmolLM3-3B": ("smollm3", (None, "<|im_end|>")), "HuggingFaceTB-SmolLM3-3B": ("smollm3", (None, "<|im_end|>")),
+    "Llama-2-7b-chat": ("llama2", LLAMA2), "Meta-Llama-3-8B-Instruct": ("llama3", LLAMA3),
     "meta-llama-Llama-3.1-8B-Instruct": ("llama3.1", LLAMA3), "meta-llama-Llama-3.2-3B-Instruct": ("llama3.1", LLAMA3),
-    "Mistral-7B-Instruct-v0.1": ("mistral-v1", LLAMA2), "Mistral-7B-Instruct-v0.2": ("mistral-v1", LLAMA2), "Mistral-7B-Instruct-v0.3": ("mistral-v3", LLAMA2),
+    "Mistral-7B-Instruct-v0.1": ("mistral-v1", LLAMA2), "Mistral-7B-Instruct-v0.2": ("mistral-v1", LLAMA2),
+    "Mistral-7B-Instruct-v0.2-old": ("mistral-v1", LLAMA2), "Mistral-7B-Instruct-v0.3": ("mistral-v3", LLAMA2),
     "mistralai-Mistral-Nemo-Instruct-2407": ("mistral-nemo", LLAMA2),
     "Mistral-Large-Instruct-2411": ("mistral-v7", LLAMA2),
     "Mistral-Small-3.2-24B-Instruct-2506": ("mistral-tekken", LLAMA2),
@@ -55,9 +56,7 @@ UNKNOWN = ["fireworks-ai-llama-3-firefunction-v2", "Llama-3.2-11B-Vision-Instruc
            "openbmb-MiniCPM5-1B", "llama-cpp-deepseek-r1", "openai-gpt-oss-120b",
            "CohereForAI-c4ai-command-r7b-12-2024-tool_use", "GLM-4.6", "moonshotai-Kimi-K2", "Qwen-QwQ-32B",
            "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "NVIDIA-Nemotron-Nano-v2", "MadeAgents-Hammer2.1",
-           "unsloth-Apriel-1.5", "Qwen3.5-4B", "Llama-2-7b-chat",
-           "HuggingFaceTB-SmolLM3-3B", "Mistral-7B-Instruct-v0.2-old",
-           "Bielik-11B-v3.0-Instruct", "meetkai-functionary-medium-v3.2"]
+           "unsloth-Apriel-1.5", "Qwen3.5-4B", "Bielik-11B-v3.0-Instruct", "meetkai-functionary-medium-v3.2"]
 # What stands in an extract beside the quoted texts.
 WORDS = {"bos_token", "eos_token", "trim", "strip", "lstrip", "rstrip", "split", "replace", "strftime_now",
          "enable_thinking"}
