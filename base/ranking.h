@@ -2,10 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdint>
-#include <numeric>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -14,14 +13,23 @@
 // The likeliest token: where the largest logit is, the first of equals.
 inline int argmax(const float *logits, int count) { return (int)(std::max_element(logits, logits + count) - logits); }
 
+// a b + c, rounded once where that is one instruction.
+inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 // e^x for x from -87 to 0, within two units of its last digit: x = n ln 2 + r, and e^r by its series. A compiler
 // computes several at a time in a loop of it, which it cannot with the library's, nor where x is bounded in here: of a
 // bound g++ makes a branch.
 inline float exp_below_one(float x) {
     constexpr float shift = 0x1.8p23f, log2_e = 0x1.715476p0f, ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f;
-    float shifted = x * log2_e + shift, n = shifted - shift, r = x - n * ln2_high - n * ln2_low;
-    float power = 1.0f / 5040;
-    auto horner = [&](auto... factorials) { ((power = power * r + 1 / factorials), ...); };
+    float shifted = multiply_add(x, log2_e, shift), n = shifted - shift;
+    float r = multiply_add(n, -ln2_low, multiply_add(n, -ln2_high, x)), power = 1.0f / 5040;
+    auto horner = [&](auto... factorials) { ((power = multiply_add(power, r, 1 / factorials)), ...); };
     horner(720.0f, 120.0f, 24.0f, 6.0f, 2.0f, 1.0f, 1.0f);
     return bit_cast<float>(bit_cast<uint32_t>(power) + (bit_cast<uint32_t>(shifted) << 23));
 }
@@ -42,31 +50,42 @@ inline float largest_logit(const std::vector<float> &numbers) {
 // 128 for each factor of 2, and only a bucket in which something is looked for is sorted. p: the probability, not
 // normalised: the likeliest token has 1, none has less than e^-87. Of equals in float32, the one of the larger logit is
 // likelier.
+//
+// The p of a bucket have their upper 16 bits in common. So each is the bucket's largest number less some steps of the
+// last digit, and their sum is told by how many they are and by the sum of their steps: whole numbers, exact, and both
+// added by one instruction.
 class Ranking {
 public:
     double total = 0;   // of all p
     double likely = 0;  // of those that are `least` or more
     // scale: 1 / temperature. Stretch by stretch, as it stays in the L1 while it is gone through.
     Ranking(const std::vector<float> &logits, float scale, double least)
-        : logits_(logits), largest_(largest_logit(logits)), scale_(scale), bucket_(logits.size()), sums_(buckets) {
+        : logits_(logits),
+          largest_(largest_logit(logits)),
+          scale_(scale),
+          bucket_(new uint16_t[logits.size()]),
+          tally_(buckets),
+          sums_(buckets) {
         constexpr size_t stretch = 1024;
-        std::vector<std::array<double, ways>> sums(buckets);
         float p[stretch];
+        uint32_t steps[stretch];  // that p lies below 1
         for (size_t i = 0; i < logits.size(); i += stretch) {
-            const size_t count = std::min(stretch, logits.size() - i), whole = count / ways * ways;
+            const size_t count = std::min(stretch, logits.size() - i);
+            uint16_t *bucket = &bucket_[i];
             for (size_t j = 0; j < count; j++) p[j] = exponent(logits[i + j]);
             for (size_t j = 0; j < count; j++) p[j] = exp_below_one(p[j]);
             for (size_t j = 0; least > 0 && j < count; j++) likely += p[j] >= least ? p[j] : 0;
-            uint16_t *bucket = &bucket_[i];
-            for (size_t j = 0; j < count; j++) {
-                const uint32_t below_one = bit_cast<uint32_t>(1.0f) - bit_cast<uint32_t>(p[j]);  // bits rise with p
-                bucket[j] = (uint16_t)std::min((int)(below_one >> 16), last);
-            }
-            for (size_t j = 0; j < whole; j += ways)
-                for (size_t way = 0; way < ways; way++) sums[bucket[j + way]][way] += p[j + way];
-            for (size_t j = whole; j < count; j++) sums[bucket[j]][0] += p[j];
+            for (size_t j = 0; j < count; j++)
+                steps[j] = (uint32_t)std::min((int)(bits_of_one - bit_cast<uint32_t>(p[j])), last << steps_bits);
+            for (size_t j = 0; j < count; j++) bucket[j] = (uint16_t)(steps[j] >> steps_bits);
+            for (size_t j = 0; j < count; j++) tally_[steps[j] >> steps_bits] += one + (steps[j] & most_steps);
         }
-        for (int b = 0; b < buckets; b++) total += sums_[b] = std::accumulate(sums[b].begin(), sums[b].end(), 0.0);
+        for (int b = 0; b < last; b++) {
+            if (tally_[b] == 0) continue;
+            const uint32_t bits = bits_of_one - ((uint32_t)b << steps_bits);
+            const double most = bit_cast<float>(bits), step = most - bit_cast<float>(bits - 1);
+            total += sums_[b] = (double)(tally_[b] / one) * most - (double)(tally_[b] % one) * step;
+        }
     }
     struct Place {
         int token = 0;
@@ -80,40 +99,51 @@ public:
         for (int b = 0; b < buckets; sum += sums_[b++]) {
             if (sums_[b] == 0 || !reached(sum + sums_[b])) continue;
             auto tokens = tokens_of(b);
-            std::sort(tokens.begin(), tokens.end());
-            place.sum = sum;
-            for (auto &[minus_logit, token] : tokens) {
-                place = {token, place.sum + exp_below_one(exponent(-minus_logit))};
-                if (reached(place.sum)) return place;
+            auto first = tokens.begin(), end = tokens.end();
+            for (place.sum = sum; end - first > 1;) {  // half of what is left is left: the others need no order
+                auto middle = first + (end - first) / 2;
+                std::nth_element(first, middle, end);
+                double before = place.sum;
+                for (auto token = first; token < middle; token++) before += p_of(*token);
+                if (reached(before))
+                    end = middle;
+                else
+                    first = middle, place.sum = before;
             }
+            place = {first->second, place.sum + p_of(*first)};
+            if (reached(place.sum)) return place;
         }
         return place;
     }
     // Of the p of the `count` likeliest: the very sum that find() has at the last of them.
     double sum_of(size_t count) const {
-        std::vector<size_t> counts(buckets);
-        for (uint16_t b : bucket_) counts[b]++;
         int b = 0;
         double sum = 0;
-        for (; counts[b] < count; count -= counts[b++]) sum += sums_[b];
+        for (; tally_[b] / one < count; count -= tally_[b++] / one) sum += sums_[b];
+        if (b == last) return sum;
         auto tokens = tokens_of(b);
         std::partial_sort(tokens.begin(), tokens.begin() + count, tokens.end());
-        for (size_t i = 0; i < count; i++) sum += exp_below_one(exponent(-tokens[i].first));
+        for (size_t i = 0; i < count; i++) sum += p_of(tokens[i]);
         return sum;
     }
 
 private:
-    static constexpr int buckets = 40 * 128, last = buckets - 1;  // the last one: all below 2^-40
-    static constexpr size_t ways = 2;  // sums a bucket: one would wait for each addition where neighbours share it
+    static constexpr uint32_t bits_of_one = 0x3f800000;  // of float32; those of p rise with p
+    static constexpr int steps_bits = 16, most_steps = (1 << steps_bits) - 1;
+    static constexpr int buckets = 48 << (23 - steps_bits), last = buckets - 1;  // p below 2^-48, counted as 0
+    static constexpr uint64_t one = 1ull << 40;  // of a tally's count, above its sum of steps
     const std::vector<float> &logits_;
     const float largest_, scale_;
-    std::vector<uint16_t> bucket_;
-    std::vector<double> sums_;  // (bucket): of p
+    std::unique_ptr<uint16_t[]> bucket_;                                                         // (token)
+    std::vector<uint64_t> tally_;                                                                // (bucket)
+    std::vector<double> sums_;                                                                   // (bucket): of p
     float exponent(float logit) const { return std::max(-87.0f, (logit - largest_) * scale_); }  // p is e^ this
-    std::vector<std::pair<float, int>> tokens_of(int bucket) const {  // -logit, token: sorted, the likeliest is first
-        std::vector<std::pair<float, int>> tokens;
-        for (size_t i = 0, end; i < bucket_.size(); i = end) {  // most stretches hold none: several compared at a time
-            end = std::min(bucket_.size(), i + 64);
+    using Ranked = std::pair<float, int>;  // -logit, token: of a sorted list the likeliest is the first
+    float p_of(const Ranked &token) const { return exp_below_one(exponent(-token.first)); }
+    std::vector<Ranked> tokens_of(int bucket) const {
+        std::vector<Ranked> tokens;
+        for (size_t i = 0, end; i < logits_.size(); i = end) {  // most stretches hold none: several compared at a time
+            end = std::min(logits_.size(), i + 64);
             uint16_t some = 0;
             for (size_t j = i; j < end; j++) some |= bucket_[j] == (uint16_t)bucket;
             for (size_t j = some ? i : end; j < end; j++)

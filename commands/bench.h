@@ -24,7 +24,16 @@ struct Roofline {
     double buffer_bytes;                  // that measuring takes
 };
 
-constexpr int chain_count = 10, chain_width = 16;  // more chains than the latency of one multiply-add covers
+// Chains of multiply-adds, of a register each: more than the latency of one covers, and no more than registers hold.
+#if defined(__AVX512F__)
+constexpr int chain_count = 12, chain_width = 16;
+#elif defined(__AVX__)
+constexpr int chain_count = 12, chain_width = 8;
+#elif defined(__aarch64__)
+constexpr int chain_count = 20, chain_width = 4;
+#else
+constexpr int chain_count = 12, chain_width = 4;
+#endif
 
 // Multiply-adds of numbers in registers; each sum, 1 + 1/2 + 1/4 ..., stays below 2. Compilers hold back from registers
 // of 512 bits, which made old processors clock down, where they are not told.
@@ -49,7 +58,7 @@ multiply_add(int rounds) {
 // The bandwidth is that of a buffer as large as the model's weights and in pages like theirs: of the one as of the
 // other the processor's caches may hold a part.
 inline Roofline roofline_of(Cpu &cpu, const Engine &engine) {
-    constexpr int words = 1 << 18, stream = words / 4, passes = 3, rounds = 500000;
+    constexpr int words = 1 << 18, stream = words / 4, passes = 3, rounds = 2000000;
     using Block = uint32_t[words];
     int64_t blocks = std::max<int64_t>(engine.model.weight_bytes / (int64_t)sizeof(Block), 64);
     double bytes = (double)blocks * sizeof(Block);

@@ -28,15 +28,15 @@ inline int few_tokens(DType type) {
     return type == DType::bf16_pairs ? 30 : type == DType::f32 ? 12 : 18;
 }
 
-// The results of a token with `count` rows from `row` on. Each loop is one that the compiler turns into Vecs.
+// The results of a token with `count` rows from `row` on.
 inline void put(const Product &product, Into how, int64_t token, int64_t row, float *sums, int count) {
     const Tensor bias = product.linear.bias;
     float *y = product.y + token * product.linear.weight.rows + row;
     for (int i = 0; bias.data && i < count; i++) sums[i] += number_of(bias, row + i);
-    if (how == Into::add)
-        for (int i = 0; i < count; i++) y[i] += sums[i];
-    else
-        memcpy(y, sums, (size_t)count * sizeof(float));
+    int i = 0;
+    for (; i + lanes <= count; i += lanes)
+        store(y + i, how == Into::add ? add(load(y + i), load(sums + i)) : load(sums + i));
+    for (; i < count; i++) y[i] = how == Into::add ? y[i] + sums[i] : sums[i];
 }
 
 // ---- Few tokens: channels in the lanes -----------------------------------------------------------------------
