@@ -212,6 +212,15 @@ TEST_CASE("top-p at an exact tie keeps what reaches it and no more") {
     CHECK(kept(0.5, {half, half, 0, -200}).size() == 1);  // e^-200 is lost in the sum
 }
 
+TEST_CASE("e^x of the ranking is within two units of its last digit") {
+    for (float x = 0; x >= -87; x = x > -1 ? x - 0x1p-14f : std::nextafter(x * 1.0001f, -100.0f)) {
+        const double right = std::exp((double)x);
+        const float digit = (float)right - std::nextafter((float)right, 0.0f);
+        CHECK_MESSAGE(std::fabs(exp_below_one(x) - right) <= 2 * digit, x);
+    }
+    CHECK(exp_below_one(0) == 1);
+}
+
 TEST_CASE("what is drawn is what a sort of the whole vocabulary gives, for every flag") {
     reference::Random random{scene::seed_of_run()};
     CAPTURE(scene::seed_of_run());
