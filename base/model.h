@@ -218,7 +218,7 @@ constexpr Family others[] = {
 // clang-format on
 
 // No size in a config may exceed this, nor may heads * head_dim: products of two fit an int64_t with room to spare.
-constexpr int max_size = 1 << 24;
+constexpr int max_size = 1 << 24, max_ids = max_size - 1;  // base/ranking.h counts ids in 24 bits
 constexpr int max_layers = 10000;
 
 // What is asked for and does not run here: the family that is nearest to it, and what is in its way.
@@ -340,7 +340,7 @@ inline void read_sizes(const Section &config, const Family &family, Config &out,
     out.hidden = config.integer("hidden_size", 1, max_size);
     const char *ffn = family.has("shared_intermediate_size") ? "shared_intermediate_size" : "intermediate_size";
     out.ffn = family.has("lfm2") ? read_ffn(config) : config.integer(ffn, 1, max_size);
-    out.vocabulary = config.integer("vocab_size", 1, max_size, or_none(family.vocabulary));
+    out.vocabulary = config.integer("vocab_size", 1, max_ids, or_none(family.vocabulary));
     out.context = config.integer("max_position_embeddings", 1, 1 << 30, family.context);
     out.heads = config.integer("num_attention_heads", 1, max_size, or_none(family.heads));
     // A null asks for as many KV heads as heads; only a key that is not there takes the family's default.

@@ -47,9 +47,9 @@ inline float largest_logit(const std::vector<float> &numbers) {
 }
 
 // From the likeliest token to the least likely, the first of equals first. They are put into buckets by the size of p,
-// 128 for each factor of 2, and only a bucket in which something is looked for is sorted. p: the probability, not
-// normalised: the likeliest token has 1, none has less than e^-87. Of equals in float32, the one of the larger logit is
-// likelier.
+// 128 for each factor of 2, and only the tokens of a bucket in which something is looked for are compared. p: the
+// probability, not normalised: the likeliest token has 1, and what has less than 2^-48 of it is never drawn. Of equals
+// in float32, the one of the larger logit is likelier.
 //
 // The p of a bucket have their upper 16 bits in common. So each is the bucket's largest number less some steps of the
 // last digit, and their sum is told by how many they are and by the sum of their steps: whole numbers, exact, and both
@@ -131,12 +131,13 @@ private:
     static constexpr uint32_t bits_of_one = 0x3f800000;  // of float32; those of p rise with p
     static constexpr int steps_bits = 16, most_steps = (1 << steps_bits) - 1;
     static constexpr int buckets = 48 << (23 - steps_bits), last = buckets - 1;  // p below 2^-48, counted as 0
-    static constexpr uint64_t one = 1ull << 40;  // of a tally's count, above its sum of steps
+    static constexpr uint64_t one = 1ull << 40;  // of a tally's count, less than 2^24, above its sum of steps
     const std::vector<float> &logits_;
     const float largest_, scale_;
-    std::unique_ptr<uint16_t[]> bucket_;                                                         // (token)
-    std::vector<uint64_t> tally_;                                                                // (bucket)
-    std::vector<double> sums_;                                                                   // (bucket): of p
+    std::unique_ptr<uint16_t[]> bucket_;  // (token)
+    std::vector<uint64_t> tally_;         // (bucket)
+    std::vector<double> sums_;            // (bucket): of p
+
     float exponent(float logit) const { return std::max(-87.0f, (logit - largest_) * scale_); }  // p is e^ this
     using Ranked = std::pair<float, int>;  // -logit, token: of a sorted list the likeliest is the first
     float p_of(const Ranked &token) const { return exp_below_one(exponent(-token.first)); }

@@ -823,11 +823,15 @@ TEST_CASE("config values that cannot be, and keys that must be there") {
         std::vector<std::string> keys, values;
         std::string expected;
     };
-    const std::vector<std::string> sizes = {"hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"};
+    const std::vector<std::string> sizes = {"hidden_size", "intermediate_size", "num_attention_heads"};
     const Group groups[] = {
         {sizes,
          {"0", "-1", "-64", "64.5", "1e9", "99999999999999999999", "1e999", "-1e999", "\"64\"", "true", "[64]", "{}"},
          "a whole number from 1 to 16777216"},
+        {{"vocab_size"},
+         {"0", "-1", "-64", "64.5", "16777216", "1e9", "99999999999999999999", "1e999", "-1e999", "\"64\"", "true",
+          "[64]", "{}"},
+         "a whole number from 1 to 16777215"},
         {{"num_key_value_heads", "head_dim"},
          {"0", "-1", "64.5", "1e9", "1e999", "\"64\"", "true", "{}"},
          "a whole number from 1 to 16777216"},

@@ -212,6 +212,13 @@ TEST_CASE("top-p at an exact tie keeps what reaches it and no more") {
     CHECK(kept(0.5, {half, half, 0, -200}).size() == 1);  // e^-200 is lost in the sum
 }
 
+TEST_CASE("as many ids as a vocabulary may have, all alike, fit a bucket") {
+    const std::vector<float> alike(max_ids, 3.0f);
+    const Ranking ranking(alike, 1, 0);
+    CHECK(ranking.total == max_ids);
+    CHECK(ranking.find([](double sum) { return sum > max_ids - 1; }).token == max_ids - 1);
+}
+
 TEST_CASE("e^x of the ranking is within two units of its last digit") {
     for (float x = 0; x >= -87; x = x > -1 ? x - 0x1p-14f : std::nextafter(x * 1.0001f, -100.0f)) {
         const double right = std::exp((double)x);
