@@ -121,6 +121,22 @@ public:
         if (!rows.empty()) say(lines_of(rows, width));
         return list(key, rows);
     }
+    // This row, or the heads over it, with lines of so many columns: what does not fit goes on below.
+    std::string folded(bool head, size_t width = columns_of(stdout)) const {
+        const std::string &line = head ? heads : text;
+        auto place = [&](size_t i) {
+            return i == columns.size() ? line.size() : head ? columns[i].head : columns[i].text;
+        };
+        auto trimmed = [](const std::string &some) { return some.substr(0, some.find_last_not_of(' ') + 1); };
+        std::string lines, last;
+        for (size_t i = 0; i < columns.size(); i++) {
+            const std::string cell = line.substr(place(i), place(i + 1) - place(i));
+            if (!last.empty() && trimmed(last + cell).size() > width)
+                lines += trimmed(last) + "\n", last = std::string(place(1), ' ');
+            last += cell;
+        }
+        return lines + trimmed(last) + "\n";
+    }
     std::string json() const { return "{" + joined(short_items, ", ") + "}"; }
     // The JSON to standard output, a key a line; or else the text to `readers`. Returns the program's status: `status`,
     // or after Ctrl-C 130.

@@ -173,8 +173,10 @@ Report stored_report(const Session &session, int layer, int kv_head) {
     const CacheRows &rows = residual ? side.residual : side.rows;
     const char *row = side.row(at.index, kv_head, position);
     std::vector<float> reads = side.read(at.index, kv_head, position), was(before, before + rows.width);
-    std::string hex, name = keys ? "K" : "V", type = residual ? "f16" : name_of(keys ? cache.type_k : cache.type_v);
+    std::string hex, shown, name = keys ? "K" : "V",
+                            type = residual ? "f16" : name_of(keys ? cache.type_k : cache.type_v);
     for (size_t i = 0; i < rows.row_bytes; i++) hex += formatted("%02x", (unsigned char)row[i]);
+    for (size_t i = 0; i < std::min<size_t>(64, hex.size()); i += 16) shown += " " + hex.substr(i, 16);
     Report report;
     report.add("type", type, name + formatted("      %s, ", type.c_str()));
     report.add("in_residual_block", residual, residual ? "in the residual block of the newest 32 positions, " : "");
@@ -182,7 +184,7 @@ Report stored_report(const Session &session, int layer, int kv_head) {
     report.show("bytes", rows.row_bytes, "of its memory on, %zu bytes\n");
     if (keys && !residual && has_blocks(cache.type_k))
         report.say("       these hold a few channels of 32 positions, not all channels of this one\n");
-    report.add("hex", hex, "stored  " + hex.substr(0, 64) + (hex.size() > 64 ? " ..\n" : "\n"));
+    report.add("hex", hex, "stored " + shown + (hex.size() > 64 ? " ..\n" : "\n"));
     report.add("reads_as", reads, "reads  " + first_of(reads) + "\n");
     report.add("before", was, "before " + first_of(was) + "\n");
     return report;
