@@ -307,11 +307,11 @@ inline int sample(const Sampler &sampler, const std::vector<float> &logits, int 
 // knows better.
 template <class Blame>
 void require_finite(const std::vector<float> &logits, int position, Blame blame) {
-    for (float logit : logits) {
-        if (std::isfinite(logit)) continue;
-        blame();
-        fail("position %d: a logit is %g, expected a finite number: are the weights damaged?", position, logit);
-    }
+    const auto finite = [](float logit) { return std::isfinite(logit); };
+    if (std::count_if(logits.begin(), logits.end(), finite) == (std::ptrdiff_t)logits.size()) return;
+    blame();
+    const float wrong = *std::find_if_not(logits.begin(), logits.end(), finite);
+    fail("position %d: a logit is %g, expected a finite number: are the weights damaged?", position, wrong);
 }
 inline void blame_cache(Engine &engine, const Cache *cache, const std::vector<int> &tokens,
                         const std::function<void(Cache &)> &begin = nullptr);  // commands/overflow.h

@@ -342,8 +342,8 @@ inline Report bench_report(const Bench &bench, const Report &start, double cache
 The roofline: bytes that must be read (weights, and the cache as it is stored)
 / read bandwidth, or operations / matrix rate, whichever is longer; both rates
 as they were just before and after. int8 weights are multiplied as whole
-numbers, and --activations bf16 as pairs, which may go faster than that rate; weights that fit the processor's
-cache are read faster.
+numbers, and --activations bf16 as pairs, which may go faster than that rate;
+weights that fit the processor's cache are read faster.
 )");
 }
 

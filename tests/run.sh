@@ -12,7 +12,7 @@ if [ "$1" != --one ]; then
     rm "$counts" "$leaks"
     exit $status
 fi
-program=$2
+program=$2 start=$(date +%s)
 output=$(timeout 1800 "$program" --no-colors=true --no-intro=true 2>&1)
 status=$?
 line=$(printf '%s\n' "$output" | grep '^\[doctest\] test cases:' | tail -n 1)
@@ -20,5 +20,5 @@ good=$(printf '%s\n' "$line" | sed -n 's/.*| *\([0-9]*\) passed.*/\1/p')
 bad=$(printf '%s\n' "$line" | sed -n 's/.*| *\([0-9]*\) failed.*/\1/p')
 [ -n "$line" ] && { [ "$status" = 0 ] || [ "${bad:-0}" -gt 0 ]; } || bad=$((${bad:-0} + 1))
 [ "$bad" = 0 ] || printf '%s\n' "$output"
-printf '%-28s %4d passed, %d failed\n' "$(basename "$program")" "${good:-0}" "$bad"
+printf '%-28s %4d passed, %d failed, %4d s\n' "$(basename "$program")" "${good:-0}" "$bad" $(($(date +%s) - start))
 echo "${good:-0} $bad" >> "$COUNTS"
