@@ -110,13 +110,20 @@ inline void judge(DiffResult &result, const Session &session, const Options &opt
         identical ? "identical tokens" : "the tokens part at step " + std::to_string(result.divergence);
     if (const int needed = proof || given ? 1 : enough_steps; result.tested < needed) {
         int tested = result.tested, next = session.prompt + (int)result.steps.size() - 1;  // position of one step more
-        for (; tested < needed; next++) tested += read_as_stored(result.cache, config, next) > 0;
+        for (; tested < needed && next < config.context; next++)
+            tested += read_as_stored(result.cache, config, next) > 0;
+        const int count = next - session.prompt + 1;
+        const bool fits = next < config.context;
         const std::string stop = reason_to_stop(session, options);
+        std::vector<std::string> cures;
+        if (!fits) cures.push_back("--tolerance, as the context is too short");
+        if (fits && options.count < count) cures.push_back(formatted("-n %d or more", count));
+        if (stop == "end id") cures.push_back("--ignore-eos");
+        if (fits && stop == "context full") cures.push_back("a larger -c");
+        if (cures.empty()) cures.push_back("it time");  // it was interrupted
         result.verdict =
             formatted("no verdict: %s tested, it takes %d: ", counted(result.tested, "step").c_str(), needed);
-        result.verdict += next > config.context ? "give --tolerance, as the context is too short"
-                                                : formatted("give -n %d or more", next - session.prompt + 1);
-        result.verdict += stop == "end id" ? " and --ignore-eos" : stop == "context full" ? " and a larger -c" : "";
+        result.verdict += "give " + joined(cures, " and ");
     } else if (proof) {
         result.good = result.same_bits || (identical && !beyond);
         result.verdict = result.same_bits ? "the same: all logits have the same bits"

@@ -242,8 +242,12 @@ TEST_CASE("diff: a verdict is of what was tested: of int4 and int2, of blocks th
     const std::string nothing = "no verdict: 0 steps tested, it takes 1: give -n 30 or more";
     const Words given{"--kv", "int4", "--tolerance", "10"};  // then one step is enough
     CHECK(text(run_json(line + given + Words{"-n", "29"}, 1), "verdict") == nothing);
-    CHECK(text(run_json(line + given + Words{"-n", "60", "-c", "20"}, 1), "verdict") == nothing + " and a larger -c");
+    CHECK(text(run_json(line + given + Words{"-n", "60", "-c", "20"}, 1), "verdict") ==
+          "no verdict: 0 steps tested, it takes 1: give a larger -c");
     CHECK(text(run_json(line + given + Words{"-n", "30"}), "verdict").find("no verdict") == std::string::npos);
+    const Words never{"--kv", "int4", "--cache", "ring", "--window", "1", "--sinks", "0", "-n", "9"};
+    CHECK(text(run_json(line + never, 1), "verdict") ==
+          "no verdict: 0 steps tested, it takes 100: give --tolerance, as the context is too short");
     check_contains(run_well({"diff", "-m", model, "--ids", "1,5", "-t", "1", "-n", "2", "--kv", "int2,f32"}, 1).out,
                    "\nint2        no verdict: ", " 0 of 2 steps tested\n");
 }
@@ -278,7 +282,7 @@ TEST_CASE("diff: int2 breaks the built-in checkpoint, and no larger type does; a
     }
     // The story ends after 13 tokens.
     Outcome short_one = run_well({"diff", "-m", builtin, "-p", "The sea is", "-n", "200", "--kv", "int8"}, 1);
-    check_contains(short_one.out, "no verdict: 13 steps tested, it takes 100: give -n 100 or more and --ignore-eos\n");
+    check_contains(short_one.out, "no verdict: 13 steps tested, it takes 100: give --ignore-eos\n");
 }
 
 TEST_CASE("diff: times a token are medians, and how many times faster leaves out the first step") {
