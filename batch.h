@@ -180,7 +180,9 @@ inline Request *admit(Schedule &schedule) {
     request.sequence = (int)unused;
     insert_by_number(schedule.running, &request);
     const int known = find_known(cache, request.sequence, request.tokens);
-    const int now = pool ? pool->between(known, (int)request.tokens.size()) : 0;
+    int64_t now = 0;  // pages that the tokens of all that run still take
+    for (const Request *running : schedule.running)
+        if (pool) now += pool->between(cache.lengths[running->sequence], (int)running->tokens.size());
     bool enough = !pool || now <= pool->available();
     if (pool && !schedule.optimistic) enough = peak_pages(schedule, *pool) <= (int64_t)pool->references.size();
     if (!enough) return leave(schedule, request), schedule.changed = false, nullptr;
@@ -253,16 +255,18 @@ inline void take_token(Request &request, const Config &config, bool ignore_end, 
     if (!ignore_end && std::count(config.end_ids.begin(), config.end_ids.end(), token)) request.stop = "end id";
     if (generated >= request.count) request.stop = request.stop.empty() ? "-n" : request.stop;
     if (!request.stop.empty()) text += request.stream->flush();
-    for (const std::string &stop : request.stops) {
-        const size_t place = text.find(stop, before - std::min(before, stop.size() - 1));
-        if (place != std::string::npos) text.resize(place), request.stop = "stop";
-    }
+    size_t place = std::string::npos;  // where the first of them begins
+    for (const std::string &stop : request.stops)
+        place = std::min(place, text.find(stop, before - std::min(before, stop.size() - 1)));
+    if (place != std::string::npos) text.resize(place), request.stop = "stop";
 }
 
 // Computes a pass. Requests whose tokens were all read get their next one; show(request) is told of each that ends.
 template <class Show>
 void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass, bool ignore_end, Show show) {
     Cache &cache = schedule.cache;
+    const double start = now();
+    bool decodes = true;    // and reads no prompt
     std::vector<int> rows;  // of the pass: the last tokens of those whose tokens were all read, and guesses
     std::vector<float> found;
     const int vocabulary = engine.model.config.vocabulary;
@@ -271,7 +275,9 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
         const Request &request = *piece.request;
         proposals.push_back({request.sequence, request.tokens, request.sampler, piece.guesses});
         propose(schedule.drafter, proposals.back());
+        decodes &= piece.count == 1;
     }
+    Drafter::Checked checked{0, 0, 0, {}, false, 0, now() - start};
     all_or_nothing(cache, [&] {
         Batch batch;
         for (size_t i = 0; i < pass.size(); i++) {
@@ -305,9 +311,11 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
                 take_token(request, engine.model.config, ignore_end, own);
                 return request.tokens.back();
             };
-            const int right = accept(guesses, take, [&] { return !request.stop.empty(); });
+            const size_t before = request.tokens.size();
+            checked.right += accept(guesses, take, [&] { return !request.stop.empty(); });
             shrink(cache, request.sequence, (int)request.tokens.size() - 1);
-            schedule.drafter.log.push_back({0, right, guesses, 0, 0});
+            checked.guesses.insert(checked.guesses.end(), guesses.begin(), guesses.end());
+            checked.tokens += (int)(request.tokens.size() - before), checked.paused |= proposals[i].paused;
             row += (guesses.size() + 1) * vocabulary;
         }
         const int length = cache.lengths[request.sequence];
@@ -318,4 +326,6 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
         schedule.changed = true;
         show(request);
     }
+    if (decodes) checked.seconds = now() - start;
+    schedule.drafter.log.push_back(checked);
 }

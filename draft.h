@@ -22,7 +22,8 @@ struct Proposal {
     std::vector<int> guesses = {};
     // (guess): for the rule of Leviathan et al., the draft's distribution that it was drawn from
     std::vector<std::vector<double>> drawn = {};
-    int match = 0;  // n-grams: how many of the last ids stood before
+    int match = 0;        // n-grams: how many of the last ids stood before,
+    bool paused = false;  // and guesses at what follows would cost more time than they save
     int token(int position) const {
         const int count = (int)tokens.size();
         return position < count ? tokens[position] : guesses[position - count];
@@ -39,27 +40,17 @@ struct Drafter {
     bool rejection = false;                    // --draft-rule leviathan
     bool pauses = false;                       // n-grams: no guesses while they cost more time than they save
     struct Checked {
-        int match, right;
+        int match, tokens, right;  // match: 0 where it is of many texts; tokens: that the pass brought
         std::vector<int> guesses;
-        double seconds, guessing;  // of all; of the guesses
+        bool paused;
+        double seconds, guessing;  // of all, 0 where it read prompts, too; of the guesses
     };
     std::vector<Checked> log = {};  // (pass)
 };
 inline int guesses_of_pass(const Cache &cache, int first, int end, int most);
 inline void propose(Drafter &drafter, Proposal &proposal);
-inline int own_token(const Drafter &drafter, const Proposal &proposal, int row, const std::vector<float> &logits);
-
-// How many guesses are right. take(row) takes the target's own token after that row of the pass, and ended() says
-// whether nothing may follow it.
 template <class Take, class Ended>
-int accept(const std::vector<int> &guesses, Take take, Ended ended) {
-    int row = 0;
-    while (take(row) == (row < (int)guesses.size() ? guesses[row] : -1)) {
-        row++;
-        if (ended()) break;
-    }
-    return row;
-}
+int accept(const std::vector<int> &guesses, Take take, Ended ended);
 
 // The next tokens of a text: guesses that are right, `most` at most, and one more; none after an end id, if it `ends`.
 // use(logits, position) is told of each token's.
@@ -86,14 +77,28 @@ std::vector<int> next_tokens(Engine &engine, Cache &cache, Drafter &drafter, con
         const std::vector<float> own =
             proposal.guesses.empty() ? std::move(found) : std::vector<float>(at, at + vocabulary);
         use(own, end - 1 + row);
-        next.push_back(own_token(drafter, proposal, row, own));
+        next.push_back(drafter.rejection ? by_rejection(proposal, row, own, draw)
+                                         : sample(sampler, own, end - 1 + row));
         return next.back();
     };
     const int right =
         accept(proposal.guesses, take, [&] { return ends && std::count(end_ids.begin(), end_ids.end(), next.back()); });
     shrink(cache, 0, end - 1 + (int)next.size());
-    drafter.log.push_back({proposal.match, right, proposal.guesses, now() - start, guessing});
+    drafter.log.push_back(
+        {proposal.match, (int)next.size(), right, proposal.guesses, proposal.paused, now() - start, guessing});
     return next;
+}
+
+// How many guesses are right. take(row) takes the target's own token after that row of the pass, and ended() says
+// whether nothing may follow it.
+template <class Take, class Ended>
+int accept(const std::vector<int> &guesses, Take take, Ended ended) {
+    int row = 0;
+    while (take(row) == (row < (int)guesses.size() ? guesses[row] : -1)) {
+        row++;
+        if (ended()) break;
+    }
+    return row;
 }
 
 // ---- Guesses -------------------------------------------------------------------------------------------------------
@@ -109,17 +114,17 @@ inline int guesses_of_pass(const Cache &cache, int first, int end, int most) {
 
 // How many guesses after such a match are worth their time: a token's in the last passes with them, beside those
 // without any. What was not tried for so long is tried, with one guess.
-inline int worth(const Drafter &drafter, const Proposal &proposal) {
+inline int worth(const Drafter &drafter, Proposal &proposal) {
+    if (!drafter.pauses) return proposal.most;
     double seconds[2] = {}, tokens[2] = {};  // (guesses or none)
     for (size_t i = drafter.log.size(), left = 128; i > 0 && left > 0; left--) {
         const Drafter::Checked &pass = drafter.log[--i];
-        const bool with = !pass.guesses.empty();
-        if (with && pass.match != proposal.match) continue;
-        seconds[with] += pass.seconds, tokens[with] += pass.right + 1;
+        const bool with = !pass.guesses.empty(), other = with && pass.match && pass.match != proposal.match;
+        if (!other && pass.seconds > 0) seconds[with] += pass.seconds, tokens[with] += pass.tokens;
     }
-    if (!drafter.pauses) return proposal.most;
     if (tokens[1] == 0) return std::min(proposal.most, tokens[0] > 0 ? 1 : 0);
-    return seconds[1] * tokens[0] <= seconds[0] * tokens[1] ? proposal.most : 0;
+    proposal.paused = seconds[1] * tokens[0] > seconds[0] * tokens[1];
+    return proposal.paused ? 0 : proposal.most;
 }
 
 // What followed the last three tokens where they stood before, or the last two, or one. A text that says the same again
@@ -150,30 +155,19 @@ inline void propose(Drafter &drafter, Proposal &proposal) {
     held.resize(same);
     std::vector<int> unread(tokens.begin() + (int)same, tokens.end());
     if (*std::max_element(unread.begin(), unread.end()) >= drafter.engine->model.config.vocabulary) return;
-    if ((int)tokens.size() + proposal.most > limit_of(drafter.cache)) return;
+    proposal.most = std::min(proposal.most, limit_of(drafter.cache) - (int)tokens.size());  // its own context
     while ((int)proposal.guesses.size() < proposal.most) {
         std::vector<float> row = prefill(*drafter.engine, drafter.cache, proposal.sequence, unread);
         held.insert(held.end(), unread.begin(), unread.end());
         const int position = (int)held.size() - 1;
-        require_finite(row, position, [&] { blame_cache(*drafter.engine, &drafter.cache, held); });
+        require_finite(row, position, [&] {
+            blame_cache(*drafter.engine, &drafter.cache, held);
+            fail("the draft, position %d: a logit is no finite number: are its weights damaged?", position);
+        });
         row.resize(drafter.vocabulary, -INFINITY);  // a head may be wider than the tokenizer that both have
         if (drafter.rejection) proposal.drawn.push_back(distribution(proposal.sampler, row));
         unread = {drafter.rejection ? draw_from(proposal.drawn.back(), draw(proposal.sampler.seed, position))
                                     : argmax(row.data(), (int)row.size())};
         proposal.guesses.push_back(unread[0]);
     }
-}
-
-// The token that stands after a row of the pass: what the target draws there, or what the rule of Leviathan et al.
-// leaves of a guess (base/rejection.h), with draws of its own.
-inline int own_token(const Drafter &drafter, const Proposal &proposal, int row, const std::vector<float> &logits) {
-    const int position = (int)proposal.tokens.size() - 1 + row;
-    const Sampler &sampler = proposal.sampler;
-    if (!drafter.rejection) return sample(sampler, logits, position);
-    const std::vector<double> p = distribution(sampler, logits);
-    const double again = draw(~sampler.seed, position);
-    if (row == (int)proposal.guesses.size()) return draw_from(p, again);
-    const int guess = proposal.guesses[row];
-    const std::vector<double> q = drafter.engine ? proposal.drawn[row] : only(guess, p.size());
-    return take_or_replace(p, q, guess, draw(sampler.seed ^ 0x5555555555555555, position), again);
 }

@@ -444,10 +444,10 @@ inline Generation generate(Session &session, const Options &options, const UseLo
             if (!next.empty()) continue;
             if (reason_to_stop(session, options) && !dump) continue;  // nobody asks what follows the last token
             start = now();
-            const int size = (int)tokens.size(), left = std::min(session.limit, options.count + session.prompt) - size;
+            const int size = (int)tokens.size(), end = std::min(session.limit, options.count + session.prompt);
+            const int most = reason_to_stop(session, options) ? 0 : end - size - 1;  // guesses
             if (cache)
-                next =
-                    next_tokens(engine, *cache, session.drafter, sampler, tokens, left - 1, !options.ignore_end, use);
+                next = next_tokens(engine, *cache, session.drafter, sampler, tokens, most, !options.ignore_end, use);
             else
                 naive_pass(engine, tokens), next = first_token((int)tokens.size() - 1);
             result.decode_seconds += now() - start;

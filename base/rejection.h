@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <numeric>
 #include <vector>
 
@@ -60,4 +61,17 @@ inline std::vector<double> rest(const std::vector<double> &p, const std::vector<
 inline int take_or_replace(const std::vector<double> &p, const std::vector<double> &q, int guess, double chance,
                            double again) {
     return chance * q[guess] < p[guess] ? guess : draw_from(rest(p, q), again);
+}
+
+// The token that stands after a row of a pass (draft.h), with draws of its own. A guess by n-grams has all of q.
+template <class Proposal, class Draw>
+int by_rejection(const Proposal &proposal, int row, const std::vector<float> &logits, Draw draw) {
+    const int position = (int)proposal.tokens.size() - 1 + row;
+    const uint64_t seed = proposal.sampler.seed;
+    const std::vector<double> p = distribution(proposal.sampler, logits);
+    const double again = draw(~seed, position);
+    if (row == (int)proposal.guesses.size()) return draw_from(p, again);
+    const int guess = proposal.guesses[row];
+    const std::vector<double> q = proposal.drawn.empty() ? only(guess, p.size()) : proposal.drawn[row];
+    return take_or_replace(p, q, guess, draw(seed ^ 0x5555555555555555, position), again);
 }

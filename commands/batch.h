@@ -8,6 +8,8 @@
 // What a line asks for. `name` is what messages call it. Without "n" as many tokens as -n says.
 inline Request read_request(const std::string &name, const std::string &line, const Options &options,
                             const Tokenizer *tokenizer, const Config &config) {
+    for (size_t at = 0; at < line.size(); at += line[at] == '\\' ? 2 : 1)
+        if (line.compare(at, 6, "\\u0000") == 0) fail("%s: \\u0000 ends a text here: leave it out", name.c_str());
     const Json json = parse_json(name, line);
     const Section of = {name, json.get()};
     for (const cJSON *item = json->child; item; item = item->next)
@@ -23,6 +25,8 @@ inline Request read_request(const std::string &name, const std::string &line, co
         if (!is_whole(id, 0, INT_MAX)) of.refuse("ids", id, "a list of whole numbers");
         one.prompt_ids.push_back((int)id->valuedouble);
     }
+    if (ids && one.prompt_ids.empty()) of.refuse("ids", ids, "one at least");
+    if (!ids && !tokenizer) fail("%s: this model has no tokenizer.json: fetch it, or give \"ids\"", name.c_str());
     one.prompt = of.text("prompt", "");
     Request request;
     request.id = of.text("id", "");
@@ -33,8 +37,12 @@ inline Request read_request(const std::string &name, const std::string &line, co
     }
     request.prompt = (int)request.tokens.size();
     request.count = of.integer("n", 1, INT_MAX / 2, std::min(options.count, INT_MAX / 2));
+    const cJSON *seed = of.find("seed");
+    if (seed && !is_whole(seed, 0, 0x1p53)) of.refuse("seed", seed, "a whole number from 0 to 2^53");
     request.sampler = {of.number("temp", 0, 1000, 0), of.number("top_p", 0, 1, 1), of.number("min_p", 0, 1, 0),
                        of.integer("top_k", 0, 1 << 30, 0), (uint64_t)of.number("seed", 0, 0x1p53, 0)};
+    for (const char *key : {"top_k", "top_p", "min_p"})
+        if (of.find(key) && request.sampler.temperature == 0) of.refuse(key, of.find(key), "none where \"temp\" is 0");
     request.at = of.number("at", 0, 1e9, 0);
     const cJSON *stop = of.find("stop");
     auto add_stop = [&](const cJSON *item) {
@@ -169,7 +177,7 @@ struct BatchRun {
         line.add("stop", request.stop).add("preemptions", request.preemptions);
         if (any && request.first_token == 0) request.first_token = request.ended;
         line.add("seconds_to_first_token", any ? request.first_token - request.at : NAN);
-        line.add("seconds", request.ended - request.at);
+        line.add("seconds", request.ended >= request.at ? request.ended - request.at : NAN);
         erase_progress();
         puts(line.json().c_str());
         flush_output();
@@ -179,12 +187,15 @@ struct BatchRun {
         const double time = now();
         if (time < next_line) return;
         next_line = time + 0.1;
-        int64_t tokens = generated;
-        for (const Request *request : schedule.running) tokens += (int64_t)request->tokens.size() - request->prompt;
+        int64_t tokens = generated, hits = found;
+        for (const Request *request : schedule.running)
+            tokens += (int64_t)request->tokens.size() - request->prompt, hits += std::max(0, request->known);
         std::string line =
             formatted("%zu running, %zu waiting, %zu of %zu ended, %.0f tokens/s", schedule.running.size(),
                       schedule.waiting.size(), ended, requests.size(), (double)tokens / (time - start));
-        if (pool) line += formatted(", %d of %zu pages held", pool->used(), pool->references.size());
+        if (pool)
+            line += formatted(", %d of %zu pages held, %lld tokens found", pool->used(), pool->references.size(),
+                              (long long)hits);
         show_progress(line);
     }
 
@@ -229,7 +240,8 @@ struct BatchRun {
         if (pool) {
             all.show("peak_pages", most_pages, ", in %d of ");
             all.show("pages", (int)pool->references.size(), "%d pages");
-        }
+        } else
+            all.add("peak_pages", NAN);
         all.say("\n");
         if (schedule.drafter.most) all.add("draft", about_draft(schedule.drafter));
         return all.add("schedule_seconds", planning);
@@ -256,13 +268,36 @@ inline bool same_alone(const Options &options, Session &session, const Request &
     return alone.tokens == request.tokens && alone.bits == request.bits && alone.text == request.text;
 }
 
+// A text alone has the frequencies of its length (longrope); in company all have the same, which then must be those.
+inline void require_one_rope(const Options &options, Engine &engine, const Requests &requests) {
+    int longest = 0, shortest = INT_MAX;
+    for (auto &request : requests) {
+        const int positions = options.context ? options.context : request->positions() + 1;
+        longest = std::max(longest, positions), shortest = std::min(shortest, positions);
+    }
+    for (const Kind &kind : engine.model.config.kinds)
+        if (const int original = kind.rope.original_context;
+            !kind.rope.long_factors.empty() && shortest <= original && longest > original)
+            fail(
+                "%s: requests of up to %d positions and beyond, which this model computes otherwise (longrope): give "
+                "them in two files, or -c %d to compute all as long ones",
+                options.prompt_file.c_str(), original, longest);
+    expect_positions_of(engine, longest);
+}
+
 inline int run_batch(const Options &options) {
     const std::string directory = checkpoint_directory(options);
-    Session session{open_engine(options, directory), open_tokenizer(options, directory)};
+    struct stat read = {}, written = {};
+    if (options.has("--events") && stat(options.prompt_file.c_str(), &read) == 0 &&
+        stat(options.events.c_str(), &written) == 0 && read.st_ino == written.st_ino && read.st_dev == written.st_dev)
+        refuse("--events", options.events, "is the file of the requests: name another");
+    Session session{open_engine(options, directory), {nullptr, tokenizer_free}};
+    if (file_exists(join_path(directory, "tokenizer.json"))) session.tokenizer = open_tokenizer(options, directory);
     add_end(options, session.tokenizer.get(), session.engine.model.config);
     int wrong = 0, longest = 1;
     Requests requests = read_requests(options, session, wrong);
     for (auto &request : requests) longest = std::max(longest, request->positions());
+    require_one_rope(options, session.engine, requests);
     Options many = options, one = options;
     many.sequences = std::min(options.sequences, (int)requests.size());
     one.sequences = 1, one.pool = 0;
@@ -279,13 +314,17 @@ inline int run_batch(const Options &options) {
             leave_out(options, error, wrong);
         }
     }
+    if (requests.empty()) fail("%s: no request is left that fits", options.prompt_file.c_str());
     BatchRun run{options, session, cache, schedule, scarce_pool(cache)};
     run.open_events();
     try {
         run.run(requests);
     } catch (Interrupted) {
         for (auto &request : requests)
-            if (request->stop.empty()) request->stop = "interrupted", run.end(*request);
+            if (request->stop.empty()) {
+                if (request->sequence >= 0) schedule.say("end", *request), leave(schedule, *request);
+                request->stop = "interrupted", run.end(*request);
+            }
     }
     run.seconds = now() - run.start;
     erase_progress();
@@ -294,7 +333,12 @@ inline int run_batch(const Options &options) {
     size_t same = 0;
     if (schedule.checks && !interrupted()) {
         Progress progress("each alone", (double)requests.size(), "requests");
-        for (auto &request : requests) same += same_alone(one, session, *request), Progress::add(1);
+        try {
+            for (auto &request : requests) same += same_alone(one, session, *request), Progress::add(1);
+        } catch (Interrupted) {
+        }
+    }
+    if (schedule.checks && !interrupted()) {
         summary.show("same_alone", (int)same, "beside each alone: %d of ");
         summary.say(counted((int64_t)requests.size(), "request") + " the same, to the last bit\n");
     }

@@ -16,9 +16,17 @@
 #include "draft.h"
 #include "template.h"
 
-// Where an answer begins or ends: so many bytes and tokens of the conversation stand before.
+// The end of an answer: so many bytes and tokens of the conversation stand before.
 struct Border {
     size_t bytes, tokens;
+};
+
+// The conversation as it was read last.
+struct Asked {
+    std::string text;                        // without what ended the answer
+    std::vector<int> ids;                    // up to where that answer begins
+    std::vector<Border> borders = {{0, 0}};  // of the text
+    size_t dropped = 0;                      // turns, of the oldest
 };
 
 struct Chat {
@@ -26,10 +34,8 @@ struct Chat {
     ChatTemplate form;
     Options options;
     std::vector<Turn> turns = {};
-    size_t dropped = 0;                      // turns, of the oldest
-    std::string text = {};                   // what the tokens read as, without what ended the answer
-    std::vector<Border> borders = {{0, 0}};  // of it
-    std::tm today = {};                      // of the chat's beginning, for templates that say it
+    Asked asked = {};
+    std::tm today = {};  // of the chat's beginning, for templates that say it
 };
 
 // Of a model that was not tuned for chat: its answer is the rest of a line.
@@ -37,32 +43,18 @@ inline bool is_plain(const Chat &chat) { return has("plain", chat.form.form->nam
 
 // ---- The ids of a turn ---------------------------------------------------------------------------------------------
 
-// A conversation whose last turn waits for an answer.
-struct Asked {
-    std::string text;
-    std::vector<int> ids;
-    std::vector<Border> borders;  // those of the conversation before which are still true
-    size_t dropped;
-};
-
-// Up to the last border at which the text is the one so far, a conversation keeps its ids: those that a model writes
+// Up to the last answer's end before the text is another one, a conversation keeps its ids: those that a model writes
 // need not be the ones that their text would become.
 inline Asked with_ids(const Chat &chat, const Rendered &all, size_t dropped) {
-    const std::string &before = chat.text, &text = all.text;
+    const std::string &before = chat.asked.text, &text = all.text;
     const auto differs = std::mismatch(before.begin(), before.end(), text.begin(), text.end()).first;
-    Asked asked{text, {}, chat.borders, dropped};
+    Asked asked{text, {}, chat.asked.borders, dropped};
     while (asked.borders.back().bytes > (size_t)(differs - before.begin())) asked.borders.pop_back();
     const Border from = asked.borders.back();
-    const Tokenizer *tokenizer = chat.session.tokenizer.get();
-    if (from.tokens == 0 && is_plain(chat)) {  // no template that says what a text begins with
-        asked.ids = encode(tokenizer, "");
-        asked.ids.resize((size_t)tokenizer_before(tokenizer));
-    }
-    const std::vector<int> &tokens = chat.session.tokens;
-    asked.ids.insert(asked.ids.end(), tokens.begin(), tokens.begin() + (int64_t)from.tokens);
-    if (from.bytes < text.size())
-        for (int id : encode(tokenizer, text.substr(from.bytes), "this turn", &all.typed[from.bytes]))
-            asked.ids.push_back(id);
+    asked.ids.assign(chat.session.tokens.begin(), chat.session.tokens.begin() + (int64_t)from.tokens);
+    const std::string rest = text.substr(from.bytes);
+    for (int id : encode(chat.session.tokenizer.get(), rest, "this turn", all.typed.data() + from.bytes))
+        asked.ids.push_back(id);
     require_ids(asked.ids, chat.session.engine.model.config);
     return asked;
 }
@@ -73,14 +65,17 @@ inline Asked ask(const Chat &chat) {
     const Options &o = chat.options;
     const bool drops = o.when_full == "drop";
     const int limit = chat.session.limit, room = drops ? std::min(o.count, limit / 4) : 1;
-    for (size_t dropped = chat.dropped;; dropped++) {
+    const bool more = limit < chat.session.engine.model.config.context;  // is what -c may ask for
+    for (size_t dropped = chat.asked.dropped;; dropped++) {
         const std::vector<Turn> turns(chat.turns.begin() + (int64_t)dropped, chat.turns.end());
         Asked asked = with_ids(chat, render(chat.form, o.system, turns, chat.today), dropped);
         if ((int64_t)asked.ids.size() + room <= limit) return asked;
         if (!drops || turns.size() < 2)
             throw Error(formatted("the context is full: %zu tokens %s, it holds %d: %s", asked.ids.size(),
                                   drops ? "and an answer of this turn alone" : "with this turn", limit,
-                                  drops ? "raise -c" : "/undo, raise -c, or take --when-full drop or ring"),
+                                  drops  ? more ? "raise -c" : "shorten it"
+                                  : more ? "/undo, raise -c, or take --when-full drop or ring"
+                                         : "/undo, or take --when-full drop or ring"),
                         1);
     }
 }
@@ -109,22 +104,21 @@ inline std::string answer_of(const Session &session, size_t &count) {
         return decode(session.tokenizer.get(), {session.tokens.begin(), session.tokens.begin() + (int64_t)end});
     };
     const size_t begin = text_of((size_t)session.prompt).size();
-    const std::string broken = "\xef\xbf\xbd";  // U+FFFD
     for (;; count--) {
         const std::string all = text_of(count), text = all.substr(std::min(begin, all.size()));
-        const bool whole = text.size() < broken.size() || text.substr(text.size() - broken.size()) != broken;
-        if (whole || (int)count <= session.prompt) return text;
+        const bool broken = text.size() >= 3 && text.substr(text.size() - 3) == "\xef\xbf\xbd";  // U+FFFD
+        if (!broken || (int)count <= session.prompt) return text;
     }
 }
 
 // Takes the answer that stands behind the prompt. What a template gets of it is its text by itself, as it would be
 // decoded elsewhere: without the blank that a word of SentencePiece begins with, which the template writes.
 inline void take_answer(Chat &chat, size_t count) {
-    chat.text += answer_of(chat.session, count);
+    chat.asked.text += answer_of(chat.session, count);
     const std::vector<int> &tokens = chat.session.tokens;
     const std::vector<int> own(tokens.begin() + chat.session.prompt, tokens.begin() + (int64_t)count);
     chat.turns.back().answer = decode(chat.session.tokenizer.get(), own);
-    chat.borders.push_back({chat.text.size(), count});
+    chat.asked.borders.push_back({chat.asked.text.size(), count});
 }
 
 // Answers the last turn. What it says of it: on the terminal a line, with --json all.
@@ -134,10 +128,9 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
     Asked asked = ask(chat);
     const int held = cache ? cache->lengths[0] : 0;
     const int kept = cache ? keep_same(*cache, session.tokens, asked.ids) : 0;
-    const int dropped = (int)(asked.dropped - chat.dropped);
+    const int dropped = (int)(asked.dropped - chat.asked.dropped);
     session.tokens = asked.ids, session.prompt = (int)asked.ids.size();
-    chat.text = asked.text, chat.borders = asked.borders, chat.dropped = asked.dropped;
-    chat.borders.push_back({asked.text.size(), asked.ids.size()});
+    chat.asked = asked;
     auto show = [&](const std::string &piece) {
         if (!chat.options.json) fwrite(piece.data(), 1, piece.size(), stdout), flush_output();
     };
@@ -189,32 +182,24 @@ inline std::string picture_of(const Cache &cache) {
 
 // ---- What is typed -------------------------------------------------------------------------------------------------
 
-// Lines from a pipe; on a terminal with editing and a history. Ctrl-C there gives up the line.
-class Lines {
-public:
-    const bool on_terminal = isatty(0);
-    Lines() {
-        const char *set = setlocale(LC_CTYPE, "");
-        if (!set || !strstr(set, "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8");
-        rl_outstream = stderr;
-    }
-    // False at the end. A Ctrl-C is meant for the answer or the line during which it is typed, and for no other.
-    bool next(std::string &line) {
-        interrupts = 0;
-        if (!on_terminal) {
-            const bool there = (bool)std::getline(std::cin, line);
-            line.erase(line.find_last_not_of('\r') + 1);
-            interrupts = 0;
-            return there;
-        }
-        std::unique_ptr<char, decltype(&free)> typed(readline("> "), free);
-        const bool given_up = interrupts.exchange(0) > 0;
+// A line from a pipe; on a terminal with editing and a history, where Ctrl-C gives it up. False at the end. A Ctrl-C is
+// meant for the answer or the line during which it is typed, and for no other.
+inline bool next_line(std::string &line, bool on_terminal) {
+    interrupts = 0;
+    bool there;
+    if (on_terminal) {
+        const std::unique_ptr<char, decltype(&free)> typed(readline("> "), free);
+        there = typed || interrupted();
         line = typed ? typed.get() : "";
         if (!line.empty()) add_history(line.c_str());
         if (!typed) fputs("\n", stderr);
-        return typed || given_up;
+    } else {
+        there = (bool)std::getline(std::cin, line);
+        line.erase(line.find_last_not_of('\r') + 1);
     }
-};
+    interrupts = 0;
+    return there;
+}
 
 // ---- llm chat ------------------------------------------------------------------------------------------------------
 
@@ -229,20 +214,19 @@ inline Chat open_chat(const Options &options) {
     Config &config = chat.session.engine.model.config;
     const Tokenizer *tokenizer = chat.session.tokenizer.get();
     add_end(options, tokenizer, config);
+    if (is_plain(chat)) chat.form.bos = "";  // no template says what a text begins with
+    for (int i = 0; is_plain(chat) && i < tokenizer_before(tokenizer); i++)
+        chat.form.bos += tokenizer_token(tokenizer, encode(tokenizer, "")[i]);
     const std::string after = end_of_answer(chat.form);  // what ends an answer ends it also where no config says so
-    if (!after.empty()) {
-        const std::string by_template(after.size(), 0);
-        const int end = encode(tokenizer, after, "the template", by_template.data())[0];
-        if (is_plain(chat) || tokenizer_is_special(tokenizer, end))
-            config.end_ids.push_back(end);
-        else
-            note(formatted("no special token ends an answer: is template %s the model's?", chat.form.form->name));
-    }
-    const bool endless = options.when_full == "ring";
-    Options all = options;
-    all.count = INT_MAX;
-    if (!endless && !options.context) all.context = std::min(config.context, 8192);
-    const int limit = chat.session.limit = limit_of(all, config, 0, endless);
+    const std::string by_template(after.size(), 0);
+    const std::vector<int> ends = encode(tokenizer, after, "the template", by_template.data());
+    if (!ends.empty() && (is_plain(chat) || tokenizer_is_special(tokenizer, ends[0])))
+        config.end_ids.push_back(is_plain(chat) ? ends.back() : ends[0]);
+    else if (!after.empty())
+        note(formatted("no special token ends an answer: is template %s the model's?", chat.form.form->name));
+    const int limit = chat.session.limit = options.when_full == "ring" ? INT_MAX
+                                           : options.context           ? limit_of(options, config, 0, false)
+                                                                       : std::min(config.context, 8192);
     expect_positions_of(chat.session.engine, limit);
     std::vector<Cache> &caches = chat.session.caches;
     for (const CacheChoice &choice : options.caches())
@@ -265,7 +249,8 @@ inline bool obey(Chat &chat, const std::string &line) {
         note("there is no turn");
     } else if (line == "/undo") {
         chat.turns.pop_back();
-        chat.dropped = 0;  // as many turns as fit come again
+        chat.asked.dropped = 0;  // as many turns as fit come again
+        note(counted((int64_t)chat.turns.size(), "turn is", "turns are") + " left");
     } else {
         chat.turns.back().answer.clear();
         chat.options.seed++;
@@ -275,35 +260,37 @@ inline bool obey(Chat &chat, const std::string &line) {
 }
 
 inline int run_chat(const Options &options) {
+    const bool on_terminal = isatty(0);
+    const char *set = setlocale(LC_CTYPE, "");  // for what is typed
+    if (!set || !strstr(set, "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8");
+    rl_outstream = stderr;
+    rl_bind_key('\t', rl_insert);  // and no names of files
     Chat chat = open_chat(options);
-    Lines lines;
     std::unique_ptr<RowFile> file;
     UseLogits dump;
     if (options.has("--dump-logits")) {
         file = std::make_unique<RowFile>(options.dump_logits, chat.session.engine.model.config.vocabulary);
         dump = [&](const std::vector<float> &rows) { file->add(rows); };
     }
-    if (lines.on_terminal) note(formatted("template %s; /help says what else there is", chat.form.form->name));
-    for (std::string line; lines.next(line) && line != "/bye";) {
+    if (on_terminal) note(formatted("template %s; /help says what else there is", chat.form.form->name));
+    for (std::string line; next_line(line, on_terminal) && line != "/bye";) {
         const std::vector<Turn> before = chat.turns;
+        if (line[0] == '/') line.erase(line.find_last_not_of(' ') + 1);
         if (line.empty() || (line[0] == '/' && !obey(chat, line))) continue;
         if (line[0] != '/') chat.turns.push_back({line, ""});
+        std::string problem;
         try {
             const Report report = answer(chat, dump);
-            if (options.json)
-                puts(report.json().c_str());
-            else
-                fputs((painted("2", report.text, 2) + "\n").c_str(), stderr);
+            const std::string said = options.json ? report.json() : painted("2", report.text, 2);
+            fputs((said + "\n").c_str(), options.json ? stdout : stderr);
             flush_output();
-            if (interrupted() && chat.turns.back().answer.empty()) {
-                chat.turns = before;
-                note("nothing was answered: the turn is taken back");
-            }
+            if (interrupted() && chat.turns.back().answer.empty())
+                problem = "nothing was answered: the turn is taken back";
         } catch (const Error &error) {
-            if (!lines.on_terminal) throw;
-            chat.turns = before;
-            note(error.what());
+            if (!on_terminal) throw;
+            problem = error.what();
         }
+        if (!problem.empty()) chat.turns = before, chat.asked.dropped = 0, note(problem);
     }
     if (file) file->finish();
     return 0;

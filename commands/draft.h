@@ -10,13 +10,16 @@ inline void require_same_tokenizer(const std::string &directory, const Tokenizer
     const int ids = std::max(tokenizer_size(target), tokenizer_size(draft));
     auto spelled = [](const Tokenizer *tokenizer, int id) {
         const char *token = id < tokenizer_size(tokenizer) ? tokenizer_token(tokenizer, id) : nullptr;
-        return token ? "\"" + printable(std::string(token)) + "\"" : std::string("no token");
+        return token ? "\"" + std::string(token) + "\"" : "no token";
     };
-    for (int id = 0; id < ids; id++)
-        if (spelled(target, id) != spelled(draft, id))
+    auto shown = [](const std::string &token) { return token.size() > 80 ? printable(token) : on_one_line(token); };
+    for (int id = 0; id < ids; id++) {
+        const std::string here = spelled(target, id), there = spelled(draft, id);
+        if (here != there)
             refuse("--draft", directory,
                    formatted("id %d is %s there, and %s for the model: expected a model with the same tokenizer", id,
-                             spelled(draft, id).c_str(), spelled(target, id).c_str()));
+                             shown(there).c_str(), shown(here).c_str()));
+    }
 }
 
 // For `sequences` texts of up to `capacity` positions in that cache.
@@ -27,7 +30,7 @@ inline Drafter open_drafter(const Options &options, const Session &session, cons
     const Config &target = session.engine.model.config;
     drafter.most = options.draft_tokens, drafter.vocabulary = target.vocabulary;
     drafter.rejection = options.draft_rule == "leviathan";
-    drafter.pauses = options.draft == "ngram" && !drafter.rejection && options.command != "batch";
+    drafter.pauses = options.draft == "ngram" && !drafter.rejection;
     auto require_slack = [&](const Cache &of, const char *whose) {
         if (drafter.most >= chunk_of(of))
             refuse("--draft-tokens", std::to_string(drafter.most),
@@ -36,6 +39,9 @@ inline Drafter open_drafter(const Options &options, const Session &session, cons
     };
     require_slack(cache, "model");
     if (options.draft == "ngram") return drafter;
+    if (!file_exists(options.draft)) refuse("--draft", options.draft, "is not there: expected a directory, or ngram");
+    if (session.tokenizer && !options.has("--ids") && !file_exists(join_path(options.draft, "tokenizer.json")))
+        refuse("--draft", options.draft, "has no tokenizer.json: expected a model with the same tokenizer");
     drafter.engine = std::make_unique<Engine>(open_engine(options, options.draft));
     const Config &config = drafter.engine->model.config;
     Options beside = options;
@@ -53,6 +59,8 @@ inline Drafter open_drafter(const Options &options, const Session &session, cons
     drafter.cache = open_cache(beside, *drafter.engine, choice, std::min(capacity, config.context));
     drafter.held.resize(sequences);
     require_slack(drafter.cache, "draft");
+    if (!endless && capacity > config.context)
+        note(formatted("--draft: was made for %d positions: behind these it guesses nothing", config.context));
     return drafter;
 }
 
@@ -65,8 +73,9 @@ struct DraftCounts {
             const Drafter::Checked &pass = drafter.log[at];
             const int count = (int)pass.guesses.size();
             passes++, drafted += count, accepted += pass.right;
-            guessed += count > 0, paused += pass.match > 0 && count == 0;
-            for (int i = 0; i < std::min(count, pass.right + 1); i++) tried[i]++, right[i] += i < pass.right;
+            guessed += count > 0, paused += pass.paused;
+            for (int i = 0; i < std::min({count, pass.right + 1, drafter.most}); i++)
+                tried[i]++, right[i] += i < pass.right;
         }
     }
     double share() const {  // alpha: of the guesses that were looked at
@@ -78,17 +87,20 @@ struct DraftCounts {
 inline Report about_draft(const Drafter &drafter, size_t first) {
     const DraftCounts counts(drafter, first);
     Report about;
-    about.show("passes", counts.passes, "draft    %d passes").show("drafted", counts.drafted, ", %d drafted");
+    about.add("passes", counts.passes, "draft    " + counted(counts.passes, "pass", "passes"));
+    about.show("drafted", counts.drafted, ", %d drafted");
     about.show("accepted", counts.accepted, ", %d accepted");
-    const char *paused = counts.paused ? "; %d passes without guesses, which cost more time than they saved" : "";
+    const std::string paused = "; " + counted(counts.paused, "pass without guesses", "passes without guesses") +
+                               ", which cost more time than they saved";
     const double bytes = drafter.engine ? bytes_of(drafter.cache).total() : 0;
-    about.show("paused", counts.paused, paused);
+    about.add("paused", counts.paused, counts.paused ? paused : "");
     return about.add("cache_bytes", bytes, bytes ? "; the draft's cache has " + in_units(bytes) : "").say("\n");
 }
 
 // ---- llm bench --draft ---------------------------------------------------------------------------------------------
 
-// The text goes on, `guesses` at most in a pass, until -n more tokens are there. All runs write the same one.
+// The text goes on, `guesses` at most in a pass, until -n more tokens are there: by the exact rule the same in all
+// runs.
 inline double time_drafts(Session &session, const Options &options, const Sampler &sampler, int guesses, bool pauses) {
     Cache &cache = session.caches[0];
     Drafter &drafter = session.drafter;
@@ -118,15 +130,15 @@ inline double time_drafts(Session &session, const Options &options, const Sample
 struct DraftRow {
     int guesses;
     bool pauses;
-    std::vector<double> seconds = {}, checking = {}, guessing = {};  // (round); of a pass: its check, its guesses
+    std::vector<double> seconds = {}, checking = {}, guessing = {};  // (round): of a pass with guesses, of its guesses
     DraftCounts counts = DraftCounts(Drafter{});
     double tokens() const { return 1 + (double)counts.accepted / counts.passes; }  // of a pass
+    double with() const { return (double)counts.guessed / counts.passes; }         // guesses
     // By the share of guesses that are right, as if it were the same for each (Leviathan et al. 2023, equation 1); a
     // pass without guesses brings one token.
     double expected_tokens() const {
         const double a = counts.share(), k = (double)counts.drafted / std::max(1, counts.guessed);
-        const double with = (double)counts.guessed / counts.passes;
-        return with > 0 ? 1 - with + with * (a < 1 ? (1 - std::pow(a, k + 1)) / (1 - a) : k + 1) : 1;
+        return with() > 0 ? 1 - with() + with() * (a < 1 ? (1 - std::pow(a, k + 1)) / (1 - a) : k + 1) : 1;
     }
 };
 
@@ -147,9 +159,12 @@ inline int run_bench_draft(const Options &options) {
             if (round == 0) continue;
             row.counts = DraftCounts(session.drafter);
             row.seconds.push_back(seconds);
-            double all = 0, guessing = 0;
-            for (const Drafter::Checked &pass : session.drafter.log) all += pass.seconds, guessing += pass.guessing;
-            row.checking.push_back((all - guessing) / row.counts.passes);
+            double checking = 0, guessing = 0;
+            for (const Drafter::Checked &pass : session.drafter.log) {
+                if (!row.counts.guessed || !pass.guesses.empty()) checking += pass.seconds - pass.guessing;
+                guessing += pass.guessing;
+            }
+            row.checking.push_back(checking / (row.counts.guessed ? row.counts.guessed : row.counts.passes));
             row.guessing.push_back(guessing / row.counts.passes);
         }
     erase_progress();
@@ -161,7 +176,8 @@ inline int run_bench_draft(const Options &options) {
         std::vector<double> ratios;
         for (size_t i = 0; i < row.seconds.size(); i++) ratios.push_back(rows[0].seconds[i] / row.seconds[i]);
         const double check = median(row.checking) / alone, guess = median(row.guessing) / alone;
-        const double predicted = row.expected_tokens() / (check + guess), measured = median(ratios);
+        const double cost = 1 - row.with() + row.with() * check + guess;
+        const double predicted = row.expected_tokens() / cost, measured = median(ratios);
         if (measured > most) most = measured, best = &row;
         std::vector<double> shares;
         std::string by_guess;
@@ -177,7 +193,8 @@ inline int run_bench_draft(const Options &options) {
         line.show("check_cost", check, "%7.2f", "check").show("guess_cost", guess, "%7.2f", "guess");
         line.show("predicted", predicted, "%8.2f x", "predicted").show("measured", measured, "%8.2f x", "measured");
         line.add("right", shares, "   " + by_guess, "   right, of the first guess, the second, ...");
-        table.push_back(line.add("share_right", row.counts.share()).add("paused", row.counts.paused));
+        line.add("share_right", row.counts.share()).add("share_with_guesses", row.with());
+        table.push_back(line.add("paused", row.counts.paused));
     }
     Report report;
     report.add("draft", options.draft).add("prompt_tokens", session.prompt).add("tokens", options.count);
@@ -187,9 +204,9 @@ inline int run_bench_draft(const Options &options) {
                                 : formatted("Best here: %d a pass, %.2f x.\n", best->guesses, most));
     report.say(R"(
 a pass: tokens that a pass brings. expected: (1 - a^(k+1)) / (1 - a), if each of
-k guesses were right with the same probability a. check: a pass of 1 + k tokens,
-guess: its guesses, both beside a pass without guesses. predicted: expected /
-(check + guess). measured: by the time of the same text without guesses.
+k guesses were right with the same probability a. check: a pass with guesses,
+guess: what a pass takes to guess, both beside a pass without. predicted: by
+these. measured: by the time that a token takes without guesses.
 )");
     return report.print(options.json);
 }
@@ -240,7 +257,7 @@ inline int run_diff_draft(const Options &options) {
             std::string words = painted("32", said({guesses, wrong}));
             if (wrong < end) words += painted("31", "[" + said({wrong, wrong + 1}) + "]");
             words += said({next.begin() + pass.right, next.end()});
-            line.add("tokens", next);
+            line.add("tokens", next).add("corrected", wrong < end ? next.back() : NAN);
             if (!options.json && passes.empty()) printf(" pass  %stext\n", line.heads.c_str());
             if (!options.json) printf("%5zu  %s%s\n", passes.size(), line.text.c_str(), words.c_str()), flush_output();
             passes.push_back(line);

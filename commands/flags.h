@@ -50,7 +50,7 @@ inline const std::vector<Flag> &flags() {
         {"--ids", "1,2,3", "generate diff eval bench show tokenize", Ints{&O::prompt_ids, 0, INT_MAX},
          "the same as ids; nothing is put before them"},
         {"-n --predict", "N", timed, Int{&O::count, -1, 1e9},
-         "tokens to generate at most (default 256; bench: 64); -1: until an end id or until the context is full"},
+         "tokens to generate at most (default 256; bench without --draft: 64); -1: until an end id or until the context is full"},
         {"--no-display-prompt", "", one, &O::hide_prompt, "print the new text alone"},
         {"-c --ctx-size", "N", "generate chat diff eval batch memory show", Int{&O::context, 1, 1 << 30},
          "positions the cache holds (default: prompt + N, at most the model's context; memory: that context; chat: "
@@ -301,7 +301,9 @@ inline void check_together(const Options &o) {
     auto missing = [&](const Layout &wanted) {
         return std::none_of(o.layouts.begin(), o.layouts.end(), [&](auto &it) { return it.index() == wanted.index(); });
     };
-    const std::string found = ", found --cache " + (o.has("--cache") ? o.given.at("--cache") : "contiguous");
+    const std::string found = ", found --cache " + (o.has("--cache") ? o.given.at("--cache")
+                                                    : in("batch")    ? "paged"
+                                                                     : "contiguous");
     const int shape = o.has("--layers") + o.has("--kv-heads") + o.has("--head-dim");
     const int texts = o.has("-p") + o.has("-f") + o.has("--ids");
     refuse_if(o.has("-ctk") || o.has("-ctv"), "--kv", "is the type of K and V: keep it, or -ctk and -ctv");
@@ -318,14 +320,14 @@ inline void check_together(const Options &o) {
     refuse_if(o.draft_rule == "leviathan" && o.temperature == 0, "--draft-rule",
               "at --temp 0 both rules say the same: raise --temp, or drop it");
     refuse_if(o.draft.empty() && in("bench"), "-p -f --ids --temp --top-k --top-p --min-p -s", no_draft);
-    refuse_if(!o.draft.empty() && in("bench"), "--depth --prefill",
-              "guesses are timed behind the prompt: drop --draft, or this");
+    refuse_if(!o.draft.empty() && in("bench"), "--depth --prefill -np",
+              "guesses are timed behind the prompt of one text: drop --draft, or this");
     refuse_if(!o.draft.empty() && in("diff"), "--against --tolerance",
               "with --draft each token is held against the one without, to the last bit: drop one of the two");
     refuse_if(o.naive, "--draft", "--cache none computes all tokens anew in each pass: " + layout_names());
     refuse_if(o.samples > 1, "--draft", "is for one text, or for llm batch: drop --samples or --draft");
     refuse_if(o.caches().size() > 1, "--draft", "takes one cache: give one --cache and one --kv");
-    refuse_if(missing(Paged{}), "--pool", "belongs to --cache paged" + found);
+    refuse_if(missing(Paged{}), "--pool --admission", "belongs to --cache paged" + found);
     refuse_if(o.against == "alone" && in("diff"), "--against", "is for llm batch: expected naive or full");
     refuse_if(o.against != "alone" && in("batch"), "--against", "is for llm diff: expected alone");
     refuse_if(

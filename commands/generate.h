@@ -435,9 +435,6 @@ inline int run_generate(const Options &options) {
 
 // The text of ids, special tokens as they are written.
 inline std::string decode(const Tokenizer *tokenizer, const std::vector<int> &ids) {
-    for (int id : ids)
-        if (id >= tokenizer_size(tokenizer))
-            fail("--ids: id %d, the tokenizer has ids 0 .. %d", id, tokenizer_size(tokenizer) - 1);
     size_t length;
     std::unique_ptr<char, decltype(&free)> text(tokenizer_decode(tokenizer, ids.data(), (int)ids.size(), true, &length),
                                                 free);
@@ -449,6 +446,9 @@ inline int run_tokenize(const Options &options) {
     TokenizerPointer tokenizer = open_tokenizer(options, checkpoint_directory(options));
     bool from_ids = options.has("--ids");
     std::vector<int> ids = from_ids ? options.prompt_ids : encode(tokenizer.get(), options.prompt);
+    for (int id : ids)
+        if (id >= tokenizer_size(tokenizer.get()))
+            fail("--ids: id %d, the tokenizer has ids 0 .. %d", id, tokenizer_size(tokenizer.get()) - 1);
     std::string text = from_ids ? decode(tokenizer.get(), ids) : options.prompt, list = json_of(ids);
     Report report;
     list.erase(std::remove_if(list.begin(), list.end(), [](char c) { return strchr("[ ]", c); }), list.end());

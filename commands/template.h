@@ -36,7 +36,7 @@ const char fence = '\x1f';  // ` in the table
 inline std::string end_of_answer(const ChatTemplate &found) {
     const std::string answer = *found.form->answer ? found.form->answer : found.form->turn;
     const std::string end = answer.substr(answer.find("{}") + 2);
-    return end.rfind("{eos}", 0) == 0 ? found.eos : end;
+    return end.find("{eos}") < 2 ? found.eos : end;
 }
 
 inline std::string template_names() {
@@ -77,6 +77,7 @@ inline bool is_of(const Form &form, ChatTemplate &chosen) {
         const bool absent = mark[0] == '!', found = program.find(mark.substr(absent)) != std::string::npos;
         if (found == absent) return false;
     }
+    if (!*form.standing && program.find(fence + std::string("You are")) != std::string::npos) return false;
     for (const std::string &start : parts(form.standing)) {
         if (start.empty()) return true;
         size_t begin = 0, end = 0;  // of a text that begins so, and has more
@@ -177,8 +178,7 @@ inline std::string kept(std::string text, const std::string &words, bool last) {
 
 inline std::string dated(const std::string &text, const std::tm &today) {
     char date[1000];
-    const bool asks = text.find('%') != std::string::npos;
-    return asks && strftime(date, sizeof date, text.c_str(), &today) ? date : text;
+    return strftime(date, sizeof date, text.c_str(), &today) ? date : text;
 }
 
 // What leads a conversation: the system, or what the model's own template has where none is given; `stands` then.
@@ -207,10 +207,8 @@ inline Rendered render(const ChatTemplate &found, const std::string &system, con
     auto word = [&](const char *each) { return has(form.words, each); };
     auto written = [&](std::string text, const std::string &role) {
         text = dated(text, today);
-        const std::string names[] = {"{role}", "{bos}", "{eos}"}, values[] = {role, found.bos, found.eos};
-        for (int i = 0; i < 3; i++)
-            if (const size_t at = text.find(names[i]); at != std::string::npos)
-                text.replace(at, names[i].size(), values[i]);
+        for (auto &[name, value] : {std::pair{"{role}", role}, {"{bos}", found.bos}, {"{eos}", found.eos}})
+            if (const size_t at = text.find(name); at != std::string::npos) text.replace(at, strlen(name), value);
         return text;
     };
     Rendered all;

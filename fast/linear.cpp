@@ -138,7 +138,8 @@ void linear_streams(Cpu &m, const Number *weight, const Input *x, int count, con
     for (int row = 0; row < apart; row += near)
         multiply(std::integral_constant<int, R>(), row, std::min(row + near, apart));
     multiply(std::integral_constant<int, 1>(), apart * R, share.count());
-    for (int t = 0; t < count; t++) put(product, how, t, share.first, &out[(size_t)t * share.count()], share.count());
+    for (int t = 0; t < count; t++)
+        put(product, how, t, share.first, out.data() + (size_t)t * share.count(), share.count());
 }
 
 // ---- Many tokens: rows in the lanes --------------------------------------------------------------------------

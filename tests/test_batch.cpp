@@ -126,10 +126,16 @@ struct Company {
         }
         REQUIRE(longest <= shortest);
         int count = 0, least = 1;
+        int64_t pages = 0;  // that the pass takes
         for (const Piece &piece : pass) {
             count += piece.count + piece.guesses, least = std::min(least, piece.count);
             REQUIRE((piece.guesses >= 0 && piece.guesses <= setting.guesses));
+            const int length = cache.lengths[piece.request->sequence], read = length + piece.count;
+            REQUIRE((piece.guesses == 0 || read == (int)piece.request->tokens.size()));  // not behind an unread prompt
+            REQUIRE(read + piece.guesses <= std::max(read, piece.request->positions()));
+            if (pool()) pages += pool()->between(length, read + piece.guesses);
         }
+        if (pool()) REQUIRE(pages <= pool()->available());
         REQUIRE((count <= schedule.pass_tokens && least > 0));
         for (const Request *running : schedule.running) {  // whoever is decoded is in each pass
             auto is_it = [&](const Piece &piece) { return piece.request == running; };
@@ -260,6 +266,29 @@ TEST_CASE("random requests in any company have the text and the logits that each
     CHECK((refused > wanted / 200 && preemptions > wanted / 50 && hits > wanted && copies > wanted / 20));
     CHECK((right > wanted / 2 && wrong > wanted / 2));
     CHECK((stopped > wanted / 20 && evicted > wanted / 10));
+}
+
+TEST_CASE("guesses are never published: who says what was guessed, and not said, finds what was said") {
+    Engine engine = engine_of(random_model({2, 32, 48, 4, 2, 20, 40}));
+    Setting setting;
+    setting.place = paged(1), setting.guesses = 3, setting.draft = [] {
+        return random_model({2, 32, 48, 4, 2, 20, 40}, 2);
+    };
+    Company company(engine, setting);
+    const Request &request = company.come(random_tokens(engine, 6), 40);
+    int looked_at = 0;
+    for (Tokens before = request.tokens; company.one_pass() && request.sequence >= 0; before = request.tokens) {
+        const Drafter::Checked &pass = company.schedule.drafter.log.back();
+        if (pass.right == (int)pass.guesses.size()) continue;
+        Tokens other = before;
+        other.insert(other.end(), pass.guesses.begin(), pass.guesses.begin() + pass.right + 1);
+        other.push_back(0);  // the last token is always computed
+        const int known = find_known(company.cache, 1, other);
+        CHECK(known == (int)before.size() + pass.right);
+        shrink(company.cache, 1, 0);
+        looked_at++;
+    }
+    CHECK(looked_at > 10);
 }
 
 // ---- Who may come in, who must make room ---------------------------------------------------------------------------

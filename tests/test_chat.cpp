@@ -82,8 +82,7 @@ static Chat plain_chat() {
 static Tokens ids_after(Chat &chat, const Tokens &answer, const std::string &user) {
     const Asked asked = ask(chat);
     chat.session.tokens = asked.ids, chat.session.prompt = (int)asked.ids.size();
-    chat.text = asked.text, chat.borders = asked.borders;
-    chat.borders.push_back({asked.text.size(), asked.ids.size()});
+    chat.asked = asked;
     for (int id : answer) chat.session.tokens.push_back(id);
     take_answer(chat, chat.session.tokens.size());
     chat.turns.push_back({user, ""});
@@ -124,14 +123,14 @@ TEST_CASE("a template that ends with a space, and one that writes a space before
     static const Form spaced = {"spaced", "", "User: {}\n", "Assistant: {}\n", "", "", ""};
     Chat chat = plain_chat();
     const Tokenizer *tokenizer = chat.session.tokenizer.get();
-    chat.form.form = &spaced;
+    chat.form.form = &spaced, chat.form.bos = "";
     chat.turns.push_back({"Hi", ""});
     Tokens answer = encode(tokenizer, "village");
     answer.erase(answer.begin());
     Tokens ids = ids_after(chat, answer, "Bye");
     CHECK(text_of(chat, ids) == "User: Hi\nAssistant: village\nUser: Bye\nAssistant: ");
     CHECK(std::search(ids.begin(), ids.end(), answer.begin(), answer.end()) == ids.begin() + chat.session.prompt);
-    CHECK(chat.borders.size() == 3);  // nothing was encoded anew
+    CHECK(chat.asked.borders.size() == 2);  // nothing was encoded anew
 
     chat = plain_chat();
     char error[200];
@@ -145,7 +144,7 @@ TEST_CASE("a template that ends with a space, and one that writes a space before
     REQUIRE(word >= 0);
     ids = ids_after(chat, {word}, "and");
     CHECK(chat.turns[0].answer == "return");  // and not with the blank
-    CHECK(chat.borders.size() == 3);
+    CHECK(chat.asked.borders.size() == 2);
     CHECK(ids[chat.session.prompt] == word);
     CHECK(std::count(ids.begin(), ids.end(), tokenizer_find(chat.session.tokenizer.get(), "<s>")) == 1);
     CHECK(std::count(ids.begin(), ids.end(), tokenizer_find(chat.session.tokenizer.get(), "</s>")) == 1);

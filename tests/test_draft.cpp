@@ -285,25 +285,28 @@ TEST_CASE("n-grams: what followed the longest of the last three, two, one tokens
 
 TEST_CASE("n-grams stop while they cost more time than they save, and are tried again") {
     const Tokens text = {1, 2, 3, 1, 2, 3, 1, 2};
+    bool paused = false;
     auto guesses = [&](Drafter &drafter) {
         Proposal proposal{0, text, {}, 4};
         propose(drafter, proposal);
-        CHECK(proposal.match == 3);
+        CHECK((proposal.match == 3 && (!proposal.paused || proposal.guesses.empty())));
+        paused = proposal.paused;
         return (int)proposal.guesses.size();
     };
     auto pass = [](int match, int right, double seconds) {
-        return Drafter::Checked{match, right, Tokens(match ? 4 : 0), seconds, 0};
+        return Drafter::Checked{match, right + 1, right, Tokens(match ? 4 : 0), false, seconds, 0};
     };
     Drafter drafter;
     drafter.most = 4;
     CHECK(guesses(drafter) == 4);
     drafter.pauses = true;
+    CHECK((guesses(drafter) == 0 && !paused));  // what a token takes without guesses is not known yet
     drafter.log = {pass(0, 0, 1)};
-    CHECK(guesses(drafter) == 1);              // not tried yet
-    drafter.log.push_back(pass(3, 0, 1.3));    // a token for 1.3
-    CHECK(guesses(drafter) == 0);
-    drafter.log.back().right = 1;              // two for 1.3
-    CHECK(guesses(drafter) == 4);
+    CHECK(guesses(drafter) == 1);            // not tried yet
+    drafter.log.push_back(pass(3, 0, 1.3));  // a token for 1.3
+    CHECK((guesses(drafter) == 0 && paused));
+    drafter.log.back().tokens = 2;  // two for 1.3
+    CHECK((guesses(drafter) == 4 && !paused));
     drafter.log.back() = pass(2, 0, 1.3);      // of another match
     CHECK(guesses(drafter) == 1);
     drafter.log.back() = pass(3, 0, 1.3);
@@ -311,6 +314,23 @@ TEST_CASE("n-grams stop while they cost more time than they save, and are tried 
     CHECK(guesses(drafter) == 0);
     drafter.log.push_back(pass(0, 0, 1));
     CHECK(guesses(drafter) == 1);  // it was long ago
+    // Passes of many texts: 8 tokens without guesses; 9 with, of any match; prompts that are read take no part.
+    drafter.log = {{0, 8, 0, {}, false, 1, 0}, {0, 9, 1, {5, 6}, false, 1.2, 0}, {0, 8, 0, {}, false, 0, 0}};
+    CHECK((guesses(drafter) == 0 && paused));
+    drafter.log[1].tokens = 10;
+    CHECK(guesses(drafter) == 4);
+}
+
+TEST_CASE("what guesses brought: passes, guesses by their place, pauses") {
+    Drafter drafter;
+    drafter.most = 2;
+    drafter.log = {{1, 3, 2, {7, 8}, false, 1, 0}, {1, 1, 0, {7, 8}, false, 1, 0}, {1, 1, 0, {}, true, 1, 0},
+                   {0, 1, 0, {}, false, 1, 0},     {1, 2, 1, {7, 8}, false, 1, 0}, {0, 9, 3, Tokens(9), false, 1, 0}};
+    const DraftCounts counts(drafter);
+    CHECK((counts.passes == 6 && counts.guessed == 4 && counts.paused == 1));
+    CHECK((counts.drafted == 15 && counts.accepted == 6));
+    CHECK((counts.tried == std::vector<int>{4, 3} && counts.right == std::vector<int>{3, 2}));
+    CHECK(DraftCounts(drafter, 3).passes == 3);
 }
 
 // ---- The rule of others -------------------------------------------------------------------------------------------
@@ -394,7 +414,7 @@ TEST_CASE("leviathan: 100,000 draws of the built-in pair, chi-square beside the 
     for (int i = 0; i < draws; i++) {
         sampler.seed = i;
         Proposal proposal{0, text, sampler, 1, {draw_from(q, draw(sampler.seed, (int)text.size() - 1))}, {q}};
-        const int token = own_token(drafter, proposal, 0, row);
+        const int token = by_rejection(proposal, 0, row, draw);
         drawn[token]++, taken += token == proposal.guesses[0];
     }
     double chi_square = 0;
@@ -413,30 +433,39 @@ TEST_CASE("leviathan: 100,000 draws of the built-in pair, chi-square beside the 
 TEST_CASE("leviathan: the tokens of whole passes have the target's distribution, one after the other") {
     Shape shape = {1, 16, 16, 2, 1, 8, 5};  // a vocabulary of 5: 25 pairs of tokens
     Engine engine = engine_of(random_model(shape, 4));
-    Drafter drafter = drafter_of(engine, random_model(shape, 5), 2);
-    drafter.rejection = true;
-    const Tokens prompt = {1, 2};
+    const Tokens prompt = {1, 2, 1};  // n-grams guess: 2, 1
     Cache cache = cache_for(engine, F32{}, F32{}, 20, {});
     Sampler sampler{1.5, 1, 0, 0};
-    std::vector<double> expected(25), drawn(25);
+    std::vector<double> expected(25);
     const std::vector<double> first = distribution(sampler, prefill(engine, cache, 0, prompt));
     for (int a = 0; a < 5; a++) {
-        shrink(cache, 0, 2);
+        shrink(cache, 0, 3);
         const std::vector<double> second = distribution(sampler, decode(engine, cache, {0}, {a}));
         for (int b = 0; b < 5; b++) expected[a * 5 + b] = first[a] * second[b];
     }
-    const int draws = 20000;
-    for (int i = 0; i < draws; i++) {
-        sampler.seed = i;
-        shrink(cache, 0, 1);
-        Tokens text = prompt;
-        while (text.size() < 4)
-            for (int token : next_tokens(engine, cache, drafter, sampler, text, 2, false, [](auto &, int) {}))
-                text.push_back(token);
-        drawn[text[2] * 5 + text[3]]++;
-    }
-    double chi_square = 0;
-    for (int i = 0; i < 25; i++) chi_square += std::pow(drawn[i] - draws * expected[i], 2) / (draws * expected[i]);
-    CHECK(chi_square < 62);  // 24 degrees of freedom: once in 30,000 by chance
-    CHECK((right_in(drafter) > draws / 10 && guessed_in(drafter) - right_in(drafter) > draws / 10));
+    for (bool model : {true, false})
+        for (int most : {1, 2}) {  // after one guess that is right the second token is one more than was guessed
+            CAPTURE(model);
+            CAPTURE(most);
+            std::optional<Model> draft;
+            if (model) draft.emplace(random_model(shape, 5));
+            Drafter drafter = drafter_of(engine, std::move(draft), most);
+            drafter.rejection = true;
+            std::vector<double> drawn(25);
+            const int draws = 20000;
+            for (int i = 0; i < draws; i++) {
+                sampler.seed = i;
+                shrink(cache, 0, 2);
+                Tokens text = prompt;
+                while (text.size() < 5)
+                    for (int token : next_tokens(engine, cache, drafter, sampler, text, 2, false, [](auto &, int) {}))
+                        text.push_back(token);
+                drawn[text[3] * 5 + text[4]]++;
+            }
+            double chi_square = 0;
+            for (int i = 0; i < 25; i++)
+                chi_square += std::pow(drawn[i] - draws * expected[i], 2) / (draws * expected[i]);
+            CHECK(chi_square < 62);  // 24 degrees of freedom: once in 30,000 by chance
+            CHECK((right_in(drafter) > draws / 20 && guessed_in(drafter) - right_in(drafter) > draws / 10));
+        }
 }
