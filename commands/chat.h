@@ -144,6 +144,7 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
     report.add("turn", (int)chat.turns.size()).show("kept", kept, "kept %d");
     report.show("read", result.prefilled, ", read %d").add("prompt_tokens", asked.ids);
     const std::vector<int> tokens(session.tokens.begin() + session.prompt, session.tokens.end());
+    if (chat.options.temperature > 0) report.add("seed", (long long)chat.options.seed);
     report.add("tokens", tokens).add("text", chat.turns.back().answer).add("stop", result.stop);
     report.add("forgotten", held - kept, held > kept ? formatted(", forgot %d", held - kept) : "");
     report.add("dropped_turns", dropped, dropped ? ", dropped " + counted(dropped, "turn") : "");

@@ -291,6 +291,27 @@ TEST_CASE("guesses are never published: who says what was guessed, and not said,
     CHECK(looked_at > 10);
 }
 
+TEST_CASE("--against alone tells a token, a text or a bit of the logits that is another one") {
+    Options options;
+    options.layouts = {Paged{}};
+    Session session{engine_of(random_model({2, 32, 48, 4, 2, 20, 40})), {nullptr, tokenizer_free}};
+    Setting setting;
+    setting.type_k = setting.type_v = F16{}, setting.place = paged(options.page);
+    Company company(session.engine, setting);
+    Request &request = company.come(random_tokens(session.engine, 6), 9, {1, 1, 0, 0, 3});
+    options.ignore_end = setting.ignore_end;
+    company.finish();
+    CHECK(same_alone(options, session, request));
+    request.bits ^= 1;
+    CHECK(!same_alone(options, session, request));
+    request.bits ^= 1, request.text += " ";
+    CHECK(!same_alone(options, session, request));
+    request.text.pop_back(), request.tokens.back()++;
+    CHECK(!same_alone(options, session, request));
+    request.tokens.back()--;
+    CHECK(same_alone(options, session, request));
+}
+
 // ---- Who may come in, who must make room ---------------------------------------------------------------------------
 
 static Engine small_engine() { return engine_of(random_model({2, 32, 48, 4, 2, 20, 40})); }

@@ -271,9 +271,42 @@ TEST_CASE("turns can be taken back and answered anew") {
     CHECK(number(turns[3], "turn") == 2);
     CHECK(ids(turns[3], "tokens") == ids(turns[1], "tokens"));  // at temperature 0
     CHECK(number(turns[3], "read") == 1);
+    CHECK(number(turns[3], "forgotten") == number(turns[2], "read") + (double)ids(turns[2], "tokens").size() +
+                                               (double)ids(turns[1], "tokens").size() - 1);
+    for (const Json &turn : turns) CHECK(number(turn, "seconds_to_first_token") > 0);
     CHECK(ids(turns[4], "tokens") == ids(turns[2], "tokens"));
     const std::vector<Json> drawn = chat("Once\n/again\n", {"-n", "10", "--temp", "1", "-s", "5"});
     CHECK(ids(drawn[0], "tokens") != ids(drawn[1], "tokens"));
+    CHECK((number(drawn[0], "seed") == 5 && number(drawn[1], "seed") == 6));
+}
+
+TEST_CASE("lines that end as on Windows are the same lines; /bye ends the chat") {
+    const std::vector<Json> turns = chat("Once upon\r\n/again \r\n/bye\r\nTom\r\n", {"-n", "5"});
+    REQUIRE(turns.size() == 2);
+    CHECK(ids(turns[0], "prompt_tokens") == ids(chat("Once upon\n", {"-n", "5"})[0], "prompt_tokens"));
+}
+
+TEST_CASE("--system stands before the first turn; plain texts begin as the tokenizer begins them, once") {
+    Scratch scratch;
+    spill(scratch / "lines", "Hi\n");
+    Setting setting;
+    setting.input = scratch / "lines";
+    auto prompt_of = [&](const Words &words) {
+        const Outcome result = run(Words{"chat", "--json", "-t", "1", "-n", "2"} + words, setting);
+        REQUIRE_MESSAGE(result.status == 0, result);
+        return ids(parse_json("a turn", result.out).get(), "prompt_tokens");
+    };
+    const TokenizerPointer tokenizer = load_tokenizer("weights_tools/builtin");
+    const Tokens with = prompt_of({"--template", "chatml", "--system", "Be brief."});
+    check_contains(decode(tokenizer.get(), with), "system\nBe brief.");
+    CHECK(with != prompt_of({"--template", "chatml"}));
+    fs::copy("weights_tools/builtin", scratch / "begins");
+    spill(scratch / "begins/chat_template.jinja", "{{ bos_token }}{{ messages[0]['content'] }}");
+    spill(scratch / "begins/tokenizer_config.json", R"({"bos_token": "<|endoftext|>"})");
+    const Tokens plain = prompt_of({"--template", "plain"});
+    CHECK((plain.size() > 1 && plain[0] == 0 && plain[1] != 0));
+    CHECK(prompt_of({"-m", scratch / "begins", "--template", "plain"}) == plain);
+    CHECK(decode(tokenizer.get(), {tokenizer_size(tokenizer.get()) + 5}) == "");  // of a head that is wider
 }
 
 TEST_CASE("a full context ends the chat, drops the oldest turns, or is a ring") {
@@ -317,7 +350,12 @@ TEST_CASE("a full context ends the chat, drops the oldest turns, or is a ring") 
 TEST_CASE("a long chat of drafts is the same chat") {
     for (const char *draft : {"ngram", "weights_tools/draft"}) {
         const std::vector<Json> with = chat(story, {"-n", "30", "--draft", draft}), without = chat(story, {"-n", "30"});
-        for (int turn = 0; turn < 3; turn++) CHECK(ids(with[turn], "tokens") == ids(without[turn], "tokens"));
+        for (int turn = 0; turn < 3; turn++) {
+            CHECK(ids(with[turn], "tokens") == ids(without[turn], "tokens"));
+            // Of this turn alone: a pass brings a token of its own, but where its last guess ends the answer.
+            const double own = (double)ids(with[turn], "tokens").size() - 1 - number(with[turn], "draft.accepted");
+            CHECK((number(with[turn], "draft.passes") == own || number(with[turn], "draft.passes") == own + 1));
+        }
     }
 }
 
