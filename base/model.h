@@ -201,6 +201,7 @@ constexpr Family families[] = {
 // above, or, where there is no context, words alone:
 // own-width             of heads, hidden_size / heads only by chance: head_dim must be said
 // multi-query           one KV head, where a config is silent
+// swa-heads             of layers with a window must be said
 // hybrid                is what layers with attention are called;  all-attend: beside what else a layer has
 constexpr Family others[] = {
     //                     heads kv  dim v. context window
@@ -210,6 +211,7 @@ constexpr Family others[] = {
     {"", "gemma2",             8,  4, 256, 0,   8192, 4096, 2, -1, -1, 0, 0, "some-slide"},
     {"", "cohere2",           64,  0,   0, 0,   8192, 4096, 4, -1, -1, 0, 0, "some-slide"},
     {"", "falcon gpt_bigcode", 0,  0,   0, 0,      0,    0, 0, -1, -1, 0, 0, "multi-query"},
+    {"", "mimo_v2_flash",      0,  0,   0, 0,      0,    0, 0, -1, -1, 0, 0, "swa-heads"},
     {"", "falcon_h1",          0,  0,   0, 0,      0,    0, 0, -1, -1, 0, 0, "all-attend"},
     {"", "zamba zamba2",       0,  0,   0, 0,      0,    0, 0, -1, -1, 0, 0, "hybrid"},
     {"", "ernie4_5 gemma3n_text glm glm4 gpt_oss helium internlm3 llama4_text minimax_m2 nemotron_h qwen3_5_text "
@@ -286,7 +288,7 @@ inline void refuse_foreign_keys(const Section &config, const Family &family, con
         {1,
          "embedding_multiplier residual_multiplier logits_scaling logit_scale scale_emb lm_head_multiplier "
          "key_multiplier attention_in_multiplier attention_out_multiplier mlp_multipliers no_rope_layers "
-         "partial_rotary_factor rotary_pct"},
+         "partial_rotary_factor rotary_pct is_causal"},
         {0,
          "attn_logit_softcapping final_logit_softcapping attn_logit_softcap clip_qkv no_rope_layer_interval "
          "nope_layer_interval attention_chunk_size attn_temperature_tuning rope_interleave alibi kv_lora_rank "
@@ -361,6 +363,8 @@ inline void read_sizes(const Section &config, const Family &family, Config &out,
 inline void read_rope(const Section &config, const Family &family, int context, Kind &kind) {
     const bool by_kind = family.has("ropes"), local = by_kind && kind.window;
     Section rope = config.section("rope_scaling");
+    if (by_kind && rope.object && rope.object->child && config.find("rope_parameters"))
+        config.refuse("rope_scaling", rope.object, "none beside rope_parameters");
     if (local || !rope.object || !rope.object->child) {
         rope = config.section("rope_parameters");
         if (by_kind) rope = rope.section(local ? "sliding_attention" : "full_attention");
@@ -370,7 +374,9 @@ inline void read_rope(const Section &config, const Family &family, int context, 
     for (const cJSON *item : items_of(rope.object))
         if (cJSON_IsObject(item))
             rope.refuse(printable(item->string).c_str(), item, "no object: one RoPE for all layers");
-    const Section beside = family.has("gemma4") ? Section{config.name, nullptr} : config;  // there it has none
+    const Section nothing{config.name, nullptr}, beside = family.has("gemma4") ? nothing : config;  // there it has none
+    if (!beside.object && rope.object && !rope.find("rope_theta") && config.find("rope_theta"))
+        config.refuse("rope_theta", config.find("rope_theta"), "it in rope_parameters, for each kind of layers");
     kind.rope_theta = local ? beside.number("rope_local_base_freq", 1, 1e15, 10000)
                             : beside.number("rope_theta", 1, 1e15, family.theta);
     kind.rope_theta = rope.number("rope_theta", 1, 1e15, kind.rope_theta);
@@ -379,13 +385,14 @@ inline void read_rope(const Section &config, const Family &family, int context, 
     std::string type = rope.text("rope_type", rope.text("type", partial ? "proportional" : "default"));
     if (family.has("fused-qkv") && (type == "su" || type == "yarn")) type = "longrope";  // of the first Phi-3
     const double part = config.number("partial_rotary_factor", 0, 1, 1);
-    kind.rope = read_scaling(config, rope, type, partial ? 0.25 : part, kind.key_width, context,
+    kind.rope = read_scaling(by_kind ? nothing : config, rope, type, partial ? 0.25 : part, kind.key_width, context,
                              family.has("fused-qkv") ? family.context : 0);
     if (kind.rope.rotary != 1 && !family.has("partial_rotary_factor"))
         fail("%s: partial_rotary_factor is not supported; supported is 1", name);
     if (!family.has("llama_4_scaling_beta")) return;
     kind.rope.query_growth = rope.number("llama_4_scaling_beta", 0, 1e3);
-    kind.rope.original_context = rope.integer("original_max_position_embeddings", 1, 1 << 30, context);
+    if (!kind.rope.original_context)
+        kind.rope.original_context = rope.integer("original_max_position_embeddings", 1, 1 << 30, context);
 }
 
 // Which layers RoPE turns: not each fourth one of SmolLM3, and of Granite 4 all or none.
@@ -595,7 +602,7 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     if (config.text(other, activation) != activation)
         config.refuse(other, config.find(other), activation + ", as " + key + " says");
     if (activation == "swish") activation = "silu";  // two names: x * sigmoid(x)
-    config.require_known(key, activation, "silu gelu_pytorch_tanh");
+    config.require_known(key, activation, family.has("lfm2") ? "silu" : "silu gelu_pytorch_tanh");
     out.gelu = activation != "silu";
     for (const Section &section : {config, whole})
         if (const cJSON *item = section.find("quantization_config"))

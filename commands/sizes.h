@@ -204,7 +204,7 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
             if (back) window = back;
         }
     } else if (sees.empty()) {
-        if (!config.flag("use_sliding_window", true) || window >= out.context) window = 0;
+        if (!config.flag("use_sliding_window", true) || (out.context && window >= out.context)) window = 0;
         const int pattern = size({"sliding_window_pattern", "_sliding_window_pattern"}, max_layers, -1);
         if (window && pattern < 0)
             config.refuse("sliding_window", config.find("sliding_window"),
@@ -253,6 +253,7 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
     // What layers with a window have for themselves, those without, and single layers.
     const Section by_layer = config.section("per_layer_config");  // as Transformers 5 saves what differs
     local.kv_heads = all.kv_heads, local.key_width = all.key_width, local.value_width = all.value_width;
+    if (known.has("swa-heads")) config.need("swa_num_key_value_heads");
     take(config, "swa_num_key_value_heads", {&local.kv_heads});
     take(config, "swa_head_dim", {&local.key_width, &local.value_width});
     take(config, "swa_v_head_dim", {&local.value_width});

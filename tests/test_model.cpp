@@ -914,7 +914,8 @@ TEST_CASE("keys by which another architecture's config gives itself away") {
           "use_qk_norm"},
          {"50.0", "8", "true", "[64]", "{\"a\": 1}"},
          {"null", "false", "0", "[]", "{}", "\"\""}},
-        {{"no_rope_layers"}, {"[1, 0]", "[0, 0]"}, {"[1, 1]", "[]"}},                           // 0 is a layer without
+        {{"no_rope_layers"}, {"[1, 0]", "[0, 0]"}, {"[1, 1]", "[]"}},  // 0 is a layer without
+        {{"is_causal"}, {"false"}, {"true", "null"}},
         {{"attention_multiplier"}, {"0.0078125", "1.0"}, {"0.35355339059327379", "0.353553"}},  // 1 / sqrt(8)
         {{"query_pre_attn_scalar"}, {"224"}, {"8"}},
         {{"scale_depth"}, {"1.4"}, {"1.4142136"}},
@@ -1067,6 +1068,26 @@ TEST_CASE("keys that are not there, null, or spelled in another way: as Transfor
     const Kind plain = ministral(
         R"({"rope_type": "default", "llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 8})");
     CHECK((plain.rope_theta == 10000 && plain.rope.query_growth == 0.2 && plain.rope.original_context == 8));
+    // The original context beside all of RoPE goes before the one in it; not where each kind of layers has its own
+    // RoPE.
+    const std::string inner = yarn + R"(, "rope_theta": 100, "original_max_position_embeddings": 64)";
+    const Keys outer = {{"original_max_position_embeddings", "16"}, {"max_position_embeddings", "128"}};
+    auto both = [&](const std::string &rope, const std::string &family) {
+        Keys keys = outer;
+        keys["rope_parameters"] = rope;
+        return parsed(keys, family).kinds;
+    };
+    CHECK(both(inner + R"(, "llama_4_scaling_beta": 0.1})", "Ministral3ForCausalLM")[0].rope.original_context == 16);
+    CHECK(both(inner + "}", "LlamaForCausalLM")[0].rope.original_context == 16);
+    for (const Kind &kind : both(R"({"full_attention": )" + inner + "}}", "Gemma3ForCausalLM"))
+        CHECK(kind.rope.original_context == (kind.window ? 0 : 64));
+    check_cases("Gemma3ForCausalLM", {{{{"rope_scaling", yarn + "}"}, {"rope_parameters", "{\"full_attention\": {}}"}},
+                                       "expected none beside rope_parameters"}});
+    check_cases("Gemma4ForCausalLM",
+                {{{{"rope_theta", "37"}, {"rope_parameters", R"({"full_attention": {"rope_type": "linear", "factor": 4},
+                   "sliding_attention": {"rope_type": "default"}})"}},
+                  "rope_theta is 37, expected it in rope_parameters, for each kind of layers"}});
+    check_cases("Lfm2ForCausalLM", {{{{"hidden_act", "\"gelu_pytorch_tanh\""}}, "supported is silu"}});
     check_cases("Ministral3ForCausalLM", {{{}, "rope_parameters is missing"},
                                           {{{"rope_parameters", yarn + "}"}}, "llama_4_scaling_beta is missing"}});
 
@@ -1705,6 +1726,17 @@ TEST_CASE("the sizes of configs as they are published, or none; never a wrong on
         }
         CHECK(line == wanted);
     }
+    // A window that may be of some layers asks for more, also where no context is said.
+    check_contains(
+        read_cache_sizes("c", R"({"architectures": ["XForCausalLM"], "model_type": "x", "num_hidden_layers": 4,
+        "num_attention_heads": 4, "hidden_size": 64, "sliding_window": 8})")
+            .no_size,
+        "which layers slide?");
+    check_contains(read_cache_sizes("c", R"({"model_type": "mimo_v2_flash", "num_hidden_layers": 2, "hidden_size": 128,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "v_head_dim": 8, "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention"], "max_position_embeddings": 64})")
+                       .no_size,
+                   "swa_num_key_value_heads is missing");
     // Mistral's window stays, whatever else its config is refused for.
     for (const char *why : {"\"a\": 1", R"("quantization_config": {"bits": 4, "quant_method": "awq"})",
                             R"("rope_scaling": {"type": "dynamic", "factor": 4.0})", R"("hidden_act": "gelu")"}) {
