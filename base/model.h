@@ -382,6 +382,9 @@ inline void read_rope(const Section &config, const Family &family, int context, 
     kind.rope_theta = rope.number("rope_theta", 1, 1e15, kind.rope_theta);
     const bool partial = family.has("gemma4") && !local && !rope.object;
 
+    for (const char *key : {"type", "truncate"})  // Transformers 4 and 5 read these in other ways
+        if (by_kind && cJSON_HasObjectItem(rope.object, key))
+            rope.refuse(key, cJSON_GetObjectItemCaseSensitive(rope.object, key), "no such key (but rope_type)");
     std::string type = rope.text("rope_type", rope.text("type", partial ? "proportional" : "default"));
     if (family.has("fused-qkv") && (type == "su" || type == "yarn")) type = "longrope";  // of the first Phi-3
     const double part = config.number("partial_rotary_factor", 0, 1, 1);

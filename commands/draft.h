@@ -42,7 +42,8 @@ inline Drafter open_drafter(const Options &options, const Session &session, cons
     if (!file_exists(options.draft)) refuse("--draft", options.draft, "is not there: expected a directory, or ngram");
     if (session.tokenizer && !options.has("--ids") && !file_exists(join_path(options.draft, "tokenizer.json")))
         refuse("--draft", options.draft, "has no tokenizer.json: expected a model with the same tokenizer");
-    drafter.engine = std::make_unique<Engine>(open_engine(options, options.draft));
+    // In a small model threads wait for one another longer than they compute.
+    drafter.engine = std::make_unique<Engine>(open_engine(options, options.draft, /*least=*/2 << 20));
     const Config &config = drafter.engine->model.config;
     Options beside = options;
     beside.directory = options.draft, beside.given["-m"] = options.draft;

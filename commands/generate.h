@@ -21,11 +21,13 @@ inline std::string checkpoint_directory(const Options &options) {
     return directory;
 }
 
-inline Engine open_engine(const Options &options, const std::string &directory) {
+// `least`: bytes of weights that are worth a thread of their own.
+inline Engine open_engine(const Options &options, const std::string &directory, int64_t least = 1) {
     const bool of_cpu = options.weights == "int8" || options.activations == "bf16";
     std::string device = of_cpu && options.device == "auto" ? "cpu" : options.device;
-    Engine engine = open_engine(load_model(directory), open_machine(device, options.threads), options.weights,
-                                options.activations);
+    Model model = load_model(directory);
+    const int threads = (int)std::min<int64_t>(options.threads, 1 + model.weight_bytes / least);
+    Engine engine = open_engine(std::move(model), open_machine(device, threads), options.weights, options.activations);
     if (!engine.model.beside.empty()) note("left aside, beside the text model: " + engine.model.beside);
     if (options.chunk) engine.chunk = options.chunk;
     return engine;

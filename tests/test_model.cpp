@@ -1087,6 +1087,11 @@ TEST_CASE("keys that are not there, null, or spelled in another way: as Transfor
                 {{{{"rope_theta", "37"}, {"rope_parameters", R"({"full_attention": {"rope_type": "linear", "factor": 4},
                    "sliding_attention": {"rope_type": "default"}})"}},
                   "rope_theta is 37, expected it in rope_parameters, for each kind of layers"}});
+    check_cases("Gemma3ForCausalLM",
+                {{{{"rope_scaling", R"({"type": "linear", "factor": 8})"}, {"num_hidden_layers", "6"}},
+                  "type is \"linear\", expected no such key"},
+                 {{{"rope_scaling", yarn + R"(, "truncate": null})"}, {"num_hidden_layers", "6"}},
+                  "truncate is null, expected no such key"}});
     check_cases("Lfm2ForCausalLM", {{{{"hidden_act", "\"gelu_pytorch_tanh\""}}, "supported is silu"}});
     check_cases("Ministral3ForCausalLM", {{{}, "rope_parameters is missing"},
                                           {{{"rope_parameters", yarn + "}"}}, "llama_4_scaling_beta is missing"}});
