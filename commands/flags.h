@@ -50,7 +50,8 @@ inline const std::vector<Flag> &flags() {
         {"--ids", "1,2,3", "generate diff eval bench show tokenize", Ints{&O::prompt_ids, 0, INT_MAX},
          "the same as ids; nothing is put before them"},
         {"-n --predict", "N", timed, Int{&O::count, -1, 1e9},
-         "tokens to generate at most (default 256; bench without --draft: 64); -1: until an end id or until the context is full"},
+         "tokens to generate at most (default 256; bench without --draft: 64); -1: until an end id or until the "
+         "context is full"},
         {"--no-display-prompt", "", one, &O::hide_prompt, "print the new text alone"},
         {"-c --ctx-size", "N", "generate chat diff eval batch memory show", Int{&O::context, 1, 1 << 30},
          "positions the cache holds (default: prompt + N, at most the model's context; memory: that context; chat: "
