@@ -18,14 +18,14 @@
 
 namespace fast {
 
-constexpr int streams = 4, stream_tokens = 6;
+constexpr int streams = 4, stream_tokens = many_registers ? 8 : 6;
 constexpr int near_bytes = 256 << 10;  // of panels that stay in the L2 while all tokens pass; of stored rows a fourth
 
 // Up to how many tokens the first way is the faster one: to turn a matrix takes as long as the products of some tokens,
 // and longer beside products of pairs, which are fast. With fewer registers its tiles lose less to the others.
 inline int few_tokens(DType type) {
     if (!many_registers) return type == DType::f32 ? 24 : 40;
-    return type == DType::bf16_pairs ? 30 : type == DType::f32 ? 12 : 18;
+    return type == DType::bf16_pairs ? 30 : type == DType::f32 ? 32 : 40;
 }
 
 // The results of a token with `count` rows from `row` on.
@@ -59,10 +59,12 @@ inline void add_products(Vec (&totals)[T * R], const Number *const (&rows)[R], c
     });
 }
 
-// sums (T, R) = R rows, `apart` numbers from one another, times T tokens (T, channels).
+// sums (T, R) = R rows, `apart` numbers from one another, times T tokens (T, channels). Of several batches each asks
+// for its part of the lines that are `ahead` bytes further on: memory is busy all the time then, not only while the
+// first batch waits for it.
 template <int R, int T, class Number, class Input>
 __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int64_t apart, const Input *x,
-                                          int channels) {
+                                          int channels, int64_t ahead, int batches, int batch) {
     constexpr int line = cache_line / (int)sizeof(Number), step = lanes * per_lane<Number>;
     const Number *rows[R];
     const Input *tokens[T];
@@ -76,14 +78,17 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
         add_products<R, T>(totals, rows, tokens, [&](auto *p) { return once ? load_once(p + c) : load(p + c); });
     };
     int64_t c = 0;
-    for (; c + line <= channels; c += line) {
+    for (int turn = batch; c + line <= channels; c += line) {
+        const bool mine = turn == 0;
+        turn = mine ? batches - 1 : turn - 1;
         // Lines that take many instructions are asked for on every processor (simd.h): few are begun before the first
         // is there. No lambda: g++ takes one that does only this for useless.
         for (int r = 0; r < R; r++) {
             const char *at = (const char *)(rows[r] + c);
-            if (prefetch_distance || T > 1)
-                __builtin_prefetch(at + 2048, 0, 2), __builtin_prefetch(at + 1024);
-            else if (sizeof(Number) == 2)
+            if (prefetch_distance || T > 1) {
+                if (mine) __builtin_prefetch(at + ahead, 0, 2);
+                __builtin_prefetch(at + 1024);
+            } else if (sizeof(Number) == 2)
                 __builtin_prefetch(at + 384);
         }
         if constexpr (R * T <= 8)
@@ -117,10 +122,13 @@ template <int T, class Number, class Input>
 void linear_streams(Cpu &m, const Number *weight, const Input *x, int count, const Product &product, Into how) {
     const int64_t inputs = product.linear.weight.cols;
     const Share share = m.share(product.linear.weight.rows);
-    constexpr int R = many_registers || T < 4 ? streams : T < 5 ? 3 : 2;  // with T R sums, all fit the registers
+    // So many rows that T R sums, and all else, fit the registers.
+    constexpr int R = T < 4 || (many_registers && T < 7) ? streams : T < 5 || many_registers ? 3 : 2;
     const int apart = share.count() / R;
     // A layer that reads another one's rows has keys and values of no inputs.
     const int near = std::max(1, near_bytes / 4 / std::max(1, R * (int)inputs * (int)sizeof(Number)));
+    const int batches = (int)pieces(count, T);
+    const int64_t ahead = batches == 1 ? 2048 : near * inputs * (int64_t)sizeof(Number);
     thread_local Floats out;  // (count, rows of the share)
     out.resize((size_t)count * share.count());
     float sums[T * R];
@@ -129,9 +137,10 @@ void linear_streams(Cpu &m, const Number *weight, const Input *x, int count, con
             const int begin = std::min(next, count - T);
             for (int row = first; row < last; row++) {
                 stream_tile<rows, T>(sums, weight + (share.first + row) * inputs, apart * inputs, x + begin * inputs,
-                                     (int)inputs);
-                for (int i = 0; i < T * rows; i++)
-                    out[(size_t)(begin + i / rows) * share.count() + row + i % rows * apart] = sums[i];
+                                     (int)inputs, ahead, batches, next / T);
+                float *to = out.data() + (size_t)begin * share.count() + row;
+                for (int t = 0; t < T; t++, to += share.count())
+                    unrolled<rows>([&](auto r) { to[r * apart] = sums[t * rows + r]; });
             }
         }
     };
