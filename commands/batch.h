@@ -240,8 +240,9 @@ struct BatchRun {
         if (pool) {
             all.show("peak_pages", most_pages, ", in %d of ");
             all.show("pages", (int)pool->references.size(), "%d pages");
-        } else
+        } else {
             all.add("peak_pages", NAN);
+        }
         all.say("\n");
         if (schedule.drafter.most) all.add("draft", about_draft(schedule.drafter));
         return all.add("schedule_seconds", planning);

@@ -88,8 +88,9 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
             if (prefetch_distance || T > 1) {
                 if (mine) __builtin_prefetch(at + ahead, 0, 2);
                 __builtin_prefetch(at + 1024);
-            } else if (sizeof(Number) == 2)
+            } else if (sizeof(Number) == 2) {
                 __builtin_prefetch(at + 384);
+            }
         }
         if constexpr (R * T <= 8)
             unrolled<line / step>([&](auto i) { add_channels(c + i * step); });
