@@ -116,7 +116,7 @@ inline void judge(DiffResult &result, const Session &session, const Options &opt
         const bool fits = next < config.context;
         const std::string stop = reason_to_stop(session, options);
         std::vector<std::string> cures;
-        if (!fits) cures.push_back("--tolerance, as the context is too short");
+        if (!fits) cures.push_back(given || proof ? "a longer context" : "--tolerance, as the context is too short");
         if (fits && options.count < count) cures.push_back(formatted("-n %d or more", count));
         if (stop == "end id") cures.push_back("--ignore-eos");
         if (fits && stop == "context full") cures.push_back("a larger -c");

@@ -248,6 +248,8 @@ TEST_CASE("diff: a verdict is of what was tested: of int4 and int2, of blocks th
     const Words never{"--kv", "int4", "--cache", "ring", "--window", "1", "--sinks", "0", "-n", "9"};
     CHECK(text(run_json(line + never, 1), "verdict") ==
           "no verdict: 0 steps tested, it takes 100: give --tolerance, as the context is too short");
+    CHECK(text(run_json(line + never + Words{"--tolerance", "1"}, 1), "verdict") ==
+          "no verdict: 0 steps tested, it takes 1: give a longer context");
     check_contains(run_well({"diff", "-m", model, "--ids", "1,5", "-t", "1", "-n", "2", "--kv", "int2,f32"}, 1).out,
                    "\nint2        no verdict: ", " 0 of 2 steps tested\n");
 }
