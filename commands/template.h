@@ -30,7 +30,7 @@ struct ChatTemplate {
     std::string program, bos, eos;
     std::vector<std::string> standing;
 };
-const char fence = '\x1f';  // ` in the table
+const char fence = '\x1f', blank = '\x1e';  // see fenced(); a fence is ` in the table
 
 // What a model writes behind its answer.
 inline std::string end_of_answer(const ChatTemplate &found) {
@@ -46,23 +46,33 @@ inline std::string template_names() {
     return names;
 }
 
-// The program without its comments and what stands outside its tags; texts have a fence in place of each quote.
+// The program without its comments and what stands outside its tags; texts have a fence in place of each quote. Blanks
+// and line breaks outside of tags become a `blank` where Jinja, as Transformers uses it, writes them: it drops all of
+// them beside {%- or -%}, else a line break behind a {% tag %} and blanks from a line's beginning to one.
 inline std::string fenced(const std::string &program) {
-    std::string all;
+    std::string all, outside;
     char tag = 0, quote = 0;  // the second character of {{, {% or {# where we are in one; the quote we are in
+    bool drops = false, begins_line = true;
     for (size_t i = 0; i + 1 < program.size(); i++) {
-        const char c = program[i], next = program[i + 1];
+        const char c = program[i], next = program[i + 1], third = i + 2 < program.size() ? program[i + 2] : 0;
         if (quote && c == '\\') {
             all += next == 'n' ? '\n' : next, i++;
         } else if (quote) {
             all += c == quote ? fence : c, quote = c == quote ? 0 : quote;
         } else if (!tag && c == '{' && (next == '{' || next == '%' || next == '#')) {
-            tag = next, i++;
+            const size_t line = outside.find_last_not_of(" \t") + 1;  // is empty up to here
+            if (next != '{' && (line ? outside[line - 1] == '\n' : begins_line)) outside.resize(line);
+            const bool empty = third == '-' || drops || outside.empty();
+            if (!empty && outside.find_first_not_of(" \t\n") == std::string::npos) all += blank;
+            tag = next, outside = "", i++;
         } else if (tag && next == '}' && c == (tag == '{' ? '}' : tag)) {
-            tag = 0, i++;
+            drops = program[i - 1] == '-', begins_line = tag != '{' && third == '\n';
+            i += 1 + begins_line, tag = 0;
         } else if (tag && tag != '#') {
             quote = c == '\'' || c == '"' ? c : 0;
             all += quote ? fence : c;
+        } else if (!tag) {
+            outside += c;
         }
     }
     return all;
@@ -77,6 +87,7 @@ inline bool is_of(const Form &form, ChatTemplate &chosen) {
         const bool absent = mark[0] == '!', found = program.find(mark.substr(absent)) != std::string::npos;
         if (found == absent) return false;
     }
+    if (program.find(blank) != std::string::npos) return false;
     if (!*form.standing && program.find(fence + std::string("You are")) != std::string::npos) return false;
     for (const std::string &start : parts(form.standing)) {
         if (start.empty()) return true;

@@ -285,3 +285,25 @@ TEST_CASE("a program without its comments and what stands between tags, its quot
     CHECK(texts("don't {# it's \"x\" #}{{ 'a\\'b\\n' + \"c\n\" }} 'no' {%- if '}}' -%}{% set x = '%}' %} \"no\"") ==
           some);
 }
+
+// As jinja2 3.1 writes them with trim_blocks and lstrip_blocks.
+TEST_CASE("a template that writes blanks or line breaks between its tags is of no form") {
+    const auto writes = [](const std::string &program) { return contains(fenced(program), std::string(1, blank)); };
+    for (const std::string written : {"{{ a }}\n{{ b }}", "{{ a }} {% if b %}{% endif %}", "{% if a %}\n\n{% endif %}",
+                                      "{% if a %} {{ b }}{% endif %}", "\n{{ a }}", "{# a #}\n\n{{ b }}",
+                                      "{{ a }}\n  {{ b }}", "{% if a %}\n  {{ b }}{% endif %}"})
+        CHECK_MESSAGE(writes(written), written);
+    for (const std::string dropped : {"{% if a %}\n{{ b }}{% endif %}", "{{ a }}{# b #}\n{{ c }}",
+                                      "{{ a -}}\n{{ b }}", "{{ a }}\n \t{{- b }}", "{% if a %}\n  {% endif %}",
+                                      "  {% if a %}{% endif %}", "{{ a }}\n", "{{ ' \n' }}", "{{ a }}{{ b }}"})
+        CHECK_MESSAGE(!writes(dropped), dropped);
+    Checkpoint zephyr(template_of("TinyLlama-1.1B-Chat-v1.0"));
+    const std::string extract = zephyr.about.text("extract", "");
+    spill(zephyr.directory / "chat_template.jinja", "\n" + extract);
+    check_contains(error_of([&] { zephyr.found(); }), "no known form");
+    const std::string olmo = Section{"", template_of("OLMo-2-1124-7B-Instruct")}.text("extract", "");
+    spill(zephyr.directory / "chat_template.jinja", olmo + "{{ '<|user|>\n' + message['content'] + eos_token }}");
+    check_contains(error_of([&] { zephyr.found(); }), "no known form");  // an end behind the user's turn, too
+    spill(zephyr.directory / "chat_template.jinja", olmo);
+    CHECK(zephyr.found().form->name == std::string("olmo2"));
+}
