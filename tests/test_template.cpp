@@ -293,9 +293,9 @@ TEST_CASE("a template that writes blanks or line breaks between its tags is of n
                                       "{% if a %} {{ b }}{% endif %}", "\n{{ a }}", "{# a #}\n\n{{ b }}",
                                       "{{ a }}\n  {{ b }}", "{% if a %}\n  {{ b }}{% endif %}"})
         CHECK_MESSAGE(writes(written), written);
-    for (const std::string dropped : {"{% if a %}\n{{ b }}{% endif %}", "{{ a }}{# b #}\n{{ c }}",
-                                      "{{ a -}}\n{{ b }}", "{{ a }}\n \t{{- b }}", "{% if a %}\n  {% endif %}",
-                                      "  {% if a %}{% endif %}", "{{ a }}\n", "{{ ' \n' }}", "{{ a }}{{ b }}"})
+    for (const std::string dropped :
+         {"{% if a %}\n{{ b }}{% endif %}", "{{ a }}{# b #}\n{{ c }}", "{{ a -}}\n{{ b }}", "{{ a }}\n \t{{- b }}",
+          "{% if a %}\n  {% endif %}", "  {% if a %}{% endif %}", "{{ a }}\n", "{{ ' \n' }}", "{{ a }}{{ b }}"})
         CHECK_MESSAGE(!writes(dropped), dropped);
     Checkpoint zephyr(template_of("TinyLlama-1.1B-Chat-v1.0"));
     const std::string extract = zephyr.about.text("extract", "");

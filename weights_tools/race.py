@@ -91,17 +91,18 @@ class Row:
 
 class Llm:
     """This engine. Its bench quantizes int8 weights when it loads, and fills a cache with random numbers."""
-    def __init__(self, binary):
-        self.binary = binary
+    def __init__(self, binary, activations="f32"):
+        self.binary, self.activations = binary, activations
 
     def file(self, row):
-        return f"{'bf16' if row.weights == 'int8' else row.weights}.hf"
+        rounds = self.activations == "bf16"
+        return f"{'bf16' if row.weights == 'int8' else row.weights}.hf" if not rounds or row.weights == "bf16" else None
 
     def command(self, row, path, threads, repeats):
         steps = (["--prefill", row.tokens, "--depth", "0", "-n", "1"] if row.work == "prefill" else
                  ["--prefill", "1", "--depth", row.depth, "-n", row.tokens, "-np", row.sequences])
         return [self.binary, "bench", "-m", path, "-t", threads, "--kv", row.cache, "--repeats", repeats, "--json",
-                *steps, "--weights", "int8" if row.weights == "int8" else "copied"]
+                *steps, "--weights", "int8" if row.weights == "int8" else "copied", "--activations", self.activations]
 
     def rate(self, row, done, parameters):
         return next(result["tokens_per_second"] for result in json.loads(done.stdout)["results"]
@@ -234,6 +235,8 @@ def program(flag, path):
 
 def engines_of(arguments):
     engines = {"llm": Llm(program("--llm", arguments.llm))}
+    if arguments.bf16:
+        engines["llm bf16"] = Llm(engines["llm"].binary, "bf16")
     if arguments.llama_bench:
         engines["llama.cpp"] = LlamaBench(program("--llama-bench", arguments.llama_bench), fork=False)
     if arguments.ik_llama_bench:
@@ -284,6 +287,7 @@ def main():
     parser.add_argument("--llm", type=pathlib.Path, default=ROOT / "llm", help="this engine")
     parser.add_argument("--llama-bench", type=pathlib.Path, help="llama.cpp's")
     parser.add_argument("--ik-llama-bench", type=pathlib.Path, help="ik_llama.cpp's")
+    parser.add_argument("--bf16", action="store_true", help="bf16 rows also with --activations bf16, as the two round")
     parser.add_argument("--llama2c", type=pathlib.Path, metavar="DIR", help="where llama2.c's run and runq are")
     parser.add_argument("--shape", choices=shapes, default=shapes[0])
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="default: all that fit")
