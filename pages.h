@@ -94,7 +94,7 @@ public:
         }
         while (!all_there(path)) path.pop_back();
         const int logical = (int)path.size() - 1, length = logical * page;
-        for (int i = 1; i <= logical; i++) nodes_[path[i]].sequences++;
+        for (int i = 1; i <= logical; i++) nodes_[path[i]].uses++;
         for (int kind = 0; kind < kinds(); kind++) {
             const int first = pools[kind].first[sequence] = pools[kind].first_seen(length);
             for (int i = first; i < logical; i++) hold(kind, sequence, i, nodes_[path[i + 1]].page[kind]);
@@ -134,13 +134,13 @@ public:
             auto [place, is_new] = children_.try_emplace(key, -1);
             if (is_new) place->second = new_node(key);
             const int node = place->second;
-            path.push_back(node), nodes_[node].sequences++;
+            path.push_back(node), nodes_[node].uses++;
             for (int kind = 0; kind < kinds(); kind++) {
                 const int mine = pools[kind].entry(sequence, i);
                 int &known = nodes_[node].page[kind];
                 if (mine == -1) continue;  // a window has left it
                 if (known == -1) {
-                    known = mine, pools[kind].node[mine] = node;
+                    known = mine, pools[kind].node[mine] = node, nodes_[node].uses++;
                     events.push_back({PageEvent::published, kind, mine, sequence});
                 } else if (known != mine) {
                     release(kind, sequence, i, i + 1), hold(kind, sequence, i, known);
@@ -157,7 +157,7 @@ public:
             for (int i = pool.first[to]; i < pages_for(length, pool.page); i++) hold(kind, to, i, pool.entry(from, i));
         }
         paths_[to] = paths_[from];
-        for (int node : paths_[to]) nodes_[node].sequences += node > 0;
+        for (int node : paths_[to]) nodes_[node].uses += node > 0;
     }
 
     // Gives back what lies behind the first `length` positions, of `from`: the tail first, so that it is forgotten
@@ -170,10 +170,7 @@ public:
             if (length == 0) pool.first[sequence] = 0;
         }
         std::vector<int> &path = paths_[sequence];
-        for (; !path.empty() && (int)path.size() > length / pools[0].page + 1; path.pop_back()) {
-            nodes_[path.back()].sequences--;
-            forget_if_empty(path.back());
-        }
+        for (; (int)path.size() > length / pools[0].page + 1; path.pop_back()) drop(path.back());
     }
 
     // What must be true at any time: the first thing that is not, or "".
@@ -197,11 +194,17 @@ public:
                 if (int page = nodes_[node].page[kind]; page >= 0 && pool.node[page] != (int)node)
                     return "a node has a page that is published elsewhere";
         }
-        std::vector<int> sequences(nodes_.size());
+        std::vector<int> uses(nodes_.size());
         for (const std::vector<int> &path : paths_)
-            for (int node : path) sequences[node] += node > 0;
-        for (size_t node = 1; node < nodes_.size(); node++)
-            if (nodes_[node].sequences != sequences[node]) return "a node has lost count of its sequences";
+            for (int node : path) uses[node] += node > 0;
+        for (auto &[key, node] : children_) {
+            if (nodes_[node].uses == 0) return "a node that nobody uses is known";
+            uses[key.first]++;
+            for (int page : nodes_[node].page) uses[node] += page >= 0;
+        }
+        for (size_t node = 0; node < nodes_.size(); node++)
+            if (nodes_[node].uses != uses[node]) return "a node has lost count of its uses";
+        if (children_.size() + unused_.size() + 1 != nodes_.size()) return "a node is neither known nor unused";
         return "";
     }
 
@@ -211,8 +214,7 @@ private:
         int parent;
         std::vector<int> tokens;
         std::vector<int> page;  // (kind), or -1
-        int children = 0;
-        int sequences = 0;  // whose path leads through it
+        int uses = 0;           // by pages, by nodes below, by paths of sequences
     };
     std::vector<Node> nodes_;
     std::vector<int> unused_;              // of nodes_
@@ -301,27 +303,24 @@ private:
             events.push_back({PageEvent::evicted, kind, page});
         }
         nodes_[node].page[kind] = -1;
-        forget_if_empty(node);
+        drop(node);
     }
 
     // One node.
     int new_node(const Key &key) {
-        nodes_[key.first].children++;
+        nodes_[key.first].uses++;
         Node node = {key.first, key.second, std::vector<int>(pools.size(), -1)};
         if (unused_.empty()) return nodes_.push_back(node), (int)nodes_.size() - 1;
         const int place = unused_.back();
         unused_.pop_back();
         return nodes_[place] = node, place;
     }
-    // A node without pages, children and sequences, and then perhaps its parent.
-    void forget_if_empty(int place) {
-        for (; place > 0; place = nodes_[place].parent) {
-            const Node &node = nodes_[place];
-            const bool pages = std::any_of(node.page.begin(), node.page.end(), [](int page) { return page >= 0; });
-            if (pages || node.children || node.sequences) return;
-            children_.erase({node.parent, node.tokens});
-            nodes_[node.parent].children--;
+    // One use less. A node that has none is forgotten, and is no use of its parent any more. The root stays.
+    void drop(int place) {
+        while (--nodes_[place].uses == 0 && place > 0) {
+            children_.erase({nodes_[place].parent, nodes_[place].tokens});
             unused_.push_back(place);
+            place = nodes_[place].parent;
         }
     }
 };
