@@ -40,21 +40,17 @@ struct Piece {
 
 struct Schedule {
     Cache &cache;
-    int pass_tokens;                 // of a pass at most, and no fewer than sequences
-    bool optimistic;                 // admission by what is needed now
-    Drafter drafter = {};            // guesses nothing unless --draft says who does
-    std::deque<Request *> waiting;   // first come, first served
-    std::vector<Request *> running;  // in the order that they came
-    bool changed = true;             // there may be room for somebody who waits
-    bool checks = false;             // Request::bits are wanted
-    int held = 0;                    // pages in the last pass,
-    double bytes = 0;                // and bytes of the cache
-    std::function<void(const std::string &what, const Request &)> tell;  // who came in, made room or ended
-    explicit Schedule(Cache &of, int tokens = 512, bool by_now = false)
-        : cache(of), pass_tokens(tokens), optimistic(by_now) {}
-    void say(const std::string &what, const Request &request) const {
-        if (tell) tell(what, request);
-    }
+    int pass_tokens = 512;                // of a pass at most, and no fewer than sequences
+    bool optimistic = false;              // admission by what is needed now
+    Drafter drafter = {};                 // guesses nothing unless --draft says who does
+    std::deque<Request *> waiting = {};   // first come, first served
+    std::vector<Request *> running = {};  // in the order that they came
+    bool changed = true;                  // there may be room for somebody who waits
+    bool checks = false;                  // Request::bits are wanted
+    int held = 0;                         // pages in the last pass,
+    double bytes = 0;                     // and bytes of the cache
+    // Who came in, made room or ended.
+    std::function<void(const std::string &what, const Request &)> tell = [](auto &, auto &) {};
     int unread(const Request &request) const { return (int)request.tokens.size() - cache.lengths[request.sequence]; }
 };
 
@@ -108,8 +104,7 @@ inline PagePool *scarce_pool(const Cache &cache) {
 inline int64_t peak_pages(const Schedule &schedule, const PagePool &pool) {
     struct Future {
         const Request *request;
-        int length;   // positions now
-        int to_come;  // passes until it ends
+        int length, to_come;  // positions now; passes until it ends
     };
     std::vector<Future> order;
     for (const Request *request : schedule.running) {
@@ -188,7 +183,7 @@ inline Request *admit(Schedule &schedule) {
     if (!enough) return leave(schedule, request), schedule.changed = false, nullptr;
     schedule.waiting.pop_front();
     if (request.known < 0) request.known = known;
-    schedule.say("admit", request);
+    schedule.tell("admit", request);
     return &request;
 }
 
@@ -231,7 +226,7 @@ inline void preempt(Schedule &schedule) {
     };
     Request &victim = **std::min_element(schedule.running.begin() + 1, schedule.running.end(), fewer);
     victim.preemptions++;
-    schedule.say("preempt", victim);
+    schedule.tell("preempt", victim);
     leave(schedule, victim);
     insert_by_number(schedule.waiting, &victim);
     schedule.changed = false;
@@ -321,7 +316,7 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
         const int length = cache.lengths[request.sequence];
         publish(cache, request.sequence, request.tokens, alike ? length : std::min(length, request.prompt));
         if (request.stop.empty()) continue;
-        schedule.say("end", request);
+        schedule.tell("end", request);
         leave(schedule, request);
         schedule.changed = true;
         show(request);

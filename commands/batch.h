@@ -303,7 +303,7 @@ inline int run_batch(const Options &options) {
     many.sequences = std::min(options.sequences, (int)requests.size());
     one.sequences = 1, one.pool = 0;
     Cache cache = open_cache(many, session.engine, options.caches()[0], options.context ? options.context : longest);
-    Schedule schedule(cache, options.pass_tokens, options.admission == "optimistic");
+    Schedule schedule{cache, options.pass_tokens, options.admission == "optimistic"};
     schedule.checks = options.against == "alone";
     const int capacity = options.context ? options.context : longest;
     schedule.drafter = open_drafter(options, session, cache, many.sequences, capacity);
@@ -323,7 +323,7 @@ inline int run_batch(const Options &options) {
     } catch (Interrupted) {
         for (auto &request : requests)
             if (request->stop.empty()) {
-                if (request->sequence >= 0) schedule.say("end", *request), leave(schedule, *request);
+                if (request->sequence >= 0) schedule.tell("end", *request), leave(schedule, *request);
                 request->stop = "interrupted", run.end(*request);
             }
     }
