@@ -5,8 +5,8 @@
 //   naive    all tokens so far, every time: the keys and values of the past are computed anew
 //   cached   only the new tokens: the keys and values of the past are read from the cache
 //
-// Its parts, each under a line of its own: a pass (forward: start here); prefill and decode; sampling; text in, text
-// out; llm generate; llm diff. The flags and the other commands are in commands/.
+// Its parts, each under a line of its own: a pass (forward: start here); prefill and decode; sampling; llm generate;
+// llm diff. The flags and the other commands are in commands/.
 #include <csignal>
 #include <functional>
 #include <random>
@@ -14,7 +14,7 @@
 #include "attention.cu"
 #include "base/ranking.h"
 #include "base/rejection.h"
-#include "base/tokenizer.h"
+#include "base/text.h"
 #include "base/weights.h"
 #include "cache.h"
 #include "commands/options.h"
@@ -316,50 +316,6 @@ void require_finite(const std::vector<float> &logits, int position, Blame blame)
 inline void blame_cache(Engine &engine, const Cache *cache, const std::vector<int> &tokens,
                         const std::function<void(Cache &)> &begin = nullptr);  // commands/overflow.h
 
-// ---- Text in, text out -------------------------------------------------------------------------------------
-
-using TokenizerPointer = std::unique_ptr<Tokenizer, decltype(&tokenizer_free)>;
-
-inline TokenizerPointer load_tokenizer(const std::string &directory) {
-    char error[1000];
-    std::string file = join_path(directory, "tokenizer.json"), config = join_path(directory, "tokenizer_config.json");
-    Tokenizer *tokenizer = tokenizer_load(file.c_str(), config.c_str(), error, sizeof error);
-    if (!tokenizer) fail("%s", error);
-    return TokenizerPointer(tokenizer, tokenizer_free);
-}
-
-// `typed`: of a conversation (base/tokenizer.h), whose template says itself what stands before it.
-inline std::vector<int> encode(const Tokenizer *tokenizer, const std::string &text,
-                               const std::string &what = "the prompt", const char *typed = nullptr) {
-    char error[1000];
-    int *ids = nullptr;
-    int count = tokenizer_encode_typed(tokenizer, text.data(), text.size(), typed, !typed, &ids, error, sizeof error);
-    if (count < 0) fail("%s: %s", what.c_str(), error);
-    std::vector<int> result(ids, ids + count);
-    free(ids);
-    return result;
-}
-
-// Tokens of one sequence as text that can be printed at once. Without a tokenizer: the ids.
-struct TextStream {
-    const Tokenizer *tokenizer;
-    std::unique_ptr<TokenizerStream, decltype(&tokenizer_stream_free)> stream{nullptr, tokenizer_stream_free};
-    explicit TextStream(const Tokenizer *source, bool skip_special = true) : tokenizer(source) {
-        if (tokenizer) stream.reset(tokenizer_stream_begin(tokenizer, skip_special));
-    }
-    std::string next(int id) {
-        if (!tokenizer) return std::to_string(id) + " ";
-        size_t length;
-        const char *text = tokenizer_stream_next(stream.get(), id, &length);
-        return text ? std::string(text, length) : "";
-    }
-    std::string flush() {
-        size_t length;
-        const char *text = tokenizer ? tokenizer_stream_flush(stream.get(), &length) : nullptr;
-        return text ? std::string(text, length) : "";
-    }
-};
-
 #include "draft.h"
 
 #include "batch.h"
@@ -371,10 +327,10 @@ struct Session {
     Engine engine;
     TokenizerPointer tokenizer;
     std::vector<Cache> caches = {};  // generate: one, or none on the naive path; diff: all that are compared
-    Drafter drafter = {};       // guesses nothing unless --draft says who does
+    Drafter drafter = {};            // guesses nothing unless --draft says who does
     std::vector<int> tokens = {};    // the prompt, then what was generated
-    int prompt = 0;             // tokens of the prompt
-    int limit = 0;              // tokens that may stand in the context
+    int prompt = 0;                  // tokens of the prompt
+    int limit = 0;                   // tokens that may stand in the context
 };
 
 // Why nothing follows the tokens so far, or nullptr if something may.

@@ -168,7 +168,7 @@ TEST_CASE("layouts agree bit for bit, and a sequence has its bits alone and in a
 static std::vector<Tokens> company(Engine &engine, int &known) {
     const Tokens tokens = random_tokens(engine, 20);
     Cache cache = cache_for(engine, F16{}, F16{}, 60, {Paged{}, 4, 34, 2}, 3);
-    Schedule schedule(cache);
+    Schedule schedule{cache};
     schedule.pass_tokens = 8;
     std::vector<Request> requests(4);
     auto run = [&](int first, int end) {
