@@ -37,8 +37,9 @@ static void check_alone(Engine &engine, const Setting &setting, const Request &r
         text += std::to_string(tokens.back()) + " ";
         if ((int)tokens.size() == request.prompt + request.count) stop = "-n";
         if (!setting.ignore_end && std::count(ends.begin(), ends.end(), tokens.back())) stop = "end id";
-        for (const std::string &end : request.stops)
-            if (text.find(end) != std::string::npos) text.resize(text.find(end)), stop = "stop";
+        size_t first = std::string::npos;  // of several that the text has: also of "8 " and "48 "
+        for (const std::string &end : request.stops) first = std::min(first, text.find(end));
+        if (first != std::string::npos) text.resize(first), stop = "stop";
         if (!stop.empty()) break;
         row = decode(engine, cache, {0}, {tokens.back()});
         bits = checksum(bits, row);
