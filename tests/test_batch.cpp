@@ -57,7 +57,7 @@ struct Company {
     Schedule schedule{cache, setting.pass_tokens, setting.optimistic};
     std::deque<Request> requests;
     std::vector<Request *> ended;
-    int passes = 0, copies = 0, evicted = 0, most_used = 0;
+    int passes = 0, copies = 0, evicted = 0, shared = 0, most_used = 0;
 
     Company(Engine &of, const Setting &with)
         : engine(of),
@@ -73,6 +73,7 @@ struct Company {
         }
         cache.tell = [&](const PageEvent &event) {
             copies += event.what == PageEvent::copied, evicted += event.what == PageEvent::evicted;
+            shared += event.what == PageEvent::shared;
             if (pool()) most_used = std::max(most_used, pool()->used());
         };
     }
@@ -436,10 +437,11 @@ TEST_CASE("as many pages as the peak says are held, and no more") {
             company.come(prompt, 2 + below(random, 40));
             company.one_pass();
         }
-        company.most_used = company.pool()->used();
+        company.most_used = company.pool()->used(), company.shared = 0;
         const auto peak = peak_pages(company.schedule, *company.pool());
         company.finish();
-        CHECK(company.most_used == peak);
+        CHECK(company.most_used <= peak);
+        if (!company.shared) CHECK(company.most_used == peak);  // no two texts came to the same page by chance
     }
 }
 
