@@ -57,7 +57,7 @@ struct Company {
     Schedule schedule{cache, setting.pass_tokens, setting.optimistic};
     std::deque<Request> requests;
     std::vector<Request *> ended;
-    int passes = 0, copies = 0, evicted = 0, shared = 0, most_used = 0;
+    int passes = 0, copies = 0, evicted = 0, most_used = 0;
 
     Company(Engine &of, const Setting &with)
         : engine(of),
@@ -73,7 +73,6 @@ struct Company {
         }
         cache.tell = [&](const PageEvent &event) {
             copies += event.what == PageEvent::copied, evicted += event.what == PageEvent::evicted;
-            shared += event.what == PageEvent::shared;
             if (pool()) most_used = std::max(most_used, pool()->used());
         };
     }
@@ -221,7 +220,8 @@ TEST_CASE("random requests in any company have the text and the logits that each
     const int wanted = getenv("REQUESTS") ? atoi(getenv("REQUESTS")) : plain_path ? 150 : 1000;
     int requests = 0, refused = 0, preemptions = 0, hits = 0, copies = 0, evicted = 0, stopped = 0;
     int right = 0, wrong = 0;  // guesses
-    for (int round = 0; requests < wanted; round++) {
+    // Some seeds draw few pools that run out: then a few requests more.
+    for (int round = 0; requests < wanted || (preemptions <= wanted / 50 && requests < 2 * wanted); round++) {
         CAPTURE(round);
         const int which = below(random, (int)engines.size());
         Engine &engine = engines[which];
@@ -265,7 +265,7 @@ TEST_CASE("random requests in any company have the text and the logits that each
         MESSAGE(requests << " requests, " << refused << " refused, " << stopped << " stopped; " << preemptions
                          << " preemptions, " << hits << " tokens found, " << copies << " copies, " << evicted
                          << " evicted");
-    CHECK((refused > wanted / 200 && preemptions > wanted / 200 && hits > wanted && copies > wanted / 20));
+    CHECK((refused > wanted / 200 && preemptions > wanted / 50 && hits > wanted && copies > wanted / 20));
     CHECK((right > wanted / 2 && wrong > wanted / 2));
     CHECK((stopped > wanted / 20 && evicted > wanted / 10));
 }
@@ -433,15 +433,15 @@ TEST_CASE("as many pages as the peak says are held, and no more") {
         const Tokens stem = random_tokens(engine, 20, random.bits());
         for (int i = 0; i < 5; i++) {
             Tokens prompt = stem;
-            for (int token : random_tokens(engine, 1 + below(random, 20), random.bits())) prompt.push_back(token);
+            prompt.push_back(i);  // so that no two texts come to the same page by chance, and then share it
+            for (int token : random_tokens(engine, below(random, 20), random.bits())) prompt.push_back(token);
             company.come(prompt, 2 + below(random, 40));
             company.one_pass();
         }
-        company.most_used = company.pool()->used(), company.shared = 0;
+        company.most_used = company.pool()->used();
         const auto peak = peak_pages(company.schedule, *company.pool());
         company.finish();
-        CHECK(company.most_used <= peak);
-        if (!company.shared) CHECK(company.most_used == peak);  // no two texts came to the same page by chance
+        CHECK(company.most_used == peak);
     }
 }
 
