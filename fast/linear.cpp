@@ -299,9 +299,10 @@ void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> pr
         });
         each([&](auto *numbers, const Product &product) { linear_panels(m, numbers, tokens, product, how); });
     } else {
-        // The size of a batch with which the fewest tokens are computed twice, the largest of equals. Eight tokens of
-        // more channels in f32 do not fit the L1 beside their rows.
-        int batch = std::min(count, many_registers && !pairs && inputs > 1024 ? 6 : stream_tokens);
+        // The size of a batch with which the fewest tokens are computed twice, the largest of equals. Where processors
+        // have 16 lanes, eight long tokens in f32 do not fit the L1 beside their rows.
+        const bool large = lanes == 16 && !pairs && inputs > 1024;
+        int batch = std::min(count, large ? 6 : stream_tokens);
         for (int size = batch - 1; size > 3; size--)
             if (pieces(count, size) * size < pieces(count, batch) * batch) batch = size;
         in_batches<stream_tokens>(batch, [&](auto size, int) {
