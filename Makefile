@@ -172,12 +172,13 @@ need:
 	$(call need_packages,$(foreach compiler,$(CXX) $(CC),$(compiler):$(patsubst clang++%,clang%,$(notdir $(compiler)))) \
 	  $(INCLUDE)/cjson/cJSON.h:libcjson-dev $(INCLUDE)/oniguruma.h:libonig-dev $(INCLUDE)/utf8proc.h:libutf8proc-dev \
 	  $(INCLUDE)/hwy/highway.h:libhwy-dev $(if $(BREW),,/usr/include/editline/readline.h:libedit-dev \
+	  python3:python3 /usr/lib/python3/dist-packages/jinja2:python3-jinja2 \
 	  $(if $(findstring clang,$(CXX)),/usr/lib/llvm-*/lib/libomp.so:libomp-dev \
 	  /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.asan-*.a:libclang-rt-14-dev)))
 
 need-tests: need
 	$(call need_packages,$(INCLUDE)/doctest/doctest.h:doctest-dev $(INCLUDE)/boost/context/fiber.hpp:libboost-context-dev \
-	  python3:python3 /usr/lib/python3/dist-packages/numpy:python3-numpy git:git)
+	  /usr/lib/python3/dist-packages/numpy:python3-numpy git:git)
 
 need-explorer: need-tests
 	$(call need_packages,chromium:chromium)

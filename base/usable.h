@@ -57,6 +57,14 @@ inline std::string own_path() {
 constexpr int rusage_unit = 1;
 #endif
 
+// A file of this project, which stands beside the program; the programs of tests are in build/.
+inline std::string file_of_project(const std::string &name) {
+    const std::string program = own_path(), beside = program.substr(0, program.rfind('/') + 1) + name;
+    const size_t build = program.rfind("/build/");
+    const bool of_test = build != std::string::npos && access(beside.c_str(), F_OK) != 0;
+    return of_test ? program.substr(0, build + 1) + name : beside;
+}
+
 // The folders of the cgroups this process is in, and of all around. `controller`: "memory", "cpu" of version 1; "": of
 // version 2. A container sees its own folder at the top, so paths need not exist. `root`: before each path, for tests.
 inline std::vector<std::string> cgroup_folders(const std::string &root, const std::string &controller) {

@@ -35,11 +35,10 @@ struct Chat {
     Options options;
     std::vector<Turn> turns = {};
     Asked asked = {};
-    std::tm today = {};  // of the chat's beginning, for templates that say it
 };
 
 // Of a model that was not tuned for chat: its answer is the rest of a line.
-inline bool is_plain(const Chat &chat) { return has("plain", chat.form.form->name); }
+inline bool is_plain(const Chat &chat) { return chat.options.chat_template == "plain"; }
 
 // ---- The ids of a turn ---------------------------------------------------------------------------------------------
 
@@ -68,7 +67,7 @@ inline Asked ask(const Chat &chat) {
     const bool more = limit < chat.session.engine.model.config.context;  // is what -c may ask for
     for (size_t dropped = chat.asked.dropped;; dropped++) {
         const std::vector<Turn> turns(chat.turns.begin() + (int64_t)dropped, chat.turns.end());
-        Asked asked = with_ids(chat, render(chat.form, o.system, turns, chat.today), dropped);
+        Asked asked = with_ids(chat, render(chat.form, o.system, turns), dropped);
         if ((int64_t)asked.ids.size() + room <= limit) return asked;
         if (!drops || turns.size() < 2)
             throw Error(formatted("the context is full: %zu tokens %s, it holds %d: %s", asked.ids.size(),
@@ -204,27 +203,26 @@ inline bool next_line(std::string &line, bool on_terminal) {
 
 // ---- llm chat ------------------------------------------------------------------------------------------------------
 
-inline Chat open_chat(const Options &options) {
+inline Chat open_chat(Options options) {
     const std::string directory = checkpoint_directory(options);
+    if (options.chat_template.empty() && !options.has("-m")) options.chat_template = "plain";  // was not tuned for chat
     Session session{open_engine(options, directory), open_tokenizer(options, directory)};
-    const std::string builtin = options.has("-m") ? "" : "plain";  // was not tuned for chat
-    const std::string name = options.chat_template.empty() ? builtin : options.chat_template;
-    Chat chat{std::move(session), find_template(directory, name), options};
-    const std::time_t time = std::time(nullptr);
-    chat.today = *std::localtime(&time);
+    const Tokenizer *tokenizer = session.tokenizer.get();
+    ChatTemplate form = open_template(directory, options.chat_template, tokenizer);
+    Chat chat{std::move(session), std::move(form), options};
     Config &config = chat.session.engine.model.config;
-    const Tokenizer *tokenizer = chat.session.tokenizer.get();
     add_end(options, tokenizer, config);
-    if (is_plain(chat)) chat.form.bos = "";  // no template says what a text begins with
-    for (int i = 0; is_plain(chat) && i < tokenizer_before(tokenizer); i++)
-        chat.form.bos += tokenizer_token(tokenizer, encode(tokenizer, "")[i]);
-    const std::string after = end_of_answer(chat.form);  // what ends an answer ends it also where no config says so
-    const std::string by_template(after.size(), 0);
-    const std::vector<int> ends = encode(tokenizer, after, "the template", by_template.data());
-    if (!ends.empty() && (is_plain(chat) || tokenizer_is_special(tokenizer, ends[0])))
-        config.end_ids.push_back(is_plain(chat) ? ends.back() : ends[0]);
-    else if (!after.empty())
-        note(formatted("no special token ends an answer: is template %s the model's?", chat.form.form->name));
+    for (int i = 0; is_plain(chat) && i < tokenizer_before(tokenizer); i++)  // no template says what a text begins with
+        chat.form.before += tokenizer_token(tokenizer, encode(tokenizer, "")[i]);
+    // What the template writes behind an answer ends it also where no config says so.
+    const std::string by_template(chat.form.end.size(), 0);
+    const std::vector<int> ends = encode(tokenizer, chat.form.end, "the template", by_template.data());
+    auto ending = std::find_if(ends.begin(), ends.end(), [&](int id) { return tokenizer_is_special(tokenizer, id); });
+    if (is_plain(chat)) ending = ends.end() - !ends.empty();
+    if (ending != ends.end())
+        config.end_ids.push_back(*ending);
+    else
+        note("no special token ends an answer: is the template the model's?");
     const int limit = chat.session.limit = options.when_full == "ring" ? INT_MAX
                                            : options.context           ? limit_of(options, config, 0, false)
                                                                        : std::min(config.context, 8192);
@@ -273,7 +271,7 @@ inline int run_chat(const Options &options) {
         file = std::make_unique<RowFile>(options.dump_logits, chat.session.engine.model.config.vocabulary);
         dump = [&](const std::vector<float> &rows) { file->add(rows); };
     }
-    if (on_terminal) note(formatted("template %s; /help says what else there is", chat.form.form->name));
+    if (on_terminal) note("/help says what else there is");
     for (std::string line; next_line(line, on_terminal) && line != "/bye";) {
         const std::vector<Turn> before = chat.turns;
         if (line[0] == '/') line.erase(line.find_last_not_of(' ') + 1);

@@ -98,7 +98,7 @@ inline const std::vector<Flag> &flags() {
          "exact: the text is the same as without (default); leviathan: another one of the same distribution"},
         {"--system", "TEXT", talk, &O::system, "what the model is told before the first turn"},
         {"--template", "NAME", talk, &O::chat_template,
-         "the form of turns (default: the checkpoint's own): " + template_names()},
+         "the form of turns (default: the checkpoint's own): one of weights_tools/chat_templates, or FILE.jinja"},
         {"--when-full", "stop|drop|ring", talk, &O::when_full,
          "a full context: refuses the turn (default), drops the oldest ones, or is a ring from the start"},
         {"--ignore-eos", "", "generate diff batch", &O::ignore_end, "go on after an end id"},

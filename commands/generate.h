@@ -14,9 +14,7 @@ inline void note(const std::string &line) { fprintf(stderr, "llm: %s\n", line.c_
 // Without -m: the checkpoint that lies beside the program.
 inline std::string checkpoint_directory(const Options &options) {
     if (options.has("-m")) return options.directory;
-    std::string program = own_path();
-    if (program.empty()) program = "./llm";
-    std::string directory = program.substr(0, program.rfind('/')) + "/weights_tools/builtin";
+    const std::string directory = file_of_project("weights_tools/builtin");
     if (!file_exists(directory)) fail("%s: the built-in checkpoint is not there: give -m DIR", directory.c_str());
     return directory;
 }

@@ -120,10 +120,14 @@ TEST_CASE("an answer that ends with a token of the next turn's beginning stays w
 }
 
 TEST_CASE("a template that ends with a space, and one that writes a space before an answer, keep the answer's ids") {
-    static const Form spaced = {"spaced", "", "User: {}\n", "Assistant: {}\n", "", "", ""};
+    const Scratch scratch;
+    spill(
+        scratch / "spaced.jinja",
+        "{% for m in messages %}{{ ('User: ' if m.role == 'user' else 'Assistant: ') + m.content + '\\n' }}{% endfor %}"
+        "{{ 'Assistant: ' if add_generation_prompt }}");
     Chat chat = plain_chat();
     const Tokenizer *tokenizer = chat.session.tokenizer.get();
-    chat.form.form = &spaced, chat.form.bos = "";
+    chat.form = open_template(scratch.str(), scratch / "spaced.jinja", tokenizer);
     chat.turns.push_back({"Hi", ""});
     Tokens answer = encode(tokenizer, "village");
     answer.erase(answer.begin());
@@ -137,8 +141,8 @@ TEST_CASE("a template that ends with a space, and one that writes a space before
     chat.session.tokenizer.reset(tokenizer_load("tests/fixtures/tokenizers/llama2.json", nullptr, error, sizeof error));
     REQUIRE(chat.session.tokenizer);
     chat.session.engine.model.config.vocabulary = 1 << 20;
-    chat.form = find_template("weights_tools/builtin", "mistral-v3");
-    chat.form.bos = "<s>", chat.form.eos = "</s>";
+    spill(scratch / "tokenizer_config.json", R"({"bos_token": "<s>", "eos_token": "</s>"})");
+    chat.form = open_template(scratch.str(), "mistral", chat.session.tokenizer.get());
     chat.turns.push_back({"sea", ""});
     const int word = tokenizer_find(chat.session.tokenizer.get(), "▁return");
     REQUIRE(word >= 0);

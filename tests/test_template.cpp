@@ -1,6 +1,5 @@
-// Chat templates: every form against what Transformers makes of it (weights_tools/make_templates.py), which bytes come
-// from outside, what is recognised and what is refused. TEMPLATES=DIR names whole templates, as that script reads them;
-// without it that test is skipped, and the rest goes by their extracts.
+// Chat templates: this project's own write what Transformers makes of the models' (weights_tools/make_templates.py);
+// which bytes are marked; where a template is looked for; files and programs that are broken, hostile or too slow.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "../commands/template.h"
 
@@ -14,10 +13,13 @@ const Section &whole() {
     return whole;
 }
 
-std::tm day() {
-    std::tm day{};
-    REQUIRE(sscanf(whole().text("today", "").c_str(), "%d-%d-%d", &day.tm_year, &day.tm_mon, &day.tm_mday) == 3);
-    return day.tm_year -= 1900, day.tm_mon -= 1, day;
+const Tokenizer *builtin() {
+    static const TokenizerPointer tokenizer = load_tokenizer("weights_tools/builtin");
+    return tokenizer.get();
+}
+
+ChatTemplate opened(const std::string &directory, const std::string &asked = "") {
+    return open_template(directory, asked, builtin());
 }
 
 struct Conversation {
@@ -40,270 +42,213 @@ std::vector<Conversation> conversations() {
     return all;
 }
 
-// A template of the fixture, and a directory as of its checkpoint.
+// A directory as of a checkpoint, and the template of this project that writes what its own does.
 struct Checkpoint {
     Scratch directory;
-    std::string name, form, bos, eos;
-    Section about;
-    explicit Checkpoint(const cJSON *item) : about{"template", item} {
-        name = about.text("name", ""), form = about.text("form", "");
-        bos = about.text("bos", ""), eos = about.text("eos", "");
-        spill(directory / "chat_template.jinja", about.text("extract", ""));
-        spill(directory / "tokenizer_config.json",
-              "{\"bos_token\": " + (bos.empty() ? "null" : json_of(bos)) + ", \"eos_token\": " + json_of(eos) + "}");
+    std::string name, ours;
+    Section texts;
+    explicit Checkpoint(const cJSON *item) : texts(Section{"template", item}.section("texts")) {
+        const Section about{"template", item};
+        const std::string bos = about.text("bos", "");
+        name = about.text("name", ""), ours = about.text("ours", "");
+        const std::string extra = "tests/fixtures/chat_templates/" + ours + ".jinja";
+        if (file_exists(extra)) ours = extra;
+        spill(directory / "tokenizer_config.json", "{\"bos_token\": " + (bos.empty() ? "null" : json_of(bos)) +
+                                                       ", \"eos_token\": " + json_of(about.text("eos", "")) + "}");
     }
-    ChatTemplate found(const std::string &named = "") const { return find_template(directory.str(), named); }
 };
 
-std::vector<const cJSON *> templates() {
+std::vector<const cJSON *> checkpoints() {
     const auto all = items_of(whole().need("templates"));
-    REQUIRE(all.size() >= 50);
+    REQUIRE(all.size() >= 14);
     return all;
 }
 
-const cJSON *template_of(const std::string &name) {
-    for (const cJSON *one : templates())
-        if (Section{"template", one}.text("name", "") == name) return one;
-    FAIL(name);
-    return nullptr;
-}
-
-Rendered rendered(const ChatTemplate &found, const Conversation &said) {
-    return render(found, said.system, said.turns, day());
-}
-
-void check_texts(const Checkpoint &checkpoint) {
-    const ChatTemplate found = checkpoint.found();
-    CHECK(found.form->name == checkpoint.form);
-    const Section texts = checkpoint.about.section("texts");
-    for (const Conversation &said : conversations()) {
-        CAPTURE(said.title);
-        if (const cJSON *text = texts.find(said.title.c_str()))
-            CHECK(rendered(found, said).text == text->valuestring);
-        else
-            check_contains(error_of([&] { rendered(found, said); }), "--system", checkpoint.form);
+struct OnThatDay {  // of the fixture's texts
+    OnThatDay() { setenv("SOURCE_DATE_EPOCH", std::to_string(noon()).c_str(), 1); }
+    ~OnThatDay() { unsetenv("SOURCE_DATE_EPOCH"); }
+    static time_t noon() {
+        std::tm day{};
+        REQUIRE(sscanf(whole().text("today", "").c_str(), "%d-%d-%d", &day.tm_year, &day.tm_mon, &day.tm_mday) == 3);
+        day.tm_year -= 1900, day.tm_mon -= 1, day.tm_hour = 12;
+        return mktime(&day);
     }
-}
+};
 
-std::string bytes_of(const Rendered &part, char outside) {
-    REQUIRE(part.typed.size() == part.text.size());
-    std::string bytes;
-    for (size_t i = 0; i < part.text.size(); i++)
-        if (part.typed[i] == outside) bytes += part.text[i];
-    return bytes;
-}
-
-TEST_CASE("every form writes what Transformers writes") {
-    std::set<std::string> written;
-    for (const cJSON *item : templates()) {
+TEST_CASE("templates write what Transformers makes of those of the models, byte for byte") {
+    const OnThatDay day;
+    std::set<std::string> ours;
+    int texts = 0;
+    for (const cJSON *item : checkpoints()) {
         const Checkpoint checkpoint(item);
         CAPTURE(checkpoint.name);
-        if (checkpoint.form.empty()) continue;
-        check_texts(checkpoint);
-        written.insert(checkpoint.form);
-    }
-    written.insert("plain");  // which no template has
-    for (const std::string &name : split(template_names())) CHECK_MESSAGE(written.count(name), name);
-}
-
-TEST_CASE("a template of no known form is refused, with the cures") {
-    int refused = 0;
-    for (const cJSON *item : templates()) {
-        const Checkpoint checkpoint(item);
-        CAPTURE(checkpoint.name);
-        if (!checkpoint.form.empty()) continue;
-        check_contains(error_of([&] { checkpoint.found(); }), checkpoint.directory / "chat_template.jinja",
-                       "no known form", "--template NAME (chatml ", "llm generate");
-        CHECK(checkpoint.found("chatml").form->name == std::string("chatml"));
-        refused++;
-    }
-    CHECK(refused >= 10);
-}
-
-TEST_CASE("whole templates, which TEMPLATES=DIR names, as their extracts" * doctest::skip(!getenv("TEMPLATES"))) {
-    const char *directory = getenv("TEMPLATES");
-    for (const cJSON *item : templates()) {
-        const Checkpoint checkpoint(item);
-        CAPTURE(checkpoint.name);
-        spill(checkpoint.directory / "chat_template.jinja", slurp(join_path(directory, checkpoint.name + ".jinja")));
-        if (checkpoint.form.empty())
-            check_contains(error_of([&] { checkpoint.found(); }), "no known form");
-        else
-            check_texts(checkpoint);
-    }
-}
-
-// What was said, in the order in which the text has it.
-std::string said_in(const Conversation &said, bool system_last) {
-    std::string all = system_last ? "" : said.system;
-    for (size_t i = 0; i < said.turns.size(); i++) {
-        if (system_last && i + 1 == said.turns.size()) all += said.system;
-        all += said.turns[i].user + said.turns[i].answer;
-    }
-    return all;
-}
-
-TEST_CASE("exactly what was said is marked as from outside") {
-    int marked = 0;
-    for (const cJSON *item : templates()) {
-        const Checkpoint checkpoint(item);
-        CAPTURE(checkpoint.name);
-        if (checkpoint.form.empty()) continue;
-        const ChatTemplate found = checkpoint.found();
-        const bool last = has(found.form->words, "last");
-        std::string frame[2];  // what the template writes around three turns, without a system and with one
+        const ChatTemplate with = opened(checkpoint.directory.str(), checkpoint.ours);
+        ours.insert(checkpoint.ours);
         for (const Conversation &said : conversations()) {
             CAPTURE(said.title);
-            if (said.turns.size() != 3 || (!said.system.empty() && has(found.form->words, "none"))) continue;
-            const Rendered text = rendered(found, said);
-            std::string &around = frame[!said.system.empty()];
-            if (around.empty()) around = bytes_of(text, 0);
-            CHECK(bytes_of(text, 0) == around);
-            const bool as_it_is = has("three|system three|spelled|system spelled", said.title, '|');
-            if (as_it_is) CHECK(bytes_of(text, 1) == said_in(said, last));
-            marked += as_it_is;
+            const cJSON *text = checkpoint.texts.find(said.title.c_str());
+            if (!text) continue;  // there the model's own has a text that is its own
+            CHECK(render(with, said.system, said.turns).text == text->valuestring);
+            texts++;
         }
     }
-    CHECK(marked >= 100);
+    CHECK(texts >= 110);
+    for (const auto &file : fs::directory_iterator("weights_tools/chat_templates"))
+        if (const std::string name = file.path().stem(); name != "plain") CHECK_MESSAGE(ours.count(name), name);
 }
 
-TEST_CASE("a special token that somebody types is text") {
-    const Checkpoint checkpoint(template_of("Qwen-Qwen2.5-7B-Instruct"));
-    const Rendered text = render(checkpoint.found(), "", {{"<|im_end|>", ""}}, day());
-    const std::string spelled = "<|im_end|>";
-    const size_t first = text.text.find(spelled), typed = text.text.find(spelled, first + 1);
-    const size_t end = text.text.find(spelled, typed + 1);
-    REQUIRE(end != std::string::npos);
-    for (size_t i = 0; i < spelled.size(); i++) {
-        CHECK(text.typed[first + i] == 0);  // behind the default system
-        CHECK(text.typed[typed + i] == 1);
-        CHECK(text.typed[end + i] == 0);
-    }
-}
-
-TEST_CASE("the beginning stands there once, and only where the template writes it") {
-    for (const cJSON *item : templates()) {
+TEST_CASE("of special tokens those from outside are marked, where they begin, and nothing else") {
+    const OnThatDay day;
+    int marked = 0, others = 0;
+    for (const cJSON *item : checkpoints()) {
         const Checkpoint checkpoint(item);
         CAPTURE(checkpoint.name);
-        if (checkpoint.form.empty() || checkpoint.bos.empty()) continue;
-        const std::string text = render(checkpoint.found(), "", {{"Hi", ""}}, day()).text;
-        const bool writes = contains(checkpoint.about.text("extract", ""), "bos_token");
-        const size_t at = text.find(checkpoint.bos);
-        if (writes) CHECK(at == 0);
-        if (writes) CHECK(text.find(checkpoint.bos, 1) == std::string::npos);
-        if (!writes && checkpoint.bos != "<|im_start|>") CHECK(at != 0);
+        ChatTemplate with = opened(checkpoint.directory.str(), checkpoint.ours);
+        with.specials = {"<|im_end|>",      "<|im_start|>",    "[/INST]", "</s>",          "<|eot_id|>",
+                         "<start_of_turn>", "<bos>",           "<|end|>", "<end_of_turn>", "<|user|>",
+                         "<｜User｜>",      "<|end_of_role|>", "[INST]",  "<<SYS>>",       "<|endoftext|>"};
+        for (const Conversation &said : conversations()) {
+            const cJSON *text = checkpoint.texts.find(said.title.c_str());
+            if (!text || !contains(said.title, "spelled")) continue;
+            const Rendered all = render(with, said.system, said.turns);
+            CHECK(all.text == text->valuestring);
+            REQUIRE(all.typed.size() == all.text.size());
+            std::string outside = said.system;
+            for (const Turn &turn : said.turns) outside += turn.user + turn.answer;
+            auto spelled = [&](const std::string &in, size_t at) {
+                return std::any_of(with.specials.begin(), with.specials.end(), [&](const std::string &special) {
+                    return in.compare(at, special.size(), special) == 0;
+                });
+            };
+            int found = 0, wanted = 0;
+            for (size_t i = 0; i < all.text.size(); i++) {
+                if (all.typed[i]) CHECK(spelled(all.text, i));
+                found += all.typed[i], others += !all.typed[i] && spelled(all.text, i);
+            }
+            for (size_t i = 0; i < outside.size(); i++) wanted += spelled(outside, i);
+            CHECK(found == wanted);
+            marked += found;
+        }
     }
+    CHECK((marked >= 200 && others >= 100));
 }
 
-TEST_CASE("a template by its name") {
+TEST_CASE("what is said comes through as it is, the mark and the letters of JSON, too") {
+    const ChatTemplate with = opened("weights_tools/builtin", "plain");
+    for (const std::string text :
+         {"\1", "\1\1 <|endoftext|>\1", "\\ \" \n \t \x7f", "<|endoftext|>\1<|endoftext|>", ""})
+        CHECK(render(with, "", {{text, ""}}).text == text);
+    CHECK(render(with, "", {{"a\1<|endoftext|>", ""}}).typed == std::string("\0\0\1\0\0\0\0\0\0\0\0\0\0\0\0", 15));
+    check_contains(error_of([&] { render(with, "", {{"caf\xe9", ""}}); }), "this turn", "not UTF-8 at byte 3");
+    check_contains(error_of([&] { render(with, "", {{std::string("a\0b", 3), ""}}); }), "this turn", "NUL");
+}
+
+TEST_CASE("a template by its name, or of a file") {
     const Scratch bare;
-    const auto named = [&](const std::string &name) { return find_template(bare.str(), name); };
-    const auto hello = [&](const ChatTemplate &found) { return render(found, "", {{"Hi", ""}}, day()).text; };
-    CHECK(hello(named("chatml")) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n");
-    check_contains(error_of([&] { named("alpaca"); }), "--template alpaca", "chatml", "zephyr");
-    check_contains(error_of([&] { named("chatml llama3"); }), "--template chatml llama3");
-    check_contains(error_of([&] { named(""); }), bare.str(), "no chat template is there", "--template NAME",
+    const auto hello = [&](const std::string &asked) {
+        return render(opened(bare.str(), asked), "", {{"Hi", ""}}).text;
+    };
+    CHECK(hello("chatml") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n");
+    CHECK(opened(bare.str(), "chatml").end == "<|im_end|>\n");
+    CHECK(opened(bare.str(), "plain").end == "\n");
+    for (const std::string asked : {"alpaca", "chatml llama3", "../chat_templates/chatml"})
+        check_contains(error_of([&] { hello(asked); }), "--template " + asked, "chatml", "zephyr", "FILE.jinja");
+    check_contains(error_of([&] { hello(""); }), bare.str(), "no chat template is there", "--template NAME",
                    "llm generate");
-    check_contains(error_of([&] { named("zephyr"); }), "eos_token is missing", "zephyr");
-    check_contains(error_of([&] { named("mistral-v1"); }), "eos_token is missing", "mistral-v1");
-    check_contains(error_of([&] { hello(named("smollm3")); }), "--template smollm3", "give --system");
-    check_contains(render(named("smollm3"), "Be brief.", {{"Hi", ""}}, day()).text, "05 March 2026", "Be brief.");
+    check_contains(error_of([&] { hello("zephyr"); }), "--template zephyr", "'eos_token' is undefined");
+    check_contains(error_of([&] { hello("none.jinja"); }), "none.jinja: No such file");
+    spill(bare / "mine.jinja", "{{ messages[-1].content }}!");
+    CHECK(hello(bare / "mine.jinja") == "Hi!");
     spill(bare / "special_tokens_map.json", R"({"bos_token": {"content": "<B>"}, "eos_token": "<E>"})");
-    CHECK(hello(named("llama2")) == "<B>[INST] Hi [/INST]");
-    CHECK(hello(named("mistral-v3")) == "<B>[INST] Hi[/INST]");
-    CHECK(hello(named("llama3")).substr(0, 6) == "<B><|s");
-    CHECK(hello(named("zephyr")) == "<|user|>\nHi<E>\n<|assistant|>\n");
+    CHECK(hello("llama2") == "<B>[INST] Hi [/INST]");
+    CHECK(hello("zephyr") == "<|user|>\nHi<E>\n<|assistant|>\n");
+    CHECK(opened(bare.str(), "llama2").end == " <E>");
     spill(bare / "tokenizer_config.json", R"({"bos_token": {"content": "<C>", "lstrip": false}})");
-    CHECK(hello(named("mistral-v1")) == "<C> [INST] Hi [/INST]");  // what stands in tokenizer_config.json counts
-    // With a template of the same name its own variant is taken, of another name none of it.
-    const Checkpoint old(template_of("Mistral-7B-Instruct-v0.1")), qwen(template_of("Qwen-Qwen2.5-7B-Instruct"));
-    CHECK(hello(old.found("mistral-v1")) == "<s>[INST] Hi [/INST]");
-    check_contains(hello(qwen.found("chatml")), "You are Qwen");
-    CHECK(!contains(hello(qwen.found("qwen3")), "You are Qwen"));
+    CHECK(hello("mistral") == "<C>[INST] Hi[/INST]");  // what stands in tokenizer_config.json counts
 }
 
-TEST_CASE("a template in tokenizer_config.json: a text, or a list of which the default counts") {
+TEST_CASE(
+    "a template in tokenizer_config.json: a text, or a list of which the default counts; the file beside counts") {
     const Scratch bare;
-    const std::string file = bare / "tokenizer_config.json";
-    const std::string gemma = json_of(Section{"", template_of("google-gemma-2-2b-it")}.text("extract", ""));
-    const std::string qwen = json_of(Section{"", template_of("Qwen-Qwen3-0.6B")}.text("extract", ""));
-    const auto form = [&](const std::string &value) {
-        spill(file, "{\"weight\": NaN, \"chat_template\": " + value + "}");
-        return std::string(find_template(bare.str(), "").form->name);
+    const auto written = [&](const std::string &value) {
+        spill(bare / "tokenizer_config.json", "{\"weight\": NaN, \"chat_template\": " + value + "}");
+        return render(opened(bare.str()), "", {{"Hi", ""}}).text;
     };
-    CHECK(form(gemma) == "gemma2");
-    const std::string tools = "[{\"name\": \"tool_use\", \"template\": " + gemma + "}, ";
-    CHECK(form(tools + "{\"name\": \"default\", \"template\": " + qwen + "}]") == "qwen3");
-    check_contains(error_of([&] { form(tools + "{}]"); }), file, "no chat template is there");
-    spill(bare / "chat_template.jinja", Section{"", template_of("gemma-3-4b-it")}.text("extract", ""));
-    CHECK(form(qwen) == "gemma3");  // the file beside counts
-}
-
-TEST_CASE("what a form cannot write is refused in a line") {
-    const auto refusal = [&](const char *name, const std::string &system, const Turns &turns) {
-        return error_of([&] { render(Checkpoint(template_of(name)).found(), system, turns, day()); });
-    };
-    check_contains(refusal("google-gemma-2-2b-it", "Be brief.", {{"Hi", ""}}), "--system", "gemma2", "no place for it");
-    for (const std::string slash : {"/think", "/no_think", "/system_override"})
-        check_contains(refusal("SmolLM3-3B", "Be brief. " + slash, {{"Hi", ""}}), "--system", "smollm3", slash);
-    const std::string tool = "<tool_response>4</tool_response>";
-    check_contains(refusal("Qwen-Qwen3-0.6B", "", {{tool, ""}}), "<tool_response>", "qwen3");
-    CHECK(refusal("Qwen-Qwen2.5-7B-Instruct", "/think", {{tool, ""}}) == "");
-    check_contains(refusal("Qwen-Qwen2.5-7B-Instruct", " \n\u3000", {{"Hi", ""}}), "--system", "white space");
+    const std::string tools = R"([{"name": "tool_use", "template": "tools"}, )",
+                      one = R"("1 {{ messages[0].content }}")";
+    CHECK(written(one) == "1 Hi");
+    CHECK(written(tools + "{\"name\": \"default\", \"template\": " + one + "}]") == "1 Hi");
+    check_contains(error_of([&] { written(tools + "{}]"); }), bare.str(), "no chat template is there");
+    spill(bare / "chat_template.jinja", "2 {{ messages[0].content }}");
+    CHECK(written(one) == "2 Hi");
 }
 
 TEST_CASE("broken files get a line") {
     const Scratch bare;
     const std::string config = bare / "tokenizer_config.json", beside = bare / "chat_template.jinja";
-    const auto refusal = [&](const std::string &json) {
+    const auto refusal = [&] { return error_of([&] { opened(bare.str()); }); };
+    for (const std::string json : {"", "{", "[]", "7", R"({"chat_template": 7})", R"({"chat_template": {"a": "x"}})",
+                                   R"({"chat_template": [{"name": "default", "template": [7]}]})", "{\"a\": \xff}"}) {
         spill(config, json);
-        return error_of([&] { find_template(bare.str(), "llama3"); });
-    };
-    for (const std::string json :
-         {"", "{", "[]", "7", R"({"chat_template": 7})", R"({"chat_template": {"default": "x"}})",
-          R"({"chat_template": [{"name": 7}]})", R"({"bos_token": ["<s>"]})", "{\"a\": \xff}",
-          R"({"chat_template": [{"name": "default", "template": []}]})", R"({"eos_token": 2})",
-          R"({"bos_token": {"content": 7}})", R"({"bos_token": "a", "bos_token": "b"})"})
-        CHECK_MESSAGE(contains(refusal(json), config), json);
-    check_contains(refusal("{\"chat_template\": \"caf\xe9\"}"), config, "not UTF-8 at byte 3");
-    CHECK(refusal(R"({"chat_template": ["x", 7, null, {}, []], "bos_token": {}})") == "");
-    for (const std::string program : {"{", "{{", "{{ '", "{{ 'a\\", "{# '", "{% \"\\\\", "{%%}}}{{}}", "`~\x1f"}) {
+        CHECK_MESSAGE(contains(refusal(), config), json);
+    }
+    spill(config, "{}");
+    for (const std::string program : {"{{", "{{ '", "{% if %}", "{% unknown %}", "{{ 'a' | unknown }}"}) {
         spill(beside, program);
-        check_contains(error_of([&] { find_template(bare.str(), ""); }), beside, "no known form");
+        check_contains(refusal(), beside + ", line 1: ");
     }
     spill(beside, "{{ '\xc3' }}");
-    check_contains(error_of([&] { find_template(bare.str(), ""); }), beside, "not UTF-8 at byte 4");
-    spill(beside, std::string(max_json_bytes + 1, ' '));
-    check_contains(error_of([&] { find_template(bare.str(), ""); }), beside, "expected at most");
+    check_contains(refusal(), beside + ": not UTF-8 at byte 4");
     fs::remove(beside), fs::create_directory(beside);
-    check_contains(error_of([&] { find_template(bare.str(), ""); }), beside, "is a directory");
+    check_contains(refusal(), beside + ": Is a directory");
 }
 
-TEST_CASE("a program without its comments and what stands between tags, its quotes fenced") {
-    const auto texts = [](const std::string &program) { return split(fenced(program), fence); };
-    const std::vector<std::string> some = {" ", "a'b\n", " + ", "c\n", " - if ", "}}", " - set x = ", "%}", " "};
-    CHECK(texts("don't {# it's \"x\" #}{{ 'a\\'b\\n' + \"c\n\" }} 'no' {%- if '}}' -%}{% set x = '%}' %} \"no\"") ==
-          some);
+TEST_CASE(
+    "programs that refuse, fail, do not end, take all memory or reach out get a line, and the next text is written") {
+    const Scratch bare;
+    const std::string place = bare / "chat_template.jinja";
+    spill(place,
+          "{% set bad = messages[0].content %}"
+          "{% if bad == 'raise' %}{{ raise_exception('only\ntwo') }}{% endif %}"
+          "{% if bad == 'none' %}{{ nobody.name }}{% endif %}"
+          "{% if bad == 'slow' %}{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}{% "
+          "endif %}"
+          "{% if bad == 'large' %}{{ 'x' * 10000000000 }}{% endif %}"
+          "{% if bad == 'long' %}{{ range(1000000000) | list }}{% endif %}"
+          "{% if bad == 'class' %}{{ ''.__class__.__mro__ }}{% endif %}"
+          "{% if bad == 'names' %}{% set n = namespace(__class__=1) %}{% endif %}"
+          "{% if bad == 'names later' %}{% set n = namespace() %}{% set n._x = 1 %}{% endif %}"
+          "{% if bad == 'file' %}{% include '/etc/passwd' %}{% endif %}"
+          "{% if bad == 'changes' %}{{ messages.append(1) }}{% endif %}"
+          "{% if bad == 'deep' %}{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}{% endif %}"
+          "{% if bad != 'silent' %}{{ messages[-1].content }}{% endif %}");
+    const ChatTemplate with = opened(bare.str());
+    const std::vector<std::pair<std::string, std::string>> cases = {
+        {"raise", "only two"},     {"none", "undefined"},     {"slow", "longer than 5 s"},
+        {"large", "MemoryError"},  {"long", "Range too big"}, {"class", "unsafe"},
+        {"names", "no __class__"}, {"names later", "no _x"},  {"file", "loader"},
+        {"changes", "unsafe"},     {"deep", "recursion"},     {"silent", "does not write what was said"}};
+    for (auto &[bad, says] : cases) {
+        CAPTURE(bad);
+        check_contains(error_of([&] { render(with, "", {{bad, ""}}); }), place + ": ", says);
+        CHECK(render(with, "", {{"good", ""}}).text == "good");
+    }
+    kill(with.helper.child, SIGKILL);
+    for (int i = 0; i < 2; i++)
+        check_contains(error_of([&] { render(with, "", {{"good", ""}}); }), "cannot be run", "python3");
+    const std::string path = getenv("PATH");
+    setenv("PATH", bare.str().c_str(), 1);
+    check_contains(error_of([&] { opened(bare.str()); }), "cannot be run", "python3");
+    setenv("PATH", path.c_str(), 1);
 }
 
-// As jinja2 3.1 writes them with trim_blocks and lstrip_blocks.
-TEST_CASE("a template that writes blanks or line breaks between its tags is of no form") {
-    const auto writes = [](const std::string &program) { return contains(fenced(program), std::string(1, blank)); };
-    for (const std::string written : {"{{ a }}\n{{ b }}", "{{ a }} {% if b %}{% endif %}", "{% if a %}\n\n{% endif %}",
-                                      "{% if a %} {{ b }}{% endif %}", "\n{{ a }}", "{# a #}\n\n{{ b }}",
-                                      "{{ a }}\n  {{ b }}", "{% if a %}\n  {{ b }}{% endif %}"})
-        CHECK_MESSAGE(writes(written), written);
-    for (const std::string dropped :
-         {"{% if a %}\n{{ b }}{% endif %}", "{{ a }}{# b #}\n{{ c }}", "{{ a -}}\n{{ b }}", "{{ a }}\n \t{{- b }}",
-          "{% if a %}\n  {% endif %}", "  {% if a %}{% endif %}", "{{ a }}\n", "{{ ' \n' }}", "{{ a }}{{ b }}"})
-        CHECK_MESSAGE(!writes(dropped), dropped);
-    Checkpoint zephyr(template_of("TinyLlama-1.1B-Chat-v1.0"));
-    const std::string extract = zephyr.about.text("extract", "");
-    spill(zephyr.directory / "chat_template.jinja", "\n" + extract);
-    check_contains(error_of([&] { zephyr.found(); }), "no known form");
-    const std::string olmo = Section{"", template_of("OLMo-2-1124-7B-Instruct")}.text("extract", "");
-    spill(zephyr.directory / "chat_template.jinja", olmo + "{{ '<|user|>\n' + message['content'] + eos_token }}");
-    check_contains(error_of([&] { zephyr.found(); }), "no known form");  // an end behind the user's turn, too
-    spill(zephyr.directory / "chat_template.jinja", olmo);
-    CHECK(zephyr.found().form->name == std::string("olmo2"));
+TEST_CASE("what templates find there beside Jinja's own is as Transformers has it") {
+    const Scratch bare;
+    const OnThatDay day;
+    spill(bare / "all.jinja",
+          "{{ {'a': 'é<'} | tojson }}{{ [1, 2] | tojson(indent=1) }}{{ strftime_now('%d %b %Y') }}\n"
+          "  {% if tools is none and documents is none %}\nnone{% endif %}{{ bos_token }}"
+          "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ add_generation_prompt }}");
+    CHECK(render(opened(bare.str(), bare / "all.jinja"), "", {{"Hi", ""}}).text ==
+          "{\"a\": \"é<\"}[\n 1,\n 2\n]05 Mar 2026\nnoneHiTrue");
 }

@@ -1,0 +1,190 @@
+#!/usr/bin/env python3
+"""Writes conversations as a checkpoint's chat template has them: runs it with Jinja2, as Transformers does.
+
+    chat_template.py DIR [TEMPLATE]     llm chat starts it, and asks it at each turn
+
+TEMPLATE is a name of chat_templates/ beside this file or a FILE.jinja; without one it is the checkpoint's own. First
+comes a line {"end": what the template writes behind an answer}. Then each line {"messages": [{"role", "content"}, ...]}
+of standard input gets a line {"text": the conversation, up to where the next answer begins}. Where that cannot be, it is
+{"error": why}. The date is that of the start, or of SOURCE_DATE_EPOCH.
+
+A template is a program of somebody else's. Beside Jinja2's sandbox it has five seconds for a text and two gigabytes, and
+it can write no file and start no process.
+"""
+import datetime
+import json
+import os
+import pathlib
+import resource
+import signal
+import sys
+import time
+
+try:
+    import jinja2.ext
+    import jinja2.sandbox
+except ImportError:
+    if sys.executable != "/usr/bin/python3" and os.path.exists("/usr/bin/python3"):
+        os.execv("/usr/bin/python3", ["/usr/bin/python3", *sys.argv])
+    print(json.dumps({"error": "chat templates need Jinja2: apt install python3-jinja2, or pip install jinja2"}))
+    sys.exit()
+
+NAMED = pathlib.Path(__file__).parent / "chat_templates"
+ANSWER = "\2"  # stands for an answer: no template takes it for white space
+SECONDS, BYTES = 5, 2 << 30
+
+
+class Generation(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %} marks what a model is trained to write, and writes nothing itself."""
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+
+class Namespace(jinja2.utils.Namespace):
+    """Without names that reach into Python."""
+    def __init__(*words, **names):
+        self, *words = words
+        names = dict(*words, **names)
+        jinja2.utils.Namespace.__init__(self)
+        for name, value in names.items():
+            self[name] = value
+
+    def __setitem__(self, name, value):
+        if str(name).startswith("_"):
+            refuse(f"a namespace has no {name}")
+        jinja2.utils.Namespace.__setitem__(self, name, value)
+
+
+def refuse(message):
+    raise jinja2.TemplateError(str(message))
+
+
+def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def out_of_time(*_):
+    raise TimeoutError(f"it takes longer than {SECONDS} s")
+
+
+def read_object(path):
+    """A file of the checkpoint; {} where it is not there."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (ValueError, RecursionError, OSError) as error:
+        refuse(f"{path}: not valid JSON: {error}" if not isinstance(error, OSError) else f"{path}: {error.strerror}")
+    if not isinstance(found, dict):
+        refuse(f"{path}: expected a JSON object")
+    return found
+
+
+def read_program(path):
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        refuse(f"{path}: {error.strerror}")
+    except UnicodeDecodeError as error:
+        refuse(f"{path}: not UTF-8 at byte {error.start}")
+
+
+def find_program(directory, config, asked):
+    """A template and where it stands."""
+    if asked.endswith(".jinja"):
+        return read_program(pathlib.Path(asked)), asked
+    names = sorted(path.stem for path in NAMED.glob("*.jinja"))
+    if asked and asked not in names:
+        refuse(f"--template {asked[:80]}: known are {' '.join(names)}, or FILE.jinja")
+    path = NAMED / f"{asked}.jinja" if asked else directory / "chat_template.jinja"
+    if path.exists():
+        return read_program(path), f"--template {asked}" if asked else str(path)
+    program, place = config.get("chat_template"), f"{directory / 'tokenizer_config.json'}: chat_template"
+    if isinstance(program, list):  # of several, the default one
+        program = {one.get("name"): one.get("template") for one in program if isinstance(one, dict)}.get("default")
+    if not program:
+        refuse(f"{path}: no chat template is there: give --template NAME ({' '.join(names)}) or FILE.jinja, or take llm "
+               "generate, which reads a prompt as it stands")
+    if not isinstance(program, str):
+        refuse(f"{place}: expected a text")
+    return program, place
+
+
+def special_tokens(config, beside):
+    """bos_token and the like: a text, or an object that has it."""
+    tokens = {}
+    for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
+        found = config.get(name + "_token") or beside.get(name + "_token")
+        found = found.get("content") if isinstance(found, dict) else found
+        if isinstance(found, str):
+            tokens[name + "_token"] = found
+    return tokens
+
+
+class Template:
+    def __init__(self, directory, asked):
+        config = read_object(directory / "tokenizer_config.json")
+        self.tokens = special_tokens(config, read_object(directory / "special_tokens_map.json"))
+        program, self.place = find_program(directory, config, asked)
+        today = datetime.datetime.fromtimestamp(int(os.environ.get("SOURCE_DATE_EPOCH", time.time())))
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+        environment.filters["tojson"] = to_json
+        environment.globals.update(raise_exception=refuse, strftime_now=today.strftime, namespace=Namespace)
+        self.program = self.guarded(lambda: environment.from_string(program))
+
+    def guarded(self, work):
+        """What the template gives within its time, or refuses."""
+        try:
+            signal.alarm(SECONDS)
+            return work()
+        except Exception as error:  # of somebody else's program: any
+            what = "" if isinstance(error, jinja2.TemplateError) else type(error).__name__ + " "
+            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            refuse(f"{self.place}{line}: {what}{error}".rstrip())
+        finally:
+            signal.alarm(0)
+
+    def text(self, messages, **more):
+        return self.guarded(lambda: self.program.render(messages=messages, tools=None, documents=None, **self.tokens,
+                                                        **more))
+
+    def conversation(self, messages):
+        text = self.text(messages, add_generation_prompt=True)
+        if messages[-1]["content"].strip() not in text:
+            refuse(f"{self.place}: it does not write what was said")
+        return text
+
+    def end_of_answer(self):
+        said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
+        return self.text(said, add_generation_prompt=False).rpartition(ANSWER)[2]
+
+
+def answer(work):
+    try:
+        reply = work()
+    except jinja2.TemplateError as error:
+        reply = {"error": " ".join(str(error).split())[:1000]}
+    print(json.dumps(reply), flush=True)
+    return reply
+
+
+def main():
+    signal.signal(signal.SIGALRM, out_of_time)
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    found = []
+
+    def open_template():
+        found.append(Template(pathlib.Path(sys.argv[1]), "".join(sys.argv[2:])))
+        return {"end": found[0].end_of_answer()}
+    if "error" in answer(open_template):
+        return
+    for line in sys.stdin:
+        answer(lambda: {"text": found[0].conversation(json.loads(line)["messages"])})
+
+
+if __name__ == "__main__":
+    main()
