@@ -48,8 +48,8 @@ bool tokenizer_is_special(const Tokenizer *tokenizer, int id);      // <s>, </s>
 int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t length, bool add_special, int **ids,
                      char *error, size_t error_size);
 
-// The same for a conversation. `typed`, (length) or NULL, is 1 for each byte that a user typed or a model wrote: what
-// reads as a special token there is text, as if there were no such token.
+// The same for a conversation. `typed`, (length) or NULL: where it is 1, a special token's spelling begins that a user
+// typed or a model wrote. It is text, as if there were no such token.
 int tokenizer_encode_typed(const Tokenizer *tokenizer, const char *text, size_t length, const char *typed,
                            bool add_special, int **ids, char *error, size_t error_size);
 

@@ -228,9 +228,9 @@ TEST_CASE(
         {"large", "MemoryError"},  {"long", "Range too big"}, {"class", "unsafe"},
         {"names", "no __class__"}, {"names later", "no _x"},  {"file", "loader"},
         {"changes", "unsafe"},     {"deep", "recursion"},     {"silent", "does not write what was said"}};
-    for (auto &[bad, says] : cases) {
-        CAPTURE(bad);
-        check_contains(error_of([&] { render(with, "", {{bad, ""}}); }), place + ": ", says);
+    for (const auto &one : cases) {
+        CAPTURE(one.first);
+        check_contains(error_of([&] { render(with, "", {{one.first, ""}}); }), place + ": ", one.second);
         CHECK(render(with, "", {{"good", ""}}).text == "good");
     }
     kill(with.helper.child, SIGKILL);
