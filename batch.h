@@ -133,15 +133,15 @@ inline int64_t peak_pages(const Schedule &schedule, const PagePool &pool) {
 
 // Refuses what can never fit.
 inline void require_fit(const Schedule &schedule, const Request &request) {
-    const int positions = request.positions(), limit = limit_of(schedule.cache);
-    if (positions > limit)
-        fail("%s: %d tokens and %d more take %d positions, a sequence has %d: shorten it, or raise -c",
-             request.id.c_str(), request.prompt, request.count, positions, limit);
-    const PagePool *pool = scarce_pool(schedule.cache);
-    const int pages = pool ? pages_for(positions, pool->page) : 0;
-    if (pool && pages > (int)pool->references.size())
-        fail("%s: %d tokens and %d more take %d pages, the pool has %zu: shorten it, or raise --pool",
-             request.id.c_str(), request.prompt, request.count, pages, pool->references.size());
+    auto require = [&](int takes, const char *what, int there, const char *flag) {
+        if (takes > there)
+            fail("%s: %d tokens and %d more take %d %s %d: shorten it, or raise %s", request.id.c_str(), request.prompt,
+                 request.count, takes, what, there, flag);
+    };
+    const int positions = request.positions();
+    require(positions, "positions, a sequence has", limit_of(schedule.cache), "-c");
+    if (const PagePool *pool = scarce_pool(schedule.cache))
+        require(pages_for(positions, pool->page), "pages, the pool has", (int)pool->references.size(), "--pool");
 }
 inline void submit(Schedule &schedule, Request &request) {
     require_fit(schedule, request);
@@ -263,7 +263,6 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
     const double start = now();
     bool decodes = true;    // and reads no prompt
     std::vector<int> rows;  // of the pass: the last tokens of those whose tokens were all read, and guesses
-    std::vector<float> found;
     const int vocabulary = engine.model.config.vocabulary;
     std::vector<Proposal> proposals;  // (piece)
     for (const Piece &piece : pass) {
@@ -273,7 +272,7 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
         decodes &= piece.count == 1;
     }
     Drafter::Checked checked{0, 0, 0, {}, false, 0, now() - start};
-    all_or_nothing(cache, [&] {
+    const std::vector<float> found = all_or_nothing(cache, [&] {
         Batch batch;
         for (size_t i = 0; i < pass.size(); i++) {
             const Proposal &proposal = proposals[i];
@@ -287,7 +286,7 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
         schedule.bytes = bytes_of(cache).total();
         if (const PagePool *pool = scarce_pool(cache)) schedule.held = pool->used();
         forward(engine, batch, cache.stores);
-        found = logits(engine, rows);
+        return logits(engine, rows);
     });
     // A GPU prefills with other instructions than it decodes with: what others may find there is prefilled.
     const bool alike = std::holds_alternative<Cpu>(*engine.machine);

@@ -298,17 +298,6 @@ inline CacheBytes bytes_of(const Cache &cache) {
 
 // ---- Opening ---------------------------------------------------------------------------------------------------
 
-// Memory for `count` rows of each layer at a precision; none if it is 0. `what` is said where it cannot be had.
-inline CacheRows open_rows(Cache &cache, const CacheShape &shape, const std::string &what, const Precision &type,
-                           int width, int64_t count) {
-    CacheRows rows = {nullptr, row_bytes(type, width), width, shape.kv_heads, count};
-    if (count == 0 || width == 0) return rows;
-    cache.owned.push_back(
-        cache.memory->reserve(rows.bytes(shape.layers), what.c_str(), "lower -c or --window, or free some"));
-    rows.data = (char *)cache.owned.back().get();
-    return rows;
-}
-
 // The pools of paged stores, and each page table twice: where the host counts pages, and where the machine reads rows.
 inline void open_page_tables(Cache &cache) {
     std::vector<PagePool> pools;
@@ -337,14 +326,20 @@ inline void open_page_tables(Cache &cache) {
     }
 }
 
+// `what` is said where memory cannot be had.
 inline void open_store(Cache &cache, Store &store, const std::string &what) {
     const CacheShape &shape = store.shape;
     const int64_t rows = rows_of(shape, store.layout), sequences = shape.sequences;
     CacheView &view = store.view;
     const Precision type_k = precision_of(shape, cache.type_k), type_v = precision_of(shape, cache.type_v);
     view.layout = store.layout, view.type_k = type_k, view.type_v = type_v;
-    auto open = [&](const Precision &type, int width, int64_t count) {
-        return open_rows(cache, shape, what, type, width, count);
+    auto open = [&](const Precision &type, int width, int64_t count) {  // so many rows of each layer
+        CacheRows rows = {nullptr, row_bytes(type, width), width, shape.kv_heads, count};
+        if (count == 0 || width == 0) return rows;
+        const char *cure = "lower -c or --window, or free some";
+        cache.owned.push_back(cache.memory->reserve(rows.bytes(shape.layers), what.c_str(), cure));
+        rows.data = (char *)cache.owned.back().get();
+        return rows;
     };
     view.keys = open(type_k, shape.key_width, rows);
     view.values = open(type_v, shape.value_width, rows);
@@ -600,10 +595,10 @@ inline void fork(Cache &cache, int from, int to) {
 //   a residual block             keeps its positions while a pass that begins within a block ends in it, too
 //                                (prefill_pass); if the old length ends a block, it is read back from its codes
 template <class Pass>
-void all_or_nothing(Cache &cache, Pass pass) {
+auto all_or_nothing(Cache &cache, Pass pass) {
     const std::vector<int> lengths = cache.lengths;
     try {
-        pass();
+        return pass();
     } catch (...) {
         for (int sequence = (int)lengths.size() - 1; sequence >= 0; sequence--) {
             int from = cache.lengths[sequence], length = lengths[sequence];

@@ -63,13 +63,12 @@ std::vector<int> next_tokens(Engine &engine, Cache &cache, Drafter &drafter, con
     Proposal proposal{0, tokens, sampler, guesses_of_pass(cache, end - 1, end, std::min(most, drafter.most))};
     propose(drafter, proposal);
     const double guessing = now() - start;
-    std::vector<float> found;  // (1 + guesses, vocabulary)
-    all_or_nothing(cache, [&] {
+    std::vector<float> found = all_or_nothing(cache, [&] {  // (1 + guesses, vocabulary)
         Batch batch;
         const int count = 1 + (int)proposal.guesses.size(), first = grow(cache, 0, count);
         for (int t = first; t < first + count; t++) batch.add(proposal.token(t), 0, t);
         forward(engine, batch, cache.stores);
-        found = logits(engine, 0, batch.count());
+        return logits(engine, 0, batch.count());
     });
     std::vector<int> next;
     auto take = [&](int row) {

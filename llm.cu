@@ -258,12 +258,10 @@ inline void decode_pass(Engine &engine, Cache &cache, const std::vector<int> &se
 // Reads one new token of each of some sequences, and returns their logits (sequences, vocabulary).
 inline std::vector<float> decode(Engine &engine, Cache &cache, const std::vector<int> &sequences,
                                  const std::vector<int> &tokens) {
-    std::vector<float> found;
-    all_or_nothing(cache, [&] {
+    return all_or_nothing(cache, [&] {
         decode_pass(engine, cache, sequences, tokens);
-        found = logits(engine, 0, (int)sequences.size());
+        return logits(engine, 0, (int)sequences.size());
     });
-    return found;
 }
 
 // ---- Sampling ----------------------------------------------------------------------------------------------

@@ -325,9 +325,8 @@ static void normalize(const Step *step, const char *s, size_t n, Bytes *out, Err
 static void write_bytes(const char *s, size_t n, Bytes *out, Error *error) {
     out->data = reserve(error, out->data, &out->capacity, 2 * n, 1);
     for (size_t i = 0; i < n && !error->failed; i++) {
-        int code = byte_character((uint8_t)s[i]);
-        if (code >= 0x80) out->data[out->length++] = (char)(0xC0 | code >> 6);
-        out->data[out->length++] = (char)(code < 0x80 ? code : 0x80 | (code & 0x3F));
+        utf8proc_uint8_t *end = (utf8proc_uint8_t *)out->data + out->length;
+        out->length += (size_t)utf8proc_encode_char(byte_character((uint8_t)s[i]), end);
     }
 }
 
@@ -446,13 +445,8 @@ static void encoder_close(Encoder *e) {
     free(e->heap);
 }
 
-int tokenizer_encode(const Tokenizer *t, const char *text, size_t length, bool add_special, int **ids, char *error_text,
-                     size_t error_size) {
-    return tokenizer_encode_typed(t, text, length, NULL, add_special, ids, error_text, error_size);
-}
-
-int tokenizer_encode_typed(const Tokenizer *t, const char *text, size_t length, const char *typed, bool add_special,
-                           int **ids, char *error_text, size_t error_size) {
+int tokenizer_encode(const Tokenizer *t, const char *text, size_t length, const char *typed, bool add_special,
+                     int **ids, char *error_text, size_t error_size) {
     Error error = {NULL, error_text, error_size, false};
     Encoder e;
     *ids = NULL;
@@ -617,24 +611,6 @@ const char *tokenizer_stream_flush(TokenizerStream *stream, size_t *length) {
         stream->seen[i] = 0;
     }
     return shown(stream, length);
-}
-
-char *tokenizer_decode(const Tokenizer *t, const int *ids, int count, bool skip_special, size_t *length) {
-    TokenizerStream *stream = tokenizer_stream_begin(t, skip_special);
-    Error error = {.failed = !stream};
-    Bytes text = {0};
-    append(&error, &text, "", 0);
-    for (int i = 0; !error.failed && i <= count; i++) {
-        size_t n;
-        const char *s = i < count ? tokenizer_stream_next(stream, ids[i], &n) : tokenizer_stream_flush(stream, &n);
-        error.failed = !s;
-        append(&error, &text, s, n);
-    }
-    tokenizer_stream_free(stream);
-    if (length) *length = error.failed ? 0 : text.length;
-    if (!error.failed) return text.data;
-    free(text.data);
-    return NULL;
 }
 
 // ---- Loading -----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ inline std::vector<int> encode(const Tokenizer *tokenizer, const std::string &te
                                const std::string &what = "the prompt", const char *typed = nullptr) {
     char error[1000];
     int *ids = nullptr;
-    int count = tokenizer_encode_typed(tokenizer, text.data(), text.size(), typed, !typed, &ids, error, sizeof error);
+    int count = tokenizer_encode(tokenizer, text.data(), text.size(), typed, !typed, &ids, error, sizeof error);
     if (count < 0) fail("%s: %s", what.c_str(), error);
     std::vector<int> result(ids, ids + count);
     free(ids);
@@ -37,11 +37,24 @@ struct TextStream {
         if (!tokenizer) return std::to_string(id) + " ";
         size_t length;
         const char *text = tokenizer_stream_next(stream.get(), id, &length);
-        return text ? std::string(text, length) : "";
+        return given(text, length);
     }
     std::string flush() {
+        if (!tokenizer) return "";
         size_t length;
-        const char *text = tokenizer ? tokenizer_stream_flush(stream.get(), &length) : nullptr;
-        return text ? std::string(text, length) : "";
+        const char *text = tokenizer_stream_flush(stream.get(), &length);
+        return given(text, length);
+    }
+    static std::string given(const char *text, size_t length) {
+        if (!text) fail("tokenizer.json: its decoder makes the text too long, or there is too little memory");
+        return std::string(text, length);
     }
 };
+
+// The text of ids; special tokens give nothing.
+inline std::string decode(const Tokenizer *tokenizer, const std::vector<int> &ids) {
+    TextStream stream(tokenizer);
+    std::string text;
+    for (int id : ids) text += stream.next(id);
+    return text + stream.flush();
+}

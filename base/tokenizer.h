@@ -45,13 +45,10 @@ bool tokenizer_is_special(const Tokenizer *tokenizer, int id);      // <s>, </s>
 // what the post-processor puts around a text (BOS, EOS). Returns the number of ids and in *ids an array to free();
 // or -1 and an error: text that is not UTF-8 (the byte is named), longer than 2^28 bytes, or out of memory.
 // A character without a token and without an unknown token leaves nothing, as in the library.
-int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t length, bool add_special, int **ids,
-                     char *error, size_t error_size);
-
-// The same for a conversation. `typed`, (length) or NULL: where it is 1, a special token's spelling begins that a user
-// typed or a model wrote. It is text, as if there were no such token.
-int tokenizer_encode_typed(const Tokenizer *tokenizer, const char *text, size_t length, const char *typed,
-                           bool add_special, int **ids, char *error, size_t error_size);
+// `typed`, (length) or NULL: of a conversation; where it is 1, a special token's spelling begins that a user typed or a
+// model wrote. It is text, as if there were no such token.
+int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t length, const char *typed, bool add_special,
+                     int **ids, char *error, size_t error_size);
 
 // Decodes id by id. What `next` gives, joined, and then `flush`, is the text of all ids together: only whole UTF-8
 // characters; bytes that never become one are given as U+FFFD. The text is NUL-terminated, *length (may be NULL) is
@@ -63,9 +60,6 @@ TokenizerStream *tokenizer_stream_begin(const Tokenizer *tokenizer, bool skip_sp
 const char *tokenizer_stream_next(TokenizerStream *stream, int id, size_t *length);
 const char *tokenizer_stream_flush(TokenizerStream *stream, size_t *length);
 void tokenizer_stream_free(TokenizerStream *stream);
-
-// All at once: NUL-terminated text to free(), *length (may be NULL) its bytes. NULL: out of memory.
-char *tokenizer_decode(const Tokenizer *tokenizer, const int *ids, int count, bool skip_special, size_t *length);
 
 #ifdef __cplusplus
 }

@@ -433,15 +433,6 @@ inline int run_generate(const Options &options) {
 
 // ---- llm tokenize ------------------------------------------------------------------------------------------
 
-// The text of ids, special tokens as they are written.
-inline std::string decode(const Tokenizer *tokenizer, const std::vector<int> &ids) {
-    size_t length;
-    std::unique_ptr<char, decltype(&free)> text(tokenizer_decode(tokenizer, ids.data(), (int)ids.size(), true, &length),
-                                                free);
-    if (!text) throw std::bad_alloc();
-    return std::string(text.get(), length);
-}
-
 inline int run_tokenize(const Options &options) {
     TokenizerPointer tokenizer = open_tokenizer(options, checkpoint_directory(options));
     bool from_ids = options.has("--ids");
