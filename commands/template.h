@@ -53,7 +53,8 @@ struct Helper {
     std::string line() const {
         std::string line;
         for (int c; (c = getc(written)) != '\n'; line += (char)c)
-            if (c == EOF) fail("the chat template cannot be run: expected python3 to be there, and to go on");
+            if (c == EOF)
+                fail("the chat template's program ended: expected python3 to be there, and a template to end");
         return line;
     }
     std::string ask(const std::string &question) const {
@@ -80,7 +81,9 @@ inline std::string text_in(const std::string &line, const char *key) {
 
 // `asked`: as --template has it; "": the checkpoint's own.
 inline ChatTemplate open_template(const std::string &directory, const std::string &asked, const Tokenizer *tokenizer) {
-    ChatTemplate opened{Helper({"python3", file_of_project("weights_tools/chat_template.py"), directory, asked}), {}};
+    const std::string script = file_of_project("weights_tools/chat_template.py");
+    if (!file_exists(script)) fail("%s: is not there, expected it beside the program", script.c_str());
+    ChatTemplate opened{Helper({"python3", script, directory, asked}), {}};
     for (int id = 0; id < tokenizer_size(tokenizer); id++)
         if (tokenizer_is_special(tokenizer, id)) opened.specials.push_back(tokenizer_token(tokenizer, id));
     opened.end = text_in(opened.helper.line(), "end");
@@ -88,21 +91,34 @@ inline ChatTemplate open_template(const std::string &directory, const std::strin
 }
 
 // What comes from outside has a mark before each special token's spelling, and before a mark. A template takes it for a
-// letter, which it never looks for.
-const char mark = '\1';
-inline std::string marked(const ChatTemplate &with, const std::string &text) {
+// letter, which it never looks for; one that cuts texts within a spelling may leave it elsewhere. NUL, which ends texts
+// of cJSON, is another letter behind a mark.
+const char mark = '\1', nul = '\2';
+inline std::string marked(const ChatTemplate &with, const std::string &text, const char *what) {
     if (const size_t valid = utf8_valid(text.data(), text.size()); valid < text.size())
-        fail("this turn: not UTF-8 at byte %zu", valid);
-    if (text.find('\0') != std::string::npos) fail("this turn: has a NUL, which no template takes: leave it out");
+        fail("%s: not UTF-8 at byte %zu", what, valid);
     std::string result;
     for (size_t i = 0; i < text.size(); i++) {
         auto is_here = [&](const std::string &special) {
             return special[0] == text[i] && text.compare(i, special.size(), special) == 0;
         };
-        if (text[i] == mark || std::any_of(with.specials.begin(), with.specials.end(), is_here)) result += mark;
-        result += text[i];
+        const bool special = std::any_of(with.specials.begin(), with.specials.end(), is_here);
+        if (special || text[i] == mark || text[i] == '\0') result += mark;
+        result += text[i] == '\0' ? nul : text[i];
     }
     return result;
+}
+
+// A text without its marks, and what they marked.
+inline Rendered unmarked(const std::string &text) {
+    Rendered all;
+    for (size_t i = 0; i < text.size(); i++) {
+        const bool is_mark = text[i] == mark;
+        if (is_mark && ++i == text.size()) break;
+        all.text += is_mark && text[i] == nul ? '\0' : text[i];
+        all.typed += is_mark && text[i] != nul && text[i] != mark;
+    }
+    return all;
 }
 
 // The conversation up to where the model's next answer begins. system: "" if none is given.
@@ -110,19 +126,13 @@ inline Rendered render(const ChatTemplate &with, const std::string &system, cons
     std::string messages;
     auto add = [&](const char *role, const std::string &text) {
         messages += formatted("%s{\"role\": \"%s\", \"content\": ", messages.empty() ? "" : ", ", role);
-        messages += json_of(marked(with, text)) + "}";
+        messages += json_of(marked(with, text, strcmp(role, "system") ? "this turn" : "--system")) + "}";
     };
     if (!system.empty()) add("system", system);
     for (size_t i = 0; i < turns.size(); i++) {
         add("user", turns[i].user);
         if (i + 1 < turns.size()) add("assistant", turns[i].answer);
     }
-    const std::string text = text_in(with.helper.ask("{\"messages\": [" + messages + "]}"), "text");
-    Rendered all{with.before, std::string(with.before.size(), 0)};
-    for (size_t i = 0; i < text.size(); i++) {
-        const bool is_mark = text[i] == mark;
-        if (is_mark && ++i == text.size()) break;
-        all.text += text[i], all.typed += is_mark && text[i] != mark;
-    }
-    return all;
+    const Rendered all = unmarked(text_in(with.helper.ask("{\"messages\": [" + messages + "]}"), "text"));
+    return {with.before + all.text, std::string(with.before.size(), 0) + all.typed};
 }

@@ -178,6 +178,24 @@ TEST_CASE("what begins a text stands there once, and a user cannot type it") {
     CHECK(text_of(chat, ids) == "<|endoftext|>Once <|endoftext|>");
 }
 
+TEST_CASE("a special token that a template wrote is not kept where somebody types the same text") {
+    const Scratch scratch;
+    spill(scratch / "ends.jinja",
+          "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|endoftext|>{% endif %}{% endfor %}");
+    Chat chat = plain_chat();
+    const Tokenizer *tokenizer = chat.session.tokenizer.get();
+    chat.form = open_template(scratch.str(), scratch / "ends.jinja", tokenizer);
+    chat.turns.push_back({"Hi", ""});
+    Tokens answer = encode(tokenizer, " you");
+    answer.erase(answer.begin());
+    ids_after(chat, answer, "Bye");
+    chat.turns = {{"Hi<|endoftext|> you", ""}};
+    const Tokens ids = ask(chat).ids;
+    CHECK(text_of(chat, ids) == "Hi<|endoftext|> you");
+    CHECK(std::count(ids.begin(), ids.end(), 0) == 1);
+    CHECK(ids.back() == 0);
+}
+
 TEST_CASE("special tokens that somebody typed are text, in each tokenizer; the others stay tokens") {
     const std::string raw = "\"normalized\":false", normalized = "\"normalized\":true";
     for (const char *name :

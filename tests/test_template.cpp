@@ -140,7 +140,12 @@ TEST_CASE("what is said comes through as it is, the mark and the letters of JSON
         CHECK(render(with, "", {{text, ""}}).text == text);
     CHECK(render(with, "", {{"a\1<|endoftext|>", ""}}).typed == std::string("\0\0\1\0\0\0\0\0\0\0\0\0\0\0\0", 15));
     check_contains(error_of([&] { render(with, "", {{"caf\xe9", ""}}); }), "this turn", "not UTF-8 at byte 3");
-    check_contains(error_of([&] { render(with, "", {{std::string("a\0b", 3), ""}}); }), "this turn", "NUL");
+    check_contains(error_of([&] { render(with, "\xff", {{"Hi", ""}}); }), "--system", "not UTF-8 at byte 0");
+    const std::string ended("a\0\1\2b\0", 6);
+    CHECK(render(with, "", {{ended, ""}}).text == ended);
+    setenv("PYTHONIOENCODING", "latin-1", 1);
+    CHECK(render(opened("weights_tools/builtin", "plain"), "", {{"café", ""}}).text == "café");
+    unsetenv("PYTHONIOENCODING");
 }
 
 TEST_CASE("a template by its name, or of a file") {
@@ -201,44 +206,63 @@ TEST_CASE("broken files get a line") {
     check_contains(refusal(), beside + ": not UTF-8 at byte 4");
     fs::remove(beside), fs::create_directory(beside);
     check_contains(refusal(), beside + ": Is a directory");
+    fs::remove(beside), fs::create_symlink(bare / "nowhere", beside);
+    check_contains(refusal(), beside + ": No such file");
+    fs::remove(beside);
+    REQUIRE(mkfifo(beside.c_str(), 0600) == 0);
+    check_contains(refusal(), beside + ": is not a regular file");
+    fs::remove(beside);
+    setenv("SOURCE_DATE_EPOCH", "noon", 1);
+    check_contains(error_of([&] { opened(bare.str(), "chatml"); }), "SOURCE_DATE_EPOCH=noon", "seconds");
+    unsetenv("SOURCE_DATE_EPOCH");
+    spill(beside, "{{ tools | length }}{{ messages[-1].content }}");
+    check_contains(refusal(), beside + ": TypeError", "--template NAME or FILE.jinja");
 }
 
 TEST_CASE(
-    "programs that refuse, fail, do not end, take all memory or reach out get a line, and the next text is written") {
+    "programs that refuse, fail, take too long or too much, or reach out get a line, and the next text is written") {
     const Scratch bare;
     const std::string place = bare / "chat_template.jinja";
-    spill(place,
-          "{% set bad = messages[0].content %}"
-          "{% if bad == 'raise' %}{{ raise_exception('only\ntwo') }}{% endif %}"
-          "{% if bad == 'none' %}{{ nobody.name }}{% endif %}"
-          "{% if bad == 'slow' %}{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}{% "
-          "endif %}"
-          "{% if bad == 'large' %}{{ 'x' * 10000000000 }}{% endif %}"
-          "{% if bad == 'long' %}{{ range(1000000000) | list }}{% endif %}"
-          "{% if bad == 'class' %}{{ ''.__class__.__mro__ }}{% endif %}"
-          "{% if bad == 'names' %}{% set n = namespace(__class__=1) %}{% endif %}"
-          "{% if bad == 'names later' %}{% set n = namespace() %}{% set n._x = 1 %}{% endif %}"
-          "{% if bad == 'file' %}{% include '/etc/passwd' %}{% endif %}"
-          "{% if bad == 'changes' %}{{ messages.append(1) }}{% endif %}"
-          "{% if bad == 'deep' %}{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}{% endif %}"
-          "{% if bad != 'silent' %}{{ messages[-1].content }}{% endif %}");
+    const struct {
+        const char *program, *says;
+    } cases[] = {
+        {"{{ raise_exception('only\ntwo') }}", "only two"},
+        {"{{ nobody.name }}", "undefined"},
+        {"{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}", "longer than 3 s"},
+        {"{{ 'x' * 10000000000 }}", "MemoryError"},
+        {"{{ 'x' * 20000000 }}", "more than 2^24"},
+        {"{{ range(1000000000) | list }}", "Range too big"},
+        {"{{ ''.__class__.__mro__ }}", "unsafe"},
+        {"{% set n = namespace(__class__=1) %}", "no __class__"},
+        {"{% set n = namespace() %}{% set n._x = 1 %}", "no _x"},
+        {"{% include '/etc/passwd' %}", "loader"},
+        {"{{ messages.append(1) }}", "unsafe"},
+        {"{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"},
+        {"{{ '\\u0000' }}", "NUL"},
+        {"{{ '\\ud800' }}", "UnicodeEncodeError"},
+        {"{{ raise_exception('\\ud800') }}", "?"},
+    };
+    std::string all = "{% set said = messages[0].content %}";
+    for (size_t i = 0; i < std::size(cases); i++)
+        all += "{% if said == 'case " + std::to_string(i) + "' %}" + cases[i].program + "{% endif %}";
+    spill(place, all + "{% if said != 'silent' %}{{ messages[-1].content }}{% endif %}");
     const ChatTemplate with = opened(bare.str());
-    const std::vector<std::pair<std::string, std::string>> cases = {
-        {"raise", "only two"},     {"none", "undefined"},     {"slow", "longer than 5 s"},
-        {"large", "MemoryError"},  {"long", "Range too big"}, {"class", "unsafe"},
-        {"names", "no __class__"}, {"names later", "no _x"},  {"file", "loader"},
-        {"changes", "unsafe"},     {"deep", "recursion"},     {"silent", "does not write what was said"}};
-    for (const auto &one : cases) {
-        CAPTURE(one.first);
-        check_contains(error_of([&] { render(with, "", {{one.first, ""}}); }), place + ": ", one.second);
+    auto refusal = [&](const std::string &said) { return error_of([&] { render(with, "", {{said, ""}}); }); };
+    for (size_t i = 0; i < std::size(cases); i++) {
+        CAPTURE(cases[i].program);
+        check_contains(refusal("case " + std::to_string(i)), place + ": ", cases[i].says);
         CHECK(render(with, "", {{"good", ""}}).text == "good");
     }
+    check_contains(refusal("silent"), place + ": it does not write what was said");
     kill(with.helper.child, SIGKILL);
-    for (int i = 0; i < 2; i++)
-        check_contains(error_of([&] { render(with, "", {{"good", ""}}); }), "cannot be run", "python3");
+    for (int i = 0; i < 2; i++) check_contains(refusal("good"), "program ended", "python3");
+    spill(place, "{% if messages[0].content == 'C' %}{{ ([[messages | length] * 1000] * 30000) | sum(start=[]) }}{% endif %}");
+    const ChatTemplate slow = opened(bare.str());  // in C code, which hears of no time
+    check_contains(error_of([&] { render(slow, "", {{"C", ""}}); }), "program ended", "a template to end");
+    CHECK(slow.end == "");
     const std::string path = getenv("PATH");
     setenv("PATH", bare.str().c_str(), 1);
-    check_contains(error_of([&] { opened(bare.str()); }), "cannot be run", "python3");
+    check_contains(error_of([&] { opened(bare.str()); }), "program ended", "python3");
     setenv("PATH", path.c_str(), 1);
 }
 

@@ -8,8 +8,7 @@ comes a line {"end": what the template writes behind an answer}. Then each line 
 of standard input gets a line {"text": the conversation, up to where the next answer begins}. Where that cannot be, it is
 {"error": why}. The date is that of the start, or of SOURCE_DATE_EPOCH.
 
-A template is a program of somebody else's. Beside Jinja2's sandbox it has five seconds for a text and two gigabytes, and
-it can write no file and start no process.
+A template is a program of somebody else's: it runs in Jinja2's sandbox, with three seconds for a text and two gigabytes.
 """
 import datetime
 import json
@@ -31,7 +30,7 @@ except ImportError:
 
 NAMED = pathlib.Path(__file__).parent / "chat_templates"
 ANSWER = "\2"  # stands for an answer: no template takes it for white space
-SECONDS, BYTES = 5, 2 << 30
+SECONDS, BYTES = 3, 2 << 30
 
 
 class Generation(jinja2.ext.Extension):
@@ -83,6 +82,8 @@ def read_object(path):
 
 def read_program(path):
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            refuse(f"{path}: is not a regular file")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         refuse(f"{path}: {error.strerror}")
@@ -98,11 +99,12 @@ def find_program(directory, config, asked):
     if asked and asked not in names:
         refuse(f"--template {asked[:80]}: known are {' '.join(names)}, or FILE.jinja")
     path = NAMED / f"{asked}.jinja" if asked else directory / "chat_template.jinja"
-    if path.exists():
+    if os.path.lexists(path):  # also a link that leads nowhere
         return read_program(path), f"--template {asked}" if asked else str(path)
     program, place = config.get("chat_template"), f"{directory / 'tokenizer_config.json'}: chat_template"
     if isinstance(program, list):  # of several, the default one
-        program = {one.get("name"): one.get("template") for one in program if isinstance(one, dict)}.get("default")
+        program = next((one.get("template") for one in program
+                        if isinstance(one, dict) and one.get("name") == "default"), None)
     if not program:
         refuse(f"{path}: no chat template is there: give --template NAME ({' '.join(names)}) or FILE.jinja, or take llm "
                "generate, which reads a prompt as it stands")
@@ -127,28 +129,43 @@ class Template:
         config = read_object(directory / "tokenizer_config.json")
         self.tokens = special_tokens(config, read_object(directory / "special_tokens_map.json"))
         program, self.place = find_program(directory, config, asked)
-        today = datetime.datetime.fromtimestamp(int(os.environ.get("SOURCE_DATE_EPOCH", time.time())))
+        try:
+            today = datetime.datetime.fromtimestamp(int(os.environ.get("SOURCE_DATE_EPOCH", time.time())))
+        except (ValueError, OverflowError):
+            refuse(f"SOURCE_DATE_EPOCH={os.environ['SOURCE_DATE_EPOCH']}: expected seconds since 1970")
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = to_json
         environment.globals.update(raise_exception=refuse, strftime_now=today.strftime, namespace=Namespace)
+        self.cure = ": --template NAME or FILE.jinja takes another one"
         self.program = self.guarded(lambda: environment.from_string(program))
+        said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
+        text = self.text(said, add_generation_prompt=False)
+        self.end_of_answer = text.rpartition(ANSWER)[2] if ANSWER in text else ""
+        self.cure = ""
 
     def guarded(self, work):
         """What the template gives within its time, or refuses."""
         try:
             signal.alarm(SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, 2 * SECONDS)  # ends this process: C code hears of no exception
             return work()
         except Exception as error:  # of somebody else's program: any
             what = "" if isinstance(error, jinja2.TemplateError) else type(error).__name__ + " "
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            refuse(f"{self.place}{line}: {what}{error}".rstrip())
+            refuse(f"{self.place}{line}: {what}{error}".rstrip() + self.cure)
         finally:
             signal.alarm(0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
     def text(self, messages, **more):
-        return self.guarded(lambda: self.program.render(messages=messages, tools=None, documents=None, **self.tokens,
-                                                        **more))
+        def render():
+            text = self.program.render(messages=messages, tools=None, documents=None, **self.tokens, **more)
+            if "\0" in text or len(text) > 1 << 24:
+                refuse("it writes a NUL" if "\0" in text else "it writes more than 2^24 letters")
+            text.encode()  # no lone surrogates
+            return text
+        return self.guarded(render)
 
     def conversation(self, messages):
         text = self.text(messages, add_generation_prompt=True)
@@ -156,33 +173,31 @@ class Template:
             refuse(f"{self.place}: it does not write what was said")
         return text
 
-    def end_of_answer(self):
-        said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
-        return self.text(said, add_generation_prompt=False).rpartition(ANSWER)[2]
-
 
 def answer(work):
     try:
         reply = work()
-    except jinja2.TemplateError as error:
-        reply = {"error": " ".join(str(error).split())[:1000]}
+    except Exception as error:
+        what = "" if isinstance(error, jinja2.TemplateError) else type(error).__name__ + " "
+        said = (what + str(error))[:2000].encode("utf-8", "replace").decode()
+        reply = {"error": " ".join(said.split())[:1000]}
     print(json.dumps(reply), flush=True)
     return reply
 
 
 def main():
     signal.signal(signal.SIGALRM, out_of_time)
-    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # llm is gone
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES if hard == resource.RLIM_INFINITY else min(BYTES, hard), hard))
     found = []
 
     def open_template():
         found.append(Template(pathlib.Path(sys.argv[1]), "".join(sys.argv[2:])))
-        return {"end": found[0].end_of_answer()}
+        return {"end": found[0].end_of_answer}
     if "error" in answer(open_template):
         return
-    for line in sys.stdin:
+    for line in sys.stdin.buffer:
         answer(lambda: {"text": found[0].conversation(json.loads(line)["messages"])})
 
 
