@@ -102,29 +102,24 @@ inline PagePool *scarce_pool(const Cache &cache) {
 // Here in pages, of which those that several hold count once. A prompt may be read in one pass or in many, and guesses
 // may save any pass, so a request that is still reading or guesses is there at the end of any other.
 inline int64_t peak_pages(const Schedule &schedule, const PagePool &pool) {
-    struct Future {
-        const Request *request;
-        int length, to_come;  // positions now; passes until it ends
-    };
-    std::vector<Future> order;
-    for (const Request *request : schedule.running) {
-        const int to_come = request->positions() - (int)request->tokens.size() + 1;
+    auto length = [&](const Request *request) { return schedule.cache.lengths[request->sequence]; };
+    auto to_come = [&](const Request *request) {  // passes until it ends
         const bool any = schedule.unread(*request) > 1 || schedule.drafter.most > 0;
-        order.push_back({request, schedule.cache.lengths[request->sequence], any ? INT_MAX : to_come});
-    }
-    std::stable_sort(order.begin(), order.end(), [](auto &a, auto &b) { return a.to_come > b.to_come; });
+        return any ? INT_MAX : request->positions() - (int)request->tokens.size() + 1;
+    };
+    std::vector<const Request *> order(schedule.running.begin(), schedule.running.end());
+    std::stable_sort(order.begin(), order.end(), [&](auto *a, auto *b) { return to_come(a) > to_come(b); });
     std::vector<bool> counted(pool.references.size());
     int64_t held = 0, most = 0;
     for (size_t last = 0; last < order.size(); last++) {
-        for (int i = 0; i < pages_for(order[last].length, pool.page); i++) {
-            const int page = pool.entry(order[last].request->sequence, i);
+        for (int i = 0; i < pages_for(length(order[last]), pool.page); i++) {
+            const int page = pool.entry(order[last]->sequence, i);
             held += !counted[page], counted[page] = true;
         }
         int64_t then = held;
         for (size_t i = 0; i <= last; i++) {
-            const Request &request = *order[i].request;
-            const int64_t length = (int64_t)request.tokens.size() - 1 + order[last].to_come;
-            then += pool.between(order[i].length, (int)std::min<int64_t>(length, request.positions()));
+            const int64_t end = (int64_t)order[i]->tokens.size() - 1 + to_come(order[last]);
+            then += pool.between(length(order[i]), (int)std::min<int64_t>(end, order[i]->positions()));
         }
         most = std::max(most, then);
     }
@@ -246,9 +241,8 @@ inline void take_token(Request &request, const Config &config, bool ignore_end, 
     std::string &text = request.text;
     const size_t before = text.size();
     text += request.stream->next(token);
-    const int generated = (int)request.tokens.size() - request.prompt;
+    if ((int)request.tokens.size() - request.prompt >= request.count) request.stop = "-n";
     if (!ignore_end && std::count(config.end_ids.begin(), config.end_ids.end(), token)) request.stop = "end id";
-    if (generated >= request.count) request.stop = request.stop.empty() ? "-n" : request.stop;
     if (!request.stop.empty()) text += request.stream->flush();
     size_t place = std::string::npos;  // where the first of them begins
     for (const std::string &stop : request.stops)
