@@ -10,6 +10,7 @@ of standard input gets a line {"text": the conversation, up to where the next an
 
 A template is a program of somebody else's: it runs in Jinja2's sandbox, with three seconds for a text and two gigabytes.
 """
+import contextlib
 import datetime
 import json
 import os
@@ -189,7 +190,8 @@ def main():
     signal.signal(signal.SIGALRM, out_of_time)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # llm is gone
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (BYTES if hard == resource.RLIM_INFINITY else min(BYTES, hard), hard))
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (BYTES if hard == resource.RLIM_INFINITY else min(BYTES, hard), hard))
     found = []
 
     def open_template():
