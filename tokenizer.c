@@ -163,7 +163,7 @@ typedef struct {
     size_t symbol_capacity, heap_capacity, heap_count;
     int *ids;  // (count): the result
     size_t count, capacity;
-    const char *text, *typed;  // (length): the whole text, and which bytes somebody typed; NULL: none
+    const char *text, *typed;  // (length): the whole text, and where a special token was typed; NULL: nowhere
     size_t length, seen[2];    // of each AddedSet: where the next of its special tokens is looked for in the text
 } Encoder;
 

@@ -89,6 +89,18 @@ static Tokens ids_after(Chat &chat, const Tokens &answer, const std::string &use
     return ask(chat).ids;
 }
 
+// The built-in model with a template, and the ids of a text that begins none.
+static Chat chat_with(const Scratch &scratch, const std::string &program) {
+    spill(scratch / "own.jinja", program);
+    Chat chat = plain_chat();
+    chat.form = open_template(scratch.str(), scratch / "own.jinja", chat.session.tokenizer.get());
+    return chat;
+}
+static Tokens ids_behind(const Chat &chat, const std::string &text) {
+    const Tokens ids = encode(chat.session.tokenizer.get(), text);
+    return {ids.begin() + 1, ids.end()};
+}
+
 static std::string text_of(const Chat &chat, const Tokens &ids) { return decode(chat.session.tokenizer.get(), ids); }
 
 TEST_CASE("an answer keeps the ids that were generated, also those that its text would not become") {
@@ -112,8 +124,7 @@ TEST_CASE("an answer that ends with a token of the next turn's beginning stays w
     Chat chat = plain_chat();
     const Tokenizer *tokenizer = chat.session.tokenizer.get();
     chat.turns.push_back({"One", ""});
-    Tokens answer = encode(tokenizer, " two.\n");
-    answer.erase(answer.begin());
+    const Tokens answer = ids_behind(chat, " two.\n");
     const Tokens ids = ids_after(chat, answer, "Three");
     CHECK(text_of(chat, ids) == "One two.\n\nThree");
     CHECK(std::equal(answer.begin(), answer.end(), ids.begin() + (int64_t)encode(tokenizer, "One").size()));
@@ -121,16 +132,12 @@ TEST_CASE("an answer that ends with a token of the next turn's beginning stays w
 
 TEST_CASE("a template that ends with a space, and one that writes a space before an answer, keep the answer's ids") {
     const Scratch scratch;
-    spill(
-        scratch / "spaced.jinja",
+    Chat chat = chat_with(
+        scratch,
         "{% for m in messages %}{{ ('User: ' if m.role == 'user' else 'Assistant: ') + m.content + '\\n' }}{% endfor %}"
         "{{ 'Assistant: ' if add_generation_prompt }}");
-    Chat chat = plain_chat();
-    const Tokenizer *tokenizer = chat.session.tokenizer.get();
-    chat.form = open_template(scratch.str(), scratch / "spaced.jinja", tokenizer);
     chat.turns.push_back({"Hi", ""});
-    Tokens answer = encode(tokenizer, "village");
-    answer.erase(answer.begin());
+    const Tokens answer = ids_behind(chat, "village");
     Tokens ids = ids_after(chat, answer, "Bye");
     CHECK(text_of(chat, ids) == "User: Hi\nAssistant: village\nUser: Bye\nAssistant: ");
     CHECK(std::search(ids.begin(), ids.end(), answer.begin(), answer.end()) == ids.begin() + chat.session.prompt);
@@ -180,15 +187,10 @@ TEST_CASE("what begins a text stands there once, and a user cannot type it") {
 
 TEST_CASE("a special token that a template wrote is not kept where somebody types the same text") {
     const Scratch scratch;
-    spill(scratch / "ends.jinja",
-          "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|endoftext|>{% endif %}{% endfor %}");
-    Chat chat = plain_chat();
-    const Tokenizer *tokenizer = chat.session.tokenizer.get();
-    chat.form = open_template(scratch.str(), scratch / "ends.jinja", tokenizer);
+    Chat chat = chat_with(
+        scratch, "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|endoftext|>{% endif %}{% endfor %}");
     chat.turns.push_back({"Hi", ""});
-    Tokens answer = encode(tokenizer, " you");
-    answer.erase(answer.begin());
-    ids_after(chat, answer, "Bye");
+    ids_after(chat, ids_behind(chat, " you"), "Bye");
     chat.turns = {{"Hi<|endoftext|> you", ""}};
     const Tokens ids = ask(chat).ids;
     CHECK(text_of(chat, ids) == "Hi<|endoftext|> you");
