@@ -3,6 +3,7 @@
 
 #define LLM_WITHOUT_MAIN
 #include "../llm.cu"
+#include "check_pages.h"
 #include "files.h"
 #include "reference.h"
 
@@ -204,7 +205,7 @@ inline Cache cache_for(Engine &engine, const Precision &type_k, const Precision 
 // A page is free or in tables, in these as often as it has references, or only still found by its tokens. A table has
 // all that its sequence holds, from the first page that was not given back on, and the machine's table has it, too.
 inline void check_pages(const Cache &cache) {
-    const std::string wrong = cache.pages ? cache.pages->check() : "";
+    const std::string wrong = cache.pages ? check(*cache.pages) : "";
     REQUIRE_MESSAGE(wrong.empty(), wrong);
     for (const Store &store : cache.stores) {
         if (!store.pool) continue;

@@ -31,7 +31,7 @@ static void check_fork(Engine &engine, const Precision &type_k, const Precision 
     const std::string line = error_of([&] { shrink(cache, of, length - cut); });  // within its window, or refused
     const bool back = cut && line.empty();
     Vector found[2], expected[2];
-    auto right = [&] { return !pages || cache.pages->check().empty(); };
+    auto right = [&] { return !pages || check(*cache.pages).empty(); };
     for (int sequence : {0, 1}) {  // alone
         Cache alone = cache_for(engine, type_k, type_v, 240, place);
         begun(alone);

@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <ctime>
 
-#include "../pages.h"
+#include "check_pages.h"
 #include "reference.h"
 
 using Tokens = std::vector<int>;
@@ -84,7 +84,7 @@ struct Walk {
         return true;
     }
     void verify() {
-        const std::string wrong = pages.check();
+        const std::string wrong = check(pages);
         REQUIRE_MESSAGE(wrong.empty(), wrong);
         for (auto &[sequence, tokens] : live)
             for (size_t kind = 0; kind < memory.size(); kind++) {
@@ -211,14 +211,14 @@ TEST_CASE("a sequence that was cut is not found under its old tokens (nano-vllm 
         scene.end(0, cut);
         for (int i = 0; i < 8; i++) other.push_back(100 + i);
         REQUIRE(scene.compute(0, other));
-        CHECK(scene.pages.check().empty());
+        CHECK(check(scene.pages).empty());
         old.push_back(0), other.push_back(0);
         const int same = scene.find(1, other), page = scene.pool().entry(0, cut / 4);
         CHECK(same / 4 == (cut + 8) / 4);
         CHECK(scene.pool().entry(1, cut / 4) == page);
         const int known = scene.find(2, old);  // what is cached of it, or only what both share
         for (int i = cut / 4; i < pages_for(known, 4); i++) CHECK(scene.pool().entry(2, i) != page);
-        CHECK(scene.pages.check().empty());
+        CHECK(check(scene.pages).empty());
     }
 }
 
@@ -238,7 +238,7 @@ TEST_CASE("a page that stands in a table is not free, whoever else gives it back
     scene.end(0);
     REQUIRE(scene.grow(2, 12));
     CHECK(!scene.grow(2, 16));  // the two that sequence 1 holds are not to be had
-    CHECK(scene.pages.check().empty());
+    CHECK(check(scene.pages).empty());
     CHECK(scene.find(3, counted(9)) == 8);
 }
 
@@ -247,7 +247,7 @@ TEST_CASE("of a prompt that is known as a whole the last token is computed (nano
         Scene scene(20);
         REQUIRE(scene.compute(0, counted(length)));
         CHECK(scene.find(1, counted(length)) == (length - 1) / 4 * 4 + (length % 4 == 0 ? 3 : 0));
-        CHECK(scene.pages.check().empty());
+        CHECK(check(scene.pages).empty());
     }
 }
 
@@ -259,7 +259,7 @@ TEST_CASE("a copy does not evict what it was to copy, nor a page that was just f
     CHECK((scene.pool().entry(0, 0) == 0 && scene.pool().entry(0, 1) == 1));
     REQUIRE(scene.grow(0, 11));
     CHECK(scene.count(PageEvent::evicted) == 1);
-    CHECK(scene.pages.check().empty());
+    CHECK(check(scene.pages).empty());
 }
 
 TEST_CASE("least recently used is forgotten first, and a tail before its head") {
@@ -284,7 +284,7 @@ TEST_CASE("a forked sequence writes into a copy; the last that holds a page writ
     REQUIRE(scene.grow(0, 7));
     CHECK(scene.count(PageEvent::copied) == 1);
     CHECK((scene.pool().used() == 3 && scene.pool().entry(0, 0) == scene.pool().entry(1, 0)));
-    CHECK(scene.pages.check().empty());
+    CHECK(check(scene.pages).empty());
 }
 
 TEST_CASE("check() tells each kind of fault (mini-sglang 149)") {
@@ -293,9 +293,9 @@ TEST_CASE("check() tells each kind of fault (mini-sglang 149)") {
         REQUIRE(scene.compute(0, counted(8)));
         REQUIRE(scene.compute(1, counted(8, 50)));
         scene.end(1);
-        REQUIRE(scene.pages.check().empty());
+        REQUIRE(check(scene.pages).empty());
         fault(scene.pool());
-        const std::string wrong = scene.pages.check();
+        const std::string wrong = check(scene.pages);
         return wrong;
     };
     CHECK(told([](PagePool &pool) { pool.references[0]++; }) == "references are not the occurrences in tables");
@@ -308,5 +308,5 @@ TEST_CASE("check() tells each kind of fault (mini-sglang 149)") {
     CHECK(told([](PagePool &pool) { pool.left[2] += 9; }) == "a cached page is not in its list once");
     CHECK(told([](PagePool &pool) { std::swap(pool.node[0], pool.node[1]); }) ==
           "a page is published where it does not stand");
-    CHECK(told([](PagePool &pool) { pool.node[0] = -1; }) == "a node has a page that is published elsewhere");
+    CHECK(told([](PagePool &pool) { pool.node[0] = nullptr; }) == "a node has a page that is published elsewhere");
 }
