@@ -293,8 +293,7 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
             if ((int)request.tokens.size() == request.prompt) schedule.changed |= !schedule.optimistic;
             auto take = [&](int at) {
                 const std::vector<float> own(row + at * vocabulary, row + (at + 1) * vocabulary);
-                require_finite(own, (int)request.tokens.size() - 1,
-                               [&] { blame_cache(engine, &cache, request.tokens); });
+                require_finite(engine, &cache, request.tokens, own, (int)request.tokens.size() - 1);
                 if (schedule.checks) request.bits = checksum(request.bits, own);
                 take_token(request, engine.model.config, ignore_end, own);
                 return request.tokens.back();

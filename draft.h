@@ -159,10 +159,7 @@ inline void propose(Drafter &drafter, Proposal &proposal) {
         std::vector<float> row = prefill(*drafter.engine, drafter.cache, proposal.sequence, unread);
         held.insert(held.end(), unread.begin(), unread.end());
         const int position = (int)held.size() - 1;
-        require_finite(row, position, [&] {
-            blame_cache(*drafter.engine, &drafter.cache, held);
-            fail("the draft, position %d: a logit is no finite number: are its weights damaged?", position);
-        });
+        require_finite(*drafter.engine, &drafter.cache, held, row, position, "the draft, ");
         row.resize(drafter.vocabulary, -INFINITY);  // a head may be wider than the tokenizer that both have
         if (drafter.rejection) proposal.drawn.push_back(distribution(proposal.sampler, row));
         unread = {drafter.rejection ? draw_from(proposal.drawn.back(), draw(proposal.sampler.seed, position))

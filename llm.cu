@@ -234,33 +234,23 @@ inline int prefill_pass(Engine &engine, Cache &cache, int sequence, const std::v
 }
 
 // Reads a prompt into the cache, and returns the logits of its last position.
-inline std::vector<float> prefill(Engine &engine, Cache &cache, int sequence, const std::vector<int> &tokens,
-                                  const std::function<void(int count)> &after_chunk = nullptr) {
+inline std::vector<float> prefill(Engine &engine, Cache &cache, int sequence, const std::vector<int> &tokens) {
     std::vector<float> last;
     const int end = cache.lengths.at(sequence) + (int)tokens.size();
     prefill_pass(engine, cache, sequence, tokens, [&](int count) {
-        if (after_chunk) after_chunk(count);
         if (cache.lengths[sequence] == end) last = logits(engine, count - 1, 1);
     });
     return last;
 }
 
-// A pass of one new token for each of some sequences.
-inline void decode_pass(Engine &engine, Cache &cache, const std::vector<int> &sequences,
-                        const std::vector<int> &tokens) {
-    Batch batch;
-    all_or_nothing(cache, [&] {
-        for (size_t i = 0; i < sequences.size(); i++) batch.add(tokens[i], sequences[i], grow(cache, sequences[i], 1));
-        forward(engine, batch, cache.stores);
-    });
-}
-
-// Reads one new token of each of some sequences, and returns their logits (sequences, vocabulary).
+// A pass of one new token for each of some sequences. Returns their logits (sequences, vocabulary).
 inline std::vector<float> decode(Engine &engine, Cache &cache, const std::vector<int> &sequences,
                                  const std::vector<int> &tokens) {
     return all_or_nothing(cache, [&] {
-        decode_pass(engine, cache, sequences, tokens);
-        return logits(engine, 0, (int)sequences.size());
+        Batch batch;
+        for (size_t i = 0; i < sequences.size(); i++) batch.add(tokens[i], sequences[i], grow(cache, sequences[i], 1));
+        forward(engine, batch, cache.stores);
+        return logits(engine, 0, batch.count());
     });
 }
 
@@ -301,18 +291,21 @@ inline int sample(const Sampler &sampler, const std::vector<float> &logits, int 
     return ranking.find([&](double sum) { return sum > point; }).token;
 }
 
-// A damaged checkpoint shows here first. Says where instead of generating from nonsense; or blame() says why, where it
-// knows better.
-template <class Blame>
-void require_finite(const std::vector<float> &logits, int position, Blame blame) {
+using BeginCache = std::function<void(Cache &)>;
+inline void blame_cache(Engine &engine, const Cache *cache, const std::vector<int> &tokens,
+                        const BeginCache &begin);  // commands/overflow.h
+
+// A damaged checkpoint shows here first. Says where instead of generating from nonsense; or why, where a key or a value
+// of the tokens that `cache` has read is beyond its type. `whose`: "the draft, "; begin(): see blame_cache().
+inline void require_finite(Engine &engine, const Cache *cache, const std::vector<int> &tokens,
+                           const std::vector<float> &logits, int position, const char *whose = "",
+                           const BeginCache &begin = nullptr) {
     const auto finite = [](float logit) { return std::isfinite(logit); };
     if (std::count_if(logits.begin(), logits.end(), finite) == (std::ptrdiff_t)logits.size()) return;
-    blame();
+    blame_cache(engine, cache, tokens, begin);
     const float wrong = *std::find_if_not(logits.begin(), logits.end(), finite);
-    fail("position %d: a logit is %g, expected a finite number: are the weights damaged?", position, wrong);
+    fail("%sposition %d: a logit is %g, expected a finite number: are the weights damaged?", whose, position, wrong);
 }
-inline void blame_cache(Engine &engine, const Cache *cache, const std::vector<int> &tokens,
-                        const std::function<void(Cache &)> &begin = nullptr);  // commands/overflow.h
 
 #include "draft.h"
 
@@ -365,7 +358,7 @@ inline Generation generate(Session &session, const Options &options, const UseLo
     Generation result;
     auto say = [&](const std::string &piece) { result.text += piece, show(piece); };
     auto use = [&](const std::vector<float> &found, int position) {
-        require_finite(found, position, [&] { blame_cache(engine, cache, tokens); });
+        require_finite(engine, cache, tokens, found, position);
         if (dump && result.prefilled) dump(found);
     };
     auto first_token = [&](int row) {  // after a pass, whose last token that row is
@@ -472,7 +465,7 @@ inline void run_lockstep(Session &session, const Options &options,
         double start = now();
         std::vector<float> found = path();
         seconds = now() - start;
-        require_finite(found, (int)tokens.size() - 1, [&] { blame_cache(engine, cache, tokens); });
+        require_finite(engine, cache, tokens, found, (int)tokens.size() - 1);
         return found;
     };
     while (!reason_to_stop(session, options)) {

@@ -109,7 +109,9 @@ inline double time_drafts(Session &session, const Options &options, const Sample
     const int end = std::min(session.limit, session.prompt + options.count);
     drafter.most = guesses, drafter.pauses = pauses;
     auto go_on = [&] {
-        auto use = [&](const std::vector<float> &found, int at) { require_finite(found, at, [] {}); };
+        auto use = [&](const std::vector<float> &found, int at) {
+            require_finite(session.engine, &cache, tokens, found, at);
+        };
         for (int token :
              next_tokens(session.engine, cache, drafter, sampler, tokens, end - (int)tokens.size() - 1, false, use))
             tokens.push_back(token);

@@ -140,9 +140,8 @@ inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const Ev
             int next = begin;
             use_activations(engine, result);
             auto use = [&](const float *found, bool is_reference) {
-                require_finite({found, found + vocabulary}, next - 1, [&] {
-                    blame_cache(engine, &result.cache, {text.tokens.begin(), text.tokens.begin() + next});
-                });
+                require_finite(engine, &result.cache, {text.tokens.begin(), text.tokens.begin() + next},
+                               {found, found + vocabulary}, next - 1);
                 double log_sum = log_sum_exp(found, vocabulary), loss = log_sum - found[text.tokens[next]];
                 for (int id = 0; id < vocabulary; id++) {
                     if (is_reference) reference.push_back(found[id] - log_sum);

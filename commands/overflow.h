@@ -4,8 +4,7 @@
 
 // Fails with the first key or value that is beyond its type, if there is one: the tokens that `cache` has read are read
 // once more, into an f32 cache of the same layout. begin(exact), if there is one, stores what stood before them.
-inline void blame_cache(Engine &engine, const Cache *cache, const std::vector<int> &tokens,
-                        const std::function<void(Cache &)> &begin) {
+inline void blame_cache(Engine &engine, const Cache *cache, const std::vector<int> &tokens, const BeginCache &begin) {
     if (!cache) return;  // the naive path keeps nothing
     std::vector<CacheShape> shapes;
     for (const Store &store : cache->stores) shapes.push_back(store.shape);

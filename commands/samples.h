@@ -26,7 +26,7 @@ inline int run_samples(const Options &options) {
     std::vector<int> running, next;
     const double start = now();
     auto take = [&](int i, const std::vector<float> &logits) {
-        require_finite(logits, cache.lengths[i] - 1, [&] { blame_cache(engine, &cache, samples[i].tokens); });
+        require_finite(engine, &cache, samples[i].tokens, logits, cache.lengths[i] - 1);
         take_token(samples[i], config, options.ignore_end, logits);
         if (samples[i].stop.empty()) running.push_back(i), next.push_back(samples[i].tokens.back());
     };

@@ -271,8 +271,9 @@ inline int run_show(const Options &given) {
     Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
     try {
         require_finite(
+            session.engine, cache, session.tokens,
             cache ? prefill(session.engine, *cache, 0, session.tokens) : forward_naive(session.engine, session.tokens),
-            last, [&] { blame_cache(session.engine, cache, session.tokens); });
+            last);
         for (int i = 1; i < options.samples; i++) fork(*cache, 0, i);
         stop_after(session, options.layer);
         add_attention(report, session, options, texts);

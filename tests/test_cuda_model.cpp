@@ -185,7 +185,7 @@ static std::vector<Tokens> company(Engine &engine, int &known) {
     run(0, 3);
     requests[3].tokens = requests[0].tokens;
     run(3, 4);
-    CHECK((cache.pages->check().empty() && cache.pages->pools[0].used() == 0));
+    CHECK((check(*cache.pages).empty() && cache.pages->pools[0].used() == 0));
     known = requests[3].known;
     std::vector<Tokens> found;
     for (const Request &request : requests) found.push_back(request.tokens);
@@ -231,7 +231,7 @@ TEST_CASE("a recorded step is for one cache, down to its sinks and its newest bl
     Engine card = on_card("llama_gqa_9_on_3");
     Cache cache = open_for(card, Ring{}, Int4{}, Int2{}, 64);
     prefill(card, cache, 0, {1, 2});
-    for (int i = 0; i < 2; i++) decode_pass(card, cache, {0}, {3});
+    for (int i = 0; i < 2; i++) decode(card, cache, {0}, {3});
     const fast::StepGraph &graph = graphs_of(card).list.front();
     CHECK(graph.is_for(graph.pass, cache.stores));
     Pass larger = graph.pass;

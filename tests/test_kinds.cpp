@@ -162,7 +162,7 @@ TEST_CASE(
             }
             const std::vector<std::string> before = stored_bytes(cache);
             shrink(cache, 0, 59);
-            decode_pass(readers, cache, {0}, {tokens[3]});
+            decode(readers, cache, {0}, {tokens[3]});
             CHECK((stored_bytes(cache) == before));
         }
 }

@@ -13,7 +13,7 @@ static int check_cuts(Engine &engine, const Precision &type_k, const Precision &
         Cache cache = cache_for(engine, type_k, type_v, 230, where, sequences);
         const int prompt = std::min(length, reached - steps);
         prefill_pass(engine, cache, 0, part(tokens, 0, prompt));
-        for (int t = prompt; t < length; t++) decode_pass(engine, cache, {0}, {tokens[t]});
+        for (int t = prompt; t < length; t++) decode(engine, cache, {0}, {tokens[t]});
         return cache;
     };
     auto rest = [&](Cache &cache) { return cached_rows(engine, cache, 0, others, 40, 40); };
@@ -29,7 +29,7 @@ static int check_cuts(Engine &engine, const Precision &type_k, const Precision &
         // Some go back twice, and a step between: what was overwritten does not come back with that.
         const int middle = length + below(random, reached - length);
         const bool twice = i % 3 == 0 && middle > length && error_of([&] { shrink(cut, 0, middle); }).empty();
-        if (twice) decode_pass(engine, cut, {0}, {others[0]});
+        if (twice) decode(engine, cut, {0}, {others[0]});
         const Everything before(cut);
         const std::string line = error_of([&] { shrink(cut, 0, length); });
         check_pages(cut);
@@ -45,7 +45,7 @@ static int check_cuts(Engine &engine, const Precision &type_k, const Precision &
         CHECK((cut.lengths == Tokens{length, 20}));
         const bool same_block = !twice && (length - 1) / 32 == (reached - 1) / 32;
         Cache other = begun(keeping_all(place.window ? place : Place{}), blocks && !same_block ? reached : length);
-        if (blocks && twice) shrink(other, 0, middle), decode_pass(engine, other, {0}, {others[0]});
+        if (blocks && twice) shrink(other, 0, middle), decode(engine, other, {0}, {others[0]});
         shrink(other, 0, length);
         CHECK(same_bits(rest(cut), rest(other)));
         check_pages(cut);

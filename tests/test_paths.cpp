@@ -138,7 +138,7 @@ TEST_CASE("generation goes on for thousands of steps behind the context, and sta
         Tokens tokens = random_tokens(engine, 10);
         Vector row = prefill(engine, cache, 0, tokens), rows;
         for (int step = 0; step < 3000; step++) {
-            require_finite(row, (int)tokens.size() - 1, [] {});
+            require_finite(engine, nullptr, tokens, row, (int)tokens.size() - 1);
             rows.insert(rows.end(), row.begin(), row.end());
             tokens.push_back(argmax(row.data(), vocabulary));
             row = decode(engine, cache, {0}, {tokens.back()});
@@ -172,7 +172,7 @@ TEST_CASE("prefill() hands a ring no more positions at once than it has rows to 
     auto chunks = [&](const Place &place) {
         Cache cache = cache_for(engine, F16{}, F16{}, 1100, place);
         Tokens sizes;
-        prefill(engine, cache, 0, tokens, [&](int rows) { sizes.push_back(rows); });
+        prefill_pass(engine, cache, 0, tokens, [&](int rows) { sizes.push_back(rows); });
         return sizes;
     };
     for (const Place &place : {Place{}, paged(16), ring(100000, 0)}) CHECK(chunks(place) == Tokens{512, 512, 76});
@@ -336,7 +336,7 @@ TEST_CASE("a pass that failed in any layer leaves lengths, pages, and what is re
                 if (alone)
                     CHECK_THROWS_AS(all_or_nothing(cache,
                                                    [&] {
-                                                       decode_pass(engine, cache, {0}, {wrong[0]});
+                                                       decode(engine, cache, {0}, {wrong[0]});
                                                        fail_in_first(++passes);
                                                    }),
                                     Interrupted);

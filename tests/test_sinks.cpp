@@ -139,7 +139,7 @@ static std::vector<double> brought(Checkpoint &first_layer, const Text &text, Ca
     std::vector<double> lengths;
     int heads = first_layer.config.heads, width = first_layer.config.kinds[0].key_width;
     for (int t = 0; t < positions; t++) {
-        decode_pass(first_layer.engine, cache, {0}, {text.tokens[t]});
+        decode(first_layer.engine, cache, {0}, {text.tokens[t]});
         for (int head = 0; head < heads; head++)
             lengths.push_back(length(first_layer.engine.a.attended.data() + (size_t)head * width, width));
     }
