@@ -1216,7 +1216,7 @@ TEST_CASE("NaN and Infinity, as Python writes them, are numbers: of no use where
             check_contains(error_of([&] { parse_json("c", text, true); }), "c: ");
         // A text may hold the word, or what stands for it; and no other reader takes it for a number.
         for (const std::string &inside :
-             {"a, " + number + " ,b", "\\\", " + number + ", \\\"", std::string("\\u0001")}) {
+             {"a, " + number + " ,b", "\\\", " + number + ", \\\"", std::string("\\u007f")}) {
             Json root = parse_json("c", "{\"a\": \"" + inside + "\"}", true);
             CHECK(cJSON_Compare(root.get(), parse_json("c", "{\"a\": \"" + inside + "\"}").get(), true));
             CHECK(cJSON_IsString(root->child));
