@@ -97,17 +97,15 @@ inline Mapping map_file(const std::string &path) {
     if (descriptor < 0) fail("%s: cannot open it: %s", path.c_str(), strerror(errno));
     struct stat status;
     const char *problem = nullptr;
-    void *data = MAP_FAILED;
-    if (fstat(descriptor, &status) != 0) {
+    void *data = nullptr;
+    if (fstat(descriptor, &status) != 0)
         problem = strerror(errno);
-    } else if (!S_ISREG(status.st_mode)) {
+    else if (!S_ISREG(status.st_mode))
         problem = S_ISDIR(status.st_mode) ? "is a directory, expected a file" : "is not a regular file";
-    } else if (status.st_size == 0) {
+    else if (status.st_size == 0)
         problem = "is empty";
-    } else {
-        data = mmap(nullptr, (size_t)status.st_size, PROT_READ, MAP_PRIVATE, descriptor, 0);
-        if (data == MAP_FAILED) problem = strerror(errno);
-    }
+    else if ((data = mmap(nullptr, (size_t)status.st_size, PROT_READ, MAP_PRIVATE, descriptor, 0)) == MAP_FAILED)
+        problem = strerror(errno);
     close(descriptor);
     if (problem) fail("%s: %s", path.c_str(), problem);
     return Mapping((const char *)data, Unmap{(size_t)status.st_size});
