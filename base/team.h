@@ -3,10 +3,6 @@
 // they read: the threads of the CPU here, a GPU in device.h.
 #pragma once
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 #include <sys/mman.h>
 #include <unistd.h>
 
