@@ -1,5 +1,5 @@
-// Python's json writes NaN, Infinity and -Infinity, which JSON has not: what stands in their place for a reader that has
-// JSON alone. For C, too, as tokenizer_json.c reads files that Python wrote.
+// Python's json writes NaN, Infinity and -Infinity, which JSON has not: what stands in their place for a reader that
+// has JSON alone. For C, too, as tokenizer_json.c reads files that Python wrote.
 #ifndef PYTHON_H
 #define PYTHON_H
 
