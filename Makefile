@@ -216,7 +216,7 @@ llm-plain: $(SOURCES) $(TOKENIZER) build/flags
 
 build/tokenizer.o: tokenizer.c
 build/tokenizer_json.o: base/tokenizer_json.c
-$(TOKENIZER): $(wildcard base/tokenizer*.h) build/flags
+$(TOKENIZER): $(wildcard base/tokenizer*.h) base/python.h build/flags
 	$(CC) $(CFLAGS) -c $(filter %.c,$^) -o $@
 
 build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) $(OBJECTS) build/flags
@@ -280,7 +280,7 @@ build/asan/llm: $(SOURCES) $(OBJECTS:build/%=build/asan/%)
 
 build/asan/tokenizer.o: tokenizer.c
 build/asan/tokenizer_json.o: base/tokenizer_json.c
-$(TOKENIZER:build/%=build/asan/%): $(wildcard base/tokenizer*.h) build/flags
+$(TOKENIZER:build/%=build/asan/%): $(wildcard base/tokenizer*.h) base/python.h build/flags
 	$(CC) $(CFLAGS) $(SANITIZE) -c $(filter %.c,$^) -o $@
 
 build/asan/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) $(OBJECTS:build/%=build/asan/%)

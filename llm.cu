@@ -283,12 +283,12 @@ inline double draw(uint64_t seed, int position) {
 inline int sample(const Sampler &sampler, const std::vector<float> &logits, int position) {
     if (sampler.temperature == 0) return argmax(logits.data(), (int)logits.size());
     const Ranking ranking(logits, (float)std::min(1 / sampler.temperature, (double)FLT_MAX), sampler.min_p);
-    const bool some = sampler.top_k > 0 && (size_t)sampler.top_k < logits.size();
-    double kept = some ? ranking.sum_of((size_t)sampler.top_k) : ranking.total;
-    if (sampler.top_p < 1) kept = ranking.find([&](double sum) { return sum >= sampler.top_p * kept; }).sum;
+    double kept = ranking.total;
+    if (sampler.top_k > 0) kept = ranking.find([&](auto &place) { return place.count >= (size_t)sampler.top_k; }).sum;
+    if (sampler.top_p < 1) kept = ranking.find([&](auto &place) { return place.sum >= sampler.top_p * kept; }).sum;
     if (sampler.min_p > 0) kept = std::min(kept, ranking.likely);
     const double point = draw(sampler.seed, position) * kept;
-    return ranking.find([&](double sum) { return sum > point; }).token;
+    return ranking.find([&](auto &place) { return place.sum > point; }).token;
 }
 
 using BeginCache = std::function<void(Cache &)>;

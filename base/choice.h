@@ -8,14 +8,11 @@
 
 #include "formats.h"
 
-// Calls visit(Type{}) for each type of a list.
-template <class List, class Visit, size_t... index>
-void for_each_type(Visit visit, std::index_sequence<index...>) {
-    (visit(std::variant_alternative_t<index, List>{}), ...);
-}
-template <class List, class Visit>
-void for_each_type(Visit visit) {
-    for_each_type<List>(visit, std::make_index_sequence<std::variant_size_v<List>>{});
+// Calls visit(Type{}) for each type of a list, from place i on.
+template <class List, size_t i = 0, class Visit>
+void for_each_type(const Visit &visit) {
+    visit(std::variant_alternative_t<i, List>{});
+    if constexpr (i + 1 < std::variant_size_v<List>) for_each_type<List, i + 1>(visit);
 }
 
 template <class List>

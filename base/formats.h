@@ -8,15 +8,6 @@
 #include <cstring>
 #include <new>
 #include <vector>
-#if defined(__F16C__)
-#pragma GCC diagnostic push  // g++ 12 takes its own _mm512_undefined_ps() for a mistake of ours (GCC bug 105593)
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#ifndef __clang__
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-#endif
 
 #ifdef __CUDACC__
 #define HOST_DEVICE __host__ __device__
@@ -53,10 +44,6 @@ HOST_DEVICE inline float to_float(f16 x) {
     float number;
     asm("cvt.f32.f16 %0, %1;" : "=f"(number) : "h"(x.bits));
     return number;
-#elif defined(__F16C__)
-    return _cvtsh_ss(x.bits);
-#elif defined(__aarch64__)
-    return bit_cast<__fp16>(x.bits);
 #else
     uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
     if (magnitude >= 0x7c00)  // infinity and NaN: exponent 31 becomes 255

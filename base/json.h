@@ -23,6 +23,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "python.h"
+
 // ---- What went wrong, in one line ----------------------------------------------------------------------------------
 
 struct Error : std::runtime_error {
@@ -95,17 +97,15 @@ inline Mapping map_file(const std::string &path) {
     if (descriptor < 0) fail("%s: cannot open it: %s", path.c_str(), strerror(errno));
     struct stat status;
     const char *problem = nullptr;
-    void *data = MAP_FAILED;
-    if (fstat(descriptor, &status) != 0) {
+    void *data = nullptr;
+    if (fstat(descriptor, &status) != 0)
         problem = strerror(errno);
-    } else if (!S_ISREG(status.st_mode)) {
+    else if (!S_ISREG(status.st_mode))
         problem = S_ISDIR(status.st_mode) ? "is a directory, expected a file" : "is not a regular file";
-    } else if (status.st_size == 0) {
+    else if (status.st_size == 0)
         problem = "is empty";
-    } else {
-        data = mmap(nullptr, (size_t)status.st_size, PROT_READ, MAP_PRIVATE, descriptor, 0);
-        if (data == MAP_FAILED) problem = strerror(errno);
-    }
+    else if ((data = mmap(nullptr, (size_t)status.st_size, PROT_READ, MAP_PRIVATE, descriptor, 0)) == MAP_FAILED)
+        problem = strerror(errno);
     close(descriptor);
     if (problem) fail("%s: %s", path.c_str(), problem);
     return Mapping((const char *)data, Unmap{(size_t)status.st_size});
@@ -141,8 +141,10 @@ inline std::string printable(std::string text) {
     return text;
 }
 
+const char nan_mark[] = "\x7f";  // a text that Python's NaN becomes, so that whoever needs a number finds none
+
 inline std::string printable(const cJSON *item) {
-    if (cJSON_IsNumber(item) && std::isnan(item->valuedouble)) return "NaN";
+    if (cJSON_IsString(item) && item->valuestring == std::string(nan_mark)) return "NaN";
     if (cJSON_IsNumber(item) && std::isinf(item->valuedouble)) return item->valuedouble < 0 ? "-Infinity" : "Infinity";
     char *text = cJSON_PrintUnformatted(item);
     std::string result = printable(std::string(text ? text : "?"));
@@ -172,37 +174,6 @@ inline bool is_neutral(const cJSON *item, double neutral) {
     return true;
 }
 
-// Python's json writes NaN, Infinity and -Infinity, which JSON has not. Here they become, in as many bytes, what cJSON
-// reads: a number that overflows, and for NaN a text that name_nan() makes a number again. Text that holds it is left.
-const char nan_mark[] = "\x01";
-
-inline std::string as_json(std::string text) {
-    if (text.find(nan_mark) != std::string::npos || text.find("\\u0001") != std::string::npos) return text;
-    bool inside = false;  // a text
-    for (size_t i = 0; i < text.size(); i++) {
-        const bool begins = i > 0 && strchr(" \t\r\n:,[-", text[i - 1]);
-        if (inside && text[i] == '\\')
-            i++;
-        else if (text[i] == '"')
-            inside = !inside;
-        else if (!inside && begins && text.compare(i, 8, "Infinity") == 0)
-            text.replace(i, 8, "1e999   ");
-        else if (!inside && begins && text.compare(i, 3, "NaN") == 0)
-            text.replace(i, 3, '"' + std::string(nan_mark) + '"'), i += 2;
-    }
-    return text;
-}
-
-inline void name_nan(cJSON *item) {
-    for (cJSON *child = item->child; child; child = child->next) {
-        if (cJSON_IsString(child) && strcmp(child->valuestring, nan_mark) == 0) {
-            cJSON_free(child->valuestring);
-            child->valuestring = nullptr, child->type = cJSON_Number, child->valuedouble = NAN;
-        }
-        name_nan(child);
-    }
-}
-
 // JSON leaves open which of two equal keys counts, so readers differ; a file that has any is refused.
 inline void refuse_duplicate_keys(const std::string &name, const cJSON *item) {
     std::set<std::string> keys;
@@ -215,8 +186,8 @@ inline void refuse_duplicate_keys(const std::string &name, const cJSON *item) {
 
 // `name` is what messages call the text. Throws unless it is one JSON object, and white space; `as_python`: or what
 // Python's json takes for one. cJSON refuses nesting deeper than 1,000, so recursion over the result is bounded.
-inline Json parse_json(const std::string &name, const std::string &written, bool as_python = false) {
-    const std::string text = as_python ? as_json(written) : written;
+inline Json parse_json(const std::string &name, std::string text, bool as_python = false) {
+    if (as_python) replace_python_numbers(text.data(), text.size(), formatted("\"%s\"", nan_mark).c_str());
     if (text.size() > max_json_bytes) fail("%s: JSON of %zu bytes is too long", name.c_str(), text.size());
     const char *end = text.c_str();
     Json root(cJSON_ParseWithLengthOpts(text.c_str(), text.size() + 1, &end, /*require_null_terminated=*/true));
@@ -226,7 +197,6 @@ inline Json parse_json(const std::string &name, const std::string &written, bool
         fail("%s: not valid JSON near line %d, byte %zu", name.c_str(), line, position);
     }
     if (!cJSON_IsObject(root.get())) fail("%s: expected a JSON object", name.c_str());
-    if (text != written) name_nan(root.get());
     refuse_duplicate_keys(name, root.get());
     return root;
 }

@@ -89,9 +89,8 @@ struct LayerWeights {
 struct Family;
 
 struct Config {
-    const Family *family = nullptr;        // of a config that was read
-    std::string architecture, model_type;  // "LlamaForCausalLM", "llama"
-    std::string dtype;                     // what the config says of the weights; each Tensor knows its own type
+    const Family *family = nullptr;  // of a config that was read
+    std::string dtype;               // what the config says of the weights; each Tensor knows its own type
     int layers = 0, hidden = 0, ffn = 0, heads = 0, vocabulary = 0;
     int shared_ffn = 0;            // of layers that read others' rows; 0: ffn, too
     bool keys_are_values = false;  // of layers without a window: the value is the key before its norm and RoPE
@@ -109,7 +108,7 @@ struct Config {
     bool tied = false;         // in a Model: the head is the embedding, not a matrix of its own
     std::vector<int> end_ids;  // generation stops after any of them; empty: it never does
     int bos_id = -1;           // -1: none
-    bool qkv_bias = false, output_bias = false, mlp_bias = false, qk_norm = false;
+    bool qkv_bias = false, output_bias = false, mlp_bias = false;
     bool convolution_bias = false;  // of a convolution's taps and matrices
     const Kind &kind(int layer) const { return kinds[(size_t)rows[(size_t)layer].kind]; }
 };
@@ -592,8 +591,6 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     Config out;
     const Family &family = find_family(whole, text_config);
     out.family = &family;
-    out.architecture = family.architecture;
-    out.model_type = family.model_type;
     for (const Section &section : {config, whole})
         out.dtype = section.text("dtype", section.text("torch_dtype", out.dtype));
     if (out.dtype.rfind("torch.", 0) == 0) out.dtype = out.dtype.substr(6);
@@ -625,7 +622,6 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     out.qkv_bias = biased("qkv", "attention_bias");
     out.output_bias = biased("output", "attention_bias");
     out.mlp_bias = biased("mlp", "mlp_bias");
-    out.qk_norm = family.has("head-norms");
     return out;
 }
 
@@ -698,7 +694,7 @@ struct Binder {
         const StoredTensor *stored = find(llama_name);
         if (!stored)
             fail("%s: tensor %s is missing, config.json asks for it (%s, %d layers)", table.name.c_str(), name.c_str(),
-                 model.config.architecture.c_str(), model.config.layers);
+                 model.config.family->architecture, model.config.layers);
         if (stored->shape != shape)
             fail("%s: tensor %s has shape %s, config.json asks for %s", stored->file.c_str(), name.c_str(),
                  printable(json_of(stored->shape)).c_str(), json_of(shape).c_str());
@@ -775,8 +771,8 @@ inline void bind_attention(Binder &binder, const Config &config, int index, cons
         if (own) out.key = binder.linear(attention + "k_proj", kv_width, hidden, qkv);
         if (own) out.value = one_for_both ? out.key : binder.linear(attention + "v_proj", kv_width, hidden, qkv);
     }
-    if (config.qk_norm) out.query_norm = binder.norm(attention + "q_norm", width);
-    if (config.qk_norm && own) out.key_norm = binder.norm(attention + "k_norm", width);
+    if (family.has("head-norms")) out.query_norm = binder.norm(attention + "q_norm", width);
+    if (family.has("head-norms") && own) out.key_norm = binder.norm(attention + "k_norm", width);
     if (family.has("value-norms") && own) out.value_norm = binder.made(width, [](int) { return 1.0f; });
     if (family.has("all-norms")) {
         out.all_query_norm = binder.norm(attention + "q_norm", query_width);
@@ -856,7 +852,7 @@ inline void refuse_unused(Binder &binder) {
         if (binder.taken.count(name) || name.find("rotary_emb.") != std::string::npos) continue;
         if (name.rfind(binder.prefix, 0) == 0 || name.rfind(binder.head, 0) == 0)
             fail("%s: tensor %s is none of a %s with %d layers: config.json must name the architecture it belongs to",
-                 tensor.file.c_str(), printable(name).c_str(), config.architecture.c_str(), config.layers);
+                 tensor.file.c_str(), printable(name).c_str(), config.family->architecture, config.layers);
         if (beside++ == 0) binder.model.beside = printable(name);
     }
     if (beside > 1) binder.model.beside += formatted(" and %zu others", beside - 1);

@@ -89,42 +89,34 @@ public:
     }
     struct Place {
         int token = 0;
-        double sum = 0;  // of the p of all up to this one
+        size_t count = 0;  // of the tokens up to this one
+        double sum = 0;    // of their p
     };
-    // The first place whose sum is reached, or the last one.
+    // The first place for which reached(place) is true, or the last one.
     template <class Reached>
     Place find(Reached reached) const {
-        Place place;
-        double sum = 0;  // of the buckets before
-        for (int b = 0; b < buckets; sum += sums_[b++]) {
-            if (sums_[b] == 0 || !reached(sum + sums_[b])) continue;
-            auto tokens = tokens_of(b);
-            auto first = tokens.begin(), end = tokens.end();
-            for (place.sum = sum; end - first > 1;) {  // half of what is left is left: the others need no order
-                auto middle = first + (end - first) / 2;
-                std::nth_element(first, middle, end);
-                double before = place.sum;
-                for (auto token = first; token < middle; token++) before += p_of(*token);
-                if (reached(before))
-                    end = middle;
-                else
-                    first = middle, place.sum = before;
+        Place place, before;  // before: the buckets so far
+        for (int b = 0; b < last; b++) {
+            const Place after = {0, before.count + tally_[b] / one, before.sum + sums_[b]};
+            if (sums_[b] != 0 && reached(after)) {
+                auto tokens = tokens_of(b);
+                auto first = tokens.begin(), end = tokens.end();
+                for (place = before; end - first > 1;) {  // half of what is left is left: the others need no order
+                    auto middle = first + (end - first) / 2;
+                    std::nth_element(first, middle, end);
+                    Place half = {0, place.count + (middle - first), place.sum};
+                    for (auto token = first; token < middle; token++) half.sum += p_of(*token);
+                    if (reached(half))
+                        end = middle;
+                    else
+                        first = middle, place = half;
+                }
+                place = {first->second, place.count + 1, place.sum + p_of(*first)};
+                if (reached(place)) return place;
             }
-            place = {first->second, place.sum + p_of(*first)};
-            if (reached(place.sum)) return place;
+            before = after;
         }
-        return place;
-    }
-    // Of the p of the `count` likeliest: the very sum that find() has at the last of them.
-    double sum_of(size_t count) const {
-        int b = 0;
-        double sum = 0;
-        for (; tally_[b] / one < count; count -= tally_[b++] / one) sum += sums_[b];
-        if (b == last) return sum;
-        auto tokens = tokens_of(b);
-        std::partial_sort(tokens.begin(), tokens.begin() + count, tokens.end());
-        for (size_t i = 0; i < count; i++) sum += p_of(tokens[i]);
-        return sum;
+        return {place.token, before.count, before.sum};
     }
 
 private:

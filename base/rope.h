@@ -80,44 +80,11 @@ struct QueryScale {
 
 // ---- From config.json --------------------------------------------------------------------------------------
 
-// llama3, yarn and longrope, which speak of an original context.
-inline void read_stretched(const Section &config, const Section &rope, const std::string &type, int context,
-                           int original, int pairs, RopeScaling &to) {
-    const char *name = rope.name.c_str(), *key = "original_max_position_embeddings";
-    if (!original) original = rope.integer(key, 1, 1 << 30, context);
-    to.original_context = config.integer(key, type == "longrope" ? 2 : 1, 1 << 30, original);
-    const double factor = rope.find("factor") ? to.factor : (double)context / to.original_context;
-    auto attention_factor = [&](double otherwise) {
-        to.attention_factor = rope.number("attention_factor", 1e-3, 1e3, factor <= 1 ? 1 : otherwise);
-    };
-    if (type == "longrope") {
-        to.kind = RopeScaling::longrope, to.factor = 1;
-        attention_factor(std::sqrt(1 + std::log(factor) / std::log(to.original_context)));
-        for (bool is_long : {false, true})
-            (is_long ? to.long_factors : to.short_factors) =
-                rope.numbers(is_long ? "long_factor" : "short_factor", pairs, 1e-6, 1e6);
-        return;
-    }
-    const bool yarn = type == "yarn";
-    const char *low = yarn ? "beta_slow" : "low_freq_factor", *high = yarn ? "beta_fast" : "high_freq_factor";
-    auto if_yarn = [&](double value) { return yarn ? std::optional<double>(value) : std::nullopt; };
-    to.kind = yarn ? RopeScaling::yarn : RopeScaling::llama3;
-    to.factor = factor;
-    to.low_turns = rope.number(low, 1e-6, 1e6, if_yarn(1)), to.high_turns = rope.number(high, 1e-6, 1e6, if_yarn(32));
-    if (to.high_turns <= to.low_turns)
-        fail("%s: %s is %g, expected more than %s, %g", name, high, to.high_turns, low, to.low_turns);
-    if (!yarn) return;
-    to.truncate = rope.flag("truncate", !rope.has_null("truncate"));
-    const double scale = rope.number("mscale", 0, 1e3, 0), all = rope.number("mscale_all_dim", 0, 1e3, 0);
-    auto grown = [&](double by) { return 1 + 0.1 * by * std::log(factor); };
-    attention_factor(scale && all ? grown(scale) / grown(all) : grown(1));
-}
-
 // What `rope`, a part of a config, asks for. `part`: of a head's numbers, those that turn where it is silent; `width`:
 // D; `context`: the model's; `original`: the only original one that its family has, or 0.
 inline RopeScaling read_scaling(const Section &config, const Section &rope, const std::string &type, double part,
                                 int width, int context, int original) {
-    const char *name = rope.name.c_str();
+    const char *name = rope.name.c_str(), *original_key = "original_max_position_embeddings";
     if (type == "dynamic")
         fail("%s: rope_type dynamic is not supported: its frequencies change as a text grows, and %s", name,
              "keys that a cache holds would be wrong");
@@ -128,7 +95,33 @@ inline RopeScaling read_scaling(const Section &config, const Section &rope, cons
     if (rotary % 2) fail("%s: of a head %d numbers turn, expected an even number", name, rotary);
     if (rope.find("factor") || type == "llama3" || type == "linear") to.factor = rope.number("factor", 1e-6, 1e6);
     if (type == "linear" || (type == "proportional" && to.factor != 1)) to.kind = RopeScaling::linear;
-    if (type == "llama3" || type == "yarn" || type == "longrope")
-        read_stretched(config, rope, type, context, original, rotary / 2, to);
+    const bool yarn = type == "yarn", longrope = type == "longrope";
+    if (type != "llama3" && !yarn && !longrope) return to;
+
+    // These speak of an original context.
+    if (!original) original = rope.integer(original_key, 1, 1 << 30, context);
+    to.original_context = config.integer(original_key, longrope ? 2 : 1, 1 << 30, original);
+    if (!rope.find("factor")) to.factor = (double)context / to.original_context;
+    auto attention_factor = [&](double otherwise) {
+        to.attention_factor = rope.number("attention_factor", 1e-3, 1e3, to.factor <= 1 ? 1 : otherwise);
+    };
+    if (longrope) {
+        to.kind = RopeScaling::longrope;
+        attention_factor(std::sqrt(1 + std::log(to.factor) / std::log(to.original_context)));
+        to.short_factors = rope.numbers("short_factor", rotary / 2, 1e-6, 1e6);
+        to.long_factors = rope.numbers("long_factor", rotary / 2, 1e-6, 1e6);
+        return to;
+    }
+    const char *low = yarn ? "beta_slow" : "low_freq_factor", *high = yarn ? "beta_fast" : "high_freq_factor";
+    auto if_yarn = [&](double value) { return yarn ? std::optional<double>(value) : std::nullopt; };
+    to.kind = yarn ? RopeScaling::yarn : RopeScaling::llama3;
+    to.low_turns = rope.number(low, 1e-6, 1e6, if_yarn(1)), to.high_turns = rope.number(high, 1e-6, 1e6, if_yarn(32));
+    if (to.high_turns <= to.low_turns)
+        fail("%s: %s is %g, expected more than %s, %g", name, high, to.high_turns, low, to.low_turns);
+    if (!yarn) return to;
+    to.truncate = rope.flag("truncate", !rope.has_null("truncate"));
+    const double scale = rope.number("mscale", 0, 1e3, 0), all = rope.number("mscale_all_dim", 0, 1e3, 0);
+    auto grown = [&](double by) { return 1 + 0.1 * by * std::log(to.factor); };
+    attention_factor(scale && all ? grown(scale) / grown(all) : grown(1));
     return to;
 }

@@ -37,12 +37,11 @@ inline size_t stored_dtype_bytes(const std::string &dtype) {
 
 inline std::vector<int64_t> read_counts(const Section &tensor, const char *key) {
     const cJSON *list = tensor.need(key);
-    if (!cJSON_IsArray(list)) tensor.refuse(key, list, "a list of whole numbers");
     std::vector<int64_t> counts;
-    for (const cJSON *item : items_of(list)) {
-        if (!is_whole(item, 0, 1LL << 53)) tensor.refuse(key, list, "a list of whole numbers");  // exact in a double
-        counts.push_back((int64_t)item->valuedouble);
-    }
+    for (const cJSON *item : items_of(list))
+        if (is_whole(item, 0, 1LL << 53)) counts.push_back((int64_t)item->valuedouble);  // exact in a double
+    if (!cJSON_IsArray(list) || (int)counts.size() != cJSON_GetArraySize(list))
+        tensor.refuse(key, list, "a list of whole numbers");
     return counts;
 }
 
@@ -145,10 +144,8 @@ inline TensorTable open_shards(const std::string &directory, const std::string &
 
 inline TensorTable open_weights(const std::string &directory, std::vector<Mapping> &files) {
     std::string single = join_path(directory, "model.safetensors"), index = single + ".index.json";
-    if (!file_exists(single)) {
-        if (file_exists(index)) return open_shards(directory, index, files);
-        fail("%s: neither model.safetensors nor model.safetensors.index.json is there; no other format is read",
-             directory.c_str());
-    }
-    return open_safetensors(single, files);
+    if (file_exists(single)) return open_safetensors(single, files);
+    if (file_exists(index)) return open_shards(directory, index, files);
+    fail("%s: neither model.safetensors nor model.safetensors.index.json is there; no other format is read",
+         directory.c_str());
 }

@@ -3,10 +3,6 @@
 // they read: the threads of the CPU here, a GPU in device.h.
 #pragma once
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -129,12 +125,13 @@ public:
 
     template <class Body>
     void run(Body body) {
-        int team = choose_team();
         State &s = *state_;
+        const double start = now();
+        if (s.team < threads && start >= s.again) s.team = threads, s.watched = 0, s.late = 0;
+        const int team = s.team = std::min(s.team, threads);
         if ((int)s.places.size() < team) s.places = std::vector<Place>(team);
         for (Place &place : s.places) place.waits = 0, place.taken = 0;
         s.next = 0;
-        double start = now();
 #pragma omp parallel num_threads(team)
         body();
         adapt(now() - start);
@@ -238,11 +235,6 @@ private:
     // Where other programs take the cores, a thread that waits for another waits for a slice of the scheduler's, some
     // milliseconds: fewer threads are then faster. What counts is a tenth of a second, as any machine is disturbed now
     // and then; and from time to time all are tried again.
-    int choose_team() {
-        State &s = *state_;
-        if (s.team < threads && now() >= s.again) s.team = threads, s.watched = 0, s.late = 0;
-        return s.team = std::min(s.team, threads);
-    }
     void adapt(double seconds) {
         State &s = *state_;
         constexpr double window = 0.1;

@@ -14,6 +14,8 @@
 #include <sys/stat.h>
 #include <utf8proc.h>
 
+#include "python.h"
+
 enum { MAX_ID = (1 << 24) - 1 };
 
 // ---- Errors, memory, files -----------------------------------------------------------------------------------
@@ -525,19 +527,6 @@ static void load_post_processor(Loader *l, const cJSON *item) {
 // list of extra ones.
 // add_bos_token says nothing where there is a tokenizer.json: only a template puts BOS before a text.
 
-// Python writes NaN and Infinity, for which no key that is read has a use: in as many bytes, numbers that are no id.
-static void number_words(Bytes *json) {
-    const char *const words[] = {"Infinity", "NaN"}, *const numbers[] = {"1e999   ", "1e9"};
-    bool in_string = false;
-    for (size_t at = 0; at < json->length; at++) {
-        char *s = json->data + at;
-        if (*s == '"') in_string = !in_string;
-        if (*s == '\\') at++;
-        for (int i = 0; i < 2 && s > json->data && !in_string && strchr(" \t\r\n:,[-", s[-1]); i++)
-            if (!strncmp(s, words[i], strlen(words[i]))) memcpy(s, numbers[i], strlen(words[i]));
-    }
-}
-
 // The object in a file beside tokenizer.json, or NULL where there is none. A link that leads nowhere is no such file.
 static cJSON *read_beside(Loader *l, const char *config, const char *name) {
     char path[5000];
@@ -547,7 +536,7 @@ static cJSON *read_beside(Loader *l, const char *config, const char *name) {
     if (l->error->failed || lstat(path, &status) != 0) return NULL;
     Error *error = l->error, here = {path, error->text, error->size, false};
     Bytes text = read_file(path, &here);
-    number_words(&text);
+    replace_python_numbers(text.data, text.length, "1e9");  // a number that is no id
     cJSON *object = parse(&text, &here);
     free(text.data);
     error->failed = here.failed;

@@ -3,6 +3,10 @@
 
 #include <unistd.h>
 
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -19,15 +23,9 @@ inline double kernel_number(const std::string &path, const std::string &key, dou
     return file >> number ? number : otherwise;
 }
 
-// What each system says in its own way: processors that this process may run on; bytes of memory that can be had
-// without swapping; where the program's file is, "" if that is unknown; the bytes that rusage counts memory in.
+// What each system says in its own way: bytes of memory that can be had without swapping; where the program's file is,
+// "" if that is unknown; the bytes that rusage counts memory in.
 #ifdef __linux__
-#include <sched.h>
-
-inline int processors() {
-    cpu_set_t set;
-    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : (int)sysconf(_SC_NPROCESSORS_ONLN);
-}
 inline double free_memory_of_machine(const std::string &root) {
     double all = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE);
     return kernel_number(root + "/proc/meminfo", "MemAvailable:", all / 1024) * 1024;
@@ -41,7 +39,6 @@ constexpr int rusage_unit = 1024;
 #include <mach-o/dyld.h>
 #include <mach/mach.h>
 
-inline int processors() { return (int)sysconf(_SC_NPROCESSORS_ONLN); }
 inline double free_memory_of_machine(const std::string &) {
     vm_statistics64_data_t pages;
     mach_msg_type_number_t count = HOST_VM_INFO64_COUNT;
@@ -108,10 +105,11 @@ inline Room free_memory_of_host(const std::string &root = "") {
 
 // As many as may run at once: this process's processors, a cgroup's share of time, and `wanted`, if any; at least 1.
 inline int usable_threads(const std::string &root = "", const char *wanted = getenv("OMP_NUM_THREADS")) {
-#ifndef _OPENMP  // whose the threads are: a compiler without it, such as Apple's, makes a program of one
-    return 1;
+#ifdef _OPENMP
+    double threads = omp_get_num_procs();  // that this process may run on
+#else
+    double threads = 1;  // a compiler that has no OpenMP, such as Apple's, makes a program of one
 #endif
-    double threads = processors();
     auto share = [&](double quota, double period) {  // microseconds in each period; no quota: -1 or "max"
         if (quota > 0 && period > 0) threads = std::min(threads, std::ceil(quota / period));
     };

@@ -289,7 +289,7 @@ inline CacheSizes read_cache_sizes(const std::string &name, const std::string &t
     CacheSizes out;
     try {
         Config c = parse_config(name, text, "", "");
-        return {c.architecture, "", "", c.context, c.kinds, c.rows};
+        return {c.family->architecture, "", "", c.context, c.kinds, c.rows};
     } catch (const Error &error) {
         out.why_not = error.what();
     }

@@ -22,9 +22,9 @@
 #define TOOLCHAIN_MISS_SYS_AUXV_H  // and nothing is asked of the machine when the program runs
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
 #endif
-#pragma GCC diagnostic push
+#pragma GCC diagnostic push  // g++ 12 takes its own _mm512_undefined_ps() for a mistake of ours (GCC bug 105593)
 #pragma GCC diagnostic ignored "-Wunused-parameter"
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC bug 105593, as in formats.h
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #ifndef __clang__
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif

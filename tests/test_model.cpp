@@ -126,7 +126,7 @@ std::string summary(const Config &c) {
     const Kind &kind = c.kinds[0];
     const RopeScaling &rope = kind.rope;
     const std::vector<int> windows = windows_of(c);
-    std::string text = formatted("%s %d x %d heads %d / %d x %d vocab %d context %d", c.model_type.c_str(), c.layers,
+    std::string text = formatted("%s %d x %d heads %d / %d x %d vocab %d context %d", c.family->model_type, c.layers,
                                  c.hidden, c.heads, kind.kv_heads, kind.key_width, c.vocabulary, c.context);
     if (c.norm_epsilon != 1e-6) text += formatted(" eps %g", c.norm_epsilon);
     if (kind.rope_theta != 10000) text += formatted(" theta %g", kind.rope_theta);
@@ -164,7 +164,8 @@ std::string summary(const Config &c) {
     text += c.keys_are_values ? " keys are values" : "";
     text += c.gelu ? " gelu" : "";
     text += std::string(c.qkv_bias ? " qkv" : "") + (c.output_bias ? " output" : "") + (c.mlp_bias ? " mlp" : "");
-    return text + (c.qk_norm ? " norms" : "") + (c.tied ? " tied" : "") + (c.dtype.empty() ? "" : " " + c.dtype);
+    return text + (c.family->has("head-norms") ? " norms" : "") + (c.tied ? " tied" : "") +
+           (c.dtype.empty() ? "" : " " + c.dtype);
 }
 
 struct Expected {
@@ -1216,7 +1217,7 @@ TEST_CASE("NaN and Infinity, as Python writes them, are numbers: of no use where
             check_contains(error_of([&] { parse_json("c", text, true); }), "c: ");
         // A text may hold the word, or what stands for it; and no other reader takes it for a number.
         for (const std::string &inside :
-             {"a, " + number + " ,b", "\\\", " + number + ", \\\"", std::string("\\u0001")}) {
+             {"a, " + number + " ,b", "\\\", " + number + ", \\\"", std::string("\\u007f")}) {
             Json root = parse_json("c", "{\"a\": \"" + inside + "\"}", true);
             CHECK(cJSON_Compare(root.get(), parse_json("c", "{\"a\": \"" + inside + "\"}").get(), true));
             CHECK(cJSON_IsString(root->child));
@@ -1481,7 +1482,7 @@ TEST_CASE("the sizes of a cache, also of an architecture that does not run, and 
     for (const Expected &want : expected) {  // one that runs: what runs
         CacheSizes sizes = load_cache_sizes(fixtures + want.name);
         Config c = load_config(fixtures + want.name);
-        CHECK(sizes_of(sizes) == sizes_of({c.architecture, "", "", want.context, c.kinds, c.rows}));
+        CHECK(sizes_of(sizes) == sizes_of({c.family->architecture, "", "", want.context, c.kinds, c.rows}));
         CHECK(sizes.why_not == "");
     }
     Scratch scratch;

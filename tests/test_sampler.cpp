@@ -216,7 +216,7 @@ TEST_CASE("as many ids as a vocabulary may have, all alike, fit a bucket") {
     const std::vector<float> alike(max_ids, 3.0f);
     const Ranking ranking(alike, 1, 0);
     CHECK(ranking.total == max_ids);
-    CHECK(ranking.find([](double sum) { return sum > max_ids - 1; }).token == max_ids - 1);
+    CHECK(ranking.find([](auto &place) { return place.sum > max_ids - 1; }).token == max_ids - 1);
 }
 
 TEST_CASE("e^x of the ranking is within two units of its last digit") {
