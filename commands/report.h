@@ -126,16 +126,11 @@ public:
     }
     // This row, or the heads over it, with lines of so many columns: what does not fit goes on below.
     std::string folded(bool head, size_t width = columns_of(stdout)) const {
-        const std::string &line = head ? heads : text;
-        auto place = [&](size_t i) {
-            return i == columns.size() ? line.size() : head ? columns[i].head : columns[i].text;
-        };
-        auto trimmed = [](const std::string &some) { return some.substr(0, some.find_last_not_of(' ') + 1); };
         std::string lines, last;
         for (size_t i = 0; i < columns.size(); i++) {
-            const std::string cell = line.substr(place(i), place(i + 1) - place(i));
+            const std::string cell = part(head, i, i + 1);
             if (!last.empty() && trimmed(last + cell).size() > width)
-                lines += trimmed(last) + "\n", last = std::string(place(1), ' ');
+                lines += trimmed(last) + "\n", last = std::string(part(head, 0, 1).size(), ' ');
             last += cell;
         }
         return lines + trimmed(last) + "\n";
@@ -158,21 +153,24 @@ private:
     size_t names = 0;                                  // the first columns, which are no numbers
     std::vector<std::string> short_items, long_items;  // "key": value; the long ones have a line for each row of a list
 
+    static std::string trimmed(const std::string &line) { return line.substr(0, line.find_last_not_of(' ') + 1); }
+
+    // The columns [from, to) of this row, or of the heads over it.
+    std::string part(bool head, size_t from, size_t to) const {
+        const std::string &line = head ? heads : text;
+        auto place = [&](size_t i) {
+            return i >= columns.size() ? line.size() : head ? columns[i].head : columns[i].text;
+        };
+        return line.substr(place(from), place(to) - place(from));
+    }
     // A table's lines. If they are too long, its columns come in blocks below one another, with the names in each.
     static std::string lines_of(const std::vector<Report> &rows, size_t width) {
         const size_t count = rows[0].columns.size(), names = std::min(std::max<size_t>(1, rows[0].names), count);
-        auto part = [](const Report &row, bool head, size_t from, size_t to) {
-            auto place = [&](size_t i) {
-                return i >= row.columns.size() ? std::string::npos : head ? row.columns[i].head : row.columns[i].text;
-            };
-            const std::string &line = head ? row.heads : row.text;
-            return from < to ? line.substr(std::min(place(from), line.size()), place(to) - place(from)) : "";
-        };
         std::string result;
         for (size_t from = names, to; from < count || result.empty(); from = to) {
             auto line = [&](const Report &row, bool head) {
-                std::string text = part(row, head, 0, names) + part(row, head, from, to);
-                return head ? text.substr(0, text.find_last_not_of(' ') + 1) : text;
+                const std::string text = row.part(head, 0, names) + row.part(head, from, to);
+                return head ? trimmed(text) : text;
             };
             auto fits = [&] {
                 bool all = line(rows[0], true).size() <= width;
