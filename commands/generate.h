@@ -382,7 +382,7 @@ inline Report about_cache(const Config &config, const Cache *cache) {
 inline int run_samples(const Options &options);  // samples.h
 
 inline int run_generate(const Options &options) {
-    if (options.samples > 1) return run_samples(options);
+    if (options.forks()) return run_samples(options);
     Session session = open_session(options);
     const Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
     if (cache) session.drafter = open_drafter(options, session, *cache, 1, session.limit);

@@ -16,13 +16,11 @@ inline std::pair<int, int> pages_held(const Cache &cache) {
 }
 
 inline int run_samples(const Options &options) {
-    Options many = options;
-    many.sequences = options.samples;
-    Session session = open_session(many);
+    Session session = open_session(options);
     Engine &engine = session.engine;
     Cache &cache = session.caches[0];
     const Config &config = engine.model.config;
-    std::vector<Request> samples((size_t)options.samples);
+    std::vector<Request> samples((size_t)options.sequences);
     std::vector<int> running, next;
     const double start = now();
     auto take = [&](int i, const std::vector<float> &logits) {
@@ -40,8 +38,8 @@ inline int run_samples(const Options &options) {
     }
     try {
         const std::vector<float> first = prefill(engine, cache, 0, session.tokens);
-        for (int i = 1; i < options.samples; i++) fork(cache, 0, i);
-        for (int i = 0; i < options.samples; i++) take(i, first);
+        for (int i = 1; i < options.sequences; i++) fork(cache, 0, i);
+        for (int i = 0; i < options.sequences; i++) take(i, first);
         Progress progress("samples", (double)samples.size() * options.count);
         while (!running.empty()) {
             const std::vector<int> sequences = std::exchange(running, {});
