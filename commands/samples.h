@@ -2,18 +2,9 @@
 // which shares the prompt's pages and copies the last of them when it writes there.
 #pragma once
 
-#include "generate.h"
+#include <numeric>
 
-// Pages that are held, and how many it would be if each sequence had its own.
-inline std::pair<int, int> pages_held(const Cache &cache) {
-    int held = 0, alone = 0;
-    for (const Store &store : cache.stores) {
-        if (store.pool) held += store.pool->used();
-        for (int page = 0; store.pool && page < (int)store.pool->references.size(); page++)
-            alone += store.pool->references[page];
-    }
-    return {held, alone};
-}
+#include "generate.h"
 
 inline int run_samples(const Options &options) {
     Session session = open_session(options);
@@ -73,7 +64,12 @@ inline int run_samples(const Options &options) {
     report.add("prompt_tokens", session.tokens).list("samples", rows);
     report.say(formatted("\n%lld tokens", (long long)generated)).show("seconds", now() - start, " in %.3g s\n");
     report.add("cache", about_cache(config, &cache));
-    if (const auto [held, alone] = pages_held(cache); cache.pages) {
+    if (cache.pages) {
+        int held = 0, alone = 0;
+        for (const PagePool &pool : cache.pages->pools) {
+            held += pool.used();
+            alone = std::accumulate(pool.references.begin(), pool.references.end(), alone);
+        }
         report.show("pages_held", held, "pages    %d held, ");
         report.show("pages_alone", alone, "%d if each text were alone\n");
     }
