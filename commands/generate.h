@@ -301,12 +301,9 @@ inline void add_names(Report &report, const Cache *cache, const char *layout_for
 // A ring's rows are used again: it has the last positions, and its sinks. Of the kind of layers that keeps most.
 inline std::string positions_stored(const Cache &cache) {
     const int all = cache.lengths[0];
-    const Ring *ring = nullptr;
-    for (const Store &store : cache.stores) {
-        const Ring *other = std::get_if<Ring>(&store.layout);
-        if (!other || !ring || other->slots > ring->slots) ring = other;
-        if (!ring) break;
-    }
+    auto keeps_less = [](const Store &a, const Store &b) { return kept_by(a.layout) < kept_by(b.layout); };
+    const auto most = std::max_element(cache.stores.begin(), cache.stores.end(), keeps_less);
+    const Ring *ring = std::get_if<Ring>(&most->layout);
     if (!ring || all <= ring->slots) return ", with " + counted(all, "position") + " stored";
     std::string first = ring->sinks ? formatted("the first %d and ", ring->sinks) : "";
     return formatted(", with %sthe last %d of %d positions stored", first.c_str(), ring->slots, all);
