@@ -209,12 +209,11 @@ inline bool next_line(std::string &line, bool on_terminal) {
 inline Chat open_chat(Options options) {
     const std::string directory = checkpoint_directory(options);
     if (options.chat_template.empty() && !options.has("-m")) options.chat_template = "plain";  // was not tuned for chat
-    Session session{open_engine(options, directory), open_tokenizer(options, directory)};
+    Session session = open_model(options, directory);
     const Tokenizer *tokenizer = session.tokenizer.get();
     ChatTemplate form = open_template(directory, options.chat_template, tokenizer);
     Chat chat{std::move(session), std::move(form), options};
     Config &config = chat.session.engine.model.config;
-    add_end(options, tokenizer, config);
     for (int i = 0; is_plain(chat) && i < tokenizer_before(tokenizer); i++)  // no template says what a text begins with
         chat.form.before += tokenizer_token(tokenizer, encode(tokenizer, "")[i]);
     // What the template writes behind an answer ends it also where no config says so.
@@ -226,14 +225,10 @@ inline Chat open_chat(Options options) {
         config.end_ids.push_back(*ending);
     else
         note("no special token ends an answer: is the template the model's?");
-    const int limit = chat.session.limit = options.when_full == "ring" ? INT_MAX
-                                           : options.context           ? limit_of(options, config, 0, false)
-                                                                       : std::min(config.context, 8192);
-    expect_positions_of(chat.session.engine, limit);
-    std::vector<Cache> &caches = chat.session.caches;
-    for (const CacheChoice &choice : options.caches())
-        caches.push_back(open_cache(options, chat.session.engine, choice, limit));
-    if (!caches.empty()) chat.session.drafter = open_drafter(options, chat.session, caches[0], 1, limit);
+    const int limit = options.when_full == "ring" ? INT_MAX
+                      : options.context           ? limit_of(options, config, 0, false)
+                                                  : std::min(config.context, 8192);
+    open_caches(options, chat.session, options.caches(), limit);
     return chat;
 }
 

@@ -116,7 +116,8 @@ inline int limit_of(const Options &options, const Config &config, int prompt, bo
 inline TokenizerPointer open_tokenizer(const Options &options, const std::string &directory) {
     std::string file = join_path(directory, "tokenizer.json"), cure = "fetch it, or give the text as --ids 1,2,3";
     if (file_exists(file)) return load_tokenizer(directory);
-    if (options.has("--ids") && options.command != "tokenize") return TokenizerPointer(nullptr, tokenizer_free);
+    const bool from_ids = options.command == "batch" || options.has("--ids");  // a request may give ids, or a text
+    if (from_ids && options.command != "tokenize") return TokenizerPointer(nullptr, tokenizer_free);
     if (file_exists(join_path(directory, "tokenizer.model")))
         cure =
             "tokenizer.model is not read here: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of Transformers "
@@ -126,14 +127,32 @@ inline TokenizerPointer open_tokenizer(const Options &options, const std::string
     fail("%s: No such file; %s", file.c_str(), cure.c_str());
 }
 
-// The end of a text that tokenizer_config.json names ends it beside those of the model, as with vLLM and mlx-lm.
-inline void add_end(const Options &options, const Tokenizer *tokenizer, Config &config) {
-    const int end = tokenizer ? tokenizer_end(tokenizer) : -1;
-    if (end < 0 || end >= config.vocabulary || std::count(config.end_ids.begin(), config.end_ids.end(), end)) return;
+// A model and its tokenizer, without a text or a cache yet. The end of a text that tokenizer_config.json names ends it
+// beside those of the model, as with vLLM and mlx-lm.
+inline Session open_model(const Options &options, const std::string &directory) {
+    Session session{open_engine(options, directory), open_tokenizer(options, directory)};
+    Config &config = session.engine.model.config;
+    const int end = session.tokenizer ? tokenizer_end(session.tokenizer.get()) : -1;
+    const bool known = std::count(config.end_ids.begin(), config.end_ids.end(), end);
+    if (end < 0 || end >= config.vocabulary || known) return session;
     config.end_ids.push_back(end);
-    if (options.ignore_end) return;
-    note(formatted("%s, id %d, ends the text: only tokenizer_config.json names it so (--ignore-eos goes on)",
-                   tokenizer_token(tokenizer, end), end));
+    if (!options.ignore_end)
+        note(formatted("%s, id %d, ends the text: only tokenizer_config.json names it so (--ignore-eos goes on)",
+                       tokenizer_token(session.tokenizer.get(), end), end));
+    return session;
+}
+
+inline Drafter open_drafter(const Options &options, const Session &session, const Cache &cache, int sequences,
+                            int capacity);                            // draft.h
+inline Report about_draft(const Drafter &drafter, size_t first = 0);  // of the passes from `first` on
+
+// The caches of a session, for so many tokens, and who guesses for the first of them.
+inline void open_caches(const Options &options, Session &session, const std::vector<CacheChoice> &choices, int limit) {
+    session.limit = limit;
+    expect_positions_of(session.engine, limit);
+    for (const CacheChoice &choice : choices)
+        session.caches.push_back(open_cache(options, session.engine, choice, limit));
+    if (!choices.empty()) session.drafter = open_drafter(options, session, session.caches[0], 1, limit);
 }
 
 // Says it where a checkpoint was tuned for chat: it expects texts in a form that its template would give them.
@@ -153,9 +172,8 @@ inline void note_template(const std::string &directory) {
 // Checks the prompt against the context and opens caches just large enough, unless -c says how large.
 inline Session open_session(const Options &options) {
     std::string directory = checkpoint_directory(options);
-    Session session{open_engine(options, directory), open_tokenizer(options, directory)};
-    Config &config = session.engine.model.config;
-    add_end(options, session.tokenizer.get(), config);
+    Session session = open_model(options, directory);
+    const Config &config = session.engine.model.config;
     session.tokens = prompt_tokens(options, session.tokenizer.get(), config);
     session.prompt = (int)session.tokens.size();
     if (session.tokenizer && options.command == "generate") note_template(directory);
@@ -163,16 +181,9 @@ inline Session open_session(const Options &options) {
     if (options.against == "full") choices.insert(choices.begin(), {Contiguous{}, F32{}, F32{}});
     bool endless = !choices.empty() && options.command != "diff";  // what it compares with sees all positions
     for (const CacheChoice &choice : choices) endless &= std::holds_alternative<Ring>(choice.layout);
-    session.limit = limit_of(options, config, session.prompt, endless);
-    expect_positions_of(session.engine, session.limit);
-    for (const CacheChoice &choice : choices)
-        session.caches.push_back(open_cache(options, session.engine, choice, session.limit));
+    open_caches(options, session, choices, limit_of(options, config, session.prompt, endless));
     return session;
 }
-
-inline Drafter open_drafter(const Options &options, const Session &session, const Cache &cache, int sequences,
-                            int capacity);               // draft.h
-inline Report about_draft(const Drafter &drafter, size_t first = 0);  // of the passes from `first` on
 
 // Bytes that one decoding step reads: all weights but the embedding table, of which it reads a row.
 inline double weights_read(const Model &model) {
@@ -382,7 +393,6 @@ inline int run_generate(const Options &options) {
     if (options.forks()) return run_samples(options);
     Session session = open_session(options);
     const Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
-    if (cache) session.drafter = open_drafter(options, session, *cache, 1, session.limit);
     std::unique_ptr<RowFile> dump;
     if (options.has("--dump-logits"))
         dump = std::make_unique<RowFile>(options.dump_logits, session.engine.model.config.vocabulary);
