@@ -263,12 +263,7 @@ inline int run_chat(const Options &options) {
     rl_outstream = stderr;
     rl_bind_key('\t', rl_insert);  // and no names of files
     Chat chat = open_chat(options);
-    std::unique_ptr<RowFile> file;
-    UseLogits dump;
-    if (options.has("--dump-logits")) {
-        file = std::make_unique<RowFile>(options.dump_logits, chat.session.engine.model.config.vocabulary);
-        dump = [&](const std::vector<float> &rows) { file->add(rows); };
-    }
+    LogitsFile dump(options, chat.session.engine.model.config.vocabulary);
     if (on_terminal) note("/help says what else there is");
     for (std::string line; next_line(line, on_terminal) && line != "/bye";) {
         const std::vector<Turn> before = chat.turns;
@@ -277,7 +272,7 @@ inline int run_chat(const Options &options) {
         if (line[0] != '/') chat.turns.push_back({line, ""});
         std::string problem;
         try {
-            const Report report = answer(chat, dump);
+            const Report report = answer(chat, dump.add());
             const std::string said = options.json ? report.json() : painted("2", report.text, 2);
             fputs((said + "\n").c_str(), options.json ? stdout : stderr);
             flush_output();
@@ -289,6 +284,6 @@ inline int run_chat(const Options &options) {
         }
         if (!problem.empty()) chat.turns = before, chat.asked.dropped = 0, note(problem);
     }
-    if (file) file->finish();
+    dump.finish();
     return 0;
 }

@@ -265,28 +265,34 @@ private:
     std::unique_ptr<FILE, int (*)(FILE *)> file_{nullptr, fclose};
 };
 
-// A NumPy file of float32 rows.
-class RowFile {
+// --dump-logits: a NumPy file of float32 rows, or without the flag none.
+class LogitsFile {
 public:
-    RowFile(const std::string &path, int width) : part_(path, "--dump-logits"), width_(width) {
-        fseek(part_.file(), header_bytes, SEEK_SET);
+    LogitsFile(const Options &options, int width) : width_(width) {
+        if (!options.has("--dump-logits")) return;
+        part_ = std::make_unique<PartFile>(options.dump_logits, "--dump-logits");
+        fseek(part_->file(), header_bytes, SEEK_SET);
     }
-    void add(const std::vector<float> &rows) {
-        count_ += fwrite(rows.data(), sizeof(float), rows.size(), part_.file()) / (size_t)width_;
+    UseLogits add() {
+        if (!part_) return nullptr;
+        return [this](const std::vector<float> &rows) {
+            count_ += fwrite(rows.data(), sizeof(float), rows.size(), part_->file()) / (size_t)width_;
+        };
     }
     // The header: magic, version 1.0, length of the rest, a Python dictionary.
     void finish() {
+        if (!part_) return;
         std::string start("\x93NUMPY\x01\x00\x76\x00", 10), shape = formatted("(%zu, %d)", count_, width_);
         start += "{'descr': '<f4', 'fortran_order': False, 'shape': " + shape + ", }";
         start.resize(header_bytes - 1, ' ');
-        rewind(part_.file());
-        fwrite((start + "\n").data(), 1, header_bytes, part_.file());
-        part_.finish();
+        rewind(part_->file());
+        fwrite((start + "\n").data(), 1, header_bytes, part_->file());
+        part_->finish();
     }
 
 private:
     static constexpr int header_bytes = 128;
-    PartFile part_;
+    std::unique_ptr<PartFile> part_;
     int width_;
     size_t count_ = 0;
 };
@@ -393,9 +399,7 @@ inline int run_generate(const Options &options) {
     if (options.forks()) return run_samples(options);
     Session session = open_session(options);
     const Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
-    std::unique_ptr<RowFile> dump;
-    if (options.has("--dump-logits"))
-        dump = std::make_unique<RowFile>(options.dump_logits, session.engine.model.config.vocabulary);
+    LogitsFile dump(options, session.engine.model.config.vocabulary);
     auto show = [&](const std::string &piece) {
         if (options.json) return;
         fwrite(piece.data(), 1, piece.size(), stdout);
@@ -404,10 +408,8 @@ inline int run_generate(const Options &options) {
     TextStream prompt(session.tokenizer.get(), false);  // special tokens as they are written
     const int before = options.has("--ids") ? 0 : tokenizer_before(session.tokenizer.get());
     for (int i = before; i < session.prompt && !options.hide_prompt; i++) show(prompt.next(session.tokens[i]));
-    UseLogits use_logits;
-    if (dump) use_logits = [&](const std::vector<float> &rows) { dump->add(rows); };
-    Generation result = generate(session, options, use_logits, show);
-    if (dump) dump->finish();
+    Generation result = generate(session, options, dump.add(), show);
+    dump.finish();
     if (!options.json) puts("");
 
     // A prompt's rate says something from 64 tokens on: the first pass also reads the weights for the first time.
