@@ -4,6 +4,7 @@
 #pragma once
 
 #include <fcntl.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 
 #include <csignal>
@@ -27,39 +28,35 @@ struct Rendered {
 // Another program, which writes a line, and then one for each line that it reads.
 struct Helper {
     pid_t child;
-    FILE *written;
-    std::shared_ptr<FILE> asked;  // closed, it ends the program
+    std::shared_ptr<FILE> channel;  // both ways; closed, it ends the program
     explicit Helper(std::vector<std::string> words) {
-        int in[2], out[2];
-        if (pipe(in) || pipe(out)) fail("%s: no pipe to it (%s)", words[0].c_str(), strerror(errno));
-        for (int end : {in[0], in[1], out[0], out[1]}) fcntl(end, F_SETFD, FD_CLOEXEC);
+        int ends[2];  // ours and its
+        if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends))
+            fail("%s: no pipe to it (%s)", words[0].c_str(), strerror(errno));
+        for (int end : ends) fcntl(end, F_SETFD, FD_CLOEXEC);
         std::vector<char *> pointers;
         for (std::string &word : words) pointers.push_back(word.data());
         pointers.push_back(nullptr);
         if ((child = fork()) < 0) fail("%s: cannot be started (%s)", words[0].c_str(), strerror(errno));
         if (child == 0) {
-            dup2(in[0], 0), dup2(out[1], 1);
+            dup2(ends[1], 0), dup2(ends[1], 1);
             signal(SIGINT, SIG_IGN);  // Ctrl-C is meant for an answer
             execvp(pointers[0], pointers.data());
             _exit(127);
         }
-        close(in[0]), close(out[1]);
-        written = fdopen(out[0], "r");
-        auto end = [program = child, out = written](FILE *in) {
-            fclose(in), fclose(out), waitpid(program, nullptr, 0);
-        };
-        asked = {fdopen(in[1], "w"), end};
+        close(ends[1]);
+        channel = {fdopen(ends[0], "r"), [program = child](FILE *file) { fclose(file), waitpid(program, nullptr, 0); }};
     }
     std::string line() const {
         std::string line;
-        for (int c; (c = getc(written)) != '\n'; line += (char)c)
+        for (int c; (c = getc(channel.get())) != '\n'; line += (char)c)
             if (c == EOF)
                 fail("the chat template's program ended: expected python3 to be there, and a template to end");
         return line;
     }
     std::string ask(const std::string &question) const {
         const auto before = signal(SIGPIPE, SIG_IGN);  // if it is gone, line() says so
-        fputs((question + "\n").c_str(), asked.get()), fflush(asked.get());
+        dprintf(fileno(channel.get()), "%s\n", question.c_str());
         signal(SIGPIPE, before);
         return line();
     }
