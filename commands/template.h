@@ -11,6 +11,7 @@
 
 #include "../base/text.h"
 #include "../base/usable.h"
+#include "report.h"
 
 extern "C" size_t utf8_valid(const char *text, size_t length);  // of the tokenizer: the first byte that is not UTF-8
 
@@ -120,16 +121,13 @@ inline Rendered unmarked(const std::string &text) {
 
 // The conversation up to where the model's next answer begins. system: "" if none is given.
 inline Rendered render(const ChatTemplate &with, const std::string &system, const std::vector<Turn> &turns) {
-    std::string messages;
-    auto add = [&](const char *role, const std::string &text) {
-        messages += formatted("%s{\"role\": \"%s\", \"content\": ", messages.empty() ? "" : ", ", role);
-        messages += json_of(marked(with, text, strcmp(role, "system") ? "this turn" : "--system")) + "}";
+    std::vector<Report> messages;
+    auto add = [&](const char *role, const std::string &text, const char *what = "this turn") {
+        messages.push_back(Report().add("role", role).add("content", marked(with, text, what)));
     };
-    if (!system.empty()) add("system", system);
-    for (size_t i = 0; i < turns.size(); i++) {
-        add("user", turns[i].user);
-        if (i + 1 < turns.size()) add("assistant", turns[i].answer);
-    }
-    const Rendered all = unmarked(text_in(with.helper.ask("{\"messages\": [" + messages + "]}"), "text"));
+    if (!system.empty()) add("system", system, "--system");
+    for (const Turn &turn : turns) add("user", turn.user), add("assistant", turn.answer);
+    messages.pop_back();  // the last answer is to come
+    const Rendered all = unmarked(text_in(with.helper.ask(Report().list("messages", messages).json()), "text"));
     return {with.before + all.text, std::string(with.before.size(), 0) + all.typed};
 }
