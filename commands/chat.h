@@ -23,7 +23,7 @@ struct Border {
 
 // The conversation as it was read last.
 struct Asked {
-    Rendered all;                            // without what ended the answer
+    std::string all;                         // with its marks, without what ended the answer
     std::vector<int> ids;                    // up to where that answer begins
     std::vector<Border> borders = {{0, 0}};  // of the text
     size_t dropped = 0;                      // turns, of the oldest
@@ -44,17 +44,15 @@ inline bool is_plain(const Chat &chat) { return chat.options.chat_template == "p
 
 // Up to the last answer's end before the text is another one, a conversation keeps its ids: those that a model writes
 // need not be the ones that their text would become.
-inline Asked with_ids(const Chat &chat, const Rendered &all, size_t dropped) {
-    auto same = [](const std::string &a, const std::string &b) {
-        return (size_t)(std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin());
-    };
-    const size_t differs = std::min(same(chat.asked.all.text, all.text), same(chat.asked.all.typed, all.typed));
+inline Asked with_ids(const Chat &chat, const std::string &all, size_t dropped) {
+    const std::string &read = chat.asked.all;
+    const size_t differs = std::mismatch(read.begin(), read.end(), all.begin(), all.end()).first - read.begin();
     Asked asked{all, {}, chat.asked.borders, dropped};
     while (asked.borders.back().bytes > differs) asked.borders.pop_back();
     const Border from = asked.borders.back();
     asked.ids.assign(chat.session.tokens.begin(), chat.session.tokens.begin() + (int64_t)from.tokens);
-    const std::string rest = all.text.substr(from.bytes);
-    for (int id : encode(chat.session.tokenizer.get(), rest, "this turn", all.typed.data() + from.bytes))
+    const Rendered rest = unmarked(all.substr(from.bytes));
+    for (int id : encode(chat.session.tokenizer.get(), rest.text, "this turn", rest.typed.data()))
         asked.ids.push_back(id);
     require_ids(asked.ids, chat.session.engine.model.config);
     return asked;
@@ -115,12 +113,11 @@ inline std::string answer_of(const Session &session, size_t &count) {
 // Takes the answer that stands behind the prompt. What a template gets of it is its text by itself, as it would be
 // decoded elsewhere: without the blank that a word of SentencePiece begins with, which the template writes.
 inline void take_answer(Chat &chat, size_t count) {
-    const Rendered said = unmarked(marked(chat.form, answer_of(chat.session, count), "the answer"));
-    chat.asked.all.text += said.text, chat.asked.all.typed += said.typed;
+    chat.asked.all += marked(chat.form, answer_of(chat.session, count), "the answer");
     const std::vector<int> &tokens = chat.session.tokens;
     const std::vector<int> own(tokens.begin() + chat.session.prompt, tokens.begin() + (int64_t)count);
     chat.turns.back().answer = decode(chat.session.tokenizer.get(), own);
-    chat.asked.borders.push_back({chat.asked.all.text.size(), count});
+    chat.asked.borders.push_back({chat.asked.all.size(), count});
 }
 
 // Answers the last turn. What it says of it: on the terminal a line, with --json all.

@@ -20,7 +20,7 @@ struct Turn {
     std::string user, answer;
 };
 
-// A conversation as a model reads it. `typed`: of a special token's spelling that comes from outside the template the
+// A text as a model reads it. `typed`: of a special token's spelling that comes from outside the template the
 // first byte is 1, as it is text there; all others are 0.
 struct Rendered {
     std::string text, typed;
@@ -119,8 +119,8 @@ inline Rendered unmarked(const std::string &text) {
     return all;
 }
 
-// The conversation up to where the model's next answer begins. system: "" if none is given.
-inline Rendered render(const ChatTemplate &with, const std::string &system, const std::vector<Turn> &turns) {
+// The conversation up to where the model's next answer begins, with its marks. system: "" if none is given.
+inline std::string render(const ChatTemplate &with, const std::string &system, const std::vector<Turn> &turns) {
     std::vector<Report> messages;
     auto add = [&](const char *role, const std::string &text, const char *what = "this turn") {
         messages.push_back(Report().add("role", role).add("content", marked(with, text, what)));
@@ -128,6 +128,5 @@ inline Rendered render(const ChatTemplate &with, const std::string &system, cons
     if (!system.empty()) add("system", system, "--system");
     for (const Turn &turn : turns) add("user", turn.user), add("assistant", turn.answer);
     messages.pop_back();  // the last answer is to come
-    const Rendered all = unmarked(text_in(with.helper.ask(Report().list("messages", messages).json()), "text"));
-    return {with.before + all.text, std::string(with.before.size(), 0) + all.typed};
+    return with.before + text_in(with.helper.ask(Report().list("messages", messages).json()), "text");
 }
