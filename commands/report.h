@@ -26,7 +26,7 @@ inline std::string in_units(double bytes) {
 
 inline std::string joined(const std::vector<std::string> &items, const char *between) {
     std::string all;
-    for (const std::string &item : items) all += (all.empty() ? "" : between) + item;
+    for (size_t i = 0; i < items.size(); i++) all += (i ? between : "") + items[i];
     return all;
 }
 
@@ -52,24 +52,23 @@ inline size_t columns_of(FILE *stream) {
 
 // Lines with more columns (bytes) are broken at their blanks; the rest begins behind `indent` blanks.
 inline std::string wrapped(const std::string &text, size_t columns, size_t indent = 0) {
-    std::string result;
-    for (size_t begin = 0, end; begin < text.size(); begin = end + 1) {
-        end = std::min(text.find('\n', begin), text.size());
-        std::string line = text.substr(begin, end - begin);
+    std::vector<std::string> lines;
+    for (std::string line : split(text, '\n')) {
         while (line.size() > columns) {
-            size_t first = line.find_first_not_of(' '), blank = line.rfind(' ', columns);
-            if (blank == std::string::npos || blank < first) blank = line.find(' ', std::min(first, line.size()));
-            size_t rest = std::min(line.find_first_not_of(' ', blank), line.size());
-            if (rest == line.size()) {
+            const size_t first = line.find_first_not_of(' ');
+            size_t blank = line.rfind(' ', columns);
+            if (blank == std::string::npos || blank < first) blank = line.find(' ', first);
+            const size_t rest = line.find_first_not_of(' ', blank);
+            if (rest == std::string::npos) {  // blanks at its end
                 line.resize(std::min(blank, line.size()));
                 break;
             }
-            result += line.substr(0, blank) + "\n";
+            lines.push_back(line.substr(0, blank));
             line = std::string(indent, ' ') + line.substr(rest);
         }
-        result += line + (end < text.size() ? "\n" : "");
+        lines.push_back(line);
     }
-    return result;
+    return joined(lines, "\n");
 }
 
 // ---- Results, described once: as text for a reader, as JSON for a program ------------------------------------------
