@@ -26,40 +26,39 @@ struct Rendered {
     std::string text, typed;
 };
 
-// Another program, which writes a line, and then one for each line that it reads.
+// The program that runs a template: it writes a line of JSON, and then one for each line that it reads.
 struct Helper {
     pid_t child;
     std::shared_ptr<FILE> channel;  // both ways; closed, it ends the program
-    explicit Helper(std::vector<std::string> words) {
+    Helper(const std::string &script, const std::string &directory, const std::string &asked) {
         int ends[2];  // ours and its
-        if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends))
-            fail("%s: no pipe to it (%s)", words[0].c_str(), strerror(errno));
+        if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends)) fail("python3: no pipe to it (%s)", strerror(errno));
         for (int end : ends) fcntl(end, F_SETFD, FD_CLOEXEC);
-        std::vector<char *> pointers;
-        for (std::string &word : words) pointers.push_back(word.data());
-        pointers.push_back(nullptr);
-        if ((child = fork()) < 0) fail("%s: cannot be started (%s)", words[0].c_str(), strerror(errno));
+        if ((child = fork()) < 0) fail("python3: cannot be started (%s)", strerror(errno));
         if (child == 0) {
             dup2(ends[1], 0), dup2(ends[1], 1);
             signal(SIGINT, SIG_IGN);  // Ctrl-C is meant for an answer
-            execvp(pointers[0], pointers.data());
+            execlp("python3", "python3", script.c_str(), directory.c_str(), asked.c_str(), nullptr);
             _exit(127);
         }
         close(ends[1]);
         channel = {fdopen(ends[0], "r"), [program = child](FILE *file) { fclose(file), waitpid(program, nullptr, 0); }};
     }
-    std::string line() const {
+    void ask(const std::string &question) const {
+        const auto before = signal(SIGPIPE, SIG_IGN);  // if it is gone, text() says so
+        dprintf(fileno(channel.get()), "%s\n", question.c_str());
+        signal(SIGPIPE, before);
+    }
+    // What its next line says under a key.
+    std::string text(const char *key) const {
         std::string line;
         for (int c; (c = getc(channel.get())) != '\n'; line += (char)c)
             if (c == EOF)
                 fail("the chat template's program ended: expected python3 to be there, and a template to end");
-        return line;
-    }
-    std::string ask(const std::string &question) const {
-        const auto before = signal(SIGPIPE, SIG_IGN);  // if it is gone, line() says so
-        dprintf(fileno(channel.get()), "%s\n", question.c_str());
-        signal(SIGPIPE, before);
-        return line();
+        const Json reply = parse_json("the chat template", line);
+        const Section said{"the chat template", reply.get()};
+        if (said.find("error")) fail("%s", said.text("error", "").c_str());
+        return said.text(key, "");
     }
 };
 
@@ -70,21 +69,14 @@ struct ChatTemplate {
     std::string before = "", end = "";  // what stands before all that it writes; what it writes behind an answer
 };
 
-inline std::string text_in(const std::string &line, const char *key) {
-    const Json reply = parse_json("the chat template", line);
-    const Section said{"the chat template", reply.get()};
-    if (said.find("error")) fail("%s", said.text("error", "").c_str());
-    return said.text(key, "");
-}
-
 // `asked`: as --template has it; "": the checkpoint's own.
 inline ChatTemplate open_template(const std::string &directory, const std::string &asked, const Tokenizer *tokenizer) {
     const std::string script = file_of_project("weights_tools/chat_template.py");
     if (!file_exists(script)) fail("%s: is not there, expected it beside the program", script.c_str());
-    ChatTemplate opened{Helper({"python3", script, directory, asked}), {}};
+    ChatTemplate opened{Helper(script, directory, asked), {}};
     for (int id = 0; id < tokenizer_size(tokenizer); id++)
         if (tokenizer_is_special(tokenizer, id)) opened.specials.push_back(tokenizer_token(tokenizer, id));
-    opened.end = text_in(opened.helper.line(), "end");
+    opened.end = opened.helper.text("end");
     return opened;
 }
 
@@ -128,5 +120,6 @@ inline std::string render(const ChatTemplate &with, const std::string &system, c
     if (!system.empty()) add("system", system, "--system");
     for (const Turn &turn : turns) add("user", turn.user), add("assistant", turn.answer);
     messages.pop_back();  // the last answer is to come
-    return with.before + text_in(with.helper.ask(Report().list("messages", messages).json()), "text");
+    with.helper.ask(Report().list("messages", messages).json());
+    return with.before + with.helper.text("text");
 }
