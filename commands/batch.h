@@ -291,7 +291,7 @@ inline int run_batch(const Options &options) {
     if (options.has("--events") && stat(options.prompt_file.c_str(), &read) == 0 &&
         stat(options.events.c_str(), &written) == 0 && read.st_ino == written.st_ino && read.st_dev == written.st_dev)
         refuse("--events", options.events, "is the file of the requests: name another");
-    Session session = open_model(options, checkpoint_directory(options));
+    Session session = open_model(options);
     int wrong = 0, longest = 1;
     Requests requests = read_requests(options, session, wrong);
     for (auto &request : requests) longest = std::max(longest, request->positions());

@@ -204,11 +204,10 @@ inline bool next_line(std::string &line, bool on_terminal) {
 // ---- llm chat ------------------------------------------------------------------------------------------------------
 
 inline Chat open_chat(Options options) {
-    const std::string directory = checkpoint_directory(options);
     if (options.chat_template.empty() && !options.has("-m")) options.chat_template = "plain";  // was not tuned for chat
-    Session session = open_model(options, directory);
+    Session session = open_model(options);
     const Tokenizer *tokenizer = session.tokenizer.get();
-    ChatTemplate form = open_template(directory, options.chat_template, tokenizer);
+    ChatTemplate form = open_template(options.directory, options.chat_template, tokenizer);
     Chat chat{std::move(session), std::move(form), options};
     Config &config = chat.session.engine.model.config;
     for (int i = 0; is_plain(chat) && i < tokenizer_before(tokenizer); i++)  // no template says what a text begins with

@@ -46,7 +46,7 @@ inline Drafter open_drafter(const Options &options, const Session &session, cons
     drafter.engine = std::make_unique<Engine>(open_engine(options, options.draft, /*least=*/2 << 20));
     const Config &config = drafter.engine->model.config;
     Options beside = options;
-    beside.directory = options.draft, beside.given["-m"] = options.draft;
+    beside.directory = options.draft;
     const TokenizerPointer tokenizer = open_tokenizer(beside, options.draft);
     if (tokenizer && session.tokenizer)
         require_same_tokenizer(options.draft, session.tokenizer.get(), tokenizer.get());

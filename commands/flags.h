@@ -478,6 +478,9 @@ inline Options parse_options(const std::vector<std::string> &words) {
         if (ring && !options.has("--when-full")) options.when_full = "ring";
     }
     check_together(options);
+    if (!options.has("-m")) options.directory = file_of_project("weights_tools/builtin");
+    if (!options.has("-m") && !options.has("--layers") && !file_exists(options.directory))
+        fail("%s: the built-in checkpoint is not there: give -m DIR", options.directory.c_str());
     if (options.count < 0) options.count = INT_MAX;
     const int processors = usable_threads("", nullptr);
     if (options.threads > processors)

@@ -11,14 +11,6 @@
 // What is done otherwise than it was asked for, or might surprise.
 inline void note(const std::string &line) { fprintf(stderr, "llm: %s\n", line.c_str()); }
 
-// Without -m: the checkpoint that lies beside the program.
-inline std::string checkpoint_directory(const Options &options) {
-    if (options.has("-m")) return options.directory;
-    const std::string directory = file_of_project("weights_tools/builtin");
-    if (!file_exists(directory)) fail("%s: the built-in checkpoint is not there: give -m DIR", directory.c_str());
-    return directory;
-}
-
 // `least`: bytes of weights that are worth a thread of their own.
 inline Engine open_engine(const Options &options, const std::string &directory, int64_t least = 1) {
     const bool of_cpu = options.weights == "int8" || options.activations == "bf16";
@@ -127,10 +119,10 @@ inline TokenizerPointer open_tokenizer(const Options &options, const std::string
     fail("%s: No such file; %s", file.c_str(), cure.c_str());
 }
 
-// A model and its tokenizer, without a text or a cache yet. The end of a text that tokenizer_config.json names ends it
-// beside those of the model, as with vLLM and mlx-lm.
-inline Session open_model(const Options &options, const std::string &directory) {
-    Session session{open_engine(options, directory), open_tokenizer(options, directory)};
+// The model and its tokenizer, without a text or a cache yet. The end of a text that tokenizer_config.json names ends
+// it beside those of the model, as with vLLM and mlx-lm.
+inline Session open_model(const Options &options) {
+    Session session{open_engine(options, options.directory), open_tokenizer(options, options.directory)};
     Config &config = session.engine.model.config;
     const int end = session.tokenizer ? tokenizer_end(session.tokenizer.get()) : -1;
     const bool known = std::count(config.end_ids.begin(), config.end_ids.end(), end);
@@ -171,12 +163,11 @@ inline void note_template(const std::string &directory) {
 
 // Checks the prompt against the context and opens caches just large enough, unless -c says how large.
 inline Session open_session(const Options &options) {
-    std::string directory = checkpoint_directory(options);
-    Session session = open_model(options, directory);
+    Session session = open_model(options);
     const Config &config = session.engine.model.config;
     session.tokens = prompt_tokens(options, session.tokenizer.get(), config);
     session.prompt = (int)session.tokens.size();
-    if (session.tokenizer && options.command == "generate") note_template(directory);
+    if (session.tokenizer && options.command == "generate") note_template(options.directory);
     std::vector<CacheChoice> choices = options.caches();
     if (options.against == "full") choices.insert(choices.begin(), {Contiguous{}, F32{}, F32{}});
     bool endless = !choices.empty() && options.command != "diff";  // what it compares with sees all positions
@@ -443,7 +434,7 @@ inline int run_generate(const Options &options) {
 // ---- llm tokenize ------------------------------------------------------------------------------------------
 
 inline int run_tokenize(const Options &options) {
-    TokenizerPointer tokenizer = open_tokenizer(options, checkpoint_directory(options));
+    TokenizerPointer tokenizer = open_tokenizer(options, options.directory);
     bool from_ids = options.has("--ids");
     std::vector<int> ids = from_ids ? options.prompt_ids : encode(tokenizer.get(), options.prompt);
     for (int id : ids)

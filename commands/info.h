@@ -25,7 +25,7 @@ inline void add_config(Report &report, const Model &model, int window, int token
 
 // 1 if it does not run here.
 inline int run_info(const Options &options) {
-    std::string directory = checkpoint_directory(options);
+    const std::string &directory = options.directory;
     CacheSizes sizes = load_cache_sizes(directory);
     Model model;
     int tokenizer_ids = 0;

@@ -22,7 +22,7 @@ inline MemoryQuestion memory_question(const Options &options) {
         sizes.kinds = {{options.kv_heads, options.head_dim, options.head_dim}};
         sizes.kinds[0].layers = options.layers;
     } else {
-        question.model = checkpoint_directory(options);
+        question.model = options.directory;
         sizes = load_cache_sizes(question.model);
         if (!sizes.no_size.empty()) fail("%s", sizes.no_size.c_str());
         if (sizes.why_not.empty()) question.weights = weights_read(load_model(question.model));

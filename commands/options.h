@@ -46,7 +46,7 @@ struct Options {
     std::map<std::string, std::string> given;  // flags that stood on the command line: first name -> value
     bool help = false, version = false, json = false;
 
-    std::string directory;            // of the checkpoint; "": the built-in one
+    std::string directory;            // of the checkpoint
     std::string prompt, prompt_file;  // the text of -p, or what stood in the file
     std::vector<int> prompt_ids;
     int count = 256, context = 0;  // tokens to generate at most; positions the cache holds, 0: as many as are needed
