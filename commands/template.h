@@ -26,24 +26,14 @@ struct Rendered {
     std::string text, typed;
 };
 
-// The program that runs a template: it writes a line of JSON, and then one for each line that it reads.
-struct Helper {
+// The program that runs a template: it writes a line of JSON, and then one for each line that it reads. And the special
+// tokens that nobody else may write.
+struct ChatTemplate {
     pid_t child;
     std::shared_ptr<FILE> channel;  // both ways; closed, it ends the program
-    Helper(const std::string &script, const std::string &directory, const std::string &asked) {
-        int ends[2];  // ours and its
-        if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends)) fail("python3: no pipe to it (%s)", strerror(errno));
-        for (int end : ends) fcntl(end, F_SETFD, FD_CLOEXEC);
-        if ((child = fork()) < 0) fail("python3: cannot be started (%s)", strerror(errno));
-        if (child == 0) {
-            dup2(ends[1], 0), dup2(ends[1], 1);
-            signal(SIGINT, SIG_IGN);  // Ctrl-C is meant for an answer
-            execlp("python3", "python3", script.c_str(), directory.c_str(), asked.c_str(), nullptr);
-            _exit(127);
-        }
-        close(ends[1]);
-        channel = {fdopen(ends[0], "r"), [program = child](FILE *file) { fclose(file), waitpid(program, nullptr, 0); }};
-    }
+    std::vector<std::string> specials = {};
+    std::string before = "", end = "";  // what stands before all that it writes; what it writes behind an answer
+
     void ask(const std::string &question) const {
         const auto before = signal(SIGPIPE, SIG_IGN);  // if it is gone, text() says so
         dprintf(fileno(channel.get()), "%s\n", question.c_str());
@@ -62,21 +52,27 @@ struct Helper {
     }
 };
 
-// A program that renders, and the special tokens that nobody else may write.
-struct ChatTemplate {
-    Helper helper;
-    std::vector<std::string> specials;
-    std::string before = "", end = "";  // what stands before all that it writes; what it writes behind an answer
-};
-
 // `asked`: as --template has it; "": the checkpoint's own.
 inline ChatTemplate open_template(const std::string &directory, const std::string &asked, const Tokenizer *tokenizer) {
     const std::string script = file_of_project("weights_tools/chat_template.py");
     if (!file_exists(script)) fail("%s: is not there, expected it beside the program", script.c_str());
-    ChatTemplate opened{Helper(script, directory, asked), {}};
+    int ends[2];  // ours and its
+    if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends)) fail("python3: no pipe to it (%s)", strerror(errno));
+    for (int end : ends) fcntl(end, F_SETFD, FD_CLOEXEC);
+    const pid_t child = fork();
+    if (child < 0) fail("python3: cannot be started (%s)", strerror(errno));
+    if (child == 0) {
+        dup2(ends[1], 0), dup2(ends[1], 1);
+        signal(SIGINT, SIG_IGN);  // Ctrl-C is meant for an answer
+        execlp("python3", "python3", script.c_str(), directory.c_str(), asked.c_str(), nullptr);
+        _exit(127);
+    }
+    close(ends[1]);
+    auto end_program = [child](FILE *file) { fclose(file), waitpid(child, nullptr, 0); };
+    ChatTemplate opened{child, {fdopen(ends[0], "r"), end_program}};
     for (int id = 0; id < tokenizer_size(tokenizer); id++)
         if (tokenizer_is_special(tokenizer, id)) opened.specials.push_back(tokenizer_token(tokenizer, id));
-    opened.end = opened.helper.text("end");
+    opened.end = opened.text("end");
     return opened;
 }
 
@@ -120,6 +116,6 @@ inline std::string render(const ChatTemplate &with, const std::string &system, c
     if (!system.empty()) add("system", system, "--system");
     for (const Turn &turn : turns) add("user", turn.user), add("assistant", turn.answer);
     messages.pop_back();  // the last answer is to come
-    with.helper.ask(Report().list("messages", messages).json());
-    return with.before + with.helper.text("text");
+    with.ask(Report().list("messages", messages).json());
+    return with.before + with.text("text");
 }

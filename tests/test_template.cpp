@@ -258,7 +258,7 @@ TEST_CASE(
         CHECK(rendered(with, "", {{"good", ""}}).text == "good");
     }
     check_contains(refusal("silent"), place + ": it does not write what was said");
-    kill(with.helper.child, SIGKILL);
+    kill(with.child, SIGKILL);
     for (int i = 0; i < 2; i++) check_contains(refusal("good"), "program ended", "python3");
     spill(place, "{% if messages[0].content == 'C' %}{{ ([[messages | length] * 1000] * 30000) | sum(start=[]) }}{% endif %}");
     const ChatTemplate slow = opened(bare.str());  // in C code, which hears of no time
