@@ -328,7 +328,6 @@ inline void check_together(const Options &o) {
     refuse_if(o.naive, "--draft", "--cache none computes all tokens anew in each pass: " + layout_names());
     refuse_if(o.forks(), "--draft", "is for one text, or for llm batch: drop --samples or --draft");
     refuse_if(o.caches().size() > 1, "--draft", "takes one cache: give one --cache and one --kv");
-    refuse_if(missing(Paged{}), "--pool --admission", "belongs to --cache paged" + found);
     refuse_if(o.against == "alone" && in("diff"), "--against", "is for llm batch: expected naive or full");
     refuse_if(o.against != "alone" && in("batch"), "--against", "is for llm diff: expected alone");
     refuse_if(
@@ -339,7 +338,7 @@ inline void check_together(const Options &o) {
     refuse_if(o.layouts.empty(), "--kv -ctk -ctv", "is the type of a cache" + found + ": drop one of the two");
     refuse_if(o.layouts.empty(), "--swa-full", "is about what a cache keeps" + found + ": drop one of the two");
     refuse_if(shape > 0, "--swa-full", "layers of a shape look back to the first position and keep all: drop it");
-    refuse_if(missing(Paged{}), "--page", "belongs to --cache paged" + found);
+    refuse_if(missing(Paged{}), "--page --pool --admission", "belongs to --cache paged" + found);
     refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
     refuse_if(o.when_full == "ring" && (missing(Ring{}) || o.naive), "--cache",
               "--when-full ring is --cache ring: leave one out");
