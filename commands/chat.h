@@ -173,9 +173,8 @@ inline std::string picture_of(const Cache &cache) {
         std::string marks;
         for (int64_t i = 0; i * width < rows; i++)
             marks += held[i] >= std::min(width, rows - i * width) ? '#' : held[i] ? '+' : '.';
-        all += formatted("%-10s %s  %d positions from %d on, in %lld rows", name_of(store.layout), marks.c_str(),
+        all += formatted("%-10s %s  %d positions from %d on, in %lld rows\n", name_of(store.layout), marks.c_str(),
                          length - first, first, (long long)rows);
-        all += "\n";
     }
     return all;
 }

@@ -392,9 +392,7 @@ inline int run_generate(const Options &options) {
     const Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
     LogitsFile dump(options, session.engine.model.config.vocabulary);
     auto show = [&](const std::string &piece) {
-        if (options.json) return;
-        fwrite(piece.data(), 1, piece.size(), stdout);
-        flush_output();
+        if (!options.json) fwrite(piece.data(), 1, piece.size(), stdout), flush_output();
     };
     TextStream prompt(session.tokenizer.get(), false);  // special tokens as they are written
     const int before = options.has("--ids") ? 0 : tokenizer_before(session.tokenizer.get());
