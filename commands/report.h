@@ -171,12 +171,10 @@ private:
                 const std::string text = row.part(head, 0, names) + row.part(head, from, to);
                 return head ? trimmed(text) : text;
             };
-            auto fits = [&] {
-                bool all = line(rows[0], true).size() <= width;
-                for (const Report &row : rows) all &= line(row, false).size() <= width;
-                return all;
+            auto fits = [&](const Report &row) {
+                return std::max(line(row, true).size(), line(row, false).size()) <= width;
             };
-            for (to = count; to > from + 1 && !fits();) to--;
+            for (to = count; to > from + 1 && !std::all_of(rows.begin(), rows.end(), fits);) to--;
             result += line(rows[0], true) + "\n";
             for (const Report &row : rows) result += row.above + line(row, false) + "\n";
         }
