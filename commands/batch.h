@@ -287,14 +287,11 @@ inline void require_one_rope(const Options &options, Engine &engine, const Reque
 }
 
 inline int run_batch(const Options &options) {
-    const std::string directory = checkpoint_directory(options);
     struct stat read = {}, written = {};
     if (options.has("--events") && stat(options.prompt_file.c_str(), &read) == 0 &&
         stat(options.events.c_str(), &written) == 0 && read.st_ino == written.st_ino && read.st_dev == written.st_dev)
         refuse("--events", options.events, "is the file of the requests: name another");
-    Session session{open_engine(options, directory), {nullptr, tokenizer_free}};
-    if (file_exists(join_path(directory, "tokenizer.json"))) session.tokenizer = open_tokenizer(options, directory);
-    add_end(options, session.tokenizer.get(), session.engine.model.config);
+    Session session = open_model(options);
     int wrong = 0, longest = 1;
     Requests requests = read_requests(options, session, wrong);
     for (auto &request : requests) longest = std::max(longest, request->positions());

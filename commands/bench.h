@@ -364,7 +364,7 @@ inline int run_bench_draft(const Options &options);  // draft.h
 
 inline int run_bench(const Options &options) {
     if (!options.draft.empty()) return run_bench_draft(options);
-    std::string directory = checkpoint_directory(options);
+    const std::string &directory = options.directory;
     double begin = now(), cache_bytes = 0;
     Engine engine = open_engine(options, directory);
     double loaded = now();

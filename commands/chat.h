@@ -23,7 +23,7 @@ struct Border {
 
 // The conversation as it was read last.
 struct Asked {
-    Rendered all;                            // without what ended the answer
+    std::string all;                         // with its marks, without what ended the answer
     std::vector<int> ids;                    // up to where that answer begins
     std::vector<Border> borders = {{0, 0}};  // of the text
     size_t dropped = 0;                      // turns, of the oldest
@@ -44,17 +44,15 @@ inline bool is_plain(const Chat &chat) { return chat.options.chat_template == "p
 
 // Up to the last answer's end before the text is another one, a conversation keeps its ids: those that a model writes
 // need not be the ones that their text would become.
-inline Asked with_ids(const Chat &chat, const Rendered &all, size_t dropped) {
-    auto same = [](const std::string &a, const std::string &b) {
-        return (size_t)(std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin());
-    };
-    const size_t differs = std::min(same(chat.asked.all.text, all.text), same(chat.asked.all.typed, all.typed));
+inline Asked with_ids(const Chat &chat, const std::string &all, size_t dropped) {
+    const std::string &read = chat.asked.all;
+    const size_t differs = std::mismatch(read.begin(), read.end(), all.begin(), all.end()).first - read.begin();
     Asked asked{all, {}, chat.asked.borders, dropped};
     while (asked.borders.back().bytes > differs) asked.borders.pop_back();
     const Border from = asked.borders.back();
     asked.ids.assign(chat.session.tokens.begin(), chat.session.tokens.begin() + (int64_t)from.tokens);
-    const std::string rest = all.text.substr(from.bytes);
-    for (int id : encode(chat.session.tokenizer.get(), rest, "this turn", all.typed.data() + from.bytes))
+    const Rendered rest = unmarked(all.substr(from.bytes));
+    for (int id : encode(chat.session.tokenizer.get(), rest.text, "this turn", rest.typed.data()))
         asked.ids.push_back(id);
     require_ids(asked.ids, chat.session.engine.model.config);
     return asked;
@@ -115,12 +113,11 @@ inline std::string answer_of(const Session &session, size_t &count) {
 // Takes the answer that stands behind the prompt. What a template gets of it is its text by itself, as it would be
 // decoded elsewhere: without the blank that a word of SentencePiece begins with, which the template writes.
 inline void take_answer(Chat &chat, size_t count) {
-    const Rendered said = unmarked(marked(chat.form, answer_of(chat.session, count), "the answer"));
-    chat.asked.all.text += said.text, chat.asked.all.typed += said.typed;
+    chat.asked.all += marked(chat.form, answer_of(chat.session, count), "the answer");
     const std::vector<int> &tokens = chat.session.tokens;
     const std::vector<int> own(tokens.begin() + chat.session.prompt, tokens.begin() + (int64_t)count);
     chat.turns.back().answer = decode(chat.session.tokenizer.get(), own);
-    chat.asked.borders.push_back({chat.asked.all.text.size(), count});
+    chat.asked.borders.push_back({chat.asked.all.size(), count});
 }
 
 // Answers the last turn. What it says of it: on the terminal a line, with --json all.
@@ -176,9 +173,8 @@ inline std::string picture_of(const Cache &cache) {
         std::string marks;
         for (int64_t i = 0; i * width < rows; i++)
             marks += held[i] >= std::min(width, rows - i * width) ? '#' : held[i] ? '+' : '.';
-        all += formatted("%-10s %s  %d positions from %d on, in %lld rows", name_of(store.layout), marks.c_str(),
+        all += formatted("%-10s %s  %d positions from %d on, in %lld rows\n", name_of(store.layout), marks.c_str(),
                          length - first, first, (long long)rows);
-        all += "\n";
     }
     return all;
 }
@@ -207,14 +203,12 @@ inline bool next_line(std::string &line, bool on_terminal) {
 // ---- llm chat ------------------------------------------------------------------------------------------------------
 
 inline Chat open_chat(Options options) {
-    const std::string directory = checkpoint_directory(options);
     if (options.chat_template.empty() && !options.has("-m")) options.chat_template = "plain";  // was not tuned for chat
-    Session session{open_engine(options, directory), open_tokenizer(options, directory)};
+    Session session = open_model(options);
     const Tokenizer *tokenizer = session.tokenizer.get();
-    ChatTemplate form = open_template(directory, options.chat_template, tokenizer);
+    ChatTemplate form = open_template(options.directory, options.chat_template, tokenizer);
     Chat chat{std::move(session), std::move(form), options};
     Config &config = chat.session.engine.model.config;
-    add_end(options, tokenizer, config);
     for (int i = 0; is_plain(chat) && i < tokenizer_before(tokenizer); i++)  // no template says what a text begins with
         chat.form.before += tokenizer_token(tokenizer, encode(tokenizer, "")[i]);
     // What the template writes behind an answer ends it also where no config says so.
@@ -226,14 +220,10 @@ inline Chat open_chat(Options options) {
         config.end_ids.push_back(*ending);
     else
         note("no special token ends an answer: is the template the model's?");
-    const int limit = chat.session.limit = options.when_full == "ring" ? INT_MAX
-                                           : options.context           ? limit_of(options, config, 0, false)
-                                                                       : std::min(config.context, 8192);
-    expect_positions_of(chat.session.engine, limit);
-    std::vector<Cache> &caches = chat.session.caches;
-    for (const CacheChoice &choice : options.caches())
-        caches.push_back(open_cache(options, chat.session.engine, choice, limit));
-    if (!caches.empty()) chat.session.drafter = open_drafter(options, chat.session, caches[0], 1, limit);
+    const int limit = options.when_full == "ring" ? INT_MAX
+                      : options.context           ? limit_of(options, config, 0, false)
+                                                  : std::min(config.context, 8192);
+    open_caches(options, chat.session, options.caches(), limit);
     return chat;
 }
 
@@ -268,12 +258,7 @@ inline int run_chat(const Options &options) {
     rl_outstream = stderr;
     rl_bind_key('\t', rl_insert);  // and no names of files
     Chat chat = open_chat(options);
-    std::unique_ptr<RowFile> file;
-    UseLogits dump;
-    if (options.has("--dump-logits")) {
-        file = std::make_unique<RowFile>(options.dump_logits, chat.session.engine.model.config.vocabulary);
-        dump = [&](const std::vector<float> &rows) { file->add(rows); };
-    }
+    LogitsFile dump(options, chat.session.engine.model.config.vocabulary);
     if (on_terminal) note("/help says what else there is");
     for (std::string line; next_line(line, on_terminal) && line != "/bye";) {
         const std::vector<Turn> before = chat.turns;
@@ -282,7 +267,7 @@ inline int run_chat(const Options &options) {
         if (line[0] != '/') chat.turns.push_back({line, ""});
         std::string problem;
         try {
-            const Report report = answer(chat, dump);
+            const Report report = answer(chat, dump.add());
             const std::string said = options.json ? report.json() : painted("2", report.text, 2);
             fputs((said + "\n").c_str(), options.json ? stdout : stderr);
             flush_output();
@@ -294,6 +279,6 @@ inline int run_chat(const Options &options) {
         }
         if (!problem.empty()) chat.turns = before, chat.asked.dropped = 0, note(problem);
     }
-    if (file) file->finish();
+    dump.finish();
     return 0;
 }

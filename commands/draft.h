@@ -46,7 +46,7 @@ inline Drafter open_drafter(const Options &options, const Session &session, cons
     drafter.engine = std::make_unique<Engine>(open_engine(options, options.draft, /*least=*/2 << 20));
     const Config &config = drafter.engine->model.config;
     Options beside = options;
-    beside.directory = options.draft, beside.given["-m"] = options.draft;
+    beside.directory = options.draft;
     const TokenizerPointer tokenizer = open_tokenizer(beside, options.draft);
     if (tokenizer && session.tokenizer)
         require_same_tokenizer(options.draft, session.tokenizer.get(), tokenizer.get());
@@ -150,7 +150,6 @@ inline int run_bench_draft(const Options &options) {
     if (session.limit - session.prompt < options.draft_tokens + 2)
         fail("-n: the prompt has %d tokens, and the context %d: too few are left to guess %d of them", session.prompt,
              session.limit, options.draft_tokens);
-    session.drafter = open_drafter(options, session, session.caches[0], 1, session.limit);
     const Sampler sampler{options.temperature, options.top_p, options.min_p, options.top_k, (uint64_t)options.seed};
     std::vector<DraftRow> rows;
     for (int guesses = 0; guesses <= options.draft_tokens; guesses++) rows.push_back({guesses, false});
@@ -223,7 +222,6 @@ inline int run_diff_draft(const Options &options) {
     Engine &engine = session.engine;
     Cache &cache = session.caches[0];
     std::vector<int> &tokens = session.tokens;
-    session.drafter = open_drafter(options, session, cache, 1, session.limit);
     Cache plain = open_cache(options, engine, options.caches()[0], session.limit);
     auto said = [&](const std::vector<int> &ids) {
         TextStream stream(session.tokenizer.get(), false);

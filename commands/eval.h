@@ -270,7 +270,7 @@ inline std::vector<EvalResult> open_results(const Options &options, Engine &engi
 }
 
 inline Evaluation evaluate(const Options &options) {
-    std::string directory = checkpoint_directory(options);
+    const std::string &directory = options.directory;
     Engine engine = open_engine(options, directory);
     const Config &config = engine.model.config;
     TokenizerPointer tokenizer = open_tokenizer(options, directory);

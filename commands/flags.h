@@ -80,7 +80,7 @@ inline const std::vector<Flag> &flags() {
         {"--min-p", "P", drawn, Real{&O::min_p, 0, 1}, "drop tokens below P times the likeliest's share (default 0)"},
         {"-s --seed", "SEED", drawn, Range<int64_t>{&O::seed, -1, 0x1p53},
          "for the same text again (default -1: drawn)"},
-        {"--samples", "N", "generate show", Int{&O::samples, 1, 4096},
+        {"--samples", "N", "generate show", Int{&O::sequences, 1, 4096},
          "generate: continuations of the prompt, with seeds from -s on; show: sequences that share it (default 1)"},
         {"-np --parallel", "N", "bench batch", Int{&O::sequences, 1, 4096},
          "batch: requests that run at once (default 16); bench: sequences that decode together (default 1)"},
@@ -311,8 +311,8 @@ inline void check_together(const Options &o) {
     refuse_if(o.standard_set, "--cache --kv -ctk -ctv --page --window --sinks", "--all is a set of its own: drop one");
     refuse_if(o.naive && in("diff eval memory"), "--cache", "llm " + o.command + " is about caches: " + layout_names());
     refuse_if(o.naive, "--samples -np", "several texts share a cache, which --cache none has not: drop one of the two");
-    refuse_if(o.samples > 1, "--dump-logits", "is for one text: drop --samples or --dump-logits");
-    const bool texts_drawn = in("generate") && o.samples > 1;
+    refuse_if(o.forks(), "--dump-logits", "is for one text: drop --samples or --dump-logits");
+    const bool texts_drawn = in("generate") && o.forks();
     refuse_if(texts_drawn && o.temperature == 0, "--samples", "at --temp 0 all are the same: raise --temp");
     refuse_if(texts_drawn && o.count == 0, "--samples", "with -n 0 there is nothing to draw: raise -n");
     refuse_if(o.naive && in("batch"), "--cache", "many requests need a cache: " + layout_names());
@@ -326,20 +326,19 @@ inline void check_together(const Options &o) {
     refuse_if(!o.draft.empty() && in("diff"), "--against --tolerance",
               "with --draft each token is held against the one without, to the last bit: drop one of the two");
     refuse_if(o.naive, "--draft", "--cache none computes all tokens anew in each pass: " + layout_names());
-    refuse_if(o.samples > 1, "--draft", "is for one text, or for llm batch: drop --samples or --draft");
+    refuse_if(o.forks(), "--draft", "is for one text, or for llm batch: drop --samples or --draft");
     refuse_if(o.caches().size() > 1, "--draft", "takes one cache: give one --cache and one --kv");
-    refuse_if(missing(Paged{}), "--pool --admission", "belongs to --cache paged" + found);
     refuse_if(o.against == "alone" && in("diff"), "--against", "is for llm batch: expected naive or full");
     refuse_if(o.against != "alone" && in("batch"), "--against", "is for llm diff: expected alone");
     refuse_if(
         in("batch") && o.pass_tokens < o.sequences, "--pass-tokens",
         formatted("each of %d requests at once (-np) takes a token of a pass: raise it, or lower -np", o.sequences));
-    refuse_if((in("batch") || o.samples > 1) && !missing(Paged{}) && any_blocks(o) && o.page % group_size, "--page",
+    refuse_if((in("batch") || o.forks()) && !missing(Paged{}) && any_blocks(o) && o.page % group_size, "--page",
               formatted("pages that are shared hold whole blocks of %d: give a multiple", group_size));
     refuse_if(o.layouts.empty(), "--kv -ctk -ctv", "is the type of a cache" + found + ": drop one of the two");
     refuse_if(o.layouts.empty(), "--swa-full", "is about what a cache keeps" + found + ": drop one of the two");
     refuse_if(shape > 0, "--swa-full", "layers of a shape look back to the first position and keep all: drop it");
-    refuse_if(missing(Paged{}), "--page", "belongs to --cache paged" + found);
+    refuse_if(missing(Paged{}), "--page --pool --admission", "belongs to --cache paged" + found);
     refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
     refuse_if(o.when_full == "ring" && (missing(Ring{}) || o.naive), "--cache",
               "--when-full ring is --cache ring: leave one out");
@@ -465,8 +464,8 @@ inline Options parse_options(const std::vector<std::string> &words) {
         options.layouts.clear();
         for_each_type<Layout>([&](auto layout) { options.layouts.push_back(layout); });
     }
-    const bool many = command == "batch" || options.samples > 1;
-    if (many && !options.has("--page") && any_blocks(options)) options.page = group_size;
+    if ((command == "batch" || options.forks()) && !options.has("--page") && any_blocks(options))
+        options.page = group_size;
     if (command == "batch") {
         if (!options.has("--cache")) options.layouts = {Paged{}};
         if (!options.has("-np")) options.sequences = std::min(16, options.pass_tokens);
@@ -478,6 +477,9 @@ inline Options parse_options(const std::vector<std::string> &words) {
         if (ring && !options.has("--when-full")) options.when_full = "ring";
     }
     check_together(options);
+    if (!options.has("-m")) options.directory = file_of_project("weights_tools/builtin");
+    if (!options.has("-m") && !options.has("--layers") && !file_exists(options.directory))
+        fail("%s: the built-in checkpoint is not there: give -m DIR", options.directory.c_str());
     if (options.count < 0) options.count = INT_MAX;
     const int processors = usable_threads("", nullptr);
     if (options.threads > processors)

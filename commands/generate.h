@@ -11,14 +11,6 @@
 // What is done otherwise than it was asked for, or might surprise.
 inline void note(const std::string &line) { fprintf(stderr, "llm: %s\n", line.c_str()); }
 
-// Without -m: the checkpoint that lies beside the program.
-inline std::string checkpoint_directory(const Options &options) {
-    if (options.has("-m")) return options.directory;
-    const std::string directory = file_of_project("weights_tools/builtin");
-    if (!file_exists(directory)) fail("%s: the built-in checkpoint is not there: give -m DIR", directory.c_str());
-    return directory;
-}
-
 // `least`: bytes of weights that are worth a thread of their own.
 inline Engine open_engine(const Options &options, const std::string &directory, int64_t least = 1) {
     const bool of_cpu = options.weights == "int8" || options.activations == "bf16";
@@ -116,7 +108,8 @@ inline int limit_of(const Options &options, const Config &config, int prompt, bo
 inline TokenizerPointer open_tokenizer(const Options &options, const std::string &directory) {
     std::string file = join_path(directory, "tokenizer.json"), cure = "fetch it, or give the text as --ids 1,2,3";
     if (file_exists(file)) return load_tokenizer(directory);
-    if (options.has("--ids") && options.command != "tokenize") return TokenizerPointer(nullptr, tokenizer_free);
+    const bool from_ids = options.command == "batch" || options.has("--ids");  // a request may give ids, or a text
+    if (from_ids && options.command != "tokenize") return TokenizerPointer(nullptr, tokenizer_free);
     if (file_exists(join_path(directory, "tokenizer.model")))
         cure =
             "tokenizer.model is not read here: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of Transformers "
@@ -126,14 +119,32 @@ inline TokenizerPointer open_tokenizer(const Options &options, const std::string
     fail("%s: No such file; %s", file.c_str(), cure.c_str());
 }
 
-// The end of a text that tokenizer_config.json names ends it beside those of the model, as with vLLM and mlx-lm.
-inline void add_end(const Options &options, const Tokenizer *tokenizer, Config &config) {
-    const int end = tokenizer ? tokenizer_end(tokenizer) : -1;
-    if (end < 0 || end >= config.vocabulary || std::count(config.end_ids.begin(), config.end_ids.end(), end)) return;
+// The model and its tokenizer, without a text or a cache yet. The end of a text that tokenizer_config.json names ends
+// it beside those of the model, as with vLLM and mlx-lm.
+inline Session open_model(const Options &options) {
+    Session session{open_engine(options, options.directory), open_tokenizer(options, options.directory)};
+    Config &config = session.engine.model.config;
+    const int end = session.tokenizer ? tokenizer_end(session.tokenizer.get()) : -1;
+    const bool known = std::count(config.end_ids.begin(), config.end_ids.end(), end);
+    if (end < 0 || end >= config.vocabulary || known) return session;
     config.end_ids.push_back(end);
-    if (options.ignore_end) return;
-    note(formatted("%s, id %d, ends the text: only tokenizer_config.json names it so (--ignore-eos goes on)",
-                   tokenizer_token(tokenizer, end), end));
+    if (!options.ignore_end)
+        note(formatted("%s, id %d, ends the text: only tokenizer_config.json names it so (--ignore-eos goes on)",
+                       tokenizer_token(session.tokenizer.get(), end), end));
+    return session;
+}
+
+inline Drafter open_drafter(const Options &options, const Session &session, const Cache &cache, int sequences,
+                            int capacity);                            // draft.h
+inline Report about_draft(const Drafter &drafter, size_t first = 0);  // of the passes from `first` on
+
+// The caches of a session, for so many tokens, and who guesses for the first of them.
+inline void open_caches(const Options &options, Session &session, const std::vector<CacheChoice> &choices, int limit) {
+    session.limit = limit;
+    expect_positions_of(session.engine, limit);
+    for (const CacheChoice &choice : choices)
+        session.caches.push_back(open_cache(options, session.engine, choice, limit));
+    if (!choices.empty()) session.drafter = open_drafter(options, session, session.caches[0], 1, limit);
 }
 
 // Says it where a checkpoint was tuned for chat: it expects texts in a form that its template would give them.
@@ -152,27 +163,18 @@ inline void note_template(const std::string &directory) {
 
 // Checks the prompt against the context and opens caches just large enough, unless -c says how large.
 inline Session open_session(const Options &options) {
-    std::string directory = checkpoint_directory(options);
-    Session session{open_engine(options, directory), open_tokenizer(options, directory)};
-    Config &config = session.engine.model.config;
-    add_end(options, session.tokenizer.get(), config);
+    Session session = open_model(options);
+    const Config &config = session.engine.model.config;
     session.tokens = prompt_tokens(options, session.tokenizer.get(), config);
     session.prompt = (int)session.tokens.size();
-    if (session.tokenizer && options.command == "generate") note_template(directory);
+    if (session.tokenizer && options.command == "generate") note_template(options.directory);
     std::vector<CacheChoice> choices = options.caches();
     if (options.against == "full") choices.insert(choices.begin(), {Contiguous{}, F32{}, F32{}});
     bool endless = !choices.empty() && options.command != "diff";  // what it compares with sees all positions
     for (const CacheChoice &choice : choices) endless &= std::holds_alternative<Ring>(choice.layout);
-    session.limit = limit_of(options, config, session.prompt, endless);
-    expect_positions_of(session.engine, session.limit);
-    for (const CacheChoice &choice : choices)
-        session.caches.push_back(open_cache(options, session.engine, choice, session.limit));
+    open_caches(options, session, choices, limit_of(options, config, session.prompt, endless));
     return session;
 }
-
-inline Drafter open_drafter(const Options &options, const Session &session, const Cache &cache, int sequences,
-                            int capacity);               // draft.h
-inline Report about_draft(const Drafter &drafter, size_t first = 0);  // of the passes from `first` on
 
 // Bytes that one decoding step reads: all weights but the embedding table, of which it reads a row.
 inline double weights_read(const Model &model) {
@@ -254,28 +256,34 @@ private:
     std::unique_ptr<FILE, int (*)(FILE *)> file_{nullptr, fclose};
 };
 
-// A NumPy file of float32 rows.
-class RowFile {
+// --dump-logits: a NumPy file of float32 rows, or without the flag none.
+class LogitsFile {
 public:
-    RowFile(const std::string &path, int width) : part_(path, "--dump-logits"), width_(width) {
-        fseek(part_.file(), header_bytes, SEEK_SET);
+    LogitsFile(const Options &options, int width) : width_(width) {
+        if (!options.has("--dump-logits")) return;
+        part_ = std::make_unique<PartFile>(options.dump_logits, "--dump-logits");
+        fseek(part_->file(), header_bytes, SEEK_SET);
     }
-    void add(const std::vector<float> &rows) {
-        count_ += fwrite(rows.data(), sizeof(float), rows.size(), part_.file()) / (size_t)width_;
+    UseLogits add() {
+        if (!part_) return nullptr;
+        return [this](const std::vector<float> &rows) {
+            count_ += fwrite(rows.data(), sizeof(float), rows.size(), part_->file()) / (size_t)width_;
+        };
     }
     // The header: magic, version 1.0, length of the rest, a Python dictionary.
     void finish() {
+        if (!part_) return;
         std::string start("\x93NUMPY\x01\x00\x76\x00", 10), shape = formatted("(%zu, %d)", count_, width_);
         start += "{'descr': '<f4', 'fortran_order': False, 'shape': " + shape + ", }";
         start.resize(header_bytes - 1, ' ');
-        rewind(part_.file());
-        fwrite((start + "\n").data(), 1, header_bytes, part_.file());
-        part_.finish();
+        rewind(part_->file());
+        fwrite((start + "\n").data(), 1, header_bytes, part_->file());
+        part_->finish();
     }
 
 private:
     static constexpr int header_bytes = 128;
-    PartFile part_;
+    std::unique_ptr<PartFile> part_;
     int width_;
     size_t count_ = 0;
 };
@@ -301,12 +309,9 @@ inline void add_names(Report &report, const Cache *cache, const char *layout_for
 // A ring's rows are used again: it has the last positions, and its sinks. Of the kind of layers that keeps most.
 inline std::string positions_stored(const Cache &cache) {
     const int all = cache.lengths[0];
-    const Ring *ring = nullptr;
-    for (const Store &store : cache.stores) {
-        const Ring *other = std::get_if<Ring>(&store.layout);
-        if (!other || !ring || other->slots > ring->slots) ring = other;
-        if (!ring) break;
-    }
+    auto keeps_less = [](const Store &a, const Store &b) { return kept_by(a.layout) < kept_by(b.layout); };
+    const auto most = std::max_element(cache.stores.begin(), cache.stores.end(), keeps_less);
+    const Ring *ring = std::get_if<Ring>(&most->layout);
     if (!ring || all <= ring->slots) return ", with " + counted(all, "position") + " stored";
     std::string first = ring->sinks ? formatted("the first %d and ", ring->sinks) : "";
     return formatted(", with %sthe last %d of %d positions stored", first.c_str(), ring->slots, all);
@@ -382,25 +387,18 @@ inline Report about_cache(const Config &config, const Cache *cache) {
 inline int run_samples(const Options &options);  // samples.h
 
 inline int run_generate(const Options &options) {
-    if (options.samples > 1) return run_samples(options);
+    if (options.forks()) return run_samples(options);
     Session session = open_session(options);
     const Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
-    if (cache) session.drafter = open_drafter(options, session, *cache, 1, session.limit);
-    std::unique_ptr<RowFile> dump;
-    if (options.has("--dump-logits"))
-        dump = std::make_unique<RowFile>(options.dump_logits, session.engine.model.config.vocabulary);
+    LogitsFile dump(options, session.engine.model.config.vocabulary);
     auto show = [&](const std::string &piece) {
-        if (options.json) return;
-        fwrite(piece.data(), 1, piece.size(), stdout);
-        flush_output();
+        if (!options.json) fwrite(piece.data(), 1, piece.size(), stdout), flush_output();
     };
     TextStream prompt(session.tokenizer.get(), false);  // special tokens as they are written
     const int before = options.has("--ids") ? 0 : tokenizer_before(session.tokenizer.get());
     for (int i = before; i < session.prompt && !options.hide_prompt; i++) show(prompt.next(session.tokens[i]));
-    UseLogits use_logits;
-    if (dump) use_logits = [&](const std::vector<float> &rows) { dump->add(rows); };
-    Generation result = generate(session, options, use_logits, show);
-    if (dump) dump->finish();
+    Generation result = generate(session, options, dump.add(), show);
+    dump.finish();
     if (!options.json) puts("");
 
     // A prompt's rate says something from 64 tokens on: the first pass also reads the weights for the first time.
@@ -434,7 +432,7 @@ inline int run_generate(const Options &options) {
 // ---- llm tokenize ------------------------------------------------------------------------------------------
 
 inline int run_tokenize(const Options &options) {
-    TokenizerPointer tokenizer = open_tokenizer(options, checkpoint_directory(options));
+    TokenizerPointer tokenizer = open_tokenizer(options, options.directory);
     bool from_ids = options.has("--ids");
     std::vector<int> ids = from_ids ? options.prompt_ids : encode(tokenizer.get(), options.prompt);
     for (int id : ids)

@@ -1,8 +1,7 @@
 // llm info: what is in a checkpoint, what its cache costs, and will it run; of any that has a config.json.
 #pragma once
 
-#include "generate.h"
-#include "sizes.h"
+#include "memory.h"
 
 // `window`: how far back the layers look at the most that have one.
 inline void add_config(Report &report, const Model &model, int window, int tokenizer_ids) {
@@ -26,7 +25,7 @@ inline void add_config(Report &report, const Model &model, int window, int token
 
 // 1 if it does not run here.
 inline int run_info(const Options &options) {
-    std::string directory = checkpoint_directory(options);
+    const std::string &directory = options.directory;
     CacheSizes sizes = load_cache_sizes(directory);
     Model model;
     int tokenizer_ids = 0;
@@ -42,21 +41,17 @@ inline int run_info(const Options &options) {
     report.add("architecture", sizes.architecture, directory + "\n  architecture   " + sizes.architecture);
 
     int furthest = 0, windowed = 0, layers = 0, convolving = 0, taps = 0;
-    double a_token = 0, whole = 0;  // in f16
     for (const Kind &kind : sizes.kinds) {
         layers += kind.layers;
-        if (kind.taps) {  // a state does not grow with the text
+        if (kind.taps)
             convolving += kind.layers, taps = kind.taps;
-            continue;
-        }
-        furthest = std::max(furthest, kind.window), windowed += kind.window ? kind.layers : 0;
-        a_token += 2.0 * kind.layers * kind.kv_heads * (kind.key_width + kind.value_width);
+        else if (kind.window)
+            windowed += kind.layers, furthest = std::max(furthest, kind.window);
     }
     if (runs) add_config(report, model, furthest, tokenizer_ids);
-    const std::vector<Store> stores =
-        stores_of(cache_shapes(options, sizes.kinds, sizes.context, sizes.context), Contiguous{});
     const CacheChoice f16 = {Contiguous{}, F16{}, F16{}};
-    for (const Store &store : stores) whole += bytes_of(store, F16{}, F16{}).total();
+    const std::vector<CacheShape> shapes = cache_shapes(options, sizes.kinds, sizes.context, sizes.context);
+    const double a_token = bytes_per_token(shapes, f16), whole = full_bytes(shapes, f16).total();
     const Kind first = sizes.kinds.empty() ? Kind{} : sizes.kinds[0];
     double weights = (double)model.weight_bytes;
     const Room free = free_memory_of_host();
@@ -75,7 +70,8 @@ inline int run_info(const Options &options) {
     if (windowed) report.say(formatted("; %d of the layers look back %d", windowed, furthest));
     if (convolving)
         report.say(formatted("; %d of %d layers are short convolutions of %d positions", convolving, layers, taps));
-    const std::vector<Report> kinds = kinds_of(sizes.kinds, sizes.rows, stores, f16, sizes.context);
+    const std::vector<Report> kinds =
+        kinds_of(sizes.kinds, sizes.rows, stores_of(shapes, f16.layout), f16, sizes.context);
     const std::string indent(17, ' ');
     report.list("kinds", kinds).say("\n" + lines_of(kinds, indent));
     report.add("cache_bytes_per_token_f16", known(a_token), indent + in_units(a_token) + " a token in f16");

@@ -1,7 +1,8 @@
 // llm memory: the formula. Bytes of a cache, for every layout and precision; what fits; how fast it is read.
 #pragma once
 
-#include "info.h"
+#include "generate.h"
+#include "sizes.h"
 
 // What is asked about. A shape by flags is that of a model without weights, whose layers look back to the beginning.
 struct MemoryQuestion {
@@ -21,7 +22,7 @@ inline MemoryQuestion memory_question(const Options &options) {
         sizes.kinds = {{options.kv_heads, options.head_dim, options.head_dim}};
         sizes.kinds[0].layers = options.layers;
     } else {
-        question.model = checkpoint_directory(options);
+        question.model = options.directory;
         sizes = load_cache_sizes(question.model);
         if (!sizes.no_size.empty()) fail("%s", sizes.no_size.c_str());
         if (sizes.why_not.empty()) question.weights = weights_read(load_model(question.model));

@@ -46,7 +46,7 @@ struct Options {
     std::map<std::string, std::string> given;  // flags that stood on the command line: first name -> value
     bool help = false, version = false, json = false;
 
-    std::string directory;            // of the checkpoint; "": the built-in one
+    std::string directory;            // of the checkpoint
     std::string prompt, prompt_file;  // the text of -p, or what stood in the file
     std::vector<int> prompt_ids;
     int count = 256, context = 0;  // tokens to generate at most; positions the cache holds, 0: as many as are needed
@@ -63,10 +63,11 @@ struct Options {
     int page = 16, window = 0, sinks = -1;  // window 0, sinks -1: as the model has it
 
     double temperature = 0, top_p = 1, min_p = 0;
-    int top_k = 0, samples = 1;
+    int top_k = 0;
     int64_t seed = 0;  // drawn where there is a temperature, but no seed
 
-    int sequences = 1, pass_tokens = 512, pool = 0;  // batch: at once; of a pass; positions of all pages, 0: for all
+    int sequences = 1;                // batch, bench: at once; generate, show: that share a prompt
+    int pass_tokens = 512, pool = 0;  // batch: of a pass; positions of all pages, 0: for all
     bool keep_going = false;                         // batch: also where lines are wrong
     std::string admission = "exact", events;         // batch
 
@@ -88,6 +89,7 @@ struct Options {
     double weight_bytes = 0, budget = 0, bandwidth = 0;
 
     bool has(const std::string &flag) const { return given.count(flag) > 0; }
+    bool forks() const { return has("--samples") && sequences > 1; }  // of a prompt
 
     // Each layout with each pair of types; --kv pairs a type with itself.
     std::vector<CacheChoice> caches() const {

@@ -11,7 +11,6 @@ inline void blame_cache(Engine &engine, const Cache *cache, const std::vector<in
     if (full_bytes(shapes, {cache->layout, F32{}, F32{}}).total() > engine.memory().room().bytes) return;
     Cache exact = open_cache(engine.memory(), shapes, cache->layout, F32{}, F32{});
     if (begin) begin(exact);
-    int first = exact.lengths[0];
     const Config &config = engine.model.config;
     auto look = [&](const char *what, CacheRows CacheView::*side, const Precision &asked, int layer, int position) {
         const LayerRows &at = config.rows[layer];
@@ -29,10 +28,9 @@ inline void blame_cache(Engine &engine, const Cache *cache, const std::vector<in
     };
     prefill_pass(engine, exact, 0, tokens, [&](int count) {
         for (int layer = 0; layer < config.layers; layer++)
-            for (int t = first; config.rows[layer].own && t < first + count; t++) {
+            for (int t = exact.lengths[0] - count; config.rows[layer].own && t < exact.lengths[0]; t++) {
                 look("key", &CacheView::keys, cache->type_k, layer, t);
                 look("value", &CacheView::values, cache->type_v, layer, t);
             }
-        first += count;
     });
 }

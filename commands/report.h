@@ -26,7 +26,7 @@ inline std::string in_units(double bytes) {
 
 inline std::string joined(const std::vector<std::string> &items, const char *between) {
     std::string all;
-    for (const std::string &item : items) all += (all.empty() ? "" : between) + item;
+    for (size_t i = 0; i < items.size(); i++) all += (i ? between : "") + items[i];
     return all;
 }
 
@@ -52,24 +52,23 @@ inline size_t columns_of(FILE *stream) {
 
 // Lines with more columns (bytes) are broken at their blanks; the rest begins behind `indent` blanks.
 inline std::string wrapped(const std::string &text, size_t columns, size_t indent = 0) {
-    std::string result;
-    for (size_t begin = 0, end; begin < text.size(); begin = end + 1) {
-        end = std::min(text.find('\n', begin), text.size());
-        std::string line = text.substr(begin, end - begin);
+    std::vector<std::string> lines;
+    for (std::string line : split(text, '\n')) {
         while (line.size() > columns) {
-            size_t first = line.find_first_not_of(' '), blank = line.rfind(' ', columns);
-            if (blank == std::string::npos || blank < first) blank = line.find(' ', std::min(first, line.size()));
-            size_t rest = std::min(line.find_first_not_of(' ', blank), line.size());
-            if (rest == line.size()) {
+            const size_t first = line.find_first_not_of(' ');
+            size_t blank = line.rfind(' ', columns);
+            if (blank == std::string::npos || blank < first) blank = line.find(' ', first);
+            const size_t rest = line.find_first_not_of(' ', blank);
+            if (rest == std::string::npos) {  // blanks at its end
                 line.resize(std::min(blank, line.size()));
                 break;
             }
-            result += line.substr(0, blank) + "\n";
+            lines.push_back(line.substr(0, blank));
             line = std::string(indent, ' ') + line.substr(rest);
         }
-        result += line + (end < text.size() ? "\n" : "");
+        lines.push_back(line);
     }
-    return result;
+    return joined(lines, "\n");
 }
 
 // ---- Results, described once: as text for a reader, as JSON for a program ------------------------------------------
@@ -126,16 +125,11 @@ public:
     }
     // This row, or the heads over it, with lines of so many columns: what does not fit goes on below.
     std::string folded(bool head, size_t width = columns_of(stdout)) const {
-        const std::string &line = head ? heads : text;
-        auto place = [&](size_t i) {
-            return i == columns.size() ? line.size() : head ? columns[i].head : columns[i].text;
-        };
-        auto trimmed = [](const std::string &some) { return some.substr(0, some.find_last_not_of(' ') + 1); };
         std::string lines, last;
         for (size_t i = 0; i < columns.size(); i++) {
-            const std::string cell = line.substr(place(i), place(i + 1) - place(i));
+            const std::string cell = part(head, i, i + 1);
             if (!last.empty() && trimmed(last + cell).size() > width)
-                lines += trimmed(last) + "\n", last = std::string(place(1), ' ');
+                lines += trimmed(last) + "\n", last = std::string(part(head, 0, 1).size(), ' ');
             last += cell;
         }
         return lines + trimmed(last) + "\n";
@@ -158,28 +152,29 @@ private:
     size_t names = 0;                                  // the first columns, which are no numbers
     std::vector<std::string> short_items, long_items;  // "key": value; the long ones have a line for each row of a list
 
+    static std::string trimmed(const std::string &line) { return line.substr(0, line.find_last_not_of(' ') + 1); }
+
+    // The columns [from, to) of this row, or of the heads over it.
+    std::string part(bool head, size_t from, size_t to) const {
+        const std::string &line = head ? heads : text;
+        auto place = [&](size_t i) {
+            return i >= columns.size() ? line.size() : head ? columns[i].head : columns[i].text;
+        };
+        return line.substr(place(from), place(to) - place(from));
+    }
     // A table's lines. If they are too long, its columns come in blocks below one another, with the names in each.
     static std::string lines_of(const std::vector<Report> &rows, size_t width) {
         const size_t count = rows[0].columns.size(), names = std::min(std::max<size_t>(1, rows[0].names), count);
-        auto part = [](const Report &row, bool head, size_t from, size_t to) {
-            auto place = [&](size_t i) {
-                return i >= row.columns.size() ? std::string::npos : head ? row.columns[i].head : row.columns[i].text;
-            };
-            const std::string &line = head ? row.heads : row.text;
-            return from < to ? line.substr(std::min(place(from), line.size()), place(to) - place(from)) : "";
-        };
         std::string result;
         for (size_t from = names, to; from < count || result.empty(); from = to) {
             auto line = [&](const Report &row, bool head) {
-                std::string text = part(row, head, 0, names) + part(row, head, from, to);
-                return head ? text.substr(0, text.find_last_not_of(' ') + 1) : text;
+                const std::string text = row.part(head, 0, names) + row.part(head, from, to);
+                return head ? trimmed(text) : text;
             };
-            auto fits = [&] {
-                bool all = line(rows[0], true).size() <= width;
-                for (const Report &row : rows) all &= line(row, false).size() <= width;
-                return all;
+            auto fits = [&](const Report &row) {
+                return std::max(line(row, true).size(), line(row, false).size()) <= width;
             };
-            for (to = count; to > from + 1 && !fits();) to--;
+            for (to = count; to > from + 1 && !std::all_of(rows.begin(), rows.end(), fits);) to--;
             result += line(rows[0], true) + "\n";
             for (const Report &row : rows) result += row.above + line(row, false) + "\n";
         }

@@ -2,27 +2,16 @@
 // which shares the prompt's pages and copies the last of them when it writes there.
 #pragma once
 
+#include <numeric>
+
 #include "generate.h"
 
-// Pages that are held, and how many it would be if each sequence had its own.
-inline std::pair<int, int> pages_held(const Cache &cache) {
-    int held = 0, alone = 0;
-    for (const Store &store : cache.stores) {
-        if (store.pool) held += store.pool->used();
-        for (int page = 0; store.pool && page < (int)store.pool->references.size(); page++)
-            alone += store.pool->references[page];
-    }
-    return {held, alone};
-}
-
 inline int run_samples(const Options &options) {
-    Options many = options;
-    many.sequences = options.samples;
-    Session session = open_session(many);
+    Session session = open_session(options);
     Engine &engine = session.engine;
     Cache &cache = session.caches[0];
     const Config &config = engine.model.config;
-    std::vector<Request> samples((size_t)options.samples);
+    std::vector<Request> samples((size_t)options.sequences);
     std::vector<int> running, next;
     const double start = now();
     auto take = [&](int i, const std::vector<float> &logits) {
@@ -40,8 +29,8 @@ inline int run_samples(const Options &options) {
     }
     try {
         const std::vector<float> first = prefill(engine, cache, 0, session.tokens);
-        for (int i = 1; i < options.samples; i++) fork(cache, 0, i);
-        for (int i = 0; i < options.samples; i++) take(i, first);
+        for (int i = 1; i < options.sequences; i++) fork(cache, 0, i);
+        for (int i = 0; i < options.sequences; i++) take(i, first);
         Progress progress("samples", (double)samples.size() * options.count);
         while (!running.empty()) {
             const std::vector<int> sequences = std::exchange(running, {});
@@ -75,7 +64,12 @@ inline int run_samples(const Options &options) {
     report.add("prompt_tokens", session.tokens).list("samples", rows);
     report.say(formatted("\n%lld tokens", (long long)generated)).show("seconds", now() - start, " in %.3g s\n");
     report.add("cache", about_cache(config, &cache));
-    if (const auto [held, alone] = pages_held(cache); cache.pages) {
+    if (cache.pages) {
+        int held = 0, alone = 0;
+        for (const PagePool &pool : cache.pages->pools) {
+            held += pool.used();
+            alone = std::accumulate(pool.references.begin(), pool.references.end(), alone);
+        }
         report.show("pages_held", held, "pages    %d held, ");
         report.show("pages_alone", alone, "%d if each text were alone\n");
     }

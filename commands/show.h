@@ -238,7 +238,6 @@ inline void add_errors(Report &report, const Session &session, const Cache &exac
 inline int run_show(const Options &given) {
     Options options = given;
     options.count = 0, options.device = "cpu";  // whose memory is read here
-    options.sequences = options.samples;
     Session session = open_session(options);
     const Config &config = session.engine.model.config;
     auto check = [](const char *flag, int value, int end) {
@@ -274,7 +273,7 @@ inline int run_show(const Options &given) {
             session.engine, cache, session.tokens,
             cache ? prefill(session.engine, *cache, 0, session.tokens) : forward_naive(session.engine, session.tokens),
             last);
-        for (int i = 1; i < options.samples; i++) fork(*cache, 0, i);
+        for (int i = 1; i < options.sequences; i++) fork(*cache, 0, i);
         stop_after(session, options.layer);
         add_attention(report, session, options, texts);
         if (cache) {

@@ -4,12 +4,14 @@
 #pragma once
 
 #include <fcntl.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 
 #include <csignal>
 
 #include "../base/text.h"
 #include "../base/usable.h"
+#include "report.h"
 
 extern "C" size_t utf8_valid(const char *text, size_t length);  // of the tokenizer: the first byte that is not UTF-8
 
@@ -18,75 +20,59 @@ struct Turn {
     std::string user, answer;
 };
 
-// A conversation as a model reads it. `typed`: of a special token's spelling that comes from outside the template the
+// A text as a model reads it. `typed`: of a special token's spelling that comes from outside the template the
 // first byte is 1, as it is text there; all others are 0.
 struct Rendered {
     std::string text, typed;
 };
 
-// Another program, which writes a line, and then one for each line that it reads.
-struct Helper {
+// The program that runs a template: it writes a line of JSON, and then one for each line that it reads. And the special
+// tokens that nobody else may write.
+struct ChatTemplate {
     pid_t child;
-    FILE *written;
-    std::shared_ptr<FILE> asked;  // closed, it ends the program
-    explicit Helper(std::vector<std::string> words) {
-        int in[2], out[2];
-        if (pipe(in) || pipe(out)) fail("%s: no pipe to it (%s)", words[0].c_str(), strerror(errno));
-        for (int end : {in[0], in[1], out[0], out[1]}) fcntl(end, F_SETFD, FD_CLOEXEC);
-        std::vector<char *> pointers;
-        for (std::string &word : words) pointers.push_back(word.data());
-        pointers.push_back(nullptr);
-        if ((child = fork()) < 0) fail("%s: cannot be started (%s)", words[0].c_str(), strerror(errno));
-        if (child == 0) {
-            dup2(in[0], 0), dup2(out[1], 1);
-            signal(SIGINT, SIG_IGN);  // Ctrl-C is meant for an answer
-            execvp(pointers[0], pointers.data());
-            _exit(127);
-        }
-        close(in[0]), close(out[1]);
-        written = fdopen(out[0], "r");
-        auto end = [program = child, out = written](FILE *in) {
-            fclose(in), fclose(out), waitpid(program, nullptr, 0);
-        };
-        asked = {fdopen(in[1], "w"), end};
+    std::shared_ptr<FILE> channel;  // both ways; closed, it ends the program
+    std::vector<std::string> specials = {};
+    std::string before = "", end = "";  // what stands before all that it writes; what it writes behind an answer
+
+    void ask(const std::string &question) const {
+        const auto before = signal(SIGPIPE, SIG_IGN);  // if it is gone, text() says so
+        dprintf(fileno(channel.get()), "%s\n", question.c_str());
+        signal(SIGPIPE, before);
     }
-    std::string line() const {
+    // What its next line says under a key.
+    std::string text(const char *key) const {
         std::string line;
-        for (int c; (c = getc(written)) != '\n'; line += (char)c)
+        for (int c; (c = getc(channel.get())) != '\n'; line += (char)c)
             if (c == EOF)
                 fail("the chat template's program ended: expected python3 to be there, and a template to end");
-        return line;
-    }
-    std::string ask(const std::string &question) const {
-        const auto before = signal(SIGPIPE, SIG_IGN);  // if it is gone, line() says so
-        fputs((question + "\n").c_str(), asked.get()), fflush(asked.get());
-        signal(SIGPIPE, before);
-        return line();
+        const Json reply = parse_json("the chat template", line);
+        const Section said{"the chat template", reply.get()};
+        if (said.find("error")) fail("%s", said.text("error", "").c_str());
+        return said.text(key, "");
     }
 };
-
-// A program that renders, and the special tokens that nobody else may write.
-struct ChatTemplate {
-    Helper helper;
-    std::vector<std::string> specials;
-    std::string before = "", end = "";  // what stands before all that it writes; what it writes behind an answer
-};
-
-inline std::string text_in(const std::string &line, const char *key) {
-    const Json reply = parse_json("the chat template", line);
-    const Section said{"the chat template", reply.get()};
-    if (said.find("error")) fail("%s", said.text("error", "").c_str());
-    return said.text(key, "");
-}
 
 // `asked`: as --template has it; "": the checkpoint's own.
 inline ChatTemplate open_template(const std::string &directory, const std::string &asked, const Tokenizer *tokenizer) {
     const std::string script = file_of_project("weights_tools/chat_template.py");
     if (!file_exists(script)) fail("%s: is not there, expected it beside the program", script.c_str());
-    ChatTemplate opened{Helper({"python3", script, directory, asked}), {}};
+    int ends[2];  // ours and its
+    if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends)) fail("python3: no pipe to it (%s)", strerror(errno));
+    for (int end : ends) fcntl(end, F_SETFD, FD_CLOEXEC);
+    const pid_t child = fork();
+    if (child < 0) fail("python3: cannot be started (%s)", strerror(errno));
+    if (child == 0) {
+        dup2(ends[1], 0), dup2(ends[1], 1);
+        signal(SIGINT, SIG_IGN);  // Ctrl-C is meant for an answer
+        execlp("python3", "python3", script.c_str(), directory.c_str(), asked.c_str(), nullptr);
+        _exit(127);
+    }
+    close(ends[1]);
+    auto end_program = [child](FILE *file) { fclose(file), waitpid(child, nullptr, 0); };
+    ChatTemplate opened{child, {fdopen(ends[0], "r"), end_program}};
     for (int id = 0; id < tokenizer_size(tokenizer); id++)
         if (tokenizer_is_special(tokenizer, id)) opened.specials.push_back(tokenizer_token(tokenizer, id));
-    opened.end = text_in(opened.helper.line(), "end");
+    opened.end = opened.text("end");
     return opened;
 }
 
@@ -121,18 +107,15 @@ inline Rendered unmarked(const std::string &text) {
     return all;
 }
 
-// The conversation up to where the model's next answer begins. system: "" if none is given.
-inline Rendered render(const ChatTemplate &with, const std::string &system, const std::vector<Turn> &turns) {
-    std::string messages;
-    auto add = [&](const char *role, const std::string &text) {
-        messages += formatted("%s{\"role\": \"%s\", \"content\": ", messages.empty() ? "" : ", ", role);
-        messages += json_of(marked(with, text, strcmp(role, "system") ? "this turn" : "--system")) + "}";
+// The conversation up to where the model's next answer begins, with its marks. system: "" if none is given.
+inline std::string render(const ChatTemplate &with, const std::string &system, const std::vector<Turn> &turns) {
+    std::vector<Report> messages;
+    auto add = [&](const char *role, const std::string &text, const char *what = "this turn") {
+        messages.push_back(Report().add("role", role).add("content", marked(with, text, what)));
     };
-    if (!system.empty()) add("system", system);
-    for (size_t i = 0; i < turns.size(); i++) {
-        add("user", turns[i].user);
-        if (i + 1 < turns.size()) add("assistant", turns[i].answer);
-    }
-    const Rendered all = unmarked(text_in(with.helper.ask("{\"messages\": [" + messages + "]}"), "text"));
-    return {with.before + all.text, std::string(with.before.size(), 0) + all.typed};
+    if (!system.empty()) add("system", system, "--system");
+    for (const Turn &turn : turns) add("user", turn.user), add("assistant", turn.answer);
+    messages.pop_back();  // the last answer is to come
+    with.ask(Report().list("messages", messages).json());
+    return with.before + with.text("text");
 }

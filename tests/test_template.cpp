@@ -22,6 +22,10 @@ ChatTemplate opened(const std::string &directory, const std::string &asked = "")
     return open_template(directory, asked, builtin());
 }
 
+Rendered rendered(const ChatTemplate &with, const std::string &system, const Turns &turns) {
+    return unmarked(render(with, system, turns));
+}
+
 struct Conversation {
     std::string title, system;
     Turns turns;
@@ -88,7 +92,7 @@ TEST_CASE("templates write what Transformers makes of those of the models, byte 
             CAPTURE(said.title);
             const cJSON *text = checkpoint.texts.find(said.title.c_str());
             if (!text) continue;  // there the model's own has a text that is its own
-            CHECK(render(with, said.system, said.turns).text == text->valuestring);
+            CHECK(rendered(with, said.system, said.turns).text == text->valuestring);
             texts++;
         }
     }
@@ -110,7 +114,7 @@ TEST_CASE("of special tokens those from outside are marked, where they begin, an
         for (const Conversation &said : conversations()) {
             const cJSON *text = checkpoint.texts.find(said.title.c_str());
             if (!text || !contains(said.title, "spelled")) continue;
-            const Rendered all = render(with, said.system, said.turns);
+            const Rendered all = rendered(with, said.system, said.turns);
             CHECK(all.text == text->valuestring);
             REQUIRE(all.typed.size() == all.text.size());
             std::string outside = said.system;
@@ -137,21 +141,21 @@ TEST_CASE("what is said comes through as it is, the mark and the letters of JSON
     const ChatTemplate with = opened("weights_tools/builtin", "plain");
     for (const std::string text :
          {"\1", "\1\1 <|endoftext|>\1", "\\ \" \n \t \x7f", "<|endoftext|>\1<|endoftext|>", ""})
-        CHECK(render(with, "", {{text, ""}}).text == text);
-    CHECK(render(with, "", {{"a\1<|endoftext|>", ""}}).typed == std::string("\0\0\1\0\0\0\0\0\0\0\0\0\0\0\0", 15));
-    check_contains(error_of([&] { render(with, "", {{"caf\xe9", ""}}); }), "this turn", "not UTF-8 at byte 3");
-    check_contains(error_of([&] { render(with, "\xff", {{"Hi", ""}}); }), "--system", "not UTF-8 at byte 0");
+        CHECK(rendered(with, "", {{text, ""}}).text == text);
+    CHECK(rendered(with, "", {{"a\1<|endoftext|>", ""}}).typed == std::string("\0\0\1\0\0\0\0\0\0\0\0\0\0\0\0", 15));
+    check_contains(error_of([&] { rendered(with, "", {{"caf\xe9", ""}}); }), "this turn", "not UTF-8 at byte 3");
+    check_contains(error_of([&] { rendered(with, "\xff", {{"Hi", ""}}); }), "--system", "not UTF-8 at byte 0");
     const std::string ended("a\0\1\2b\0", 6);
-    CHECK(render(with, "", {{ended, ""}}).text == ended);
+    CHECK(rendered(with, "", {{ended, ""}}).text == ended);
     setenv("PYTHONIOENCODING", "latin-1", 1);
-    CHECK(render(opened("weights_tools/builtin", "plain"), "", {{"café", ""}}).text == "café");
+    CHECK(rendered(opened("weights_tools/builtin", "plain"), "", {{"café", ""}}).text == "café");
     unsetenv("PYTHONIOENCODING");
 }
 
 TEST_CASE("a template by its name, or of a file") {
     const Scratch bare;
     const auto hello = [&](const std::string &asked) {
-        return render(opened(bare.str(), asked), "", {{"Hi", ""}}).text;
+        return rendered(opened(bare.str(), asked), "", {{"Hi", ""}}).text;
     };
     CHECK(hello("chatml") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n");
     CHECK(opened(bare.str(), "chatml").end == "<|im_end|>\n");
@@ -177,7 +181,7 @@ TEST_CASE(
     const Scratch bare;
     const auto written = [&](const std::string &value) {
         spill(bare / "tokenizer_config.json", "{\"weight\": NaN, \"chat_template\": " + value + "}");
-        return render(opened(bare.str()), "", {{"Hi", ""}}).text;
+        return rendered(opened(bare.str()), "", {{"Hi", ""}}).text;
     };
     const std::string tools = R"([{"name": "tool_use", "template": "tools"}, )",
                       one = R"("1 {{ messages[0].content }}")";
@@ -247,18 +251,18 @@ TEST_CASE(
         all += "{% if said == 'case " + std::to_string(i) + "' %}" + cases[i].program + "{% endif %}";
     spill(place, all + "{% if said != 'silent' %}{{ messages[-1].content }}{% endif %}");
     const ChatTemplate with = opened(bare.str());
-    auto refusal = [&](const std::string &said) { return error_of([&] { render(with, "", {{said, ""}}); }); };
+    auto refusal = [&](const std::string &said) { return error_of([&] { rendered(with, "", {{said, ""}}); }); };
     for (size_t i = 0; i < std::size(cases); i++) {
         CAPTURE(cases[i].program);
         check_contains(refusal("case " + std::to_string(i)), place + ": ", cases[i].says);
-        CHECK(render(with, "", {{"good", ""}}).text == "good");
+        CHECK(rendered(with, "", {{"good", ""}}).text == "good");
     }
     check_contains(refusal("silent"), place + ": it does not write what was said");
-    kill(with.helper.child, SIGKILL);
+    kill(with.child, SIGKILL);
     for (int i = 0; i < 2; i++) check_contains(refusal("good"), "program ended", "python3");
     spill(place, "{% if messages[0].content == 'C' %}{{ ([[messages | length] * 1000] * 30000) | sum(start=[]) }}{% endif %}");
     const ChatTemplate slow = opened(bare.str());  // in C code, which hears of no time
-    check_contains(error_of([&] { render(slow, "", {{"C", ""}}); }), "program ended", "a template to end");
+    check_contains(error_of([&] { rendered(slow, "", {{"C", ""}}); }), "program ended", "a template to end");
     CHECK(slow.end == "");
     const std::string path = getenv("PATH");
     setenv("PATH", bare.str().c_str(), 1);
@@ -273,6 +277,6 @@ TEST_CASE("what templates find there beside Jinja's own is as Transformers has i
           "{{ {'a': 'é<'} | tojson }}{{ [1, 2] | tojson(indent=1) }}{{ strftime_now('%d %b %Y') }}\n"
           "  {% if tools is none and documents is none %}\nnone{% endif %}{{ bos_token }}"
           "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ add_generation_prompt }}");
-    CHECK(render(opened(bare.str(), bare / "all.jinja"), "", {{"Hi", ""}}).text ==
+    CHECK(rendered(opened(bare.str(), bare / "all.jinja"), "", {{"Hi", ""}}).text ==
           "{\"a\": \"é<\"}[\n 1,\n 2\n]05 Mar 2026\nnoneHiTrue");
 }
