@@ -51,9 +51,9 @@ struct TextStream {
     }
 };
 
-// The text of ids; special tokens give nothing.
-inline std::string decode(const Tokenizer *tokenizer, const std::vector<int> &ids) {
-    TextStream stream(tokenizer);
+// The text of ids. Special tokens that are skipped give nothing.
+inline std::string decode(const Tokenizer *tokenizer, const std::vector<int> &ids, bool skip_special = true) {
+    TextStream stream(tokenizer, skip_special);
     std::string text;
     for (int id : ids) text += stream.next(id);
     return text + stream.flush();
