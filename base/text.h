@@ -33,6 +33,10 @@ struct TextStream {
     explicit TextStream(const Tokenizer *source, bool skip_special = true) : tokenizer(source) {
         if (tokenizer) stream.reset(tokenizer_stream_begin(tokenizer, skip_special));
     }
+    // Behind tokens whose text was said before.
+    TextStream(const Tokenizer *source, const std::vector<int> &before) : TextStream(source) {
+        for (int id : before) next(id);
+    }
     std::string next(int id) {
         if (!tokenizer) return std::to_string(id) + " ";
         size_t length;

@@ -87,8 +87,7 @@ inline std::vector<std::unique_ptr<Request>> read_requests(const Options &option
                 fail("%s: %d tokens and %d more take %lld positions, a sequence has %d: shorten it%s", name.c_str(),
                      request.prompt, request.count, (long long)positions, limit,
                      limit < config.context ? " or raise -c" : "");
-            request.stream = std::make_unique<TextStream>(session.tokenizer.get());
-            for (int token : request.tokens) request.stream->next(token);
+            request.stream = std::make_unique<TextStream>(session.tokenizer.get(), request.tokens);
             requests.push_back(std::make_unique<Request>(std::move(request)));
         } catch (const Error &error) {
             leave_out(options, error, wrong);
@@ -240,8 +239,7 @@ inline bool same_alone(const Options &options, Session &session, const Request &
     alone.tokens.assign(request.tokens.begin(), request.tokens.begin() + request.prompt);
     alone.prompt = request.prompt, alone.count = request.count;
     alone.sampler = request.sampler, alone.stops = request.stops;
-    alone.stream = std::make_unique<TextStream>(session.tokenizer.get());
-    for (int token : alone.tokens) alone.stream->next(token);
+    alone.stream = std::make_unique<TextStream>(session.tokenizer.get(), alone.tokens);
     std::vector<float> logits = prefill(engine, cache, 0, alone.tokens);
     while (true) {
         alone.bits = checksum(alone.bits, logits);
@@ -318,12 +316,10 @@ inline int run_batch(const Options &options) {
         Progress progress("each alone", (double)requests.size(), "requests");
         try {
             for (auto &request : requests) same += same_alone(one, session, *request), Progress::add(1);
+            summary.show("same_alone", (int)same, "beside each alone: %d of ");
+            summary.say(counted((int64_t)requests.size(), "request") + " the same, to the last bit\n");
         } catch (Interrupted) {
         }
-    }
-    if (schedule.checks && !interrupted()) {
-        summary.show("same_alone", (int)same, "beside each alone: %d of ");
-        summary.say(counted((int64_t)requests.size(), "request") + " the same, to the last bit\n");
     }
     puts(summary.json().c_str());
     flush_output();

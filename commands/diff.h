@@ -221,8 +221,7 @@ inline int run_diff(const Options &options) {
         width = std::max(width, (int)results.back().name.size());
     }
     const bool several = results.size() > 1;
-    TextStream text(session.tokenizer.get());
-    for (int token : session.tokens) text.next(token);
+    TextStream text(session.tokenizer.get(), session.tokens);
     auto show = [&](const std::vector<DiffStep> &steps) {
         for (size_t i = 0; i < steps.size(); i++) results[i].steps.push_back(steps[i]);
         if (options.json) return;
