@@ -45,15 +45,14 @@ inline Drafter open_drafter(const Options &options, const Session &session, cons
     // In a small model threads wait for one another longer than they compute.
     drafter.engine = std::make_unique<Engine>(open_engine(options, options.draft, /*least=*/2 << 20));
     const Config &config = drafter.engine->model.config;
-    Options beside = options;
-    beside.directory = options.draft, beside.given["-m"] = options.draft;
-    const TokenizerPointer tokenizer = open_tokenizer(beside, options.draft);
+    const TokenizerPointer tokenizer = open_tokenizer(options, options.draft);
     if (tokenizer && session.tokenizer)
         require_same_tokenizer(options.draft, session.tokenizer.get(), tokenizer.get());
     else if (config.vocabulary != target.vocabulary)
         refuse("--draft", options.draft,
                formatted("knows %d ids, the model %d: expected a model with the same tokenizer", config.vocabulary,
                          target.vocabulary));
+    Options beside = options;
     beside.sequences = sequences, beside.pool = 0, beside.keep_all = false;
     const bool endless = std::holds_alternative<Ring>(cache.layout);
     const CacheChoice choice = {endless ? Layout(Ring{}) : Layout(Contiguous{}), F16{}, F16{}};

@@ -112,14 +112,9 @@ inline void check_size(const std::vector<CacheShape> &shapes, const CacheChoice 
              name_of(cache.layout), name_of(cache.type_k), name_of(cache.type_v), bytes);
 }
 
-inline std::vector<Report> kinds_of(const MemoryQuestion &question, const CacheChoice &cache) {
-    const CacheSizes &sizes = question.sizes;
-    return kinds_of(sizes.kinds, sizes.rows, stores_of(question.shapes, cache.layout), cache,
-                    question.shapes[0].capacity);
-}
-
 // The cells of a cache's row, and its part of the JSON.
 inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cache, const Options &options) {
+    const CacheSizes &sizes = question.sizes;
     const std::vector<CacheShape> &shapes = question.shapes;
     const int sequences = shapes[0].sequences, capacity = shapes[0].capacity;
     check_size(shapes, cache);
@@ -131,8 +126,8 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cach
     int64_t layers = 0, rows = 0, pages = 0;     // rows of a layer that keeps most
     for (size_t i = 0; i < stores.size(); i++) {
         const CacheChoice opened = {stores[i].layout, cache.type_k, cache.type_v};
-        const double readers = question.sizes.kinds[i].layers + shared_of(question.sizes.rows, i);
-        read += sequences * readers * layer_read(shapes[i], opened, question.sizes.kinds[i].window, capacity);
+        const double readers = sizes.kinds[i].layers + shared_of(sizes.rows, i);
+        read += sequences * readers * layer_read(shapes[i], opened, sizes.kinds[i].window, capacity);
         layers += std::exchange(no_layers[i].layers, 0);
         rows = std::max(rows, rows_now(stores[i]));
         if (auto *paged = std::get_if<Paged>(&stores[i].layout)) pages += paged->pages(shapes[i]);
@@ -152,7 +147,8 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cach
     add("times_smaller", smaller, in_figures(smaller), "smaller");
     add_bytes("bytes_per_token", bytes_per_token(shapes, cache), "a token");
     add_bytes("bytes_per_layer", (bytes.total() - full_bytes(no_layers, cache).total()) / layers, "a layer");
-    row.add("rows", rows).add("bytes_read_per_step", read).list("kinds", kinds_of(question, cache));
+    row.add("rows", rows).add("bytes_read_per_step", read);
+    row.list("kinds", kinds_of(sizes.kinds, sizes.rows, stores, cache, capacity));
     if (pages) row.add("pages", pages);
     add_bytes("bytes_read_per_token", read / sequences, "read");
     double rate = options.bandwidth * 1e9 * sequences / read;
@@ -184,7 +180,8 @@ inline void add_question(Report &report, const MemoryQuestion &question, const C
     report.add("head_dim", shape.key_width, times(shape.key_width, "number")).add("value_width", shape.value_width);
     report.add("batch", shape.sequences, times(shape.sequences, "sequence"));
     report.add("positions", shape.capacity, times(shape.capacity, "position") + " x bytes a number");
-    const std::vector<Report> kinds = kinds_of(question, named);
+    const std::vector<Report> kinds = kinds_of(question.sizes.kinds, question.sizes.rows,
+                                               stores_of(question.shapes, named.layout), named, shape.capacity);
     if (several) report.say(std::string(", as ") + name_of(named.layout) + " " + types_of(named));
     report.list("kinds", kinds).say(several ? ":\n" : "\n");
     for (const Report &kind : kinds) report.say(several ? "  " + kind.text + "\n" : "");
