@@ -194,11 +194,9 @@ struct BatchRun {
             }
             run_pass(session.engine, schedule, pass, options.ignore_end, [&](Request &request) { end(request); });
             passes++;
-            for (const Piece &piece : pass) {
-                Request &request = *piece.request;
-                const bool first = request.first_token == 0 && (int)request.tokens.size() > request.prompt;
-                if (first) request.first_token = now() - start;
-            }
+            for (const Piece &piece : pass)
+                if (Request &it = *piece.request; it.first_token == 0 && (int)it.tokens.size() > it.prompt)
+                    it.first_token = now() - start;
             most_pages = std::max(most_pages, schedule.held), most_bytes = std::max(most_bytes, schedule.bytes);
             if (events) tell_pass(pass);
             say_progress(requests);
