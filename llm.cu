@@ -353,8 +353,7 @@ inline Generation generate(Session &session, const Options &options, const UseLo
     std::vector<int> &tokens = session.tokens;
     Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
     Sampler sampler{options.temperature, options.top_p, options.min_p, options.top_k, (uint64_t)options.seed};
-    TextStream text(session.tokenizer.get());
-    for (int token : tokens) text.next(token);
+    TextStream text(session.tokenizer.get(), tokens);
     Generation result;
     auto say = [&](const std::string &piece) { result.text += piece, show(piece); };
     auto use = [&](const std::vector<float> &found, int position) {

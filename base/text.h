@@ -33,6 +33,10 @@ struct TextStream {
     explicit TextStream(const Tokenizer *source, bool skip_special = true) : tokenizer(source) {
         if (tokenizer) stream.reset(tokenizer_stream_begin(tokenizer, skip_special));
     }
+    // Behind tokens whose text was said before.
+    TextStream(const Tokenizer *source, const std::vector<int> &before) : TextStream(source) {
+        for (int id : before) next(id);
+    }
     std::string next(int id) {
         if (!tokenizer) return std::to_string(id) + " ";
         size_t length;
@@ -51,9 +55,9 @@ struct TextStream {
     }
 };
 
-// The text of ids; special tokens give nothing.
-inline std::string decode(const Tokenizer *tokenizer, const std::vector<int> &ids) {
-    TextStream stream(tokenizer);
+// The text of ids. Special tokens that are skipped give nothing.
+inline std::string decode(const Tokenizer *tokenizer, const std::vector<int> &ids, bool skip_special = true) {
+    TextStream stream(tokenizer, skip_special);
     std::string text;
     for (int id : ids) text += stream.next(id);
     return text + stream.flush();

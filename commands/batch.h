@@ -12,7 +12,7 @@ inline Request read_request(const std::string &name, const std::string &line, co
         if (line.compare(at, 6, "\\u0000") == 0) fail("%s: \\u0000 ends a text here: leave it out", name.c_str());
     const Json json = parse_json(name, line);
     const Section of = {name, json.get()};
-    for (const cJSON *item = json->child; item; item = item->next)
+    for (const cJSON *item : items_of(json.get()))
         if (!has("id prompt ids n temp top_k top_p min_p seed stop at", item->string))
             fail("%s: unknown key \"%s\"; known are id prompt ids n temp top_k top_p min_p seed stop at", name.c_str(),
                  printable(std::string(item->string)).c_str());
@@ -21,7 +21,7 @@ inline Request read_request(const std::string &name, const std::string &line, co
     if (!of.find("prompt") == !ids) fail("%s: expected either \"prompt\" or \"ids\"", name.c_str());
     if (ids) one.given["--ids"] = "";
     if (ids && !cJSON_IsArray(ids)) of.refuse("ids", ids, "a list of whole numbers");
-    for (const cJSON *id = ids ? ids->child : nullptr; id; id = id->next) {
+    for (const cJSON *id : items_of(ids)) {
         if (!is_whole(id, 0, INT_MAX)) of.refuse("ids", id, "a list of whole numbers");
         one.prompt_ids.push_back((int)id->valuedouble);
     }
@@ -45,14 +45,12 @@ inline Request read_request(const std::string &name, const std::string &line, co
         if (of.find(key) && request.sampler.temperature == 0) of.refuse(key, of.find(key), "none where \"temp\" is 0");
     request.at = of.number("at", 0, 1e9, 0);
     const cJSON *stop = of.find("stop");
-    auto add_stop = [&](const cJSON *item) {
+    std::vector<const cJSON *> stops = items_of(stop);
+    if (stop && !cJSON_IsArray(stop)) stops = {stop};
+    for (const cJSON *item : stops) {
         if (!cJSON_IsString(item) || !*item->valuestring) of.refuse("stop", item, "a text, or a list of texts");
         request.stops.push_back(item->valuestring);
-    };
-    if (stop && cJSON_IsArray(stop))
-        for (const cJSON *item = stop->child; item; item = item->next) add_stop(item);
-    else if (stop)
-        add_stop(stop);
+    }
     return request;
 }
 
@@ -89,8 +87,7 @@ inline std::vector<std::unique_ptr<Request>> read_requests(const Options &option
                 fail("%s: %d tokens and %d more take %lld positions, a sequence has %d: shorten it%s", name.c_str(),
                      request.prompt, request.count, (long long)positions, limit,
                      limit < config.context ? " or raise -c" : "");
-            request.stream = std::make_unique<TextStream>(session.tokenizer.get());
-            for (int token : request.tokens) request.stream->next(token);
+            request.stream = std::make_unique<TextStream>(session.tokenizer.get(), request.tokens);
             requests.push_back(std::make_unique<Request>(std::move(request)));
         } catch (const Error &error) {
             leave_out(options, error, wrong);
@@ -102,40 +99,6 @@ inline std::vector<std::unique_ptr<Request>> read_requests(const Options &option
     return requests;
 }
 
-// ---- What happens, as JSON lines -----------------------------------------------------------------------------------
-
-class EventFile {
-public:
-    EventFile(const std::string &path, double start) : file_(path, "--events"), start_(start) {}
-    void add(Report event) { fprintf(file_.file(), "%s\n", event.add("seconds", now() - start_).json().c_str()); }
-    void add(const PageEvent &page, const Schedule &schedule) {
-        const char *const names[] = {"take", "share", "copy", "publish", "release", "free", "evict"};
-        Report event;
-        event.add("event", std::string(names[page.what])).add("kind", page.kind).add("page", page.page);
-        for (const Request *request : schedule.running)
-            if (request->sequence == page.sequence) event.add("id", request->id);
-        if (page.what == PageEvent::copied) event.add("from", page.from).add("count", page.count);
-        add(event);
-    }
-    // `known`: positions that it has in the cache, for one that comes in those that were found.
-    void add(const std::string &what, const Request &request, int known) {
-        add(Report().add("event", what).add("id", request.id).add("known", known));
-    }
-    void add(const std::vector<Piece> &pass, const Schedule &schedule) {
-        Report event, pieces;
-        int tokens = 0;
-        for (const Piece &piece : pass) tokens += piece.count, pieces.add(piece.request->id.c_str(), piece.count);
-        event.add("event", std::string("pass")).add("tokens", tokens).add("pieces", pieces);
-        event.add("running", (int)schedule.running.size()).add("waiting", (int)schedule.waiting.size());
-        add(event.add("pages", schedule.held));
-    }
-    void finish() { file_.finish(); }
-
-private:
-    PartFile file_;
-    double start_;
-};
-
 // ---- llm batch -----------------------------------------------------------------------------------------------------
 
 using Requests = std::vector<std::unique_ptr<Request>>;
@@ -146,7 +109,7 @@ struct BatchRun {
     Cache &cache;
     Schedule &schedule;
     const PagePool *pool;  // nullptr: the layout has no pages
-    std::unique_ptr<EventFile> events = nullptr;
+    std::unique_ptr<PartFile> events = nullptr;  // --events: what happens, as JSON lines
     const double start = now();
     double seconds = 0, planning = 0, next_line = start + 0.5;
     size_t come = 0, ended = 0;
@@ -154,12 +117,31 @@ struct BatchRun {
     int most_pages = 0;
     double most_bytes = 0;
 
+    void tell(Report event) { fprintf(events->file(), "%s\n", event.add("seconds", now() - start).json().c_str()); }
+    void tell_page(const PageEvent &page) {
+        const char *const names[] = {"take", "share", "copy", "publish", "release", "free", "evict"};
+        Report event;
+        event.add("event", std::string(names[page.what])).add("kind", page.kind).add("page", page.page);
+        for (const Request *request : schedule.running)
+            if (request->sequence == page.sequence) event.add("id", request->id);
+        if (page.what == PageEvent::copied) event.add("from", page.from).add("count", page.count);
+        tell(event);
+    }
+    void tell_pass(const std::vector<Piece> &pass) {
+        Report event, pieces;
+        int tokens = 0;
+        for (const Piece &piece : pass) tokens += piece.count, pieces.add(piece.request->id.c_str(), piece.count);
+        event.add("event", std::string("pass")).add("tokens", tokens).add("pieces", pieces);
+        event.add("running", (int)schedule.running.size()).add("waiting", (int)schedule.waiting.size());
+        tell(event.add("pages", schedule.held));
+    }
     void open_events() {
         if (!options.has("--events")) return;
-        events = std::make_unique<EventFile>(options.events, start);
-        cache.tell = [&](const PageEvent &event) { events->add(event, schedule); };
+        events = std::make_unique<PartFile>(options.events, "--events");
+        cache.tell = [&](const PageEvent &page) { tell_page(page); };
+        // `known`: positions that it has in the cache, for one that comes in those that were found.
         schedule.tell = [&](const std::string &what, const Request &request) {
-            events->add(what, request, cache.lengths[request.sequence]);
+            tell(Report().add("event", what).add("id", request.id).add("known", cache.lengths[request.sequence]));
         };
     }
 
@@ -212,13 +194,11 @@ struct BatchRun {
             }
             run_pass(session.engine, schedule, pass, options.ignore_end, [&](Request &request) { end(request); });
             passes++;
-            for (const Piece &piece : pass) {
-                Request &request = *piece.request;
-                const bool first = request.first_token == 0 && (int)request.tokens.size() > request.prompt;
-                if (first) request.first_token = now() - start;
-            }
+            for (const Piece &piece : pass)
+                if (Request &it = *piece.request; it.first_token == 0 && (int)it.tokens.size() > it.prompt)
+                    it.first_token = now() - start;
             most_pages = std::max(most_pages, schedule.held), most_bytes = std::max(most_bytes, schedule.bytes);
-            if (events) events->add(pass, schedule);
+            if (events) tell_pass(pass);
             say_progress(requests);
         }
     }
@@ -257,8 +237,7 @@ inline bool same_alone(const Options &options, Session &session, const Request &
     alone.tokens.assign(request.tokens.begin(), request.tokens.begin() + request.prompt);
     alone.prompt = request.prompt, alone.count = request.count;
     alone.sampler = request.sampler, alone.stops = request.stops;
-    alone.stream = std::make_unique<TextStream>(session.tokenizer.get());
-    for (int token : alone.tokens) alone.stream->next(token);
+    alone.stream = std::make_unique<TextStream>(session.tokenizer.get(), alone.tokens);
     std::vector<float> logits = prefill(engine, cache, 0, alone.tokens);
     while (true) {
         alone.bits = checksum(alone.bits, logits);
@@ -287,9 +266,8 @@ inline void require_one_rope(const Options &options, Engine &engine, const Reque
 }
 
 inline int run_batch(const Options &options) {
-    struct stat read = {}, written = {};
-    if (options.has("--events") && stat(options.prompt_file.c_str(), &read) == 0 &&
-        stat(options.events.c_str(), &written) == 0 && read.st_ino == written.st_ino && read.st_dev == written.st_dev)
+    std::error_code none;  // where nothing is yet, it is another file
+    if (options.has("--events") && std::filesystem::equivalent(options.prompt_file, options.events, none))
         refuse("--events", options.events, "is the file of the requests: name another");
     Session session = open_model(options);
     int wrong = 0, longest = 1;
@@ -333,12 +311,10 @@ inline int run_batch(const Options &options) {
         Progress progress("each alone", (double)requests.size(), "requests");
         try {
             for (auto &request : requests) same += same_alone(one, session, *request), Progress::add(1);
+            summary.show("same_alone", (int)same, "beside each alone: %d of ");
+            summary.say(counted((int64_t)requests.size(), "request") + " the same, to the last bit\n");
         } catch (Interrupted) {
         }
-    }
-    if (schedule.checks && !interrupted()) {
-        summary.show("same_alone", (int)same, "beside each alone: %d of ");
-        summary.say(counted((int64_t)requests.size(), "request") + " the same, to the last bit\n");
     }
     puts(summary.json().c_str());
     flush_output();

@@ -127,7 +127,7 @@ struct BenchRow {
     const Cache *cache;  // nullptr on the naive path
     int tokens, depth, sequences;  // tokens: of all sequences
     double bytes, operations;            // of all tokens: what must be read from memory, and computed, at least
-    std::function<void()> run, go_back;  // what is timed, and what is not: back to where it began
+    std::function<void()> prepare, run;  // what is not timed: to where it begins; and what is
     std::vector<double> seconds = {}, shares = {};
     // The roofline (Williams et al. 2009): whichever of the two takes longer.
     double least_seconds(double bandwidth, double matrix_rate) const {
@@ -231,11 +231,11 @@ struct Bench {
                 double least = row.least_seconds(bandwidths.back(), matrix_rates.back());
                 show_progress(formatted("%s at depth %d, round %d of %d: %.2f s or more", row.name.c_str(), row.depth,
                                         round, options.repeats, round > 1 ? row.seconds.back() : least));
+                row.prepare();
                 double start = now();
                 row.run();
                 double taken = now() - start;
                 measure_machine();
-                row.go_back();
                 if (round == 0) continue;
                 row.seconds.push_back(taken);
                 row.shares.push_back(row.least_seconds(mean(bandwidths), mean(matrix_rates)) / taken);
@@ -246,33 +246,29 @@ struct Bench {
         std::vector<int> tokens = bench_tokens(prompt, engine.model.config.vocabulary);
         double chunks = std::ceil((double)prompt / std::min(engine.chunk, chunk_of(cache)));
         rows.push_back({"prefill", &cache, prompt, 0, 1, weights_read(engine.model) * chunks,
-                        operations_of(engine.model, cache.layout, 0, prompt, 1),
+                        operations_of(engine.model, cache.layout, 0, prompt, 1), [&] { shrink(cache, 0, 0); },
                         [&] {
                             const std::vector<float> found = prefill(engine, cache, 0, tokens);
                             require_finite(engine, &cache, tokens, found, prompt - 1);
-                        },
-                        [&] { shrink(cache, 0, 0); }});
+                        }});
         measure(rows.size() - 1);
     }
     // The naive path's next token: a pass over all tokens so far.
     void time_naive(int depth) {
         std::vector<int> tokens = bench_tokens(depth + 1, engine.model.config.vocabulary);
         rows.push_back({"naive", nullptr, 1, depth, 1, weights_read(engine.model),
-                        operations_of(engine.model, Contiguous{}, 0, depth + 1, 1),
-                        [&] { require_finite(engine, nullptr, tokens, forward_naive(engine, tokens), depth); }, [] {}});
+                        operations_of(engine.model, Contiguous{}, 0, depth + 1, 1), [] {},
+                        [&] { require_finite(engine, nullptr, tokens, forward_naive(engine, tokens), depth); }});
         measure(rows.size() - 1);
     }
     void time_decode(std::vector<Cache> &caches, int depth, int steps) {
         size_t first = rows.size();
         for (Cache &cache : caches) {
-            show_progress(formatted("filling a cache up to %d positions", depth));
-            fill(engine, cache, depth);
             const int sequences = (int)cache.lengths.size();
             double bytes = weights_read(engine.model) * steps;
             for (int step = 1; step <= steps; step++)
                 bytes += sequences * cache_read(engine.model, cache, depth + step);
-            auto go_back = [=, &cache] {
-                if (limit_of(cache) == INT_MAX) return;  // a ring goes on
+            auto prepare = [=, &cache] {
                 int begin = depth;
                 for (const Store &store : cache.stores)  // what is behind a window is gone: once more
                     if (kept_by(store.layout) < INT_MAX) begin = 0;
@@ -280,8 +276,8 @@ struct Bench {
                 fill(engine, cache, depth);
             };
             rows.push_back({"decode", &cache, steps * sequences, depth, sequences, bytes,
-                            sequences * operations_of(engine.model, cache.layout, depth, steps, steps),
-                            [this, &cache, steps] { decode_some(engine, cache, steps); }, go_back});
+                            sequences * operations_of(engine.model, cache.layout, depth, steps, steps), prepare,
+                            [this, &cache, steps] { decode_some(engine, cache, steps); }});
         }
         measure(first);
     }

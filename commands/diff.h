@@ -10,7 +10,7 @@ struct DiffResult {
     std::vector<DiffStep> steps = {};
     std::vector<int> stored = {};          // (step): read_as_stored()
     int tested = 0, most_stored = 0;       // steps that read any; how many positions, at the most
-    int dropped = 0;                       // positions that a ring did without, at the most
+    int dropped = 0;                       // positions that a layer of the model sees at the last step, and here not
     int divergence = -1;                   // the first step at which the likeliest tokens differ
     bool same_bits = true;                 // of all logits of all steps
     double difference = 0, allowed = NAN;  // of a logit; NAN: any
@@ -40,23 +40,12 @@ inline int read_as_stored(const Cache &cache, const Config &config, int position
     return most;
 }
 
-// Positions that a layer of the model sees from there, and with this cache does not.
-inline int dropped_before(const Cache &cache, const Config &config, int position) {
-    int most = 0;
-    for (const Kind &kind : config.kinds) {
-        const Visible seen = visible_of(cache.layout, kind.window), all = {kind.window, 0};
-        most = std::max(most, seen.first(position) - std::max(all.first(position), seen.sinks));
-    }
-    return most;
-}
-
 inline void sum_up(DiffResult &result, const Config &config, int prompt) {
-    const int count = (int)result.steps.size();
+    const int count = (int)result.steps.size(), last = prompt - 1 + count - 1;
     for (int i = 0; i < count; i++) {
         const DiffStep &step = result.steps[i];
         result.stored.push_back(read_as_stored(result.cache, config, prompt - 1 + i));
         result.most_stored = std::max(result.most_stored, result.stored[i]);
-        result.dropped = std::max(result.dropped, dropped_before(result.cache, config, prompt - 1 + i));
         if (result.divergence < 0 && step.token != step.cached_token) result.divergence = i;
         result.same_bits &= step.same_bits;
         result.difference = std::max(result.difference, step.difference);
@@ -67,6 +56,10 @@ inline void sum_up(DiffResult &result, const Config &config, int prompt) {
         result.most_kl = std::max(result.most_kl, step.kl);
     }
     result.kl /= result.tested, result.tv /= result.tested;  // NAN: nothing was tested
+    for (const Kind &kind : config.kinds) {
+        const Visible seen = visible_of(result.cache.layout, kind.window), all = {kind.window, 0};
+        result.dropped = std::max(result.dropped, seen.first(last) - std::max(all.first(last), seen.sinks));
+    }
 }
 
 // Whether both paths multiply the same numbers. Otherwise a last digit that differs is made large: a GPU and
@@ -221,8 +214,7 @@ inline int run_diff(const Options &options) {
         width = std::max(width, (int)results.back().name.size());
     }
     const bool several = results.size() > 1;
-    TextStream text(session.tokenizer.get());
-    for (int token : session.tokens) text.next(token);
+    TextStream text(session.tokenizer.get(), session.tokens);
     auto show = [&](const std::vector<DiffStep> &steps) {
         for (size_t i = 0; i < steps.size(); i++) results[i].steps.push_back(steps[i]);
         if (options.json) return;

@@ -45,15 +45,14 @@ inline Drafter open_drafter(const Options &options, const Session &session, cons
     // In a small model threads wait for one another longer than they compute.
     drafter.engine = std::make_unique<Engine>(open_engine(options, options.draft, /*least=*/2 << 20));
     const Config &config = drafter.engine->model.config;
-    Options beside = options;
-    beside.directory = options.draft;
-    const TokenizerPointer tokenizer = open_tokenizer(beside, options.draft);
+    const TokenizerPointer tokenizer = open_tokenizer(options, options.draft);
     if (tokenizer && session.tokenizer)
         require_same_tokenizer(options.draft, session.tokenizer.get(), tokenizer.get());
     else if (config.vocabulary != target.vocabulary)
         refuse("--draft", options.draft,
                formatted("knows %d ids, the model %d: expected a model with the same tokenizer", config.vocabulary,
                          target.vocabulary));
+    Options beside = options;
     beside.sequences = sequences, beside.pool = 0, beside.keep_all = false;
     const bool endless = std::holds_alternative<Ring>(cache.layout);
     const CacheChoice choice = {endless ? Layout(Ring{}) : Layout(Contiguous{}), F16{}, F16{}};
@@ -69,12 +68,14 @@ inline Drafter open_drafter(const Options &options, const Session &session, cons
 struct DraftCounts {
     int passes = 0, drafted = 0, accepted = 0, paused = 0, guessed = 0;  // guessed: passes with guesses
     std::vector<int> tried = {}, right = {};                             // (guess): looked at, and right
+    double guessing = 0, checking[2] = {};  // seconds: of all guesses; of the rest of passes without and with them
     explicit DraftCounts(const Drafter &drafter, size_t first = 0) : tried(drafter.most), right(drafter.most) {
         for (size_t at = first; at < drafter.log.size(); at++) {
             const Drafter::Checked &pass = drafter.log[at];
             const int count = (int)pass.guesses.size();
             passes++, drafted += count, accepted += pass.right;
             guessed += count > 0, paused += pass.paused;
+            guessing += pass.guessing, checking[count > 0] += pass.seconds - pass.guessing;
             for (int i = 0; i < std::min({count, pass.right + 1, drafter.most}); i++)
                 tried[i]++, right[i] += i < pass.right;
         }
@@ -83,6 +84,7 @@ struct DraftCounts {
         const double looked_at = std::accumulate(tried.begin(), tried.end(), 0.0);
         return looked_at ? accepted / looked_at : NAN;
     }
+    double check() const { return guessed ? checking[1] / guessed : checking[0] / passes; }  // seconds of a pass
 };
 
 inline Report about_draft(const Drafter &drafter, size_t first) {
@@ -161,13 +163,8 @@ inline int run_bench_draft(const Options &options) {
             if (round == 0) continue;
             row.counts = DraftCounts(session.drafter);
             row.seconds.push_back(seconds);
-            double checking = 0, guessing = 0;
-            for (const Drafter::Checked &pass : session.drafter.log) {
-                if (!row.counts.guessed || !pass.guesses.empty()) checking += pass.seconds - pass.guessing;
-                guessing += pass.guessing;
-            }
-            row.checking.push_back(checking / (row.counts.guessed ? row.counts.guessed : row.counts.passes));
-            row.guessing.push_back(guessing / row.counts.passes);
+            row.checking.push_back(row.counts.check());
+            row.guessing.push_back(row.counts.guessing / row.counts.passes);
         }
     erase_progress();
     const double alone = median(rows[0].checking);
@@ -224,10 +221,7 @@ inline int run_diff_draft(const Options &options) {
     std::vector<int> &tokens = session.tokens;
     Cache plain = open_cache(options, engine, options.caches()[0], session.limit);
     auto said = [&](const std::vector<int> &ids) {
-        TextStream stream(session.tokenizer.get(), false);
-        std::string words;
-        for (int id : ids) words += stream.next(id);
-        return on_one_line(words + stream.flush());
+        return on_one_line(decode(session.tokenizer.get(), ids, /*skip_special=*/false));
     };
     int compared = 0, same_tokens = 0, same_bits = 0;
     double difference = 0;

@@ -7,16 +7,15 @@
 // What is asked about. A shape by flags is that of a model without weights, whose layers look back to the beginning.
 struct MemoryQuestion {
     std::string model;               // its directory; "": the flags give the shape
-    std::vector<Kind> kinds;         // of the layers that store rows
-    std::vector<LayerRows> rows;     // (these layers), of a model
+    CacheSizes sizes;
     std::vector<CacheShape> shapes;  // (kind)
     double weights = 0;              // bytes that a decoding step reads of them; 0: not known
-    bool several() const { return kinds.size() > 1 || shapes[0].local; }  // the formula is a sum, or about a window
+    bool several() const { return shapes.size() > 1 || shapes[0].local; }  // the formula is a sum, or about a window
 };
 
 inline MemoryQuestion memory_question(const Options &options) {
     MemoryQuestion question;
-    CacheSizes sizes;
+    CacheSizes &sizes = question.sizes;
     if (options.has("--layers")) {
         sizes.context = options.context;
         sizes.kinds = {{options.kv_heads, options.head_dim, options.head_dim}};
@@ -34,7 +33,6 @@ inline MemoryQuestion memory_question(const Options &options) {
         fail("%s: config.json does not say for how many positions: add -c N", question.model.c_str());
     if (!sizes.kinds[0].value_width && options.has("-ctv"))
         fail("-ctv: the values of %s are a part of its keys (MLA): use --kv", question.model.c_str());
-    question.kinds = sizes.kinds, question.rows = sizes.rows;
     question.shapes =
         cache_shapes(options, sizes.kinds, sizes.context, options.context ? options.context : sizes.context);
     for (CacheShape &shape : question.shapes) shape.sequences = options.batch;
@@ -115,13 +113,9 @@ inline void check_size(const std::vector<CacheShape> &shapes, const CacheChoice 
              name_of(cache.layout), name_of(cache.type_k), name_of(cache.type_v), bytes);
 }
 
-inline std::vector<Report> kinds_of(const MemoryQuestion &question, const CacheChoice &cache) {
-    return kinds_of(question.kinds, question.rows, stores_of(question.shapes, cache.layout), cache,
-                    question.shapes[0].capacity);
-}
-
 // The cells of a cache's row, and its part of the JSON.
 inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cache, const Options &options) {
+    const CacheSizes &sizes = question.sizes;
     const std::vector<CacheShape> &shapes = question.shapes;
     const int sequences = shapes[0].sequences, capacity = shapes[0].capacity;
     check_size(shapes, cache);
@@ -133,8 +127,8 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cach
     int64_t layers = 0, rows = 0, pages = 0;     // rows of a layer that keeps most
     for (size_t i = 0; i < stores.size(); i++) {
         const CacheChoice opened = {stores[i].layout, cache.type_k, cache.type_v};
-        const double readers = question.kinds[i].layers + shared_of(question.rows, i);
-        read += sequences * readers * layer_read(shapes[i], opened, question.kinds[i].window, capacity);
+        const double readers = sizes.kinds[i].layers + shared_of(sizes.rows, i);
+        read += sequences * readers * layer_read(shapes[i], opened, sizes.kinds[i].window, capacity);
         layers += std::exchange(no_layers[i].layers, 0);
         rows = std::max(rows, rows_now(stores[i]));
         if (auto *paged = std::get_if<Paged>(&stores[i].layout)) pages += paged->pages(shapes[i]);
@@ -154,7 +148,8 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cach
     add("times_smaller", smaller, in_figures(smaller), "smaller");
     add_bytes("bytes_per_token", bytes_per_token(shapes, cache), "a token");
     add_bytes("bytes_per_layer", (bytes.total() - full_bytes(no_layers, cache).total()) / layers, "a layer");
-    row.add("rows", rows).add("bytes_read_per_step", read).list("kinds", kinds_of(question, cache));
+    row.add("rows", rows).add("bytes_read_per_step", read);
+    row.list("kinds", kinds_of(sizes.kinds, sizes.rows, stores, cache, capacity));
     if (pages) row.add("pages", pages);
     add_bytes("bytes_read_per_token", read / sequences, "read");
     double rate = options.bandwidth * 1e9 * sequences / read;
@@ -174,7 +169,7 @@ inline void add_question(Report &report, const MemoryQuestion &question, const C
     const bool several = question.several();
     auto times = [&](int count, const char *what) { return several ? "" : " x " + counted(count, what); };
     int layers = 0;
-    for (const Kind &kind : question.kinds) layers += kind.layers;
+    for (const Kind &kind : question.sizes.kinds) layers += kind.layers;
     if (!question.model.empty()) report.add("model", question.model, question.model + "\n");
     auto is_state = [](const CacheShape &shape) { return shape.taps > 0; };
     const bool states = std::any_of(question.shapes.begin(), question.shapes.end(), is_state);
@@ -186,7 +181,8 @@ inline void add_question(Report &report, const MemoryQuestion &question, const C
     report.add("head_dim", shape.key_width, times(shape.key_width, "number")).add("value_width", shape.value_width);
     report.add("batch", shape.sequences, times(shape.sequences, "sequence"));
     report.add("positions", shape.capacity, times(shape.capacity, "position") + " x bytes a number");
-    const std::vector<Report> kinds = kinds_of(question, named);
+    const std::vector<Report> kinds = kinds_of(question.sizes.kinds, question.sizes.rows,
+                                               stores_of(question.shapes, named.layout), named, shape.capacity);
     if (several) report.say(std::string(", as ") + name_of(named.layout) + " " + types_of(named));
     report.list("kinds", kinds).say(several ? ":\n" : "\n");
     for (const Report &kind : kinds) report.say(several ? "  " + kind.text + "\n" : "");
@@ -231,7 +227,7 @@ inline int run_memory(const Options &options) {
             for_each_type<Precision>([&](auto type) { caches.push_back({layout, type, type}); });
     }
     std::vector<Report> rows;
-    double least = INFINITY, fit = 0;  // bytes of the smallest cache that holds anything; positions at the most
+    double least = INFINITY;  // bytes of the smallest cache that holds anything
     std::string above;
     for (const CacheChoice &cache : caches) {
         rows.push_back(memory_row(question, cache, options));
@@ -239,9 +235,8 @@ inline int run_memory(const Options &options) {
         if (line != above) rows.back().above = line;
         above = line;
         least = std::min(least, full_bytes(sized(question.shapes, cache.layout, 1).shapes, cache).total());
-        if (options.budget) fit = std::max(fit, tokens_in(options.budget, question.shapes, cache));
     }
-    if (options.budget && fit == 0)
+    if (options.budget && options.budget < least)
         fail("--budget: %.0f bytes; the smallest of these needs %.0f: raise it, or lower --kv, --page or --batch",
              options.budget, least);
     Report report;
@@ -250,7 +245,7 @@ inline int run_memory(const Options &options) {
     report.say(
         "\nmetadata: scales, zero points, padding, page tables, f16 blocks, sinks, spare rows; % of the payload\n");
     report.say("smaller: how many times, than f32\na token: a position in all layers, K and V with their scales\n");
-    report.say(question.kinds.size() > 1 ? "a layer: the mean, without" : "a layer: without");
+    report.say(question.sizes.kinds.size() > 1 ? "a layer: the mean, without" : "a layer: without");
     report.say(" page tables, which all layers share\nread: for a token decoded at position ");
     report.say(std::to_string(shape.capacity - 1) + ", what its sequence sees of the cache");
     if (question.weights) report.say(", and " + in_units(question.weights) + " of weights");

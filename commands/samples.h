@@ -24,8 +24,7 @@ inline int run_samples(const Options &options) {
         sample.tokens = session.tokens, sample.prompt = session.prompt;
         sample.count = std::min(options.count, std::max(1, session.limit - session.prompt));
         sample.sampler = {options.temperature, options.top_p, options.min_p, options.top_k, (uint64_t)options.seed + i};
-        sample.stream = std::make_unique<TextStream>(session.tokenizer.get());
-        for (int token : sample.tokens) sample.stream->next(token);
+        sample.stream = std::make_unique<TextStream>(session.tokenizer.get(), sample.tokens);
     }
     try {
         const std::vector<float> first = prefill(engine, cache, 0, session.tokens);

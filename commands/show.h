@@ -8,9 +8,23 @@
 
 struct SeenPosition {
     int position;
-    double score = 0, weight = 0;   // q . k, scaled; softmax of the scores
     std::vector<float> key, value;  // as the query reads them
+    double score = 0, weight = 0;   // q . k, scaled; softmax of the scores
 };
+
+// The key or the value of position t as a query reads it: keys rotated by these frequencies where the segment asks.
+inline std::vector<float> read_row(const Segment &segment, bool keys, int t, const float *frequencies = nullptr,
+                                   int rotary = 0) {
+    const Source &source = keys ? segment.keys : segment.values;
+    std::vector<float> numbers;
+    source.type.visit([&](auto format) {
+        using Format = decltype(format);
+        for (int c = 0; c < source.width; c++)
+            numbers.push_back(keys ? plain::key_number<Format>(segment, t, c, frequencies, rotary)
+                                   : Format::number(source.row(t), c));
+    });
+    return numbers;
+}
 
 // The last token's pass again, through the layers up to `layer`: what that one computed is then in engine.a.
 inline void stop_after(Session &session, int layer) {
@@ -22,20 +36,10 @@ inline void stop_after(Session &session, int layer) {
     engine.model.config.layers = all;
 }
 
-// What attention of a layer read in the last token's pass, and wrote.
-inline Attention attention_in(Session &session, int layer) {
-    Engine &engine = session.engine;
-    return attention_of(engine.a, engine.model, layer,
-                        session.caches.empty() ? nothing_stored(engine.model.config) : session.caches[0].stores);
-}
-
-// What the query of a head reads, as plain::attend_query does, and what it makes of it.
-inline std::vector<SeenPosition> look_back(Session &session, int layer, int head) {
-    Activations &a = session.engine.a;
-    const Attention task = attention_in(session, layer);
-    const Span &span = a.spans_on_host.back();
+// What the query of a head reads in the pass of that span, as plain::attend_query does, and what it makes of it.
+inline std::vector<SeenPosition> look_back(const Attention &task, const Span &span, const float *frequencies,
+                                           int head) {
     const float *query = task.query + (span.row * (int64_t)task.heads.query + head) * task.heads.width;
-    const float *frequencies = a.kinds[session.engine.model.config.rows[layer].kind].frequencies.data();
     HeadRows rows = {task.cache, task.layer, task.heads.kv_head(head), task.keys, task.values};
     Segments segments;
     add_sinks(segments, rows, span, task.visible);
@@ -45,15 +49,9 @@ inline std::vector<SeenPosition> look_back(Session &session, int layer, int head
     for (int i = 0; i < segments.count; i++) {
         const Segment &segment = segments.list[i];
         for (int t = segment.begin; t < segment.end; t++) {
-            SeenPosition one{t, 0, 0, {}, {}};
-            for (int c = 0; c < task.heads.width; c++) {
-                one.key.push_back(segment.keys.type.visit([&](auto format) {
-                    return plain::key_number<decltype(format)>(segment, t, c, frequencies, task.heads.rotary);
-                }));
-                one.value.push_back(segment.values.type.visit(
-                    [&](auto format) { return decltype(format)::number(segment.values.row(t), c); }));
-                one.score += (double)query[c] * one.key[c] * task.scale;
-            }
+            SeenPosition one = {t, read_row(segment, /*keys=*/true, t, frequencies, task.heads.rotary),
+                                read_row(segment, /*keys=*/false, t)};
+            for (int c = 0; c < task.heads.width; c++) one.score += (double)query[c] * one.key[c] * task.scale;
             largest = std::max(largest, seen.emplace_back(one).score);
         }
     }
@@ -72,13 +70,17 @@ inline std::string first_of(const std::vector<float> &numbers, size_t most = 8) 
 
 inline void add_attention(Report &report, Session &session, const Options &options,
                           const std::vector<std::string> &texts) {
-    const Attention task = attention_in(session, options.layer);
+    const Engine &engine = session.engine;
+    const Config &config = engine.model.config;
+    const Attention task = attention_of(engine.a, engine.model, options.layer,
+                                        session.caches.empty() ? nothing_stored(config) : session.caches[0].stores);
+    const float *frequencies = engine.a.kinds[config.rows[options.layer].kind].frequencies.data();
+    const Span &span = engine.a.spans_on_host.back();
     const Heads heads = task.heads;
-    const bool scaled = session.engine.model.config.score_scale;  // by a number of the model's own
+    const bool scaled = config.score_scale;  // by a number of the model's own
     const int width = heads.width, kv_head = heads.kv_head(options.head);
-    const int64_t row = session.engine.a.spans_on_host.back().row;
     auto vector_at = [&](const float *of) {
-        const float *start = of + (row * heads.query + options.head) * width;
+        const float *start = of + ((int64_t)span.row * heads.query + options.head) * width;
         return std::vector<float>(start, start + width);
     };
     std::vector<float> query = vector_at(task.query), output = vector_at(task.out);
@@ -94,7 +96,7 @@ inline void add_attention(Report &report, Session &session, const Options &optio
                       "fastest\n        pairs of RoPE; --layer 1 and beyond were trained)\n",
                       options.head, options.head + 1));
     std::vector<Report> rows;
-    for (const SeenPosition &one : look_back(session, options.layer, options.head)) {
+    for (const SeenPosition &one : look_back(task, span, frequencies, options.head)) {
         Report line;
         line.show("position", one.position, "%8d", "position").say(formatted("  %-12s", texts[one.position].c_str()));
         line.add("key", one.key, first_of({one.key.begin(), one.key.begin() + 2}), "   key (first 2)");
@@ -109,30 +111,16 @@ inline void add_attention(Report &report, Session &session, const Options &optio
 
 // ---- Where a row lives, and what is in it --------------------------------------------------------------------
 
-template <bool keys>
-struct CacheSide {
-    const Cache &cache;
-    const Store &store;
-    const CacheRows &rows = keys ? store.view.keys : store.view.values,
-                    &residual = keys ? store.view.residual_keys : store.view.residual_values;
-    // `layer` is one of the store's. Where a precision has blocks, positions of the newest are at f16 until it is full.
-    bool in_residual(int t) const { return residual.data && t / group_size == cache.lengths[0] / group_size; }
-    const char *row(int layer, int kv_head, int t) const {
-        if (in_residual(t)) return residual.at(layer, t % group_size, kv_head);
-        return rows.at(layer, row_of(store, 0, t), kv_head);
-    }
-    std::vector<float> read(int layer, int kv_head, int t) const {
-        std::vector<float> numbers;
-        auto read_as = [&](auto format) {
-            using Format = decltype(format);
-            auto row_at = [&](int i) { return row(layer, kv_head, i); };
-            for (int c = 0; c < rows.width; c++)
-                numbers.push_back(stored_number<keys, Format>(row_at, t, c, rows.width));
-        };
-        in_residual(t) ? read_as(F16()) : std::visit(read_as, keys ? cache.type_k : cache.type_v);
-        return numbers;
-    }
-};
+// Where the next query, at position `length`, finds position t of a head: in a stored row, or where a precision has
+// blocks and the newest is not full, in the residual block.
+inline Segment stored_at(const Attention &task, int kv_head, int length, int t) {
+    Segments stored;
+    const HeadRows head = {task.cache, task.layer, kv_head, task.keys, task.values};
+    Span next = {};
+    next.position = next.first = next.end = length;
+    add_rows(stored, head, next, Visible{});
+    return *std::find_if(stored.list, stored.list + stored.count, [&](auto &segment) { return t < segment.end; });
+}
 
 // Layout, page, row of a position.
 inline Report place_of(const Store &cache, int length, int position) {
@@ -161,20 +149,22 @@ inline Report place_of(const Store &cache, int length, int position) {
 }
 
 // The key or value of the last position, and what its numbers were when it was stored.
-template <bool keys>
-Report stored_report(const Session &session, int layer, int kv_head) {
+inline Report stored_report(const Session &session, int layer, int kv_head, bool keys) {
+    const Engine &engine = session.engine;
     const Cache &cache = session.caches[0];
-    const LayerRows &at = session.engine.model.config.rows[layer];
-    const CacheSide<keys> side = {cache, cache.stores[at.kind]};
-    const int position = cache.lengths[0] - 1;
-    const Activations::OfKind &of = session.engine.a.kinds[at.kind];
-    const float *before = (keys ? of.key : of.value).data() + (int64_t)kv_head * side.rows.width;
-    const bool residual = side.in_residual(position);
-    const CacheRows &rows = residual ? side.residual : side.rows;
-    const char *row = side.row(at.index, kv_head, position);
-    std::vector<float> reads = side.read(at.index, kv_head, position), was(before, before + rows.width);
-    std::string hex, shown, name = keys ? "K" : "V",
-                            type = residual ? "f16" : name_of(keys ? cache.type_k : cache.type_v);
+    const int length = cache.lengths[0], position = length - 1;
+    const Attention task = attention_of(engine.a, engine.model, layer, cache.stores);
+    const Segment segment = stored_at(task, kv_head, length, position);
+    const Source &source = keys ? segment.keys : segment.values;
+    const CacheView &view = task.cache;
+    const bool blocks = has_blocks(keys ? view.type_k : view.type_v), residual = blocks && !has_blocks(source.type);
+    const CacheRows &all = keys ? view.keys : view.values, &newest = keys ? view.residual_keys : view.residual_values;
+    const CacheRows &rows = residual ? newest : all;
+    const float *before = (keys ? task.keys : task.values).start + (int64_t)kv_head * rows.width;
+    const std::vector<float> reads = read_row(segment, keys, position), was(before, before + rows.width);
+    const char *row = source.row(position);
+    const std::string name = keys ? "K" : "V", type = source.type.visit([](auto format) { return format.name; });
+    std::string hex, shown;
     for (size_t i = 0; i < rows.row_bytes; i++) hex += formatted("%02x", (unsigned char)row[i]);
     for (size_t i = 0; i < std::min<size_t>(64, hex.size()); i += 16) shown += " " + hex.substr(i, 16);
     Report report;
@@ -182,7 +172,7 @@ Report stored_report(const Session &session, int layer, int kv_head) {
     report.add("in_residual_block", residual, residual ? "in the residual block of the newest 32 positions, " : "");
     report.show("byte", row - rows.data, "from byte %td ");
     report.show("bytes", rows.row_bytes, "of its memory on, %zu bytes\n");
-    if (keys && !residual && has_blocks(cache.type_k))
+    if (keys && blocks && !residual)
         report.say("       these hold a few channels of 32 positions, not all channels of this one\n");
     report.add("hex", hex, "stored " + shown + (hex.size() > 64 ? " ..\n" : "\n"));
     report.add("reads_as", reads, "reads  " + first_of(reads) + "\n");
@@ -194,19 +184,18 @@ Report stored_report(const Session &session, int layer, int kv_head) {
 
 // Over the positions that the last one sees; `exact` is the same cache at f32.
 inline void add_errors(Report &report, const Session &session, const Cache &exact) {
-    const Cache &cache = session.caches[0];
-    std::vector<std::pair<double, Report>> list;
-    const Config &config = session.engine.model.config;
-    auto add_head = [&](auto keys, int layer, int head) {
+    const Engine &engine = session.engine;
+    const Config &config = engine.model.config;
+    const int length = exact.lengths[0];
+    std::multimap<double, Report, std::greater<double>> list;  // the largest first
+    auto add_head = [&](bool keys, int layer, int head) {
         stop_if_interrupted();
-        const LayerRows &rows = config.rows[layer];
-        if (config.kind(layer).taps) return;  // states are f32 in both
-        const Store &store = cache.stores[rows.kind], &true_store = exact.stores[rows.kind];
-        const CacheSide<decltype(keys)::value> stored = {cache, store}, true_side = {exact, true_store};
-        const Visible visible = visible_of(store.view.layout, config.kinds[rows.kind].window);
+        const Attention task = attention_of(engine.a, engine.model, layer, session.caches[0].stores);
+        const Attention true_task = attention_of(engine.a, engine.model, layer, exact.stores);
         double squares = 0, truth = 0, worst = -1, channel = 0, at = 0;
-        for (int t = visible.first(cache.lengths[0] - 1); t < cache.lengths[0]; t++) {
-            std::vector<float> is = stored.read(rows.index, head, t), was = true_side.read(rows.index, head, t);
+        for (int t = task.visible.first(length - 1); t < length; t++) {
+            const std::vector<float> is = read_row(stored_at(task, head, length, t), keys, t),
+                                     was = read_row(stored_at(true_task, head, length, t), keys, t);
             for (size_t c = 0; c < is.size(); c++) {
                 double error = std::fabs((double)is[c] - was[c]);
                 squares += error * error, truth += (double)was[c] * was[c];
@@ -220,12 +209,13 @@ inline void add_errors(Report &report, const Session &session, const Cache &exac
         row.show("relative_error", relative, "%14.3g", "error / size");
         row.show("largest_error", worst, "%12.3g", "largest");
         row.show("channel", channel, "%9.0f", "channel").show("position", at, "%10.0f", "position");
-        list.push_back({relative, row});
+        list.emplace(relative, row);
     };
-    for (int layer = 0; layer < config.layers; layer++)
-        for (int head = 0; config.rows[layer].own && head < config.kind(layer).kv_heads; head++)
-            add_head(std::true_type(), layer, head), add_head(std::false_type(), layer, head);
-    std::stable_sort(list.begin(), list.end(), [](auto &a, auto &b) { return a.first > b.first; });
+    for (int layer = 0; layer < config.layers; layer++) {
+        const Kind &kind = config.kind(layer);
+        if (kind.taps || !config.rows[layer].own) continue;  // states are f32 in both
+        for (int head = 0; head < kind.kv_heads; head++) add_head(true, layer, head), add_head(false, layer, head);
+    }
     std::vector<Report> rows;
     for (auto &entry : list) rows.push_back(entry.second);
     std::vector<Report> shown(rows.begin(), rows.begin() + (int64_t)std::min<size_t>(8, rows.size()));
@@ -281,8 +271,8 @@ inline int run_show(const Options &given) {
             report.list("kinds", kinds).say(kinds.size() > 1 ? "\nKinds of layers\n" : "").say(lines_of(kinds, ""));
             report.say(formatted("\nThe row of position %d, KV head %d, layer %d\n", last, kv_head, options.layer));
             report.add("place", place_of(cache->stores[config.rows[options.layer].kind], last + 1, last));
-            report.add("key", stored_report<true>(session, options.layer, kv_head));
-            report.add("value", stored_report<false>(session, options.layer, kv_head));
+            report.add("key", stored_report(session, options.layer, kv_head, /*keys=*/true));
+            report.add("value", stored_report(session, options.layer, kv_head, /*keys=*/false));
             Cache exact =
                 open_cache(options, session.engine, {options.caches()[0].layout, F32{}, F32{}}, session.limit);
             prefill_pass(session.engine, exact, 0, session.tokens);
