@@ -12,6 +12,7 @@
 #include <random>
 
 #include "files.h"
+#include "reference.h"
 
 const std::string fixtures = "tests/fixtures/models/";
 
@@ -36,16 +37,8 @@ Json json_file(const std::string &path) { return parse_json(path, slurp(path)); 
 // Element i of a tensor, by the definition of its type, not by the engine's own conversion.
 double value_at(const Tensor &tensor, int64_t i) {
     if (tensor.type == DType::f32) return ((const float *)tensor.data)[i];
-    uint32_t bits = ((const uint16_t *)tensor.data)[i];
-    if (tensor.type == DType::bf16) {
-        bits <<= 16;
-        float value;
-        memcpy(&value, &bits, sizeof value);
-        return value;
-    }
-    int exponent = (int)(bits >> 10 & 31), mantissa = (int)(bits & 1023);
-    double size = exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
-    return bits >> 15 ? -size : size;
+    const bool half = tensor.type == DType::f16;
+    return reference::value_of(((const uint16_t *)tensor.data)[i], half ? 5 : 8, half ? 10 : 7);
 }
 
 // A safetensors file: what stands between the data_offsets can be wrong on purpose.
