@@ -1843,9 +1843,7 @@ TEST_CASE("memory: what is free, and less in a container") {
 }
 
 TEST_CASE("threads: the processors of this process, a container's share of time, OMP_NUM_THREADS") {
-    const char *before = getenv("OMP_NUM_THREADS");
-    const std::string saved = before ? before : "";
-    unsetenv("OMP_NUM_THREADS");
+    const Environment before("OMP_NUM_THREADS", nullptr);
     const int all = usable_threads("/nowhere");
     CHECK(all >= 1);
     const std::string v2 = "sys/fs/cgroup/";
@@ -1871,5 +1869,4 @@ TEST_CASE("threads: the processors of this process, a container's share of time,
         setenv("OMP_NUM_THREADS", wanted, 1);
         CHECK(usable_threads("/nowhere") == threads);
     }
-    before ? setenv("OMP_NUM_THREADS", saved.c_str(), 1) : unsetenv("OMP_NUM_THREADS");
 }
