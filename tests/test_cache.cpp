@@ -386,7 +386,7 @@ struct Scene {
                 Vector vector =
                     numbers(random, keys ? cache.stores[0].shape.key_width : cache.stores[0].shape.value_width);
                 column(keys, layer, head, sequence).append(vector);
-                all.insert(all.end(), vector.begin(), vector.end());
+                scene::append(all, vector);
             }
         }
         return all;

@@ -15,7 +15,7 @@ static Tokens next_turn(Engine &engine, const Tokens &before, Random &random) {
     const int at = tokens.empty() ? 0 : below(random, (int)tokens.size());
     if (what == 2) tokens[at] = (tokens[at] + 1) % engine.model.config.vocabulary;
     if (what == 3) return tokens;
-    for (int token : random_tokens(engine, 1 + below(random, 40), random.bits())) tokens.push_back(token);
+    scene::append(tokens, random_tokens(engine, 1 + below(random, 40), random.bits()));
     return tokens;
 }
 

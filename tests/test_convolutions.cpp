@@ -91,8 +91,7 @@ TEST_CASE("the state of a pass that failed is that before it") {
                                                  [](int) { throw Interrupted(); }),
                                     Interrupted);
                 check_pages(cache);
-                const Vector row = decode(engine, cache, {0}, {tokens[t]});
-                rows.insert(rows.end(), row.begin(), row.end());
+                append(rows, decode(engine, cache, {0}, {tokens[t]}));
             }
             CHECK(same_bits(naive, rows));
         }

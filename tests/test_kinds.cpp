@@ -52,7 +52,6 @@ TEST_CASE("every pair of precisions: chunks, steps, company, pages and rings hav
     CAPTURE(random.state);
     for_each_pair([&](const Precision &type_k, const Precision &type_v) {
         if (left_out()) return;
-        CAPTURE(std::string(name_of(type_k)) + " " + name_of(type_v));
         const Vector whole = cached(engine, type_k, type_v, keeping_all({}), tokens, 512, total);
         CHECK(finite(whole));
         CHECK(same_bits(whole, cached(engine, type_k, type_v, {}, tokens, 1, 0)));
@@ -200,8 +199,7 @@ TEST_CASE("pages behind a window go back to the pool as soon as no query sees th
             prefill(engine, cache, 1, part(tokens, 0, 100));  // another one's pages lie between
             Vector rows = cached_rows(engine, cache, 0, part(tokens, 0, 150), 150, 150);
             for (int t = 150; t < 230; t++) {
-                const Vector row = decode(engine, cache, {0}, {tokens[t]});
-                rows.insert(rows.end(), row.begin(), row.end());
+                append(rows, decode(engine, cache, {0}, {tokens[t]}));
                 check_pages(cache);
                 for (const Store &store : cache.stores) {
                     const int window = store.shape.local, seen = window ? (t - window + 1) / 32 * 32 : 0;
