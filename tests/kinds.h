@@ -115,15 +115,22 @@ inline void check_all_free(const Cache &cache) {
         if (store.pool) CHECK((store.pool->used() == 0 && store.pool->first[0] == 0));
 }
 
-// All of a cache: what is known of its sequences and pages, and each byte that it holds.
+// What is known of a cache's sequences and pages; of all, or of those that no window gives back.
+inline Tokens tables_of(const Cache &cache, bool with_windows) {
+    Tokens all = cache.lengths;
+    for (const Store &store : cache.stores)
+        if (store.pool && (with_windows || !store.pool->window))
+            for (const Tokens *more : {&store.pool->table, &store.pool->free, &store.pool->first}) append(all, *more);
+    return all;
+}
+
+// All of a cache: that, and each byte that it holds.
 struct Everything {
     Tokens numbers;
     std::vector<std::string> bytes;
-    explicit Everything(const Cache &cache) : numbers(cache.lengths) {
-        auto add = [&](const Tokens &more) { numbers.insert(numbers.end(), more.begin(), more.end()); };
-        add(cache.reached);
+    explicit Everything(const Cache &cache) : numbers(tables_of(cache, true)) {
+        append(numbers, cache.reached);
         for (const Store &store : cache.stores) {
-            if (store.pool) add(store.pool->table), add(store.pool->free), add(store.pool->first);
             const CacheView &view = store.view;
             for (const CacheRows *rows : {&view.keys, &view.values, &view.residual_keys, &view.residual_values,
                                           &view.sink_keys, &view.sink_values})
