@@ -63,6 +63,11 @@ Config parse(const std::string &config, const std::string &generation = "") {
     return parse_config("config.json", config, "generation_config.json", generation);
 }
 
+// What a config is refused with; "": it loads.
+std::string refusal(const std::string &config, const std::string &generation = "") {
+    return error_of([&] { parse(config, generation); });
+}
+
 // A small config, key by key, so that a case can change or leave out one. "" leaves a key out. The architecture is that
 // of a family with "ForCausalLM" behind its name.
 using Keys = std::map<std::string, std::string>;
@@ -91,7 +96,7 @@ struct Case {
 
 void check_cases(const std::string &family, const std::vector<Case> &cases) {
     for (const Case &each : cases) {
-        std::string config = config_text(each.keys, family), line = error_of([&] { parse(config); });
+        std::string config = config_text(each.keys, family), line = refusal(config);
         bool whole = each.line.empty() || each.line.rfind("config.json: ", 0) == 0;
         bool good = whole ? line == each.line : contains(line, each.line);
         CHECK_MESSAGE(good, config.substr(0, 300) << " says \"" << line << "\", not \"" << each.line << "\"");
@@ -845,8 +850,8 @@ TEST_CASE("config values that cannot be, and keys that must be there") {
     for (const auto &[keys, values, expected] : groups) {
         for (const std::string &key : keys) {
             for (const std::string &value : values) {
-                std::string line = error_of([&] { parse(config_text({{key, value}})); });
-                check_contains(line, "config.json: " + key + " is ", ", expected " + expected);
+                check_contains(refusal(config_text({{key, value}})), "config.json: " + key + " is ",
+                               ", expected " + expected);
             }
         }
     }
@@ -889,7 +894,7 @@ TEST_CASE("what does not fit, is not supported, or stands twice") {
          {{{"rope_scaling", R"({"factor": 1, "factor": 2})"}}, "key \"factor\" stands twice"},
          {{{"x", R"([[{"a": 1, "a": 1}]])"}}, "key \"a\" stands twice"},
          {{{"x", R"({"a": {"a": 1}, "b": {"a": 2}})"}}, ""}});
-    check_contains(error_of([] { parse(replaced(config_text({}), "{", "{\"hidden_size\": 32, ")); }),
+    check_contains(refusal(replaced(config_text({}), "{", "{\"hidden_size\": 32, ")),
                    "config.json: key \"hidden_size\" stands twice in one object");
 }
 
@@ -918,8 +923,8 @@ TEST_CASE("keys by which another architecture's config gives itself away") {
         for (const std::string &key : keys) {
             for (const std::string &value : neutral) check_cases({{{{key, value}}, ""}});
             for (const std::string &value : foreign) {
-                std::string line = error_of([&] { parse(config_text({{key, value}})); });
-                check_contains(line, "config.json: " + key + " is " + value.substr(0, 1),
+                check_contains(refusal(config_text({{key, value}})),
+                               "config.json: " + key + " is " + value.substr(0, 1),
                                ", or no such key: LlamaForCausalLM computes without it");
             }
         }
@@ -965,10 +970,8 @@ TEST_CASE("what of Gemma and Granite is not computed here, or makes no sense") {
     check_cases({{{{"layer_rope_theta", "[1e4, 1e4]"}}, "layer_rope_theta is [10000,10000], expected 0"},
                  {{{"per_layer_config", R"({"0": {"num_key_value_heads": 2}})"}}, "expected 0, or no such key"},
                  {{{"text_config", "{}"}}, "architecture LlamaForCausalLM is not supported"}});
-    check_contains(error_of([] {
-                       parse(R"({"architectures": ["Gemma3ForConditionalGeneration"], "text_config":
-                                {"model_type": "llama"}})");
-                   }),
+    check_contains(refusal(R"({"architectures": ["Gemma3ForConditionalGeneration"], "text_config":
+                                {"model_type": "llama"}})"),
                    "config.json: text_config: model_type llama is not supported; supported is gemma3_text");
 }
 
@@ -1014,9 +1017,7 @@ TEST_CASE("keys of the newer families, each with values that make no sense") {
             const std::string rope =
                 R"({"type": "longrope", ")" + key + "\": " + bad + ", \"" + other + "\": [1, 1, 1, 1]}";
             check_cases("Phi3", {{{{"rope_scaling", rope}}, key + " is " + bad.substr(0, 1)}});
-            check_contains(error_of([&] {
-                               parse(config_text({{"rope_scaling", rope}}, "Phi3"));
-                           }),
+            check_contains(refusal(config_text({{"rope_scaling", rope}}, "Phi3")),
                            "expected a list of 4 numbers from 1e-06 to 1e+06");
         }
     auto yarn = [](const std::string &line, const std::string &key, const std::string &value) {
@@ -1098,9 +1099,7 @@ TEST_CASE("keys that are not there, null, or spelled in another way: as Transfor
 }
 
 TEST_CASE("an architecture that does not run: the nearest that does, and what is in its way") {
-    auto line = [](const std::string &name) {
-        return error_of([&] { parse(replaced(config_text({}), "LlamaForCausalLM", name)); });
-    };
+    auto line = [](const std::string &name) { return refusal(replaced(config_text({}), "LlamaForCausalLM", name)); };
     check_contains(line("Qwen3MoeForCausalLM"),
                    "architecture Qwen3MoeForCausalLM is not supported: nearest is "
                    "Qwen3ForCausalLM, without its experts; supported are Llama");
@@ -1170,16 +1169,16 @@ TEST_CASE("windows that make no sense") {
 }
 
 TEST_CASE("config.json that is not JSON") {
-    auto line = [](const std::string &text) { return error_of([&] { parse(text); }); };
     const std::string good = config_text({}), nul(1, '\0');
-    for (size_t length = 1; length < good.size(); length++) CHECK(line(good.substr(0, length)) != "");
-    check_contains(line("{\n\"a\": 1,\n}"), "config.json: not valid JSON near line 3, byte 1");
-    check_contains(line(good + "x"), "not valid JSON near line 1, byte " + std::to_string(good.size()));
+    for (size_t length = 1; length < good.size(); length++) CHECK(refusal(good.substr(0, length)) != "");
+    check_contains(refusal("{\n\"a\": 1,\n}"), "config.json: not valid JSON near line 3, byte 1");
+    check_contains(refusal(good + "x"), "not valid JSON near line 1, byte " + std::to_string(good.size()));
     for (const std::string &text : {good + good, good + nul, nul + good, std::string("\xff\xfe{}")})
-        check_contains(line(text), "not valid JSON");
-    for (const char *text : {"[]", "3", "null", "\"x\"", "true"}) check_contains(line(text), "expected a JSON object");
-    CHECK(line(good + " \n\t") == "");
-    check_contains(error_of([&] { parse(good, "{"); }), "generation_config.json: not valid JSON");
+        check_contains(refusal(text), "not valid JSON");
+    for (const char *text : {"[]", "3", "null", "\"x\"", "true"})
+        check_contains(refusal(text), "expected a JSON object");
+    CHECK(refusal(good + " \n\t") == "");
+    check_contains(refusal(good, "{"), "generation_config.json: not valid JSON");
 }
 
 TEST_CASE("NaN and Infinity, as Python writes them, are numbers: of no use where one is used") {
@@ -1189,11 +1188,8 @@ TEST_CASE("NaN and Infinity, as Python writes them, are numbers: of no use where
             check_cases({{{{"time_step_limit", value}}, ""}});
         for (const std::string key : {"hidden_size", "head_dim", "rope_theta", "rms_norm_eps", "num_key_value_heads",
                                       "bos_token_id", "residual_multiplier", "max_position_embeddings"})
-            check_contains(error_of([&] {
-                               parse(config_text({{key, number}}));
-                           }),
-                           key + " is " + number + ", expected");
-        check_contains(error_of([&] { parse(config_text({}), "{\"eos_token_id\": " + number + "}"); }),
+            check_contains(refusal(config_text({{key, number}})), key + " is " + number + ", expected");
+        check_contains(refusal(config_text({}), "{\"eos_token_id\": " + number + "}"),
                        "eos_token_id is " + number + ", expected ids");
         for (const std::string &text :
              {number, "{" + number + ": 1}", "{\"a\": x" + number + "}", "{\"a\": " + number + "5}",
@@ -1208,8 +1204,7 @@ TEST_CASE("NaN and Infinity, as Python writes them, are numbers: of no use where
         }
         check_contains(error_of([&] { parse_json("c", "{\"a\": " + number + "}"); }), "not valid JSON near line 1");
     }
-    check_contains(error_of([&] { parse("{\n\"a\": NaN, \"b\": Infinity,\n}"); }),
-                   "not valid JSON near line 3, byte 28");
+    check_contains(refusal("{\n\"a\": NaN, \"b\": Infinity,\n}"), "not valid JSON near line 3, byte 28");
     const std::string file = safetensors("{\"__metadata__\": {\"a\": NaN}}", "");
     check_contains(error_of([&] { parse_safetensors("w", file.data(), file.size()); }), "w: header: not valid JSON");
 }
@@ -1217,11 +1212,11 @@ TEST_CASE("NaN and Infinity, as Python writes them, are numbers: of no use where
 TEST_CASE("deep nesting, and more than 16 MiB") {
     for (size_t depth : {900u, 1100u, 100000u, 5000000u}) {
         std::string nested = std::string(depth, '[') + std::string(depth, ']');
-        std::string line = error_of([&] { parse(config_text({{"x", nested}})); });
+        std::string line = refusal(config_text({{"x", nested}}));
         CHECK((line == "") == (depth < 1000));
-        check_contains(error_of([&] { parse(std::string(depth, '[')); }), "not valid JSON");
+        check_contains(refusal(std::string(depth, '[')), "not valid JSON");
     }
-    check_contains(error_of([] { parse(std::string((16 << 20) + 1, ' ')); }), "JSON of 16777217 bytes is too long");
+    check_contains(refusal(std::string((16 << 20) + 1, ' ')), "JSON of 16777217 bytes is too long");
     check_contains(Checkpoint("llama_mha").error_with("config.json", std::string((16 << 20) + 1, ' ')),
                    "/config.json: is 16777217 bytes long, expected at most 16777216");
 }
@@ -1418,9 +1413,9 @@ TEST_CASE("names out of a file, however odd, leave one short line") {
     std::string line = entry_error("\"" + name + "\": 3");
     CHECK(line.size() < 200);
     check_contains(line, "w: tensor ????xxxx");
-    CHECK(error_of([&] { parse(config_text({{"hidden_act", "\"" + name + "\""}})); }).size() < 200);
-    CHECK(error_of([&] { parse(config_text({{"hidden_size", "\"" + name + "\""}})); }).size() < 200);
-    CHECK(error_of([&] { parse(config_text({{name, "1}, {"}})); }).size() < 200);
+    CHECK(refusal(config_text({{"hidden_act", "\"" + name + "\""}})).size() < 200);
+    CHECK(refusal(config_text({{"hidden_size", "\"" + name + "\""}})).size() < 200);
+    CHECK(refusal(config_text({{name, "1}, {"}})).size() < 200);
 }
 
 // ---- The cache of any config ---------------------------------------------------------------------------------------
@@ -1460,7 +1455,7 @@ TEST_CASE("the sizes of a cache, also of an architecture that does not run, and 
     for (const auto &[config, line] : cases) {
         CacheSizes sizes = read_cache_sizes("config.json", config);
         CHECK(sizes_of(sizes) == line);
-        CHECK(sizes.why_not == error_of([&, text = config] { parse(text); }));
+        CHECK(sizes.why_not == refusal(config));
         CHECK(sizes.why_not != "");
     }
     for (const Expected &want : expected) {  // one that runs: what runs
