@@ -25,6 +25,17 @@ struct Scratch {
     std::string operator/(const std::string &name) const { return (path / name).string(); }
 };
 
+// A variable of the environment, with a value or without one (nullptr). At the end of the test it is as it was.
+struct Environment {
+    std::string name, before;
+    bool was_set;
+    Environment(const char *variable, const char *value) : name(variable), was_set(getenv(variable)) {
+        if (was_set) before = getenv(variable);
+        value ? setenv(variable, value, 1) : unsetenv(variable);
+    }
+    ~Environment() { was_set ? setenv(name.c_str(), before.c_str(), 1) : unsetenv(name.c_str()); }
+};
+
 inline std::string slurp(const std::string &path) {
     std::ifstream file(path, std::ios::binary);
     REQUIRE_MESSAGE(file, path);

@@ -115,15 +115,22 @@ inline void check_all_free(const Cache &cache) {
         if (store.pool) CHECK((store.pool->used() == 0 && store.pool->first[0] == 0));
 }
 
-// All of a cache: what is known of its sequences and pages, and each byte that it holds.
+// What is known of a cache's sequences and pages; of all, or of those that no window gives back.
+inline Tokens tables_of(const Cache &cache, bool with_windows) {
+    Tokens all = cache.lengths;
+    for (const Store &store : cache.stores)
+        if (store.pool && (with_windows || !store.pool->window))
+            for (const Tokens *more : {&store.pool->table, &store.pool->free, &store.pool->first}) append(all, *more);
+    return all;
+}
+
+// All of a cache: that, and each byte that it holds.
 struct Everything {
     Tokens numbers;
     std::vector<std::string> bytes;
-    explicit Everything(const Cache &cache) : numbers(cache.lengths) {
-        auto add = [&](const Tokens &more) { numbers.insert(numbers.end(), more.begin(), more.end()); };
-        add(cache.reached);
+    explicit Everything(const Cache &cache) : numbers(tables_of(cache, true)) {
+        append(numbers, cache.reached);
         for (const Store &store : cache.stores) {
-            if (store.pool) add(store.pool->table), add(store.pool->free), add(store.pool->first);
             const CacheView &view = store.view;
             for (const CacheRows *rows : {&view.keys, &view.values, &view.residual_keys, &view.residual_values,
                                           &view.sink_keys, &view.sink_values})
@@ -142,30 +149,37 @@ inline std::vector<std::string> stored_bytes(const Cache &cache) {
     return bytes;
 }
 
-// Logits of each position, in passes of any length among two other sequences, which get some tokens or none.
-inline Vector among_others(Engine &engine, const Precision &type_k, const Precision &type_v, const Place &place,
-                           const Tokens &tokens, Random &random) {
-    const int total = (int)tokens.size(), mine = below(random, 3), most = 1 + below(random, 64);
-    Cache cache = cache_for(engine, type_k, type_v, total, place, 3);
+// Logits of each position, in passes of any length among other sequences, which get some tokens or none. engine(): who
+// computes the next pass.
+inline Vector among_others(const std::function<Engine &()> &engine, const Precision &type_k, const Precision &type_v,
+                           const Place &place, const Tokens &tokens, Random &random, int sequences) {
+    const int total = (int)tokens.size(), mine = below(random, sequences);
+    const int most = below(random, 3) ? 1 + below(random, 64) : total;
+    Cache cache = cache_for(engine(), type_k, type_v, total, place, sequences);
     Vector rows;
     for (int done = 0; done < total;) {
         Batch batch;
         int row = 0, count = std::min({total - done, chunk_of(cache), below(random, 3) ? 1 + below(random, most) : 1});
-        for (int i = 0, begin = below(random, 3); i < 3; i++) {
-            const int sequence = (begin + i) % 3;
-            const int more = sequence == mine ? count : std::min(below(random, 4), total - cache.lengths[sequence]);
+        const int begin = below(random, sequences), company = 1 + below(random, sequences);
+        for (int i = 0; i < sequences; i++) {
+            const int sequence = (begin + i) % sequences, rest = total - cache.lengths[sequence];
+            const int more = sequence == mine ? count : i < company ? std::min(below(random, 4), rest) : 0;
             if (sequence == mine) row = batch.count();
             const int first = grow(cache, sequence, more);
             for (int t = first; t < first + more; t++)
                 batch.add(tokens[sequence == mine ? t : below(random, total)], sequence, t);
         }
         check_pages(cache);
-        forward(engine, batch, cache.stores);
-        const Vector found = logits(engine, row, count);
-        rows.insert(rows.end(), found.begin(), found.end());
+        Engine &who = engine();
+        forward(who, batch, cache.stores);
+        append(rows, logits(who, row, count));
         done += count;
     }
     return rows;
+}
+inline Vector among_others(Engine &engine, const Precision &type_k, const Precision &type_v, const Place &place,
+                           const Tokens &tokens, Random &random) {
+    return among_others([&]() -> Engine & { return engine; }, type_k, type_v, place, tokens, random, 3);
 }
 
 // In chunks of `chunk` by prefill(), then by decode().

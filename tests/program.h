@@ -2,6 +2,11 @@
 #pragma once
 
 #include <poll.h>
+#ifdef __APPLE__
+#include <util.h>
+#else
+#include <pty.h>
+#endif
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -96,6 +101,56 @@ inline Outcome run(Words arguments, const Setting &setting = {}) {
     if (!late) result.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     return result;
 }
+
+// A program on a terminal of so many columns; its standard output is a file, where one is named.
+class Terminal {
+public:
+    std::string seen;  // on the terminal, since something was typed
+    explicit Terminal(Words arguments, int columns = 80, const std::string &out = "") {
+        winsize size = {24, (unsigned short)columns, 0, 0};
+        child_ = forkpty(&terminal_, nullptr, nullptr, &size);
+        if (child_ > 0) return;
+        if (!out.empty()) dup2(open(out.c_str(), O_CREAT | O_WRONLY, 0600), 1);
+        std::vector<char *> pointers;
+        for (std::string &word : arguments) pointers.push_back(word.data());
+        pointers.push_back(nullptr);
+        setenv("TERM", "xterm", 1);
+        execv(pointers[0], pointers.data());
+        _exit(127);
+    }
+    ~Terminal() { close(terminal_); }
+    // False when the program has ended.
+    bool read_more() {
+        char buffer[4096];
+        const ssize_t count = read(terminal_, buffer, sizeof buffer);
+        if (count > 0) seen.append(buffer, (size_t)count);
+        return count > 0;
+    }
+    // Reads until `until` stands there and so many characters do, or ten seconds have passed.
+    bool wait_for(const std::string &until, size_t size = 0) {
+        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+        pollfd ready = {terminal_, POLLIN, 0};
+        auto there = [&] { return contains(seen, until) && seen.size() >= size; };
+        while (!there() && std::chrono::steady_clock::now() < end)
+            if (poll(&ready, 1, 100) > 0 && !read_more()) break;
+        return there();
+    }
+    void type(const std::string &keys) {
+        seen.clear();
+        usleep(200000);  // as a person does: the program waits for a key again
+        REQUIRE(write(terminal_, keys.data(), keys.size()) == (ssize_t)keys.size());
+    }
+    void interrupt() const { kill(child_, SIGINT); }
+    int status() {
+        int status = 0;
+        REQUIRE(waitpid(child_, &status, 0) == child_);
+        return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    }
+
+private:
+    int terminal_ = -1;
+    pid_t child_ = -1;
+};
 
 // A line of the shell.
 inline Outcome run_shell(const std::string &line, Setting setting = {}) {

@@ -83,6 +83,15 @@ inline bool same_bits(const std::vector<float> &a, const std::vector<float> &b) 
 // computes in it: differences and quotients. A double's quotient of two float32 numbers, rounded again, is float32's
 // own (Figueroa 1995), so every bit is determined.
 
+// The value of a bit pattern with so many exponent and fraction bits, from the definition of the format.
+inline double value_of(uint16_t bits, int exponent_bits, int fraction_bits) {
+    int most = (1 << exponent_bits) - 1, exponent = bits >> fraction_bits & most;
+    double fraction = bits & ((1 << fraction_bits) - 1), sign = bits & 0x8000 ? -1 : 1;
+    if (exponent == most) return fraction ? NAN : sign * INFINITY;
+    int power = std::max(exponent, 1) - (most >> 1) - fraction_bits;
+    return sign * std::ldexp(fraction + (exponent ? 1 << fraction_bits : 0), power);
+}
+
 // x rounded to a format of so many fraction bits whose smallest normal number is 2^least; nearest: ties to even.
 enum class Way { nearest, up, down };
 inline double to_format(double x, int fraction_bits, int least, Way way = Way::nearest) {

@@ -23,11 +23,19 @@ std::vector<List> all_of() {
     return all;
 }
 
-// Calls use(type_k, type_v) for all pairs of precisions.
+template <class T>
+void append(std::vector<T> &to, const std::vector<T> &more) {
+    to.insert(to.end(), more.begin(), more.end());
+}
+
+// Calls use(type_k, type_v) for all pairs of precisions. What fails there says which they were.
 template <class Use>
 void for_each_pair(Use use) {
     for (const Precision &type_k : all_of<Precision>())
-        for (const Precision &type_v : all_of<Precision>()) use(type_k, type_v);
+        for (const Precision &type_v : all_of<Precision>()) {
+            CAPTURE(std::string(name_of(type_k)) + " " + name_of(type_v));
+            use(type_k, type_v);
+        }
 }
 
 // A seed of this run's own: tests that draw what they do say it when they fail, and SEED=... does the same again.
@@ -234,11 +242,10 @@ inline void check_pages(const Cache &cache) {
 // decode().
 inline Vector cached_rows(Engine &engine, Cache &cache, int sequence, const Tokens &tokens, int piece, int decoded) {
     Vector all;
-    auto add = [&](const Vector &rows) { all.insert(all.end(), rows.begin(), rows.end()); };
     for (int begin = 0; begin < decoded; begin += piece)
         prefill_pass(engine, cache, sequence, part(tokens, begin, std::min(begin + piece, decoded)),
-                     [&](int count) { add(logits(engine, 0, count)); });
-    for (int t = decoded; t < (int)tokens.size(); t++) add(decode(engine, cache, {sequence}, {tokens[t]}));
+                     [&](int count) { append(all, logits(engine, 0, count)); });
+    for (int t = decoded; t < (int)tokens.size(); t++) append(all, decode(engine, cache, {sequence}, {tokens[t]}));
     return all;
 }
 inline Vector prefilled_rows(Engine &engine, Cache &cache, const Tokens &tokens) {
@@ -248,6 +255,16 @@ inline Vector prefilled_rows(Engine &engine, Cache &cache, const Tokens &tokens)
 inline Vector naive_rows(Engine &engine, const Tokens &tokens, const Layout &layout = Contiguous{}) {
     naive_pass(engine, tokens, layout);
     return logits(engine, 0, (int)tokens.size());
+}
+
+inline double largest_difference(const Vector &a, const Vector &b) {
+    REQUIRE(a.size() == b.size());
+    double largest = 0;
+    for (size_t i = 0; i < a.size(); i++) {
+        double difference = std::fabs((double)a[i] - b[i]);
+        largest = difference <= largest ? largest : difference;  // a NaN is one, too
+    }
+    return largest;
 }
 
 inline Tokens greedy_naive(Engine &engine, Tokens tokens, int count) {

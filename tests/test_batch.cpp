@@ -195,8 +195,7 @@ static Tokens random_prompt(Engine &engine, const std::vector<Tokens> &stems, co
     const int ended = (int)company.ended.size();
     if (ended && below(random, 5) == 0) prompt = company.ended[below(random, ended)]->tokens;
     if (below(random, 3) == 0) prompt.resize(1 + below(random, (int)prompt.size()));
-    const Tokens end = random_tokens(engine, below(random, 3) ? below(random, 20) : 0, random.bits());
-    prompt.insert(prompt.end(), end.begin(), end.end());
+    append(prompt, random_tokens(engine, below(random, 3) ? below(random, 20) : 0, random.bits()));
     return prompt;
 }
 
@@ -283,7 +282,7 @@ TEST_CASE("guesses are never published: who says what was guessed, and not said,
         const Drafter::Checked &pass = company.schedule.drafter.log.back();
         if (pass.right == (int)pass.guesses.size()) continue;
         Tokens other = before;
-        other.insert(other.end(), pass.guesses.begin(), pass.guesses.begin() + pass.right + 1);
+        append(other, part(pass.guesses, 0, pass.right + 1));
         other.push_back(0);  // the last token is always computed
         const int known = find_known(company.cache, 1, other);
         CHECK(known == (int)before.size() + pass.right);
@@ -572,7 +571,7 @@ TEST_CASE("a pass that failed in any layer, or by Ctrl-C: tables are as they wer
             Cache &cache = company.cache;
             auto tables = [&] {
                 Tokens all = cache.lengths;
-                if (company.pool()) all.insert(all.end(), company.pool()->table.begin(), company.pool()->table.end());
+                if (company.pool()) append(all, company.pool()->table);
                 return all;
             };
             auto end = [&](Request &request) { company.ended.push_back(&request); };

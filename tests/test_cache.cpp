@@ -386,7 +386,7 @@ struct Scene {
                 Vector vector =
                     numbers(random, keys ? cache.stores[0].shape.key_width : cache.stores[0].shape.value_width);
                 column(keys, layer, head, sequence).append(vector);
-                all.insert(all.end(), vector.begin(), vector.end());
+                scene::append(all, vector);
             }
         }
         return all;
@@ -628,29 +628,6 @@ TEST_CASE("a new cache is zero where nothing was stored; a page that was freed r
         grow(scene.cache, 0, 48);  // the same pages, nothing stored in them yet
         expect(true);
     }
-}
-
-TEST_CASE("a page that two tables hold survives the release by one") {
-    Scene scene({2, 1, 8, 8, 2, 64}, Paged{}, F32{}, F32{});
-    PagePool &pool = *scene.cache.stores[0].pool;
-    scene.append(0, 40);  // pages 0, 1, 2
-    std::set<int> shared = {pool.table[0], pool.table[1]};
-    for (int i = 0; i < 2; i++) pool.references[pool.table[4 + i] = pool.table[i]]++;
-    cpu.write(scene.cache.stores[0].page_table, pool.table.data(), pool.table.size() * sizeof(int));
-    scene.cache.lengths[1] = 32;  // sequence 1 begins with the same positions
-    for (size_t i = 0; i < scene.columns.size(); i += 2) scene.columns[i + 1] = scene.columns[i];
-    for (size_t i = 1; i < scene.columns.size(); i += 2) scene.columns[i].shrink(32);
-    CHECK(bytes_of(scene.cache).payload == 3 * 16 * 2 * 2 * 8 * 4);
-    scene.shrink_to(0, 0);
-    CHECK(pool.free.size() == 6);
-    for (int page : shared) CHECK(pool.references[page] == 1);
-    CHECK(scene.wrong(1) == 0);
-    scene.append(0, 64);  // the rest of the pool, not what sequence 1 holds
-    scene.append(1, 20);
-    CHECK((scene.wrong(1) == 0 && scene.wrong(0) == 0));
-    scene.shrink_to(1, 0);
-    for (int page : shared) CHECK(pool.references[page] == 0);
-    CHECK(pool.free.size() == 4);
 }
 
 // ---- Names and what cannot be had --------------------------------------------------------------------------

@@ -3,12 +3,6 @@
 #include "kinds.h"
 #include "program.h"
 
-#ifdef __APPLE__
-#include <util.h>
-#else
-#include <pty.h>
-#endif
-
 using namespace program;
 
 // ---- What a cache keeps --------------------------------------------------------------------------------------
@@ -21,7 +15,7 @@ static Tokens next_turn(Engine &engine, const Tokens &before, Random &random) {
     const int at = tokens.empty() ? 0 : below(random, (int)tokens.size());
     if (what == 2) tokens[at] = (tokens[at] + 1) % engine.model.config.vocabulary;
     if (what == 3) return tokens;
-    for (int token : random_tokens(engine, 1 + below(random, 40), random.bits())) tokens.push_back(token);
+    scene::append(tokens, random_tokens(engine, 1 + below(random, 40), random.bits()));
     return tokens;
 }
 
@@ -383,51 +377,10 @@ TEST_CASE("a long chat of drafts is the same chat") {
     }
 }
 
-// llm chat on a terminal: what it writes is read until `until` stands there, or ten seconds have passed.
-class Terminal {
-public:
-    std::string seen;
-    explicit Terminal(Words arguments) {
-        arguments.insert(arguments.begin(), {program_path(), "chat", "--template", "chatml"});
-        child_ = forkpty(&terminal_, nullptr, nullptr, nullptr);
-        if (child_ > 0) return;
-        std::vector<char *> pointers;
-        for (std::string &word : arguments) pointers.push_back(word.data());
-        pointers.push_back(nullptr);
-        setenv("TERM", "xterm", 1);
-        execv(pointers[0], pointers.data());
-        _exit(127);
-    }
-    ~Terminal() { close(terminal_); }
-    bool wait_for(const std::string &until, size_t size = 0) {
-        const double end = now() + 10;
-        pollfd ready = {terminal_, POLLIN, 0};
-        while (!(contains(seen, until) && seen.size() >= size) && now() < end) {
-            char buffer[4096];
-            ssize_t count = poll(&ready, 1, 100) > 0 ? read(terminal_, buffer, sizeof buffer) : 0;
-            if (count < 0) break;
-            seen.append(buffer, (size_t)count);
-        }
-        return contains(seen, until) && seen.size() >= size;
-    }
-    void type(const std::string &keys) {
-        seen.clear();
-        usleep(200000);  // as a person does: the program waits for a key again
-        REQUIRE(write(terminal_, keys.data(), keys.size()) == (ssize_t)keys.size());
-    }
-    int status() {
-        int status = 0;
-        waitpid(child_, &status, 0);
-        return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-    }
-
-private:
-    int terminal_ = -1;
-    pid_t child_ = -1;
-};
+const Words on_terminal = {program_path(), "chat", "--template", "chatml"};
 
 TEST_CASE("Ctrl-C ends an answer, or a line, but not the chat; a line is edited; Ctrl-D ends it") {
-    Terminal terminal({"-n", "1000000", "--when-full", "ring"});  // an answer without end
+    Terminal terminal(on_terminal + words_of("-n 1000000 --when-full ring"));  // an answer without end
     REQUIRE(terminal.wait_for("> "));
     terminal.type("Once upon\x7f\x7f\x7f\x7fin a time\n");  // "Once in a time"
     REQUIRE(terminal.wait_for("", 200));                    // of the answer
@@ -450,7 +403,7 @@ TEST_CASE("Ctrl-C ends an answer, or a line, but not the chat; a line is edited;
 }
 
 TEST_CASE("a turn that has no room leaves the chat as it was, also where the oldest turns are dropped") {
-    Terminal terminal({"-n", "10", "-c", "100", "--when-full", "drop"});
+    Terminal terminal(on_terminal + words_of("-n 10 -c 100 --when-full drop"));
     REQUIRE(terminal.wait_for("no special token ends an answer"));
     for (const char *line : {"Hi\n", "Bye\n"}) {
         REQUIRE(terminal.wait_for("> "));

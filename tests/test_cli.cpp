@@ -2,11 +2,7 @@
 // Run from the repository's root. The environment variable LLM says which program; without it, ./llm.
 // Its parts: what each command prints, the same tokens on every way, sampling, output that goes nowhere, bad input.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include <sys/ioctl.h>
-
-#include <atomic>
 #include <map>
-#include <thread>
 
 #include "../base/usable.h"
 #include "../cache.h"
@@ -415,23 +411,10 @@ TEST_CASE("diff: what a ring loses is said, beside the naive path and beside a f
 
 // A line of the shell, on a terminal of so many columns; what it shows.
 std::string on_terminal(const std::string &line, int columns = 80) {
-    const int terminal = posix_openpt(O_RDWR | O_NOCTTY | O_NONBLOCK);
-    REQUIRE((terminal >= 0 && grantpt(terminal) == 0 && unlockpt(terminal) == 0));
-    const std::string name = ptsname(terminal);
-    const int other = open(name.c_str(), O_RDWR | O_NOCTTY);  // what is written stays there
-    winsize size = {24, (unsigned short)columns, 0, 0};
-    REQUIRE(ioctl(other, TIOCSWINSZ, &size) == 0);
-    std::atomic<bool> ended{false};
-    std::thread shell([&] { run_shell(line + " >" + name), ended = true; });
-    std::string text;
-    char part[4096];
-    for (bool last = false; !last;) {
-        last = ended;  // what it wrote before is still read
-        for (ssize_t count; (count = read(terminal, part, sizeof part)) > 0;) text.append(part, (size_t)count);
-        usleep(1000);
-    }
-    shell.join();
-    close(other), close(terminal);
+    Terminal terminal({"/bin/sh", "-c", line + " 2>/dev/null </dev/null"}, columns);
+    while (terminal.read_more()) continue;
+    terminal.status();
+    std::string text = terminal.seen;
     text.erase(std::remove(text.begin(), text.end(), '\r'), text.end());
     return text;
 }
@@ -1557,35 +1540,22 @@ struct Pressed : Outcome {
 };
 static Pressed press(const Words &arguments, const std::string &after, int presses = 1) {
     Pressed result;
-    const int terminal = posix_openpt(O_RDWR | O_NOCTTY);
-    REQUIRE((terminal >= 0 && grantpt(terminal) == 0 && unlockpt(terminal) == 0));
     Scratch scratch;
-    const std::string out = scratch / "out";
-    const int other = open(ptsname(terminal), O_RDWR | O_NOCTTY), file = open(out.c_str(), O_CREAT | O_RDWR, 0600);
-    Words words = Words{program_path()} + arguments;
-    std::vector<char *> pointers;
-    for (std::string &word : words) result.command += word + " ", pointers.push_back(word.data());
-    pointers.push_back(nullptr);
-    const pid_t child = fork();
-    if (child == 0) become(pointers.data(), {}, file, other);
-    close(other);
-    auto start = std::chrono::steady_clock::now();
-    auto since = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
-    char buffer[4096];
-    for (ssize_t count; (count = read(terminal, buffer, sizeof buffer)) > 0;) {
-        result.err.append(buffer, (size_t)count);
-        for (; presses > 0 && result.err.find(after) != std::string::npos; presses--) {
-            if (result.seconds < 0) start = std::chrono::steady_clock::now(), result.seconds = 0;
-            kill(child, SIGINT);
+    const Words words = Words{program_path()} + arguments;
+    Terminal terminal(words, 80, scratch / "out");
+    auto now = [] {
+        return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    };
+    double start = 0;
+    while (terminal.read_more())
+        for (; presses > 0 && contains(terminal.seen, after); presses--) {
+            if (start == 0) start = now();
+            terminal.interrupt();
             usleep(1000);  // two that come at once count as one
         }
-    }
-    int status = 0;
-    REQUIRE(waitpid(child, &status, 0) == child);
-    if (result.seconds == 0) result.seconds = since();
-    result.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-    close(terminal), close(file);
-    result.out = slurp(out);
+    result.status = terminal.status();
+    if (start > 0) result.seconds = now() - start;
+    result.command = joined(words, " "), result.err = terminal.seen, result.out = slurp(scratch / "out");
     return result;
 }
 

@@ -56,15 +56,6 @@ TEST_CASE(
             }
 }
 
-TEST_CASE("beside layers that attend: the naive path's bits in f32") {
-    Engine engine = engine_of(random_model(mixed_shape()));
-    const Tokens tokens = random_tokens(engine, 140);
-    const Vector naive = naive_rows(engine, tokens);
-    for (const Place &place : {Place{}, keeping_all({}), paged(1), paged(16), ring(200, 3)})
-        for (int chunk : {1, 2, 3, 31, 32, 33})
-            CHECK(agree(naive, cached(engine, F32{}, F32{}, place, tokens, chunk, 120)));
-}
-
 TEST_CASE("what a token sees: its own state and those of the last L - 1, and of no token before") {
     for (int taps : {1, 2, 3, 7}) {
         CAPTURE(taps);
@@ -100,8 +91,7 @@ TEST_CASE("the state of a pass that failed is that before it") {
                                                  [](int) { throw Interrupted(); }),
                                     Interrupted);
                 check_pages(cache);
-                const Vector row = decode(engine, cache, {0}, {tokens[t]});
-                rows.insert(rows.end(), row.begin(), row.end());
+                append(rows, decode(engine, cache, {0}, {tokens[t]}));
             }
             CHECK(same_bits(naive, rows));
         }

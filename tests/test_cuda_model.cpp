@@ -126,8 +126,7 @@ TEST_CASE("no kernel touches what those before it write until it has waited for 
             Vector rows = forward_naive(card, part(tokens, 0, 20));
             auto add = [&](auto layout, auto type_k, auto type_v) {
                 Cache cache = open_for(card, layout, type_k, type_v, 45);
-                Vector more = cached_rows(card, cache, 0, tokens, 33, 41);
-                rows.insert(rows.end(), more.begin(), more.end());
+                append(rows, cached_rows(card, cache, 0, tokens, 33, 41));
             };
             add(Contiguous{}, F32{}, BF16{});
             add(Ring{}, Int4{}, Int2{});

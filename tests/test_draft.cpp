@@ -14,7 +14,7 @@ static Text plainly(Engine &engine, Cache &cache, const Tokens &prompt, const Sa
     Text text{prompt, {}};
     for (int i = 0; i < count; i++) {
         const Vector row = i ? decode(engine, cache, {0}, {text.tokens.back()}) : prefill(engine, cache, 0, prompt);
-        text.rows.insert(text.rows.end(), row.begin(), row.end());
+        append(text.rows, row);
         text.tokens.push_back(sample(sampler, row, (int)text.tokens.size() - 1));
     }
     return text;
@@ -30,11 +30,11 @@ static Text with_guesses(Engine &engine, Cache &cache, Drafter &drafter, const T
         const int size = (int)text.tokens.size();
         auto use = [&](const Vector &row, int position) {
             CHECK(position == (int)prompt.size() - 1 + (int)(text.rows.size() / row.size()));
-            text.rows.insert(text.rows.end(), row.begin(), row.end());
+            append(text.rows, row);
         };
         const Tokens next = next_tokens(engine, cache, drafter, sampler, text.tokens, end - size - 1, false, use);
         REQUIRE((!next.empty() && (int)next.size() <= 1 + drafter.most));
-        text.tokens.insert(text.tokens.end(), next.begin(), next.end());
+        append(text.tokens, next);
         CHECK(cache.lengths[0] == (int)text.tokens.size() - 1);  // drafts' keys are gone (vLLM 9730, 40149)
         check_pages(cache);
     }
@@ -80,7 +80,7 @@ TEST_CASE("a text with guesses is the text without: any model, cache, sampler, n
         const Place place = random_place(random, 1 + below(random, 20));
         CAPTURE(std::string(name_of(type_k)) + " " + name_of(type_v) + " " + place.name());
         Tokens prompt = random_tokens(engine, 1 + below(random, 80), random.bits());
-        if (below(random, 2)) prompt.insert(prompt.end(), prompt.begin(), prompt.end());  // to look up
+        if (below(random, 2)) append(prompt, Tokens(prompt));  // to look up
         const int count = 1 + below(random, 70), who = below(random, 3);
         const Sampler sampler = random_sampler(random);
         Cache plain = cache_for(engine, type_k, type_v, 300, place);

@@ -67,17 +67,6 @@ std::vector<Words> lines_with(const Flag &flag, const Words &value) {
     return lines;
 }
 
-// A variable of the environment, which is as it was at the end.
-struct Environment {
-    std::string name, before;
-    bool was_set;
-    Environment(const char *variable, const char *value) : name(variable), was_set(getenv(variable)) {
-        if (was_set) before = getenv(variable);
-        setenv(variable, value, 1);
-    }
-    ~Environment() { was_set ? setenv(name.c_str(), before.c_str(), 1) : unsetenv(name.c_str()); }
-};
-
 // Standard output while `work` runs.
 template <class Work>
 std::string printed(Work work) {

@@ -38,7 +38,6 @@ static void check_fork(Engine &engine, const Precision &type_k, const Precision 
         if (sequence == of) CHECK(error_of([&] { shrink(alone, 0, length - cut); }) == line);
         expected[sequence] = cached_rows(engine, alone, 0, rest[sequence], 33, 33);
     }
-    auto add = [](Vector &to, const Vector &rows) { to.insert(to.end(), rows.begin(), rows.end()); };
     const int first = below(random, 2);
     for (int sequence : {first, 1 - first}) {
         found[sequence] = cached_rows(engine, cache, sequence, part(rest[sequence], 0, 33), 33, 33);
@@ -51,8 +50,8 @@ static void check_fork(Engine &engine, const Precision &type_k, const Precision 
     }
     for (int t = 33; t < 75; t++) {
         const Vector both = decode(engine, cache, {1, 0}, {rest[1][t], rest[0][t]});
-        add(found[1], Vector(both.begin(), both.begin() + both.size() / 2));
-        add(found[0], Vector(both.begin() + both.size() / 2, both.end()));
+        append(found[1], Vector(both.begin(), both.begin() + both.size() / 2));
+        append(found[0], Vector(both.begin() + both.size() / 2, both.end()));
     }
     REQUIRE(right());
     for (int sequence : {0, 1}) CHECK(same_bits(found[sequence], expected[sequence]));

@@ -18,16 +18,9 @@ constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
 
 // ---- Helpers -----------------------------------------------------------------------------------------------
 
-// The value of a bit pattern with so many exponent and fraction bits, from the definition of the format.
-double value_of(uint16_t bits, int exponent_bits, int fraction_bits) {
-    int most = (1 << exponent_bits) - 1, exponent = bits >> fraction_bits & most;
-    double fraction = bits & ((1 << fraction_bits) - 1), sign = bits & 0x8000 ? -1 : 1;
-    if (exponent == most) return fraction ? NAN : sign * INFINITY;
-    int power = std::max(exponent, 1) - (most >> 1) - fraction_bits;
-    return sign * std::ldexp(fraction + (exponent ? 1 << fraction_bits : 0), power);
-}
-double value_of(f16 x) { return value_of(x.bits, 5, 10); }
-double value_of(bf16 x) { return value_of(x.bits, 8, 7); }
+// From the definitions of the formats.
+double value_of(f16 x) { return reference::value_of(x.bits, 5, 10); }
+double value_of(bf16 x) { return reference::value_of(x.bits, 8, 7); }
 // fp8 e4m3 has no infinity, and NaN only where all bits are set; its largest number is 448.
 double value_of(fp8 x) {
     int exponent = x.bits >> 3 & 15, fraction = x.bits & 7;

@@ -1,10 +1,7 @@
 // One order of sums: the logits of a token have the same bits however it came about. Prefilled in any chunks, decoded
 // one by one, alone or in a batch, with any number of threads, in any layout. Everything here is ==.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include "scene.h"
-
-using namespace scene;
-using reference::Random;
+#include "kinds.h"
 
 constexpr int whole_text = 1 << 20;  // a chunk that holds it
 
@@ -18,82 +15,39 @@ struct Teams {
     Engine &of(int threads) { return engines[threads - 1]; }
 };
 
-// A kind of cache, and the text whose logits are asked for.
-struct Case {
-    Teams &teams;
-    Precision type_k, type_v;
-    Place place;
-    Tokens tokens;
-    Cache cache(int sequences = 1) {
-        return cache_for(teams.of(1), type_k, type_v, (int)tokens.size() + 64, place, sequences);
-    }
-    // In passes of `chunk` tokens at most.
-    Vector prefilled(int chunk, int threads) {
-        Engine &engine = teams.of(threads);
-        engine.chunk = chunk;
-        Cache cache = this->cache();
-        return prefilled_rows(engine, cache, tokens);
-    }
-    Vector decoded(int threads) {
-        Cache cache = this->cache();
-        return cached_rows(teams.of(threads), cache, 0, tokens, 1, 0);
-    }
-    // In passes of any length, among none to 16 other sequences that get some tokens or none.
-    Vector among_others(uint64_t seed) {
-        Random random{seed};
-        auto up_to = [&](int most) { return (int)(random.bits() % (uint64_t)(most + 1)); };
-        Cache cache = this->cache(17);
-        int mine = up_to(16), done = 0, total = (int)tokens.size();
-        Vector rows;
-        while (done < total) {
-            Batch batch;
-            Engine &engine = teams.of(1 + up_to(3));
-            int most = std::min({total - done, chunk_of(cache), up_to(2) ? 1 + up_to(8) : total});
-            int others = up_to(16), first = 0, count = 1 + up_to(most - 1);
-            for (int i = 0; i < 17; i++) {
-                int sequence = (mine + 1 + i) % 17, length = sequence == mine ? count : i < others ? up_to(3) : 0;
-                if (sequence == mine) first = batch.count();
-                if (sequence != mine) length = std::min(length, total - cache.lengths[sequence]);
-                int position = grow(cache, sequence, length);
-                for (int t = 0; t < length; t++)
-                    batch.add(tokens[sequence == mine ? position + t : up_to(total - 1)], sequence, position + t);
-            }
-            forward(engine, batch, cache.stores);
-            Vector found = logits(engine, first, count);
-            rows.insert(rows.end(), found.begin(), found.end());
-            done += count;
-        }
-        return rows;
-    }
-};
-
-// Every way to the same tokens. `expected`: of the same tokens in another layout, or empty.
-static void check_ways(Case one, const std::vector<int> &chunks, bool decode, const Vector &expected = {}) {
-    CAPTURE(std::string(name_of(one.type_k)));
-    CAPTURE(std::string(name_of(one.type_v)));
-    CAPTURE(one.place.name());
-    Vector whole = one.prefilled(whole_text, 1);
-    if (!expected.empty()) CHECK(reference::same_bits(whole, expected));
+// Every way to the same tokens has the bits of the text read at once, and of `expected`, the same in another layout, if
+// there is one. What these are.
+static Vector check_ways(Teams &teams, const Precision &type_k, const Precision &type_v, const Place &place,
+                         const Tokens &tokens, const std::vector<int> &chunks, bool decode,
+                         const Vector &expected = {}) {
+    CAPTURE(std::string(name_of(type_k)) + " " + name_of(type_v) + " " + place.name());
+    const int total = (int)tokens.size();
+    auto rows = [&](int threads, int chunk, int prefilled) {
+        return cached(teams.of(threads), type_k, type_v, place, tokens, chunk, prefilled);
+    };
+    const Vector whole = rows(1, whole_text, total);
+    if (!expected.empty()) CHECK(same_bits(whole, expected));
     int threads = 1;
     for (int chunk : chunks) {
         CAPTURE(chunk);
-        CHECK(reference::same_bits(whole, one.prefilled(chunk, threads = threads % 4 + 1)));
+        CHECK(same_bits(whole, rows(threads = threads % 4 + 1, chunk, total)));
     }
-    if (decode) CHECK(reference::same_bits(whole, one.decoded(2)));
-    uint64_t seed = seed_of_run();
-    CAPTURE(seed);
-    CHECK(reference::same_bits(whole, one.among_others(seed)));
+    if (decode) CHECK(same_bits(whole, rows(2, 1, 0)));
+    Random random{seed_of_run()};
+    CAPTURE(seed_of_run());
+    auto any = [&]() -> Engine & { return teams.of(1 + below(random, 4)); };
+    CHECK(same_bits(whole, among_others(any, type_k, type_v, place, tokens, random, 17)));
+    return whole;
 }
 
 TEST_CASE("every layout with every pair of precisions") {
     Teams teams(engine_of(random_model({2, 32, 48, 4, 2, 20, 40})));
     Tokens tokens = random_tokens(teams.of(1), 75);
     for_each_pair([&](const Precision &type_k, const Precision &type_v) {
-        Vector expected = Case{teams, type_k, type_v, {}, tokens}.prefilled(whole_text, 1);
-        check_ways({teams, type_k, type_v, {}, tokens}, {7, 64}, true);
-        check_ways({teams, type_k, type_v, paged(7), tokens}, {7}, false, expected);
-        check_ways({teams, type_k, type_v, ring(75, 0), tokens}, {7}, false, expected);
-        check_ways({teams, type_k, type_v, ring(40, 3), tokens}, {7, 31}, true);  // drops positions from 43 on
+        const Vector expected = check_ways(teams, type_k, type_v, {}, tokens, {7, 64}, true);
+        check_ways(teams, type_k, type_v, paged(7), tokens, {7}, false, expected);
+        check_ways(teams, type_k, type_v, ring(75, 0), tokens, {7}, false, expected);
+        check_ways(teams, type_k, type_v, ring(40, 3), tokens, {7, 31}, true);  // drops positions from 43 on
     });
 }
 
@@ -103,7 +57,7 @@ TEST_CASE("every type of weights, a model with sliding windows, one with normed 
         Tokens tokens = random_tokens(teams.of(1), count);
         for (auto [type_k, type_v] : {std::pair<Precision, Precision>{F32{}, F32{}}, {F16{}, Int4{}}, {Int2{}, FP8{}}})
             for (const Place &place : {Place{}, paged(16), ring(33, 4)})
-                check_ways({teams, type_k, type_v, place, tokens}, {1, 7, 13, 25, 64}, place.window == 33);
+                check_ways(teams, type_k, type_v, place, tokens, {1, 7, 13, 25, 64}, place.window == 33);
     };
     for (const char *name : {"llama_bf16", "llama_f16", "mistral_window", "qwen3_layer_types", "llama_gqa_9_on_3",
                              "gemma3", "gemma4_shared", "granite_swa", "lfm2_bias"}) {
@@ -129,9 +83,9 @@ TEST_CASE("8 heads on 2 KV heads of 128: K at f16, V at int4, and neighbours of 
     Teams teams(engine_of(random_model({2, 64, 96, 8, 2, 128, 64})));
     Tokens tokens = random_tokens(teams.of(1), 100);
     for (auto [type_k, type_v] : {std::pair<Precision, Precision>{F16{}, Int4{}}, {Int4{}, Int2{}}, {Int8{}, Int4{}}}) {
-        Vector expected = Case{teams, type_k, type_v, {}, tokens}.prefilled(whole_text, 1);
+        const Vector expected = check_ways(teams, type_k, type_v, {}, tokens, {}, false);
         for (const Place &place : {paged(16), ring(600, 0), ring(120, 0), ring(300, 4)})
-            check_ways({teams, type_k, type_v, place, tokens}, {1, 7, 64}, place.window == 120, expected);
+            check_ways(teams, type_k, type_v, place, tokens, {1, 7, 64}, place.window == 120, expected);
     }
 }
 
@@ -139,11 +93,10 @@ TEST_CASE("the beginning of a longer prompt, and more tokens than a pass takes")
     Teams teams(engine_of(random_model({1, 32, 48, 4, 2, 34, 40})));
     Tokens tokens = random_tokens(teams.of(1), 700);
     for (auto [type_k, type_v] : {std::pair<Precision, Precision>{F32{}, F32{}}, {F16{}, Int4{}}, {Int4{}, BF16{}}}) {
-        Case all{teams, type_k, type_v, {}, tokens}, beginning{teams, type_k, type_v, {}, part(tokens, 0, 513)};
-        Vector expected = all.prefilled(512, 2);
-        CHECK(reference::same_bits(expected, all.prefilled(64, 1)));
+        Vector expected = cached(teams.of(2), type_k, type_v, {}, tokens, 512, 700);
+        CHECK(same_bits(expected, cached(teams.of(1), type_k, type_v, {}, tokens, 64, 700)));
         expected.resize(513 * (size_t)teams.of(1).model.config.vocabulary);
-        check_ways(beginning, {512}, false, expected);
+        check_ways(teams, type_k, type_v, {}, part(tokens, 0, 513), {512}, false, expected);
     }
 }
 
@@ -153,9 +106,9 @@ TEST_CASE("the naive path, whatever the number of threads, and of a longer text"
         Teams teams(engine_of(fixtures + name));
         Tokens tokens = random_tokens(teams.of(1), 75);
         Vector naive = naive_rows(teams.of(1), tokens);
-        for (int threads : {2, 3}) CHECK(reference::same_bits(naive, naive_rows(teams.of(threads), tokens)));
+        for (int threads : {2, 3}) CHECK(same_bits(naive, naive_rows(teams.of(threads), tokens)));
         Vector beginning = naive_rows(teams.of(1), part(tokens, 0, 40));
         naive.resize(beginning.size());
-        CHECK(reference::same_bits(naive, beginning));
+        CHECK(same_bits(naive, beginning));
     }
 }

@@ -68,9 +68,8 @@ std::vector<const cJSON *> checkpoints() {
     return all;
 }
 
-struct OnThatDay {  // of the fixture's texts
-    OnThatDay() { setenv("SOURCE_DATE_EPOCH", std::to_string(noon()).c_str(), 1); }
-    ~OnThatDay() { unsetenv("SOURCE_DATE_EPOCH"); }
+struct OnThatDay : Environment {  // of the fixture's texts
+    OnThatDay() : Environment("SOURCE_DATE_EPOCH", std::to_string(noon()).c_str()) {}
     static time_t noon() {
         std::tm day{};
         REQUIRE(sscanf(whole().text("today", "").c_str(), "%d-%d-%d", &day.tm_year, &day.tm_mon, &day.tm_mday) == 3);
@@ -147,9 +146,8 @@ TEST_CASE("what is said comes through as it is, the mark and the letters of JSON
     check_contains(error_of([&] { rendered(with, "\xff", {{"Hi", ""}}); }), "--system", "not UTF-8 at byte 0");
     const std::string ended("a\0\1\2b\0", 6);
     CHECK(rendered(with, "", {{ended, ""}}).text == ended);
-    setenv("PYTHONIOENCODING", "latin-1", 1);
+    const Environment latin("PYTHONIOENCODING", "latin-1");
     CHECK(rendered(opened("weights_tools/builtin", "plain"), "", {{"café", ""}}).text == "café");
-    unsetenv("PYTHONIOENCODING");
 }
 
 TEST_CASE("a template by its name, or of a file") {
@@ -264,10 +262,8 @@ TEST_CASE(
     const ChatTemplate slow = opened(bare.str());  // in C code, which hears of no time
     check_contains(error_of([&] { rendered(slow, "", {{"C", ""}}); }), "program ended", "a template to end");
     CHECK(slow.end == "");
-    const std::string path = getenv("PATH");
-    setenv("PATH", bare.str().c_str(), 1);
+    const Environment path("PATH", bare.str().c_str());
     check_contains(error_of([&] { opened(bare.str()); }), "program ended", "python3");
-    setenv("PATH", path.c_str(), 1);
 }
 
 TEST_CASE("what templates find there beside Jinja's own is as Transformers has it") {
