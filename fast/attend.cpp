@@ -311,7 +311,8 @@ constexpr int many_queries = 32;  // of one KV head; for fewer, to turn the keys
 // score_rows() of a piece of one KV head, times the rows' scales: a lane is a position (panels.h). Rows of numbers that
 // lie evenly are turned where they are, all others are widened first.
 template <class Format>
-void score_panels(float *scores, const Tiles &queries, const SplitRows &rows, const Piece &piece) {
+void score_panels(float *scores, const Tiles &queries, const SplitRows &rows, const Piece &piece,
+                  const SplitRows &then) {
     using As = decltype(stored_as((const Format *)nullptr));
     constexpr bool widen = As::scaled || std::is_void_v<typename As::Number>;
     using Number = std::conditional_t<widen, float, typename As::Number>;
@@ -322,6 +323,12 @@ void score_panels(float *scores, const Tiles &queries, const SplitRows &rows, co
     for (int first = piece.begin; first < piece.end; first += panel_rows) {
         const int count = std::min(panel_rows, piece.end - first);
         const char *const *row = rows.row + first;
+        // Of one KV head alone rows are parts of what follows one another, which no processor's own prefetcher sees.
+        for (int t = first; t < first + count; t++)
+            for (size_t at = 0; at < then.bytes; at += cache_line) {
+                __builtin_prefetch(then.row[t] + at, 0, 2);
+                if (t + panel_rows < piece.end) __builtin_prefetch(rows.row[t + panel_rows] + at, 0, 2);
+            }
         const int64_t step = count > 1 ? row[1] - row[0] : 0;
         bool even = !widen && step % (int)sizeof(Number) == 0;
         for (int r = 1; even && r < count; r++) even = row[r] == row[0] + r * step;
@@ -578,7 +585,7 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
             if constexpr (grouped((Format *)nullptr))
                 score_groups<Format>(scores.data(), queries.data(), count, keys, piece, tile.heads, values);
             else if (many)
-                score_panels<Format>(scores.data(), tiles, keys, piece);
+                score_panels<Format>(scores.data(), tiles, keys, piece, values);
             return many || grouped((Format *)nullptr);
         },
         [&](auto format, const NearRows &near, const Rows &rows, auto number, const Piece &, int head, int heads) {
@@ -634,6 +641,14 @@ constexpr int tile_queries = 96;         // of a KV head: their scores stay in t
 constexpr int together_queries = 32;     // of all KV heads: with more, each KV head is read by itself
 constexpr size_t most_shared = 1 << 22;  // floats of partial results, 16 MiB, however long the context is
 
+// Whether two sequences have the same rows for the positions of a split, as they do where they share its pages.
+inline bool same_rows(const CacheView &cache, int a, int b, int begin, int end) {
+    return a != b && cache.layout.visit([&](auto &layout) {
+        while (begin < end && layout.row(a, begin) == layout.row(b, begin)) begin += layout.run(begin);
+        return begin >= end;
+    });
+}
+
 void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cache, int threads) {
     plan.tiles.clear();
     plan.parts.clear();
@@ -657,16 +672,39 @@ void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cach
     const int tiles = (int)plan.tiles.size();
     plan.heads_together = plan.most_queries * heads.kv <= together_queries ? heads.kv : 1;
     const size_t results = (size_t)tiles * heads.kv * plan.most_queries;
-    plan.share_splits =
-        tiles * heads.kv < 4 * threads * plan.heads_together && results * plan.slots * plan.stride <= most_shared;
+    // How many tiles, from one on, have the same rows of the cache for a split. All their queries are one tile for it,
+    // so that pages which several texts share are read once (Juravsky et al. 2024, Hydragen).
+    auto alike = [&](int tile, int split) {
+        const Span &one = plan.tiles[tile];
+        const int begin = split * split_positions, end = begin + split_positions;
+        int some = 1;
+        for (; cached && !plan.widest.window && tile + some < tiles; some++) {
+            const Span &next = plan.tiles[tile + some];
+            if (std::min(one.first, next.first) < end || plan.tokens_of(tile, some + 1) > most) break;
+            if (!same_rows(cache, one.sequence, next.sequence, begin, end)) break;
+        }
+        return some;
+    };
+    bool shared = false;
+    for (int tile = 0; tile < tiles; tile++) shared |= alike(tile, 0) > 1;
+    const bool few = tiles * heads.kv < 4 * threads * plan.heads_together;
+    plan.share_splits = (few || shared) && results * plan.slots * plan.stride <= most_shared;
+    plan.in_turn = shared || !plan.share_splits;
     if (!plan.share_splits) plan.slots = 1;
     plan.partials.resize(std::max(plan.partials.size(), results * plan.slots));
     plan.values.resize(std::max(plan.values.size(), results * plan.slots * plan.stride));
-    for (int tile = tiles; tile-- > 0;) {  // a prompt's longest first
-        const int all = plan.parts_of(plan.tiles[tile]), each = plan.share_splits ? 1 : all;
-        for (int head = 0; head < heads.kv; head += plan.heads_together)
-            for (int part = 0; part < all; part += each) plan.parts.push_back({tile, head, part, part + each});
-    }
+    auto add_parts = [&](int tile, int some, int first, int last) {
+        const bool apart = some > 1 && plan.tokens_of(tile, some) * heads.per_kv() >= many_queries;
+        const int together = apart ? 1 : plan.heads_together;
+        for (int head = 0; head < heads.kv; head += together)
+            plan.parts.push_back({tile, some, head, std::min(together, heads.kv - head), first, last});
+        return some;
+    };
+    for (int tile = tiles; !plan.share_splits && tile-- > 0;)  // a prompt's longest first
+        add_parts(tile, 1, 0, plan.parts_of(plan.tiles[tile]));
+    for (int part = 0; plan.share_splits && part < plan.slots; part++)
+        for (int tile = 0; tile < tiles;)
+            tile += part < plan.parts_of(plan.tiles[tile]) ? add_parts(tile, alike(tile, part), part, part + 1) : 1;
     const int half = heads.rotary / 2, places = cached ? plan.widest.sinks : 1;  // naive: keys that are rotated already
     plan.first_place.resize(pass.count);
     plan.sink_cos_sin.clear();
@@ -766,14 +804,23 @@ void attention(Cpu &m, const Attention &task, const Pass &pass) {
         thread_local std::vector<Partial> partials;  // of one part
         thread_local Floats values;
         const AttentionPlan::Parts &parts = plan.parts[item];
-        const Tile tile = {plan.tiles[parts.tile], parts.head, std::min(plan.heads_together, heads.kv - parts.head),
-                           heads.per_kv()};
+        Tile tile = {plan.tiles[parts.tile], parts.head, parts.heads, heads.per_kv()};
+        tile.span.count = plan.tokens_of(parts.tile, parts.tiles);
         const int count = tile.queries();
         partials.resize(std::max(partials.size(), (size_t)tile.heads * count));
         values.resize(std::max(values.size(), (size_t)tile.heads * count * plan.stride));
         const Partials to = plan.at(parts.tile, parts.head, plan.share_splits ? parts.first : 0),
                        one = {partials.data(), values.data(), (size_t)count, (size_t)plan.stride};
-        attend_part(to, task, plan, tile, parts.first);
+        attend_part(parts.tiles > 1 ? one : to, task, plan, tile, parts.first);
+        for (int i = 0, q = 0; parts.tiles > 1 && i < parts.tiles; i++) {  // what is each tile's
+            const int own = plan.tokens_of(parts.tile + i, 1) * heads.per_kv();
+            for (int head = 0; head < tile.heads; head++) {
+                const Partials its = plan.at(parts.tile + i, parts.head + head, parts.first);
+                std::fill_n(its.partials, own, Partial());
+                merge(its, one.from(head * count + q), own);
+            }
+            q += own;
+        }
         for (int part = parts.first + 1; part < parts.last; part++) {
             attend_part(one, task, plan, tile, part);
             for (int head = 0; head < tile.heads; head++) merge(to.from(head * to.step), one.from(head * count), count);
@@ -782,7 +829,7 @@ void attention(Cpu &m, const Attention &task, const Pass &pass) {
             finish(parts.tile, parts.head + i / count, i % count);
     };
     const int64_t items = (int64_t)plan.parts.size();
-    plan.share_splits ? m.for_each(items, attend) : m.for_each_in_turn(items, attend);
+    plan.in_turn ? m.for_each_in_turn(items, attend) : m.for_each(items, attend);
     if (plan.slots == 1) return;
     m.for_each((int64_t)plan.tiles.size() * heads.kv * plan.most_queries, [&](int64_t item, Alone) {
         const int q = (int)(item % plan.most_queries), head = (int)(item / plan.most_queries % heads.kv);

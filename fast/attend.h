@@ -45,8 +45,8 @@ inline void merge(const Partials &to, const Partials &from, int count) {
 // How a pass shares its attention among the threads: many tiles whole, the splits of few. A tile's parts are its sinks,
 // 256 at a time, and its splits.
 struct AttentionPlan {
-    struct Parts {  // [first, last) of a tile, for the KV heads from `head` on that are read together
-        int tile, head, first, last;
+    struct Parts {  // [first, last) of a tile, for KV heads that are read together; or one that some tiles share
+        int tile, tiles, head, heads, first, last;
     };
     Heads heads;
     std::vector<Span> tiles;
@@ -56,6 +56,7 @@ struct AttentionPlan {
     int most_queries = 0;    // of a tile and KV head
     int slots = 0;           // for the partial results of a tile: one, or one for each of its parts
     bool share_splits = false;
+    bool in_turn = false;  // whoever is ready takes the next part: they take unequal time
     std::vector<Parts> parts;
     std::vector<Partial> partials;  // (tile, kv_head, slot, query)
     Floats values;                  // (tile, kv_head, slot, query, stride)
@@ -65,6 +66,11 @@ struct AttentionPlan {
     std::vector<int> first_place;
 
     int sink_parts() const { return (widest.sinks + split_positions - 1) / split_positions; }
+    int tokens_of(int tile, int some) const {
+        int tokens = 0;
+        for (int i = tile; i < tile + some; i++) tokens += tiles[i].count;
+        return tokens;
+    }
     int first_split(const Span &tile) const { return widest.first(tile.position) / split_positions; }
     int parts_of(const Span &tile) const {
         return sink_parts() + (tile.position + tile.count - 1) / split_positions + 1 - first_split(tile);

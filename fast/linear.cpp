@@ -28,15 +28,15 @@ inline int few_tokens(DType type) {
     return type == DType::bf16_pairs ? 30 : type == DType::f32 ? 32 : 40;
 }
 
-// The results of a token with `count` rows from `row` on.
-inline void put(const Product &product, Into how, int64_t token, int64_t row, float *sums, int count) {
+// The results of a token with `count` rows from `row` on, `apart` from one another.
+inline void put(const Product &product, Into how, int64_t token, int64_t row, float *sums, int count, int apart = 1) {
     const Tensor bias = product.linear.bias;
     float *y = product.y + token * product.linear.weight.rows + row;
-    for (int i = 0; bias.data && i < count; i++) sums[i] += number_of(bias, row + i);
+    for (int i = 0; bias.data && i < count; i++) sums[i] += number_of(bias, row + i * apart);
     int i = 0;
-    for (; i + lanes <= count; i += lanes)
+    for (; apart == 1 && i + lanes <= count; i += lanes)
         store(y + i, how == Into::add ? add(load(y + i), load(sums + i)) : load(sums + i));
-    for (; i < count; i++) y[i] = how == Into::add ? y[i] + sums[i] : sums[i];
+    for (; i < count; i++) y[i * apart] = how == Into::add ? y[i * apart] + sums[i] : sums[i];
 }
 
 // ---- Few tokens: channels in the lanes -----------------------------------------------------------------------
@@ -130,26 +130,20 @@ void linear_streams(Cpu &m, const Number *weight, const Input *x, int count, con
     const int near = std::max(1, near_bytes / 4 / std::max(1, R * (int)inputs * (int)sizeof(Number)));
     const int batches = (int)pieces(count, T);
     const int64_t ahead = batches == 1 ? 2048 : near * inputs * (int64_t)sizeof(Number);
-    thread_local Floats out;  // (count, rows of the share)
-    out.resize((size_t)count * share.count());
     float sums[T * R];
     auto multiply = [&](auto rows, int first, int last) {
         for (int next = 0; next < count; next += T) {
             const int begin = std::min(next, count - T);
-            for (int row = first; row < last; row++) {
-                stream_tile<rows, T>(sums, weight + (share.first + row) * inputs, apart * inputs, x + begin * inputs,
-                                     (int)inputs, ahead, batches, next / T);
-                float *to = out.data() + (size_t)begin * share.count() + row;
-                for (int t = 0; t < T; t++, to += share.count())
-                    unrolled<rows>([&](auto r) { to[r * apart] = sums[t * rows + r]; });
+            for (int64_t row = share.first + first; row < share.first + last; row++) {
+                stream_tile<rows, T>(sums, weight + row * inputs, apart * inputs, x + begin * inputs, (int)inputs,
+                                     ahead, batches, next / T);
+                for (int t = next - begin; t < T; t++) put(product, how, begin + t, row, sums + t * rows, rows, apart);
             }
         }
     };
     for (int row = 0; row < apart; row += near)
         multiply(std::integral_constant<int, R>(), row, std::min(row + near, apart));
     multiply(std::integral_constant<int, 1>(), apart * R, share.count());
-    for (int t = 0; t < count; t++)
-        put(product, how, t, share.first, out.data() + (size_t)t * share.count(), share.count());
 }
 
 // ---- Many tokens: rows in the lanes --------------------------------------------------------------------------

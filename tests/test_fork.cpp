@@ -1,5 +1,6 @@
 // fork() (cache.h): two sequences that begin alike share what they have, and go on as if each had been read alone.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "../fast/attend.h"
 #include "kinds.h"
 
 // After a fork at `length` two sequences go on with other tokens, by turns and together.
@@ -74,6 +75,70 @@ TEST_CASE("a forked sequence goes on as if it had been read alone: every layout 
             check_fork(engines[below(random, 2)], type_k, type_v, place, length, random);
         }
     });
+}
+
+// Texts that begin alike for 1 to 700 positions, in passes of one to four tokens of each, in any order.
+// Returns how many parts of attention were those of several texts.
+static int check_shared_splits(Engine &engine, const Precision &type_k, const Precision &type_v, const Place &place,
+                               Random &random) {
+    CAPTURE(std::string(name_of(type_k)) + " " + name_of(type_v) + " " + place.name());
+    constexpr int texts = 5, longest = 800;
+    const Tokens begin = random_tokens(engine, 700, 1);
+    Cache cache = cache_for(engine, type_k, type_v, longest, place, texts);
+    Tokens tokens[texts];
+    Vector found[texts];
+    int lengths[texts], order[texts] = {0, 1, 2, 3, 4};
+    prefill(engine, cache, 0, begin);
+    for (int i = 1; i < texts; i++) fork(cache, 0, i);
+    for (int i = 0; i < texts; i++) {
+        tokens[i] = random_tokens(engine, longest, 10 + i);
+        lengths[i] = below(random, 3) ? 1 + below(random, 700) : 700;
+        if (!error_of([&] { shrink(cache, i, lengths[i]); }).empty()) lengths[i] = 700;  // behind a window
+        std::copy_n(begin.begin(), lengths[i], tokens[i].begin());
+    }
+    int shared = 0;
+    for (int pass = 0; pass < 6; pass++) {
+        Batch batch;
+        std::vector<std::pair<int, int>> rows;  // text, tokens
+        std::swap(order[below(random, texts)], order[below(random, texts)]);
+        for (int i : order) {
+            const int count = std::min(tokens_of_pass(cache, i, 1 + below(random, 4)), chunk_of(cache));
+            const int first = grow(cache, i, count);
+            for (int t = first; t < first + count; t++) batch.add(tokens[i][t], i, t);
+            rows.push_back({i, count});
+        }
+        forward(engine, batch, cache.stores);
+        const Vector all = logits(engine, 0, batch.count());
+        auto from = all.begin();
+        for (auto [i, count] : rows) {
+            const auto to = from + count * engine.model.config.vocabulary;
+            found[i].insert(found[i].end(), from, to), from = to;
+        }
+        for (const fast::AttentionPlan &plan : *(fast::Plans *)std::get<Cpu>(*engine.machine).plan.get())
+            for (const auto &parts : plan.parts) shared += parts.tiles > 1;
+    }
+    for (int i = 0; i < texts; i++) {
+        Cache alone = cache_for(engine, type_k, type_v, longest, place);
+        prefill(engine, alone, 0, begin);
+        shrink(alone, 0, lengths[i]);
+        const Tokens rest = part(tokens[i], lengths[i], cache.lengths[i]);
+        CHECK(same_bits(found[i], cached_rows(engine, alone, 0, rest, 1, (int)rest.size())));
+    }
+    return shared;
+}
+
+TEST_CASE("what several texts share is read once for all of them, and each has the bits that it has alone") {
+    Random random{seed_of_run()};
+    CAPTURE(seed_of_run());
+    Engine engines[] = {engine_of(random_model({2, 32, 48, 4, 2, 20, 40})),
+                        engine_of(random_model({2, 48, 48, 6, 1, 8, 40})), engine_of(random_model(mixed_shape()))};
+    int shared = 0;
+    for_each_pair([&](const Precision &type_k, const Precision &type_v) {
+        const bool blocks = has_blocks(Choice<Precision>(type_k)) || has_blocks(Choice<Precision>(type_v));
+        const Place place = paged(blocks ? 32 * (1 + below(random, 3)) : 1 + below(random, 70));
+        shared += check_shared_splits(engines[below(random, 3)], type_k, type_v, place, random);
+    });
+    CHECK(shared > 100);
 }
 
 TEST_CASE("pages that hold parts of blocks of 32 are not shared") {
