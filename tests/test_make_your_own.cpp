@@ -140,7 +140,7 @@ static const Built &built() {
                 if (entry.path().extension() == extension) fs::copy(entry.path(), scratch / entry.path().filename());
         for (std::string folder : {"base", "commands"}) fs::copy(folder, scratch / folder);
         fs::create_directory_symlink(fs::absolute("weights_tools"), scratch / "weights_tools");
-        for (std::string file : {"scene.h", "files.h", "program.h", "test_cache.cpp"})
+        for (std::string file : {"scene.h", "check_pages.h", "files.h", "program.h", "test_cache.cpp"})
             fs::copy("tests/" + file, scratch / "tests" / file);
         for (std::string file : {"reference.h", "test_memory.cpp"}) fs::copy("tests/" + file, scratch / "tests" / file);
         for (const Page &page : {built.precision, built.layout})
