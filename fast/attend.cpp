@@ -672,8 +672,8 @@ void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cach
     const int tiles = (int)plan.tiles.size();
     plan.heads_together = plan.most_queries * heads.kv <= together_queries ? heads.kv : 1;
     const size_t results = (size_t)tiles * heads.kv * plan.most_queries;
-    // How many tiles, from one on, have the same rows for a split, which the cache had before this pass. All their queries
-    // are one tile for it, so that pages which several texts share are read once (Juravsky et al. 2024, Hydragen).
+    // How many tiles, from one on, have the same rows for a split, which the cache had before this pass. All their
+    // queries are one tile for it: pages that several texts share are read once (Juravsky et al. 2024, Hydragen).
     auto alike = [&](int tile, int split) {
         const Span &one = plan.tiles[tile];
         const int begin = split * split_positions, end = begin + split_positions;
