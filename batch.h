@@ -242,7 +242,7 @@ inline void take_token(Request &request, const Config &config, bool ignore_end, 
     const size_t before = text.size();
     text += request.stream->next(token);
     if ((int)request.tokens.size() - request.prompt >= request.count) request.stop = "-n";
-    if (!ignore_end && std::count(config.end_ids.begin(), config.end_ids.end(), token)) request.stop = "end id";
+    if (!ignore_end && config.ends(token)) request.stop = "end id";
     if (!request.stop.empty()) text += request.stream->flush();
     size_t place = std::string::npos;  // where the first of them begins
     for (const std::string &stop : request.stops)
@@ -299,7 +299,7 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
                 return request.tokens.back();
             };
             const size_t before = request.tokens.size();
-            checked.right += accept(guesses, take, [&] { return !request.stop.empty(); });
+            checked.right += proposals[i].accept(take, [&] { return !request.stop.empty(); });
             shrink(cache, request.sequence, (int)request.tokens.size() - 1);
             checked.guesses.insert(checked.guesses.end(), guesses.begin(), guesses.end());
             checked.tokens += (int)(request.tokens.size() - before), checked.paused |= proposals[i].paused;

@@ -20,13 +20,20 @@ struct Proposal {
     const Sampler &sampler;
     int most;  // guesses at most
     std::vector<int> guesses = {};
-    // (guess): for the rule of Leviathan et al., the draft's distribution that it was drawn from
-    std::vector<std::vector<double>> drawn = {};
-    int match = 0;        // n-grams: how many of the last ids stood before,
-    bool paused = false;  // and guesses at what follows would cost more time than they save
-    int token(int position) const {
-        const int count = (int)tokens.size();
-        return position < count ? tokens[position] : guesses[position - count];
+    std::vector<std::vector<double>> drawn = {};  // (guess): by Leviathan's rule, the distribution that it is from
+    int match = 0;                                // n-grams: how many of the last ids stood before,
+    bool paused = false;                          // and guesses at what follows would cost more time than they save
+    int token(size_t position) const {
+        return position < tokens.size() ? tokens[position] : guesses[position - tokens.size()];
+    }
+    // How many guesses are right. take(row) takes the target's own token after that row of the pass, and ended() says
+    // whether nothing may follow it.
+    template <class Take, class Ended>
+    int accept(Take take, Ended ended) const {
+        int row = 0;
+        for (; take(row) == (row < (int)guesses.size() ? guesses[row] : -1); row++)
+            if (ended()) return row + 1;
+        return row;
     }
 };
 
@@ -49,8 +56,6 @@ struct Drafter {
 };
 inline int guesses_of_pass(const Cache &cache, int first, int end, int most);
 inline void propose(Drafter &drafter, Proposal &proposal);
-template <class Take, class Ended>
-int accept(const std::vector<int> &guesses, Take take, Ended ended);
 
 // The next tokens of a text: guesses that are right, `most` at most, and one more; none after an end id, if it `ends`.
 // use(logits, position) is told of each token's.
@@ -58,12 +63,12 @@ template <class Use>
 std::vector<int> next_tokens(Engine &engine, Cache &cache, Drafter &drafter, const Sampler &sampler,
                              const std::vector<int> &tokens, int most, bool ends, Use use) {
     const double start = now();
-    const int end = (int)tokens.size(), vocabulary = engine.model.config.vocabulary;
-    const std::vector<int> &end_ids = engine.model.config.end_ids;
-    Proposal proposal{0, tokens, sampler, guesses_of_pass(cache, end - 1, end, std::min(most, drafter.most))};
+    const Config &config = engine.model.config;
+    const int last = (int)tokens.size() - 1;  // the position of the token that is read next
+    Proposal proposal{0, tokens, sampler, guesses_of_pass(cache, last, last + 1, std::min(most, drafter.most))};
     propose(drafter, proposal);
     const double guessing = now() - start;
-    std::vector<float> found = all_or_nothing(cache, [&] {  // (1 + guesses, vocabulary)
+    const std::vector<float> found = all_or_nothing(cache, [&] {  // (1 + guesses, vocabulary)
         Batch batch;
         const int count = 1 + (int)proposal.guesses.size(), first = grow(cache, 0, count);
         for (int t = first; t < first + count; t++) batch.add(proposal.token(t), 0, t);
@@ -72,32 +77,17 @@ std::vector<int> next_tokens(Engine &engine, Cache &cache, Drafter &drafter, con
     });
     std::vector<int> next;
     auto take = [&](int row) {
-        const float *at = &found[(size_t)row * vocabulary];
-        const std::vector<float> own =
-            proposal.guesses.empty() ? std::move(found) : std::vector<float>(at, at + vocabulary);
-        use(own, end - 1 + row);
-        next.push_back(drafter.rejection ? by_rejection(proposal, row, own, draw)
-                                         : sample(sampler, own, end - 1 + row));
+        const auto from = found.begin() + row * config.vocabulary;
+        const std::vector<float> own(from, from + config.vocabulary);
+        use(own, last + row);
+        next.push_back(drafter.rejection ? by_rejection(proposal, row, own, draw) : sample(sampler, own, last + row));
         return next.back();
     };
-    const int right =
-        accept(proposal.guesses, take, [&] { return ends && std::count(end_ids.begin(), end_ids.end(), next.back()); });
-    shrink(cache, 0, end - 1 + (int)next.size());
+    const int right = proposal.accept(take, [&] { return ends && config.ends(next.back()); });
+    shrink(cache, 0, last + (int)next.size());
     drafter.log.push_back(
         {proposal.match, (int)next.size(), right, proposal.guesses, proposal.paused, now() - start, guessing});
     return next;
-}
-
-// How many guesses are right. take(row) takes the target's own token after that row of the pass, and ended() says
-// whether nothing may follow it.
-template <class Take, class Ended>
-int accept(const std::vector<int> &guesses, Take take, Ended ended) {
-    int row = 0;
-    while (take(row) == (row < (int)guesses.size() ? guesses[row] : -1)) {
-        row++;
-        if (ended()) break;
-    }
-    return row;
 }
 
 // ---- Guesses -------------------------------------------------------------------------------------------------------

@@ -326,9 +326,8 @@ struct Session {
 
 // Why nothing follows the tokens so far, or nullptr if something may.
 inline const char *reason_to_stop(const Session &session, const Options &options) {
-    const Config &config = session.engine.model.config;
     bool generated = (int)session.tokens.size() > session.prompt;
-    bool ended = generated && std::count(config.end_ids.begin(), config.end_ids.end(), session.tokens.back());
+    bool ended = generated && session.engine.model.config.ends(session.tokens.back());
     if (interrupted()) return "interrupted";
     if (ended && !options.ignore_end) return "end id";
     if ((int)session.tokens.size() - session.prompt >= options.count) return "-n";

@@ -111,6 +111,7 @@ struct Config {
     bool qkv_bias = false, output_bias = false, mlp_bias = false;
     bool convolution_bias = false;  // of a convolution's taps and matrices
     const Kind &kind(int layer) const { return kinds[(size_t)rows[(size_t)layer].kind]; }
+    bool ends(int id) const { return std::count(end_ids.begin(), end_ids.end(), id) > 0; }
 };
 
 // Move-only: tensors point into files (or copies), which live as long as the model.
