@@ -125,8 +125,7 @@ inline Session open_model(const Options &options) {
     Session session{open_engine(options, options.directory), open_tokenizer(options, options.directory)};
     Config &config = session.engine.model.config;
     const int end = session.tokenizer ? tokenizer_end(session.tokenizer.get()) : -1;
-    const bool known = std::count(config.end_ids.begin(), config.end_ids.end(), end);
-    if (end < 0 || end >= config.vocabulary || known) return session;
+    if (end < 0 || end >= config.vocabulary || config.ends(end)) return session;
     config.end_ids.push_back(end);
     if (!options.ignore_end)
         note(formatted("%s, id %d, ends the text: only tokenizer_config.json names it so (--ignore-eos goes on)",

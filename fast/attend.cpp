@@ -523,8 +523,14 @@ void accumulate_groups(float *values, size_t step, size_t stride, const float *w
 
 // The queries of a tile of tokens that read some KV heads.
 struct Tile {
-    Span span;
+    Span span;  // of several tiles that are computed as one: the first one's, with the tokens of all
     int first_head, heads, per_kv;
+    const Span *spans;  // each of them
+    int64_t row(int token) const {
+        const Span *of = spans;
+        for (; token >= of->count; of++) token -= of->count;
+        return of->row + token;
+    }
     int queries() const { return span.count * per_kv; }  // of each KV head; query q is that of token q / per_kv
 };
 
@@ -569,7 +575,7 @@ void attend_split(const Partials &to, const Attention &task, const Tile &tile, c
     queries.assign((size_t)all * stride, 0);
     for (int i = 0; i < all; i++) {
         int head = (tile.first_head + i / count) * tile.per_kv + i % count % tile.per_kv;
-        int64_t row = tile.span.row + i % count / tile.per_kv;
+        int64_t row = tile.row(i % count / tile.per_kv);
         const float *from = task.query + (row * task.heads.query + head) * width;
         std::copy(from, from + width, &queries[(size_t)i * stride]);
     }
@@ -670,6 +676,10 @@ void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cach
         plan.slots = std::max(plan.slots, plan.parts_of(plan.tiles.back()));
     }
     const int tiles = (int)plan.tiles.size();
+    auto order = [&](const Span &tile) { return std::pair(cache.row_of(tile.sequence, 0), -tile.first); };
+    if (cached && !plan.widest.window)  // texts that begin in the same pages stand side by side, the longest first
+        std::stable_sort(plan.tiles.begin(), plan.tiles.end(),
+                         [&](const Span &a, const Span &b) { return order(a) < order(b); });
     plan.heads_together = plan.most_queries * heads.kv <= together_queries ? heads.kv : 1;
     const size_t results = (size_t)tiles * heads.kv * plan.most_queries;
     // How many tiles, from one on, have the same rows for a split, which the cache had before this pass. All their
@@ -736,7 +746,7 @@ inline void attend_sinks(const Partials &to, const Attention &task, const Attent
     of_split.slots = split_positions;
     for (int token = 0; token < tile.span.count; token++) {
         Tile one = tile;
-        one.span.row += token, one.span.position += token, one.span.count = 1;
+        one.span.row += token, one.span.position += token, one.span.count = 1, one.spans = &one.span;
         Segments seen;
         add_sinks(seen, {task.cache, task.layer, tile.first_head, task.keys, task.values}, one.span, task.visible);
         Source &keys = seen.list[0].keys;
@@ -804,7 +814,7 @@ void attention(Cpu &m, const Attention &task, const Pass &pass) {
         thread_local std::vector<Partial> partials;  // of one part
         thread_local Floats values;
         const AttentionPlan::Parts &parts = plan.parts[item];
-        Tile tile = {plan.tiles[parts.tile], parts.head, parts.heads, heads.per_kv()};
+        Tile tile = {plan.tiles[parts.tile], parts.head, parts.heads, heads.per_kv(), &plan.tiles[parts.tile]};
         tile.span.count = plan.tokens_of(parts.tile, parts.tiles);
         const int count = tile.queries();
         partials.resize(std::max(partials.size(), (size_t)tile.heads * count));

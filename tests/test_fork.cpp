@@ -77,24 +77,27 @@ TEST_CASE("a forked sequence goes on as if it had been read alone: every layout 
     });
 }
 
-// Texts that begin alike for 1 to 700 positions, in passes of one to four tokens of each, in any order.
+// Three texts that begin alike for 1 to 700 positions, and two others, in passes of one to four tokens of each, in any
+// order.
 // Returns how many parts of attention were those of several texts.
 static int check_shared_splits(Engine &engine, const Precision &type_k, const Precision &type_v, const Place &place,
                                Random &random) {
     CAPTURE(std::string(name_of(type_k)) + " " + name_of(type_v) + " " + place.name());
     constexpr int texts = 5, longest = 800;
-    const Tokens begin = random_tokens(engine, 700, 1);
+    const Tokens begins[] = {random_tokens(engine, 700, 1), random_tokens(engine, 700, 2)};
     Cache cache = cache_for(engine, type_k, type_v, longest, place, texts);
     Tokens tokens[texts];
     Vector found[texts];
     int lengths[texts], order[texts] = {0, 1, 2, 3, 4};
-    prefill(engine, cache, 0, begin);
-    for (int i = 1; i < texts; i++) fork(cache, 0, i);
+    prefill(engine, cache, 0, begins[0]), prefill(engine, cache, 3, begins[1]);
+    fork(cache, 0, 1), fork(cache, 0, 2), fork(cache, 3, 4);
+    int long_ones[2] = {};  // that have all of the first split, and the pages that hold it
     for (int i = 0; i < texts; i++) {
         tokens[i] = random_tokens(engine, longest, 10 + i);
         lengths[i] = below(random, 3) ? 1 + below(random, 700) : 700;
         if (!error_of([&] { shrink(cache, i, lengths[i]); }).empty()) lengths[i] = 700;  // behind a window
-        std::copy_n(begin.begin(), lengths[i], tokens[i].begin());
+        std::copy_n(begins[i / 3].begin(), lengths[i], tokens[i].begin());
+        long_ones[i / 3] += lengths[i] >= fast::split_positions + 96;
     }
     int shared = 0;
     for (int pass = 0; pass < 6; pass++) {
@@ -114,12 +117,14 @@ static int check_shared_splits(Engine &engine, const Precision &type_k, const Pr
             const auto to = from + count * engine.model.config.vocabulary;
             found[i].insert(found[i].end(), from, to), from = to;
         }
+        int most = 1;
         for (const fast::AttentionPlan &plan : *(fast::Plans *)std::get<Cpu>(*engine.machine).plan.get())
-            for (const auto &parts : plan.parts) shared += parts.tiles > 1;
+            for (const auto &parts : plan.parts) shared += parts.tiles > 1, most = std::max(most, parts.tiles);
+        CHECK(most >= std::max(long_ones[0], long_ones[1]));
     }
     for (int i = 0; i < texts; i++) {
         Cache alone = cache_for(engine, type_k, type_v, longest, place);
-        prefill(engine, alone, 0, begin);
+        prefill(engine, alone, 0, begins[i / 3]);
         shrink(alone, 0, lengths[i]);
         const Tokens rest = part(tokens[i], lengths[i], cache.lengths[i]);
         CHECK(same_bits(found[i], cached_rows(engine, alone, 0, rest, 1, (int)rest.size())));
