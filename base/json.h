@@ -143,8 +143,10 @@ inline std::string printable(std::string text) {
 
 const char nan_mark[] = "\x7f";  // a text that Python's NaN becomes, so that whoever needs a number finds none
 
+inline bool is_nan(const cJSON *item) { return cJSON_IsString(item) && item->valuestring == std::string(nan_mark); }
+
 inline std::string printable(const cJSON *item) {
-    if (cJSON_IsString(item) && item->valuestring == std::string(nan_mark)) return "NaN";
+    if (is_nan(item)) return "NaN";
     if (cJSON_IsNumber(item) && std::isinf(item->valuedouble)) return item->valuedouble < 0 ? "-Infinity" : "Infinity";
     char *text = cJSON_PrintUnformatted(item);
     std::string result = printable(std::string(text ? text : "?"));
@@ -250,7 +252,7 @@ struct Section {
     }
     std::string text(const char *key, const std::string &otherwise) const {
         const cJSON *item = find(key);
-        if (item && !cJSON_IsString(item)) refuse(key, item, "a text");
+        if (item && (!cJSON_IsString(item) || is_nan(item))) refuse(key, item, "a text");
         return item ? item->valuestring : otherwise;
     }
     Section section(const char *key) const {

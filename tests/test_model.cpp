@@ -1190,6 +1190,8 @@ TEST_CASE("NaN and Infinity, as Python writes them, are numbers: of no use where
         for (const std::string key : {"hidden_size", "head_dim", "rope_theta", "rms_norm_eps", "num_key_value_heads",
                                       "bos_token_id", "residual_multiplier", "max_position_embeddings"})
             check_contains(refusal(config_text({{key, number}})), key + " is " + number + ", expected");
+        for (const std::string key : {"dtype", "model_type", "hidden_act"})
+            check_contains(refusal(config_text({{key, number}})), key + " is " + number + ", expected a text");
         check_contains(refusal(config_text({}), "{\"eos_token_id\": " + number + "}"),
                        "eos_token_id is " + number + ", expected ids");
         for (const std::string &text :
