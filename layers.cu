@@ -221,13 +221,11 @@ HOST_DEVICE float dot(const paired_bf16 *weight, int64_t row, const float *x, in
 
 template <class M, class Number>
 void product(M &m, const Number *weight, const float *x, int count, const Product &product, Into into) {
-    int64_t outputs = product.linear.weight.rows;
-    int inputs = (int)product.linear.weight.cols;
-    Tensor bias = product.linear.bias;
+    const Tensor matrix = product.linear.weight, bias = product.linear.bias;
     float *y = product.y;
-    m.for_each(count * outputs, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
-        int64_t o = item % outputs;
-        float result = dot(weight, o, x + item / outputs * inputs, inputs, team);
+    m.for_each(count * matrix.rows, [=] HOST_DEVICE(int64_t item, typename M::Team team) {
+        int64_t o = item % matrix.rows;
+        float result = dot(weight, o, x + item / matrix.rows * matrix.cols, (int)matrix.cols, team);
         if (bias.data) result += number_of(bias, o);
         if (team.first() == 0) y[item] = into == Into::add ? y[item] + result : result;
     });
@@ -250,8 +248,7 @@ void linear(M &m, const float *x, int count, std::initializer_list<Product> prod
 // Fills pass.cos_sin, for all layers of a kind.
 template <class M>
 void rope_angles(M &m, const Pass &pass) {
-    int half = pass.heads.rotary / 2;
-    if (pass.taps) return;  // nothing turns
+    const int half = pass.taps ? 0 : pass.heads.rotary / 2;  // of a convolution nothing turns
     m.for_each(pass.count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
         for (int i = team.first(); i < half; i += team.step()) {
             float angle = rope_angle(pass.spans[t].position, pass.frequencies[i]);
@@ -286,17 +283,20 @@ void norm_and_rope(M &m, float *query, float *key, float *value, const LayerWeig
         const QueryScale scale = is_query ? pass.query_scale : QueryScale{};
         const int position = pass.spans[token].position;
         const float turned = scale.at(position, true), still = scale.at(position, false);
-        float squares = 0, factor = 1;
-        for (int i = team.first(); norm.data && i < width / 2; i += team.step())
+        auto rotate = [&](auto number) {
+            for (int i = team.first(); i < half; i += team.step()) {
+                const float a = number(i), b = number(i + half), cosine = cos_sin[i], sine = cos_sin[i + half];
+                head[i] = (a * cosine - b * sine) * turned;
+                head[i + half] = (b * cosine + a * sine) * turned;
+            }
+            for (int i = rotary + team.first(); i < width; i += team.step()) head[i] = number(i) * still;
+        };
+        if (!norm.data) return rotate([&](int i) { return head[i]; });
+        float squares = 0;
+        for (int i = team.first(); i < width / 2; i += team.step())
             squares += head[i] * head[i] + head[i + width / 2] * head[i + width / 2];
-        if (norm.data) factor = 1 / sqrtf(team.sum(squares) / width + (float)epsilon);
-        auto number = [&](int i) { return norm.data ? head[i] * (factor * number_of(norm, i)) : head[i]; };
-        for (int i = team.first(); i < half; i += team.step()) {
-            const float a = number(i), b = number(i + half), cosine = cos_sin[i], sine = cos_sin[i + half];
-            head[i] = (a * cosine - b * sine) * turned;
-            head[i + half] = (b * cosine + a * sine) * turned;
-        }
-        for (int i = rotary + team.first(); i < width; i += team.step()) head[i] = number(i) * still;
+        const float factor = 1 / sqrtf(team.sum(squares) / width + (float)epsilon);
+        rotate([&](int i) { return head[i] * (factor * number_of(norm, i)); });
     });
 }
 

@@ -345,7 +345,11 @@ void score_panels(float *scores, const Tiles &queries, const SplitRows &rows, co
             const int begin = queries.first(tile);
             in_batches<tile_vectors>(queries.first(tile + 1) - begin, [&](auto size, int) {
                 alignas(cache_line) float sums[size * panel_rows];
-                panel_tile<float, size>(sums, panel, queries.at(tile), queries.steps, row[0], /*ahead_bytes=*/0);
+                auto multiply = [&](auto steps) {  // a constant where it is the usual one
+                    panel_tile<float, size>(sums, panel, queries.at(tile), steps, row[0], /*ahead_bytes=*/0);
+                };
+                constexpr std::integral_constant<int, 64 / lanes> usual;
+                queries.channels == 64 ? multiply(usual) : multiply(queries.steps);
                 for (int i = 0; As::scaled && i < size * panel_rows; i += lanes)
                     store(sums + i, mul(load(sums + i), load(scales + i % panel_rows)));
                 for (int q = 0; q < size; q++) {

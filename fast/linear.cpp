@@ -170,11 +170,16 @@ void linear_panels(Cpu &m, const Number *weight, const Tiles &x, const Product &
             alignas(cache_line) float sums[size * panel_rows];
             for (int64_t r = row; r < stop; r += panel_rows) {
                 const Number *next = weight + (r + near * panel_rows) * x.channels;
+                for (int t = 0; t < size; t++) {  // else the results wait until what they replace has come
+                    const float *y = product.y + (x.first(tile) + t) * outputs + r;
+                    __builtin_prefetch(y, 1), __builtin_prefetch(y + lanes, 1);
+                }
                 panel_tile<Number, size>(sums, at((r - row) / panel_rows), x.at(tile), x.steps,
                                          (const char *)next + (int64_t)tile * ahead_bytes * x.channels, ahead_bytes);
-                for (int t = 0; t < size; t++)
-                    put(product, how, x.first(tile) + t, r, sums + t * panel_rows,
-                        (int)std::min<int64_t>(panel_rows, stop - r));
+                auto put_rows = [&](int rows) {
+                    for (int t = 0; t < size; t++) put(product, how, x.first(tile) + t, r, sums + t * panel_rows, rows);
+                };
+                stop - r >= panel_rows ? put_rows(panel_rows) : put_rows((int)(stop - r));
             }
         };
         for (int tile = 0; tile < x.tiles && !interrupted(); tile++)

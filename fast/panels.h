@@ -90,8 +90,8 @@ struct Tiles {
 
 // sums (T, panel_rows) = a panel of rows times T vectors. Meanwhile the next tile of vectors is asked for, and what
 // lies `ahead`: some bytes for each step.
-template <class Number, int T>
-__attribute__((flatten)) void panel_tile(float *sums, const Turned &panel, const Turned &vectors, int steps,
+template <class Number, int T, class Steps>
+__attribute__((flatten)) void panel_tile(float *sums, const Turned &panel, const Turned &vectors, Steps steps,
                                          const char *ahead, int ahead_bytes) {
     constexpr int vecs = 2 * T;
     alignas(cache_line) float stack[4][vecs * lanes];
