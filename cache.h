@@ -412,15 +412,6 @@ inline void copy_rows(Memory &memory, const CacheRows &rows, int layers, int64_t
     }
 }
 
-// In tests nothing of a page that is free can be read: every precision reads these bytes as NaN.
-inline void poison([[maybe_unused]] const Store &store, [[maybe_unused]] int page) {
-#ifdef POISON_FREED_PAGES
-    for (const CacheRows *rows : {&store.view.keys, &store.view.values})
-        for (int layer = 0; rows->data && layer < store.shape.layers; layer++)
-            memset(rows->at(layer, (int64_t)page * store.pool->page, 0), 0xff, store.pool->page * rows->stride());
-#endif
-}
-
 // Does with rows what was decided about pages, in that order; and the machine's table of a sequence follows, for its
 // positions [begin, end).
 inline void carry_out(Cache &cache, int sequence, int begin, int end) {
@@ -428,7 +419,6 @@ inline void carry_out(Cache &cache, int sequence, int begin, int end) {
     for (const PageEvent &event : cache.pages->events) {
         const Store &store = cache.stores[event.kind];
         const int64_t page = store.pool->page;
-        if (event.what == PageEvent::freed || event.what == PageEvent::evicted) poison(store, event.page);
         if (event.what == PageEvent::copied)
             for (const CacheRows *rows : {&store.view.keys, &store.view.values})
                 copy_rows(*cache.memory, *rows, store.shape.layers, event.from * page, event.page * page, event.count);

@@ -7,7 +7,6 @@
 //
 // Its parts, each under a line of its own: a pass (forward: start here); prefill and decode; sampling; llm generate;
 // llm diff. The flags and the other commands are in commands/.
-#include <csignal>
 #include <functional>
 #include <random>
 
@@ -504,19 +503,7 @@ inline int run(const std::vector<std::string> &words) {
 
 #ifndef LLM_WITHOUT_MAIN
 int main(int argc, char **argv) {
-    // Also where no exception may pass: in the threads of a parallel region.
-    std::set_new_handler([] {
-        fputs("llm: not enough memory: shorten the prompt or lower -c\n", stderr);
-        _exit(2);
-    });
-    signal(SIGINT, [](int) {
-        if (interrupts++ == 0) return;
-        erase_progress();
-        _exit(130);  // asked twice
-    });
-    // The next file to be opened would take the number of a closed standard stream, and get what is written there.
-    for (int stream = 0; stream < 3; stream++)
-        if (fcntl(stream, F_GETFD) < 0) open("/dev/null", stream == 0 ? O_WRONLY : O_RDONLY);
+    prepare_process();
     try {
         return run({argv + 1, argv + argc});
     } catch (const Error &error) {

@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <chrono>
+#include <csignal>
+#include <new>
 
 #include "json.h"
 
@@ -32,6 +34,22 @@ inline void show_progress(const std::string &text) {
 // Nothing stands behind or below the cursor but that line. Also called where a signal came.
 inline void erase_progress() {
     if (progress_stands.exchange(false) && write(2, "\033[J", 3) < 0) return;
+}
+
+// What main() begins with. Where memory ends: also where no exception may pass, in the threads of a parallel region.
+inline void prepare_process() {
+    std::set_new_handler([] {
+        fputs("llm: not enough memory: shorten the prompt or lower -c\n", stderr);
+        _exit(2);
+    });
+    signal(SIGINT, [](int) {
+        if (interrupts++ == 0) return;
+        erase_progress();
+        _exit(130);  // asked twice
+    });
+    // The next file to be opened would take the number of a closed standard stream, and get what is written there.
+    for (int stream = 0; stream < 3; stream++)
+        if (fcntl(stream, F_GETFD) < 0) open("/dev/null", stream == 0 ? O_WRONLY : O_RDONLY);
 }
 
 // How far some work is, from its second half second on: "prefill: 1536 of 6000 tokens, 312 tokens/s, 14 s left".

@@ -1,7 +1,7 @@
-// What must be true of pages (pages.h) at any time. Nothing but tests asks.
+// What must be true of pages (pages.h) at any time, and caches whose free pages nobody can read. For tests alone.
 #pragma once
 
-#include "../pages.h"
+#include "../cache.h"
 
 // The first thing that is not true, or "": each page is in exactly one of free, cached and tables, it has as many
 // references as tables have it, and a node of the trie is there for as long as somebody uses it.
@@ -37,4 +37,18 @@ inline std::string check(const Pages &all) {
         if (node.uses != uses[&node]) return "a node has lost count of its uses";
     }
     return "";
+}
+
+// Nothing of a page that is free can be read: every precision reads these bytes as NaN.
+inline Cache poisoned(Cache cache) {
+    cache.tell = [&memory = *cache.memory, stores = cache.stores](const PageEvent &event) {
+        if (event.what != PageEvent::freed && event.what != PageEvent::evicted) return;
+        const Store &store = stores[event.kind];
+        for (const CacheRows *rows : {&store.view.keys, &store.view.values}) {
+            const std::vector<char> bytes(store.pool->page * rows->stride(), '\xff');
+            for (int layer = 0; rows->data && layer < store.shape.layers; layer++)
+                memory.write(rows->at(layer, (int64_t)event.page * store.pool->page, 0), bytes.data(), bytes.size());
+        }
+    };
+    return cache;
 }

@@ -2,7 +2,6 @@
 // cache.
 #pragma once
 
-#define POISON_FREED_PAGES
 #include "reference_model.h"
 #include "scene.h"
 

@@ -167,7 +167,7 @@ inline Tokens part(const Tokens &tokens, int begin, int end) { return {tokens.be
 // Of layers of one kind.
 inline Cache open_cache(Memory &memory, const CacheShape &shape, const Layout &layout, const Precision &type_k,
                         const Precision &type_v) {
-    return ::open_cache(memory, std::vector<CacheShape>{shape}, layout, type_k, type_v);
+    return poisoned(::open_cache(memory, std::vector<CacheShape>{shape}, layout, type_k, type_v));
 }
 
 // A layout with what it is made for; engine, precisions and sequences come later.
@@ -207,7 +207,7 @@ inline Cache cache_for(Engine &engine, const Precision &type_k, const Precision 
         shape.page = place.page, shape.window = place.window, shape.sinks = place.sinks;
         shape.local = place.all ? 0 : kind.window, shape.pages = place.pages, shape.taps = kind.taps;
     }
-    return ::open_cache(engine.memory(), shapes, place.layout, type_k, type_v);
+    return poisoned(::open_cache(engine.memory(), shapes, place.layout, type_k, type_v));
 }
 
 // A page is free or in tables, in these as often as it has references, or only still found by its tokens. A table has

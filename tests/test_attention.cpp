@@ -1,7 +1,6 @@
 // plain::attention and fast::attention against the equation in double precision, over every cache there is, and the
 // promise that a query's result has the same bits whoever computes it, in whatever layout, chunks and company.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#define POISON_FREED_PAGES
 #include "../attention.cu"
 
 #include <doctest/doctest.h>
@@ -15,6 +14,7 @@
 
 #include "../fast/attend.h"
 #include "../fast/fast.h"
+#include "check_pages.h"
 #include "reference.h"
 
 using reference::Expected;
@@ -87,7 +87,7 @@ struct Scene {
         : heads(heads), frequencies(frequencies_of(heads.width)), stories(sequences), outs(sequences) {
         shape.layers = 2, shape.kv_heads = heads.kv, shape.key_width = heads.width, shape.value_width = value_width;
         shape.sequences = sequences, shape.capacity = capacity;
-        cache = open_cache(*cpu, std::vector<CacheShape>{shape}, layout, type_k, type_v);
+        cache = poisoned(open_cache(*cpu, {shape}, layout, type_k, type_v));
         const CacheView &view = cache.stores[0].view;
         for (const CacheRows *side :
              {&view.keys, &view.values, &view.residual_keys, &view.residual_values, &view.sink_keys, &view.sink_values})

@@ -71,7 +71,8 @@ struct Company {
             drafter.cache = cache_for(*drafter.engine, F32{}, F32{}, with.capacity, {}, with.sequences);
             drafter.held.resize(with.sequences);
         }
-        cache.tell = [&](const PageEvent &event) {
+        cache.tell = [&, poison = cache.tell](const PageEvent &event) {
+            poison(event);
             copies += event.what == PageEvent::copied, evicted += event.what == PageEvent::evicted;
             if (pool()) most_used = std::max(most_used, pool()->used());
         };

@@ -2,7 +2,6 @@
 // a number. All goes through the lists of layouts and precisions, so that a new one is tested from its first day. Its
 // parts: bytes, where rows are, numbers, a cache and beside it what it must hold, pages and rings, names and errors.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#define POISON_FREED_PAGES
 #ifndef PLAIN  // fast/ has no part in this
 #define PLAIN
 #endif
