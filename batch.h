@@ -141,7 +141,6 @@ inline void require_fit(const Schedule &schedule, const Request &request) {
 inline void submit(Schedule &schedule, Request &request) {
     require_fit(schedule, request);
     schedule.waiting.push_back(&request);
-    schedule.changed = true;
 }
 
 // Into the place that its number gives it, as requests that were preempted come back.

@@ -61,8 +61,8 @@ struct Contiguous {
     HOST_DEVICE Visible visible(int layer_window) const { return {layer_window, 0}; }
 };
 
-// Positions of one pass where those behind a window make room for others: an eighth of it, so that the rows to spare
-// stay few, but enough to use each weight often. Beside a convolution's three or four rows they are few at 128, too.
+// Positions of one pass where a window alone is kept: an eighth of it, in whole blocks of 32. More would need more rows
+// to spare, fewer would use each weight too seldom. The window of a convolution is 3 or 4: there it is 128.
 constexpr int chunk_beside(int window, bool convolution = false) {
     if (convolution) return 128;
     return std::min(512, std::max(group_size, window / 8 / group_size * group_size));
@@ -367,11 +367,13 @@ inline Cache open_cache(Memory &memory, const std::vector<CacheShape> &shapes, L
                         Precision type_v) {
     Cache cache;
     cache.memory = &memory, cache.layout = layout, cache.type_k = type_k, cache.type_v = type_v;
-    std::visit([&](auto &chosen) { chosen.open(shapes[0]); }, cache.layout);
+    CacheShape whole = shapes[0];  // of layers that see everything
+    whole.local = 0;
+    std::visit([&](auto &chosen) { chosen.open(whole); }, cache.layout);
     cache.lengths.assign(shapes[0].sequences, 0);
     cache.reached.assign(shapes[0].sequences, 0);
     const double bytes = full_bytes(shapes, {layout, type_k, type_v}).total();
-    const int64_t rows = rows_of(shapes[0], cache.layout);
+    const int64_t rows = rows_of(whole, cache.layout);
     Room room = memory.room();
     if (bytes > room.bytes)
         fail("the KV cache needs %.1f GiB for %lld positions, %s has %.1f GiB, enough for %.0f: lower -c or --window, "
@@ -403,7 +405,8 @@ inline void require_room(const Cache &cache, int sequence, int count) {
     }
 }
 
-// `count` rows of each layer, from row `from` on to row `to` on. Why through the host, without a kernel: it is rare.
+// Copies `count` rows of each layer from row `from` on to row `to` on. Why through the host, without a kernel: it is
+// rare.
 inline void copy_rows(Memory &memory, const CacheRows &rows, int layers, int64_t from, int64_t to, int64_t count) {
     std::vector<char> copied(rows.data ? count * rows.stride() : 0);
     for (int layer = 0; rows.data && layer < layers; layer++) {
@@ -563,7 +566,7 @@ inline void fork(Cache &cache, int from, int to) {
     }
     for (const Store &store : cache.stores) {
         auto copy = [&](const CacheRows &rows, int64_t each) {
-            copy_rows(*cache.memory, rows, store.shape.layers, from * each, to * each, each);
+            copy_rows(*cache.memory, rows, store.shape.layers, from * each, to * each, std::min<int64_t>(each, length));
         };
         const CacheView &view = store.view;
         const int64_t each = view.keys.rows_per_layer / store.shape.sequences;
@@ -583,7 +586,7 @@ inline void fork(Cache &cache, int from, int to) {
 //   a ring's rows to spare       held what is not seen from there on, as pages did that were given back; `reached`
 //                                stays, so shrink() knows of them
 //   a residual block             keeps its positions while a pass that begins within a block ends in it, too
-//                                (prefill_pass); if the old length ends a block, it is read back from its codes
+//                                (tokens_of_pass); if the old length ends a block, it is read back from its codes
 template <class Pass>
 auto all_or_nothing(Cache &cache, Pass pass) {
     const std::vector<int> lengths = cache.lengths;

@@ -101,8 +101,8 @@ inline int guesses_of_pass(const Cache &cache, int first, int end, int most) {
     return std::max(0, most);
 }
 
-// How many guesses after such a match are worth their time: a token's in the last passes with them, beside those
-// without any. What was not tried for so long is tried, with one guess.
+// How many guesses after such a match are worth their time: compares what a token took in passes with guesses and in
+// those without, of the last 128. If there are none with guesses, one guess is tried.
 inline int worth(const Drafter &drafter, Proposal &proposal) {
     if (!drafter.pauses) return proposal.most;
     double seconds[2] = {}, tokens[2] = {};  // (guesses or none)

@@ -114,10 +114,10 @@ inline std::vector<Pass> begin_pass(Activations &a, Memory &memory, const Config
 
 // ---- What operations share -----------------------------------------------------------------------------------
 
-// Rotary positions (Su et al. 2021, RoFormer). Of a head's D numbers x_i and x_(i + D/2) are a pair, which at position
-// p is turned by the angle p f_i, f_i = theta^(-2i/D):
-//   x_i'         = x_i cos(p f_i) - x_(i + D/2) sin(p f_i)
-//   x_(i + D/2)' = x_(i + D/2) cos(p f_i) + x_i sin(p f_i)
+// Rotary positions (Su et al. 2021, RoFormer). Of a head's first R numbers, most often all, x_i and x_(i + R/2) are a
+// pair, which at position p is turned by the angle p f_i, f_i = theta^(-2i/R):
+//   x_i'         = x_i cos(p f_i) - x_(i + R/2) sin(p f_i)
+//   x_(i + R/2)' = x_(i + R/2) cos(p f_i) + x_i sin(p f_i)
 // Turned like this, the product of a query at p and a key at t is a function of p - t. Turns add up: turned by the
 // angles of -p, a key is as it was; by those of s more, it stands at p + s.
 
@@ -263,7 +263,7 @@ void rope_angles(M &m, const Pass &pass) {
 // one loop for each: on a GPU that is one more kernel. So the items are all heads of `query`, after them all of `key`,
 // and after them all of `value`. Of a head, in place: RMSNorm where the layer has one (Qwen3), then the pairs of its
 // first `rotary` numbers turned by the angles of the token's position; of a value none is. Of a query these numbers are
-// multiplied with `turned`, the others with `still` (QueryScale). A thread reads nothing that another one writes.
+// multiplied with `turned`, the others with `still` (QueryScale). Behind the sum a thread reads its own numbers alone.
 template <class M>
 void norm_and_rope(M &m, float *query, float *key, float *value, const LayerWeights &w, double epsilon,
                    const Pass &pass) {

@@ -1,7 +1,8 @@
 // llm: a small language model, with and without a KV cache.
 //
-// In the order a token travels: forward -> prefill -> decode -> text. A pass computes a batch of tokens, each at one
-// position of one sequence. Two paths share everything but where attention finds the past:
+// From the inside out: forward computes a pass, prefill and decode call it, generate makes text of what they find. A
+// pass is of a batch of tokens, each at one position of one sequence. Two paths share everything but where attention
+// finds the past:
 //   naive    all tokens so far, every time: the keys and values of the past are computed anew
 //   cached   only the new tokens: the keys and values of the past are read from the cache
 //
@@ -45,7 +46,8 @@ struct Engine {
 };
 
 // RoPE for texts of up to `positions`, before the first token: where longrope has other frequencies for long texts, the
-// keys in a cache would be wrong from the original context on. Returns this, where it is passed now, or 0.
+// keys in a cache would be wrong from the original context on. Returns that context if this call is the first that goes
+// beyond it, or else 0.
 inline int expect_positions(Engine &engine, int positions) {
     const std::vector<Kind> &kinds = engine.model.config.kinds;
     engine.a.kinds.resize(kinds.size());
@@ -53,7 +55,7 @@ inline int expect_positions(Engine &engine, int positions) {
     const int before = std::exchange(engine.positions, std::max(engine.positions, positions));
     for (size_t i = 0; i < kinds.size(); i++) {
         const int original = kinds[i].rope.long_factors.empty() ? 0 : kinds[i].rope.original_context;
-        if (before <= original && original < positions) passed = original;
+        if (before <= original && original < positions) passed = std::max(passed, original);
         engine.a.kinds[i].frequencies.assign(
             engine.memory(), rope_frequencies(kinds[i].rope_theta, kinds[i].rotary(), kinds[i].rope, engine.positions));
     }
@@ -95,10 +97,10 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
     // n = RMSNorm(x), or x itself in models without a norm there.
     auto norm = [&](const Tensor &w) { return w.data ? best::rms_norm(m, normed, x, w, count, epsilon), normed : x; };
     // x += W y, or x = (x + RMSNorm(W y)) * scale in models that have a norm there.
-    auto add = [&](const float *y, const Linear &matrix, const Tensor &norm, float scale) {
-        if (!norm.data) return best::linear(m, y, count, {{matrix, x}}, Into::add);
+    auto add = [&](const float *y, const Linear &matrix, const Tensor &out_norm, float scale) {
+        if (!out_norm.data) return best::linear(m, y, count, {{matrix, x}}, Into::add);
         best::linear(m, y, count, {{matrix, normed}});
-        best::add_rms_norm(m, x, normed, norm, count, epsilon, scale);
+        best::add_rms_norm(m, x, normed, out_norm, count, epsilon, scale);
     };
     best::run(m, passes, stores, [&] {
         best::embed(m, x, model.embedding, (float)config.embedding_scale, passes[0]);
@@ -338,7 +340,7 @@ struct Generation {
     std::string text, stop;
     double prefill_seconds = 0, decode_seconds = 0;
     int prefilled = 0, decoded = 0;  // tokens of the prompt that were read; tokens that were decoded,
-    std::vector<int> passes = {};    // and in each pass the positions that its last token sees
+    std::vector<int> passes = {};    // and in each pass the positions that the last of them sees
 };
 
 using UseLogits = std::function<void(const std::vector<float> &)>;  // rows of them

@@ -66,7 +66,6 @@ HOST_DEVICE inline float encode_scale(char *row, const Values &values, int width
 template <class Code, int largest, int divisor = 1>
 struct ScaledRow {
     static constexpr bool blocks = false;
-    static constexpr float code_unit = 1.0f / divisor;
     HOST_DEVICE static size_t row_bytes(int width) { return sizeof(f16) + (size_t)width * sizeof(Code); }
     HOST_DEVICE static const Code *codes(const char *row) { return (const Code *)(row + sizeof(f16)); }
     template <class Values, class Team = Alone>

@@ -47,7 +47,8 @@ inline void prepare_process() {
         erase_progress();
         _exit(130);  // asked twice
     });
-    // The next file to be opened would take the number of a closed standard stream, and get what is written there.
+    // The next file to be opened would take the number of a closed standard stream, and get what is written there. The
+    // wrong way round, so that to read or to write there fails as before.
     for (int stream = 0; stream < 3; stream++)
         if (fcntl(stream, F_GETFD) < 0) open("/dev/null", stream == 0 ? O_WRONLY : O_RDONLY);
 }

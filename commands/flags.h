@@ -480,7 +480,7 @@ inline Options parse_options(const std::vector<std::string> &words) {
     if (!options.has("-m")) options.directory = file_of_project("weights_tools/builtin");
     if (!options.has("-m") && !options.has("--layers") && !file_exists(options.directory))
         fail("%s: the built-in checkpoint is not there: give -m DIR", options.directory.c_str());
-    if (options.count < 0) options.count = INT_MAX;
+    if (options.count < 0) options.count = INT_MAX / 2;  // and with a prompt it is still an int
     const int processors = usable_threads("", nullptr);
     if (options.threads > processors)
         note(formatted("-t %d: taken as %d, the processors that may be used: more threads would wait for one another",

@@ -23,8 +23,8 @@ CHAPTERS = [
     ("cache.h", "Where does position 37 live?", None),
     ("precision.h", "How is a row stored?", None),
     ("pages.h", "Who holds which page?", None),
-    ("batch.h", "Who computes with whom, and who must wait?", None),
     ("draft.h", "Who guesses, and who checks?", None),
+    ("batch.h", "Who computes with whom, and who must wait?", None),
     ("tokenizer.c", "How does text become ids, and ids text?", None),
     ("llm.cu", "The rest: the engine, sampling, the program", None),
 ]

@@ -58,6 +58,7 @@ struct Company {
     std::deque<Request> requests;
     std::vector<Request *> ended;
     int passes = 0, copies = 0, evicted = 0, most_used = 0;
+    bool made_room = false;  // somebody did, for others
 
     Company(Engine &of, const Setting &with)
         : engine(of),
@@ -75,6 +76,10 @@ struct Company {
             poison(event);
             copies += event.what == PageEvent::copied, evicted += event.what == PageEvent::evicted;
             if (pool()) most_used = std::max(most_used, pool()->used());
+        };
+        schedule.tell = [&](const std::string &what, const Request &) {
+            REQUIRE((what != "admit" || !made_room));  // until one ends
+            made_room = what == "preempt" || (made_room && what != "end");
         };
     }
     Company(const Company &) = delete;
@@ -376,6 +381,16 @@ TEST_CASE("optimists: all come to their end, the first is never preempted, nobod
         for (const Request &request : company.requests) CHECK(request.preemptions < 8);
         CHECK(company.ended[0]->number == 0);
         CHECK(company.passes < 8 * 37);
+    }
+    {  // Two had to go, of which the shorter one would find room as soon as somebody comes.
+        Setting setting = with_pages(1, 52, 6);
+        setting.optimistic = true;
+        Company company(engine, setting);
+        for (int i = 0; i < 5; i++) company.come(random_tokens(engine, i < 3 ? 12 : 2, i), 30);
+        while (company.one_pass() && company.requests.size() < 20)
+            if (company.made_room) company.come(random_tokens(engine, 2, 7), 10);
+        company.finish(), company.check_all();
+        CHECK((company.requests.size() == 20 && company.preemptions() > 4));
     }
     Setting setting = with_pages(4, 4);
     setting.optimistic = true;

@@ -668,4 +668,8 @@ TEST_CASE("an unknown name is answered with the known ones, and memory that cann
             CHECK(!contains(line, "\n"));
         }
     }
+    // Of layers that see everything, also where the first ones look back over a window.
+    std::vector<CacheShape> shapes(2, {80, 64, 128, 128, 1, 1 << 24});
+    shapes[0].local = 512;
+    CHECK(contains(error_of([&] { ::open_cache(cpu, shapes, Paged{}, F32{}, F32{}); }), "for 16777216 positions"));
 }
