@@ -108,7 +108,7 @@ TEST_CASE("every spelling of a flag and its value") {
     CHECK(parse_options({"diff", "-p", "x", "--tolerance", "1e-4"}).tolerance == 1e-4);
     CHECK(parse_options({"generate", "-p", "x"}).count == 256);
     for (const Words &words : {Words{"-n", "-1"}, {"-n-1"}, {"--predict=-1"}})  // until the end
-        CHECK(parse_options(Words{"diff", "-p", "x"} + words).count == INT_MAX);
+        CHECK(parse_options(Words{"diff", "-p", "x"} + words).count == INT_MAX / 2);
     CHECK(parse_options({"generate", "-p", "x", "-s", "5"}).temperature == 0);  // scripts give a seed to everything
     CHECK(parse_options({"bench"}).count == 64);
     CHECK(parse_options({"bench", "--activations", "bf16"}).activations == "bf16");
