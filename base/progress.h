@@ -36,6 +36,13 @@ inline void erase_progress() {
     if (progress_stands.exchange(false) && write(2, "\033[J", 3) < 0) return;
 }
 
+// Of a file that is being written the name, while it is not complete. It goes with a process that a signal ends.
+inline std::atomic<const char *> unfinished{nullptr};
+inline void leave_nothing() {
+    erase_progress();
+    if (const char *name = unfinished) unlink(name);
+}
+
 // What main() begins with. Where memory ends: also where no exception may pass, in the threads of a parallel region.
 inline void prepare_process() {
     std::set_new_handler([] {
@@ -44,9 +51,13 @@ inline void prepare_process() {
     });
     signal(SIGINT, [](int) {
         if (interrupts++ == 0) return;
-        erase_progress();
+        leave_nothing();
         _exit(130);  // asked twice
     });
+    auto end = [](int number) { leave_nothing(), signal(number, SIG_DFL), raise(number); };
+    for (int number : {SIGTERM, SIGHUP, SIGPIPE})
+        if (signal(number, end) == SIG_IGN) signal(number, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN);  // a file that grows too large is an error of the write, as on a full disk
     // The next file to be opened would take the number of a closed standard stream, and get what is written there. The
     // wrong way round, so that to read or to write there fails as before.
     for (int stream = 0; stream < 3; stream++)

@@ -34,6 +34,8 @@ Tokenizer *tokenizer_load(const char *path, const char *config, char *error, siz
 Tokenizer *tokenizer_parse(const char *json, size_t length, const char *name, char *error, size_t error_size);
 void tokenizer_free(Tokenizer *tokenizer);
 
+size_t utf8_valid(const char *s, size_t n);  // offset of the first byte that is not UTF-8, n if all of it is
+
 int tokenizer_size(const Tokenizer *tokenizer);                     // highest id + 1; ids in between may be unused
 int tokenizer_find(const Tokenizer *tokenizer, const char *token);  // id of a token as the file spells it, or -1
 const char *tokenizer_token(const Tokenizer *tokenizer, int id);    // its spelling ("Ġthe", "<s>"), NULL if unused

@@ -29,8 +29,6 @@ typedef struct {
 void append(Error *error, Bytes *bytes, const char *s, size_t n);
 Bytes read_file(const char *path, Error *error);
 
-size_t utf8_valid(const char *s, size_t n);  // offset of the first byte that is not UTF-8, n if all of it is
-
 typedef enum { ADDED, PREPEND, REPLACE, NORMALIZE, STRIP, SPLIT, BYTES, BYTE_FALLBACK, FUSE, JOIN } Kind;
 typedef enum { ISOLATED, REMOVED, CONTIGUOUS, MERGED_WITH_PREVIOUS, MERGED_WITH_NEXT } Behavior;
 typedef enum { UNLESS_THERE, AT_TEXT_START, NEVER, ALWAYS } When;

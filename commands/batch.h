@@ -10,6 +10,8 @@ inline Request read_request(const std::string &name, const std::string &line, co
                             const Tokenizer *tokenizer, const Config &config) {
     for (size_t at = 0; at < line.size(); at += line[at] == '\\' ? 2 : 1)
         if (line.compare(at, 6, "\\u0000") == 0) fail("%s: \\u0000 ends a text here: leave it out", name.c_str());
+    const size_t valid = utf8_valid(line.data(), line.size());
+    if (valid < line.size()) fail("%s: not UTF-8 at byte %zu", name.c_str(), valid);
     const Json json = parse_json(name, line);
     const Section of = {name, json.get()};
     for (const cJSON *item : items_of(json.get()))
@@ -117,7 +119,7 @@ struct BatchRun {
     int most_pages = 0;
     double most_bytes = 0;
 
-    void tell(Report event) { fprintf(events->file(), "%s\n", event.add("seconds", now() - start).json().c_str()); }
+    void tell(Report event) { events->write(event.add("seconds", now() - start).json() + "\n"); }
     void tell_page(const PageEvent &page) {
         const char *const names[] = {"take", "share", "copy", "publish", "release", "free", "evict"};
         Report event;
@@ -137,7 +139,7 @@ struct BatchRun {
     }
     void open_events() {
         if (!options.has("--events")) return;
-        events = std::make_unique<PartFile>(options.events, "--events");
+        events = std::make_unique<PartFile>(options, options.events, "--events");
         cache.tell = [&](const PageEvent &page) { tell_page(page); };
         // `known`: positions that it has in the cache, for one that comes in those that were found.
         schedule.tell = [&](const std::string &what, const Request &request) {
@@ -266,9 +268,6 @@ inline void require_one_rope(const Options &options, Engine &engine, const Reque
 }
 
 inline int run_batch(const Options &options) {
-    std::error_code none;  // where nothing is yet, it is another file
-    if (options.has("--events") && std::filesystem::equivalent(options.prompt_file, options.events, none))
-        refuse("--events", options.events, "is the file of the requests: name another");
     Session session = open_model(options);
     int wrong = 0, longest = 1;
     Requests requests = read_requests(options, session, wrong);

@@ -200,8 +200,9 @@ inline Report eval_row(const Config &config, const EvalResult &result, const Eva
     report.list("kinds", kinds).above = lines_of(kinds, "  ");
     add_names(report, &cache, "%-18s", " %-4s", " %-4s", {"cache", "K", "V"});
     if (!result.activations.empty()) report.show("activations", result.activations, " %-4s", "act.");
-    report.show("bytes_per_token", result.bytes_per_token, " %8.1f", "B/token");
-    report.show("times_smaller", f32.bytes_per_token / result.bytes_per_token, " %6.2f", "x");
+    const bool whole = !std::isnan(result.bytes_per_token);  // the longest text was read to its end
+    report.show("bytes_per_token", result.bytes_per_token, whole ? " %8.1f" : "        -", "B/token");
+    report.show("times_smaller", f32.bytes_per_token / result.bytes_per_token, whole ? " %6.2f" : "      -", "x");
     report.show("perplexity", result.perplexity(), " %9.4f", "perplex.");
     report.show("standard_error", result.standard_error(), " %7.4f", "+-");
     report.show("kl", result.mean_kl(), " %9.2e ", "KL to f32 ");
@@ -288,6 +289,8 @@ inline Evaluation evaluate(const Options &options) {
         for (const EvalText &text : texts) eval_text(engine, results, text);
         eval_decode(engine, results, options.repeats);
     } catch (Interrupted) {
+        for (EvalResult &result : results)
+            if (result.longest + 1 < longest) result.bytes_per_token = NAN;
     }
     return {std::move(engine), std::move(results), texts.size()};
 }

@@ -1,6 +1,8 @@
 // llm generate: opens what the flags ask for, streams the text, and says what it took.
 #pragma once
 
+#include <filesystem>
+
 #include "overflow.h"
 #include "report.h"
 
@@ -229,28 +231,39 @@ inline std::string on_one_line(const std::string &text) {
 // A file that a flag names. Written beside its place and moved there when it is whole.
 class PartFile {
 public:
-    PartFile(const std::string &path, const std::string &flag) : path_(path), part_(path + ".part"), flag_(flag) {
+    PartFile(const Options &reads, const std::string &path, const std::string &flag)
+        : path_(path), part_(path + ".part"), flag_(flag) {
+        const std::filesystem::path file = path, folder = file.has_parent_path() ? file.parent_path() : ".";
+        std::error_code none;  // where nothing is yet, it is another file
+        bool own = std::filesystem::equivalent(file, reads.prompt_file, none);
+        for (const std::string &model : {reads.directory, reads.draft})
+            own |= file_exists(path) && has(".json .jinja .safetensors", file.extension()) &&
+                   std::filesystem::equivalent(folder, model, none);
+        if (own) refuse(flag, path, "is a file that is read: name another");
         struct stat status;
         if (stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
             refuse(flag, path, "is not a regular file: name one, or one that is not there yet");
         file_.reset(fopen(part_.c_str(), "wb"));
         if (!file_) refuse(flag, path, std::string("cannot write there: ") + strerror(errno));
+        unfinished = part_.c_str();
     }
     ~PartFile() {
-        if (file_) remove(part_.c_str());
+        if (unfinished.exchange(nullptr)) remove(part_.c_str());
     }
-    FILE *file() { return file_.get(); }
+    void write(const std::string &bytes, long at = -1) {
+        require(at < 0 || fseek(file_.get(), at, SEEK_SET) == 0);
+        require(fwrite(bytes.data(), 1, bytes.size(), file_.get()) == bytes.size());
+    }
     void finish() {
-        bool written = !ferror(file_.get());
-        written &= fclose(file_.release()) == 0;
-        if (!written || rename(part_.c_str(), path_.c_str()) != 0) {
-            int problem = errno;
-            remove(part_.c_str());
-            throw Error(formatted("%s %s: cannot write it: %s", flag_.c_str(), path_.c_str(), strerror(problem)), 1);
-        }
+        require(!ferror(file_.get()) && fclose(file_.release()) == 0 && rename(part_.c_str(), path_.c_str()) == 0);
+        unfinished = nullptr;
     }
 
 private:
+    void require(bool done) const {
+        if (done) return;
+        throw Error(formatted("%s %s: cannot write it: %s", flag_.c_str(), path_.c_str(), strerror(errno)), 1);
+    }
     std::string path_, part_, flag_;
     std::unique_ptr<FILE, int (*)(FILE *)> file_{nullptr, fclose};
 };
@@ -260,13 +273,14 @@ class LogitsFile {
 public:
     LogitsFile(const Options &options, int width) : width_(width) {
         if (!options.has("--dump-logits")) return;
-        part_ = std::make_unique<PartFile>(options.dump_logits, "--dump-logits");
-        fseek(part_->file(), header_bytes, SEEK_SET);
+        part_ = std::make_unique<PartFile>(options, options.dump_logits, "--dump-logits");
+        part_->write("", header_bytes);
     }
     UseLogits add() {
         if (!part_) return nullptr;
         return [this](const std::vector<float> &rows) {
-            count_ += fwrite(rows.data(), sizeof(float), rows.size(), part_->file()) / (size_t)width_;
+            part_->write({(const char *)rows.data(), rows.size() * sizeof(float)});
+            count_ += rows.size() / (size_t)width_;
         };
     }
     // The header: magic, version 1.0, length of the rest, a Python dictionary.
@@ -275,8 +289,7 @@ public:
         std::string start("\x93NUMPY\x01\x00\x76\x00", 10), shape = formatted("(%zu, %d)", count_, width_);
         start += "{'descr': '<f4', 'fortran_order': False, 'shape': " + shape + ", }";
         start.resize(header_bytes - 1, ' ');
-        rewind(part_->file());
-        fwrite((start + "\n").data(), 1, header_bytes, part_->file());
+        part_->write(start + "\n", 0);
         part_->finish();
     }
 

@@ -320,7 +320,8 @@ inline CacheSizes load_cache_sizes(const std::string &directory) {
     auto [name, text] = read_config_file(directory);
     CacheSizes sizes = read_cache_sizes(name, text);
     try {
-        if (sizes.why_not.empty()) load_model(directory);
+        load_model(directory);
+        sizes.why_not.clear();  // its generation_config.json may say what its config.json has wrong
     } catch (const Error &error) {
         sizes.why_not = error.what();
     }

@@ -13,8 +13,6 @@
 #include "../base/usable.h"
 #include "report.h"
 
-extern "C" size_t utf8_valid(const char *text, size_t length);  // of the tokenizer: the first byte that is not UTF-8
-
 // One turn: what the user says, and what the model answered; the last one is not answered yet.
 struct Turn {
     std::string user, answer;

@@ -531,6 +531,11 @@ TEST_CASE("info says what the config says") {
         std::string out = run_well(arguments).out;
         check_contains(out, "\n  architecture   " + text(root, "architecture"), "\n  will it run    yes: ");
     }
+    Scratch scratch;  // what only config.json has wrong, where generation_config.json says it right
+    const std::string copy = copy_of(models + "llama_bias", scratch);
+    replace(copy + "/config.json", "\"eos_token_id\": 2", "\"eos_token_id\": \"x\"");
+    check_contains(run_well({"info", "-m", copy}).out, "\n  will it run    yes: ");
+    run_well(generate(copy, {3, 4}, {"-n", "1"}));
 }
 
 // Of `model`, 2 layers 32 wide, 4 heads on 2 of 16, ffn 48, 64 ids: weights of the layers, of the head; and K and V of
@@ -1038,8 +1043,8 @@ TEST_CASE("--dump-logits leaves nothing behind when it fails, nor harms what was
         return names;
     };
     std::set<std::string> before = listing();
-    Setting full;
-    full.file_bytes = 2000;
+    Setting full, later;  // behind what was written first
+    full.file_bytes = 2000, later.file_bytes = 8192;
     struct Case {
         std::string directory, file, part;
         Setting setting;
@@ -1053,17 +1058,25 @@ TEST_CASE("--dump-logits leaves nothing behind when it fails, nor harms what was
              {model, "/dev/null", "not a regular file", {}},
              {model, scratch / "x.npy", "cannot write", full},
              {model, scratch / "old.npy", "cannot write", full},
+             {model, scratch / "x.npy", "cannot write", later},
+             {damaged, damaged + "/config.json", "is a file that is read: name another", {}},
              {damaged, scratch / "x.npy", "a logit is nan", {}},
              {damaged, scratch / "old.npy", "a logit is nan", {}},
          }) {
         CAPTURE(each.file);
         Words arguments = generate(each.directory, {1, 34}, {"-n", "50", "--json", "--dump-logits", each.file});
         check_refused(run(arguments, each.setting), {each.part, each.directory == model ? each.file : ""},
-                      each.setting.file_bytes == full.file_bytes ? 1 : 2);
+                      each.setting.file_bytes == Setting().file_bytes ? 2 : 1);
         CHECK(listing() == before);
         CHECK(slurp(scratch / "old.npy") == "as it was");
     }
+    CHECK(slurp(damaged + "/config.json") == slurp(model + "/config.json"));
+    check_refused(run({"diff", "-m", damaged, "--ids", "1,34", "-n", "3", "--draft", "ngram"}), {"a logit is nan"});
     run_well(generate(model, {1, 34}, {"-n", "0", "--dump-logits", scratch / "old.npy"}));
+    CHECK(read_npy(scratch / "old.npy").rows == 2);
+    Outcome ended = run_shell(program_path() + " generate --ids 1 -n 100000 --ignore-eos --cache ring --dump-logits " +
+                              (scratch / "old.npy") + " >/dev/null & sleep 0.3; kill $!; wait $!; echo $?");
+    CHECK(ended.out == "143\n");
     CHECK(read_npy(scratch / "old.npy").rows == 2);
     CHECK(listing() == before);
 }

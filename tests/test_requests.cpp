@@ -54,7 +54,8 @@ TEST_CASE("each request has the text that generate gives it, and the summary cou
             {"b", {"-p", shared + "Mia", "-n", "12", "--temp", "0.9", "--top-k", "20", "-s", "7"}},
             {"c", {"-p", "In the morning", "-n", "9", "--temp", "1", "--top-p", "0.9", "--min-p", "0.01", "-s", "3"}}};
         double tokens = 0;
-        for (auto &[id, words] : each) {
+        for (auto &[name, words] : each) {
+            const std::string &id = name;  // clang 14 captures no structured binding
             CAPTURE(id);
             CAPTURE(flags);
             Json alone = run_json(common + words);
@@ -188,6 +189,7 @@ TEST_CASE("a line that is wrong ends the program before anything runs, with its 
     };
     refused("{", {"r.jsonl: line 3: not valid JSON"});
     refused("[1]", {"line 3", "expected a JSON object"});
+    refused("{\"id\": \"\xff\", \"prompt\": \"a\"}", {"line 3: not UTF-8 at byte 8"});
     refused("{\"prompt\": \"a\", \"max_tokens\": 3}", {"line 3: unknown key \"max_tokens\"", "known are id prompt"});
     refused("{\"n\": 3}", {"line 3", "expected either \"prompt\" or \"ids\""});
     refused("{\"prompt\": \"a\", \"ids\": [1]}", {"expected either"});
@@ -237,7 +239,7 @@ TEST_CASE("flags of llm batch that cannot be") {
     refused("--pass-tokens 4 -np 8", {"--pass-tokens 4: each of 8 requests"});
     refused("--against naive", {"--against naive: is for llm diff"});
     refused("--admission maybe", {"--admission maybe: expected exact|optimistic"});
-    refused("--events " + (scratch / "r.jsonl"), {"is the file of the requests: name another"});
+    refused("--events " + (scratch / "r.jsonl"), {"is a file that is read: name another"});
     refused("--events /nowhere/e", {"--events /nowhere/e: cannot write there"});
     refused("--json", {"--json: llm batch has no such flag"});
     spill(scratch / "r.jsonl", "\n");
