@@ -108,17 +108,19 @@ inline int limit_of(const Options &options, const Config &config, int prompt, bo
 
 // None where there is no tokenizer.json, and none is needed.
 inline TokenizerPointer open_tokenizer(const Options &options, const std::string &directory) {
-    std::string file = join_path(directory, "tokenizer.json"), cure = "fetch it, or give the text as --ids 1,2,3";
+    const std::string file = join_path(directory, "tokenizer.json");
+    std::string cure = "fetch it",
+                or_ids = has("tokenize chat", options.command) ? "" : ", or give the text as --ids 1,2,3";
     if (file_exists(file)) return load_tokenizer(directory);
     const bool from_ids = options.command == "batch" || options.has("--ids");  // a request may give ids, or a text
     if (from_ids && options.command != "tokenize") return TokenizerPointer(nullptr, tokenizer_free);
     if (file_exists(join_path(directory, "tokenizer.model")))
         cure =
             "tokenizer.model is not read here: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of Transformers "
-            "writes the other, or give the text as --ids 1,2,3";
+            "writes the other";
     else if (!file_exists(join_path(directory, "config.json")))
-        cure = directory_cure(directory);
-    fail("%s: No such file; %s", file.c_str(), cure.c_str());
+        cure = directory_cure(directory), or_ids = "";
+    fail("%s: No such file; %s%s", file.c_str(), cure.c_str(), or_ids.c_str());
 }
 
 // The model and its tokenizer, without a text or a cache yet. The end of a text that tokenizer_config.json names ends
