@@ -233,11 +233,12 @@ inline int run_diff_draft(const Options &options) {
         while (!(stop = reason_to_stop(session, options))) {
             const int size = (int)tokens.size(), left = std::min(session.limit, options.count + session.prompt) - size;
             std::vector<std::vector<float>> rows;
-            const std::vector<int> next = next_tokens(engine, cache, session.drafter, Sampler{}, tokens, left - 1,
-                                                      !options.ignore_end, [&](const std::vector<float> &row, int at) {
-                                                          require_finite(engine, &cache, tokens, row, at);
-                                                          rows.push_back(row);
-                                                      });
+            auto use = [&](const std::vector<float> &row, int at) {
+                require_finite(engine, &cache, tokens, row, at);
+                rows.push_back(row);
+            };
+            const std::vector<int> next =
+                next_tokens(engine, cache, session.drafter, Sampler{}, tokens, left - 1, !options.ignore_end, use);
             for (size_t i = 0; i < next.size(); i++) {
                 if (i > 0) expected = decode(engine, plain, {0}, {next[i - 1]});
                 const DiffStep step = compare(expected, rows[i]);

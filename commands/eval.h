@@ -278,9 +278,9 @@ inline Evaluation evaluate(const Options &options) {
     if (options.context && (options.context > config.context || options.context < 2))
         fail("-c %d: expected 2 to %d positions, for which this model was made", options.context, config.context);
     std::vector<EvalText> texts = eval_texts(options, directory, config, tokenizer.get());
-    int longest = eval_steps;
+    int longest = 0;
     for (const EvalText &text : texts) longest = std::max(longest, (int)text.tokens.size());
-    std::vector<EvalResult> results = open_results(options, engine, longest);
+    std::vector<EvalResult> results = open_results(options, engine, std::max(longest, eval_steps));
     try {
         double tokens = 0;
         for (const EvalText &text : texts) tokens += (double)(text.tokens.size() * results.size());
@@ -290,7 +290,7 @@ inline Evaluation evaluate(const Options &options) {
         eval_decode(engine, results, options.repeats);
     } catch (Interrupted) {
         for (EvalResult &result : results)
-            if (result.longest + 1 < longest) result.bytes_per_token = NAN;
+            if (result.longest < longest) result.bytes_per_token = NAN;
     }
     return {std::move(engine), std::move(results), texts.size()};
 }

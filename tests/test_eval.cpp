@@ -2,6 +2,7 @@
 // Run from the repository's root.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <iterator>
+#include <thread>
 
 #include "scene.h"
 
@@ -347,6 +348,25 @@ TEST_CASE("an interrupt ends it; what was read until then is said") {
     CHECK(Section{"", root.get()}.flag("interrupted", false));
     check_contains(report.text, "0 tokens predicted");
     CHECK(report.text.find("nan") == std::string::npos);
+}
+
+TEST_CASE("bytes a token are those of the longest text, or none where an interrupt came before its end") {
+    Words texts = stories();
+    std::sort(texts.begin(), texts.end(), [](auto &a, auto &b) { return a.size() < b.size(); });
+    while (texts[0].empty()) texts.erase(texts.begin());
+    const std::string file = file_of("cut", texts);
+    const double whole = eval({"-f", file}).results[0].bytes_per_token;
+    int cut = 0;
+    for (int delay = 1; cut == 0 && delay < 100; delay++) {
+        std::thread later([&] { usleep(1000 * delay), interrupts = 1; });
+        Evaluation all = eval({"-f", file});
+        later.join(), interrupts = 0;
+        const double bytes = all.results[0].bytes_per_token;
+        CHECK((std::isnan(bytes) || bytes == whole));
+        CHECK(report_of(all).text.find("nan") == std::string::npos);
+        cut += all.results[0].predicted > 0 && std::isnan(bytes);
+    }
+    CHECK(cut > 0);
 }
 
 TEST_CASE("the caches that the flags name, behind f32, which is not there twice") {  // how lists pair: test_flags
