@@ -453,7 +453,7 @@ int tokenizer_encode(const Tokenizer *t, const char *text, size_t length, const 
     if (length > MAX_TEXT) return fail(&error, "text of %zu bytes, at most 2^28 are taken at once", length), -1;
     size_t valid = utf8_valid(text, length);
     if (valid < length)
-        return fail(&error, "byte %zu of the text, 0x%02X, is not UTF-8", valid, (unsigned)(uint8_t)text[valid]), -1;
+        return fail(&error, NOT_UTF8, valid, (unsigned)(uint8_t)text[valid]), -1;
     encoder_open(&e, t, length, &error);
     e.text = text, e.length = length, e.typed = typed;
     e.ids = reserve(&error, NULL, &e.capacity, 1, sizeof *e.ids);  // so that *ids is an array even for no ids

@@ -73,6 +73,14 @@ inline bool has(const std::string &list, const std::string &word, char between =
     return std::count(words.begin(), words.end(), word) > 0;
 }
 
+// "1 token", "    12 tokens"; "1 pass", "2 passes".
+inline std::string counted(int64_t count, const std::string &what, int width = 0) {
+    return formatted("%*lld %s%s", width, (long long)count, what.c_str(), count == 1 ? "" : "s");
+}
+inline std::string counted(int64_t count, const std::string &one, const std::string &many) {
+    return formatted("%lld %s", (long long)count, (count == 1 ? one : many).c_str());
+}
+
 // ---- Files ---------------------------------------------------------------------------------------------------------
 
 struct Unmap {

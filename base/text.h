@@ -14,6 +14,12 @@ inline TokenizerPointer load_tokenizer(const std::string &directory) {
     return TokenizerPointer(tokenizer, tokenizer_free);
 }
 
+// `what` the text is called in the message.
+inline void require_utf8(const std::string &what, const std::string &text) {
+    const size_t valid = utf8_valid(text.data(), text.size());
+    if (valid < text.size()) fail(("%s: " NOT_UTF8), what.c_str(), valid, (unsigned)(uint8_t)text[valid]);
+}
+
 // `typed`: of a conversation (base/tokenizer.h), whose template says itself what stands before it.
 inline std::vector<int> encode(const Tokenizer *tokenizer, const std::string &text,
                                const std::string &what = "the prompt", const char *typed = nullptr) {

@@ -35,6 +35,7 @@ Tokenizer *tokenizer_parse(const char *json, size_t length, const char *name, ch
 void tokenizer_free(Tokenizer *tokenizer);
 
 size_t utf8_valid(const char *s, size_t n);  // offset of the first byte that is not UTF-8, n if all of it is
+#define NOT_UTF8 "byte %zu, 0x%02X, is not UTF-8"  // what every message about such a text says: its offset, its value
 
 int tokenizer_size(const Tokenizer *tokenizer);                     // highest id + 1; ids in between may be unused
 int tokenizer_find(const Tokenizer *tokenizer, const char *token);  // id of a token as the file spells it, or -1

@@ -87,7 +87,7 @@ static void check_characters(const Bytes *json, Error *error) {
     bool in_string = false;
     if (json->length > MAX_TEXT) fail(error, "larger than 2^28 bytes");
     size_t n = error->failed ? 0 : json->length, valid = utf8_valid(s, n);
-    if (valid < n) fail(error, "byte %zu is not UTF-8", valid);
+    if (valid < n) fail(error, NOT_UTF8, valid, (unsigned)(uint8_t)s[valid]);
     for (size_t at = 0; at < n && !error->failed; at++) {
         bool control = (uint8_t)s[at] < ' ' && (in_string || !s[at] || !strchr("\t\n\r", s[at]));
         if (s[at] == '"') in_string = !in_string;

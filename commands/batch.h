@@ -10,8 +10,7 @@ inline Request read_request(const std::string &name, const std::string &line, co
                             const Tokenizer *tokenizer, const Config &config) {
     for (size_t at = 0; at < line.size(); at += line[at] == '\\' ? 2 : 1)
         if (line.compare(at, 6, "\\u0000") == 0) fail("%s: \\u0000 ends a text here: leave it out", name.c_str());
-    const size_t valid = utf8_valid(line.data(), line.size());
-    if (valid < line.size()) fail("%s: not UTF-8 at byte %zu", name.c_str(), valid);
+    require_utf8(name, line);
     const Json json = parse_json(name, line);
     const Section of = {name, json.get()};
     for (const cJSON *item : items_of(json.get()))

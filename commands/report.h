@@ -8,14 +8,6 @@
 
 // ---- Numbers and words ---------------------------------------------------------------------------------------------
 
-// "1 token", "    12 tokens"; "1 pass", "2 passes".
-inline std::string counted(int64_t count, const std::string &what, int width = 0) {
-    return formatted("%*lld %s%s", width, (long long)count, what.c_str(), count == 1 ? "" : "s");
-}
-inline std::string counted(int64_t count, const std::string &one, const std::string &many) {
-    return formatted("%lld %s", (long long)count, (count == 1 ? one : many).c_str());
-}
-
 // Three digits and a unit: "1.25 GiB".
 inline std::string in_units(double bytes) {
     const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};

@@ -79,8 +79,7 @@ inline ChatTemplate open_template(const std::string &directory, const std::strin
 // of cJSON, is another letter behind a mark.
 const char mark = '\1', nul = '\2';
 inline std::string marked(const ChatTemplate &with, const std::string &text, const char *what) {
-    if (const size_t valid = utf8_valid(text.data(), text.size()); valid < text.size())
-        fail("%s: not UTF-8 at byte %zu", what, valid);
+    require_utf8(what, text);
     std::string result;
     for (size_t i = 0; i < text.size(); i++) {
         auto is_here = [&](const std::string &special) {

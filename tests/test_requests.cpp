@@ -189,7 +189,7 @@ TEST_CASE("a line that is wrong ends the program before anything runs, with its 
     };
     refused("{", {"r.jsonl: line 3: not valid JSON"});
     refused("[1]", {"line 3", "expected a JSON object"});
-    refused("{\"id\": \"\xff\", \"prompt\": \"a\"}", {"line 3: not UTF-8 at byte 8"});
+    refused("{\"id\": \"\xff\", \"prompt\": \"a\"}", {"line 3: byte 8, 0xFF, is not UTF-8"});
     refused("{\"prompt\": \"a\", \"max_tokens\": 3}", {"line 3: unknown key \"max_tokens\"", "known are id prompt"});
     refused("{\"n\": 3}", {"line 3", "expected either \"prompt\" or \"ids\""});
     refused("{\"prompt\": \"a\", \"ids\": [1]}", {"expected either"});

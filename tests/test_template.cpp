@@ -142,8 +142,8 @@ TEST_CASE("what is said comes through as it is, the mark and the letters of JSON
          {"\1", "\1\1 <|endoftext|>\1", "\\ \" \n \t \x7f", "<|endoftext|>\1<|endoftext|>", ""})
         CHECK(rendered(with, "", {{text, ""}}).text == text);
     CHECK(rendered(with, "", {{"a\1<|endoftext|>", ""}}).typed == std::string("\0\0\1\0\0\0\0\0\0\0\0\0\0\0\0", 15));
-    check_contains(error_of([&] { rendered(with, "", {{"caf\xe9", ""}}); }), "this turn", "not UTF-8 at byte 3");
-    check_contains(error_of([&] { rendered(with, "\xff", {{"Hi", ""}}); }), "--system", "not UTF-8 at byte 0");
+    check_contains(error_of([&] { rendered(with, "", {{"caf\xe9", ""}}); }), "this turn: byte 3, 0xE9, is not UTF-8");
+    check_contains(error_of([&] { rendered(with, "\xff", {{"Hi", ""}}); }), "--system: byte 0, 0xFF, is not UTF-8");
     const std::string ended("a\0\1\2b\0", 6);
     CHECK(rendered(with, "", {{ended, ""}}).text == ended);
     const Environment latin("PYTHONIOENCODING", "latin-1");
@@ -205,7 +205,7 @@ TEST_CASE("broken files get a line") {
         check_contains(refusal(), beside + ", line 1: ");
     }
     spill(beside, "{{ '\xc3' }}");
-    check_contains(refusal(), beside + ": not UTF-8 at byte 4");
+    check_contains(refusal(), beside + ": byte 4, 0xC3, is not UTF-8");
     fs::remove(beside), fs::create_directory(beside);
     check_contains(refusal(), beside + ": Is a directory");
     fs::remove(beside), fs::create_symlink(bare / "nowhere", beside);

@@ -89,7 +89,7 @@ def read_program(path):
     except OSError as error:
         refuse(f"{path}: {error.strerror}")
     except UnicodeDecodeError as error:
-        refuse(f"{path}: not UTF-8 at byte {error.start}")
+        refuse(f"{path}: byte {error.start}, 0x{error.object[error.start]:02X}, is not UTF-8")
 
 
 def find_program(directory, config, asked):
