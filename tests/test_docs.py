@@ -5,6 +5,7 @@ somewhere. One test case a page.  python3 tests/test_docs.py [PAGE ...], from th
 What stands in a page:
   ```console           "$ command", then what it prints. A line "..." leaves lines out. The text is the same; a number
                        with a decimal point may differ by 2 in its last digit, as other processors sum in another order.
+                       Words that a line leaves out are "..." in it, also at its end.
   ```console roughly   numbers are free: times, tokens/s.        ```console unrun   downloads: only looked at.
   ```cpp FILE          these lines stand in FILE; a line "..." leaves lines out.      ```python FILE   too.
   other blocks         lines that begin with ./llm, make or python3 are commands that are not refused.
@@ -28,6 +29,7 @@ import read  # docs/read.py
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "weights_tools/README.md"]
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.]*\w)|-?\d+\.\d+")
+NUMERAL = r"(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
 FILES = [path for path in subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True,
                                          text=True).stdout.split("\n") if path]
 SOURCES = "\n".join((ROOT / path).read_text(errors="replace") for path in FILES
@@ -51,10 +53,10 @@ def near(shown, found):
 
 
 def same_line(shown, found, roughly):
-    shape = [re.sub(r"\s+", " ", NUMBER.sub("#", line)).strip() for line in (shown, found)]
-    if shape[0] != shape[1]:
-        return False
-    return roughly or all(map(near, NUMBER.findall(shown), NUMBER.findall(found)))
+    """Whether the words are the same, and the numbers near. A word "..." of `shown` is any words, at least one."""
+    words = (r"\S.*" if word == "..." else NUMERAL.join(map(re.escape, NUMBER.split(word))) for word in shown.split())
+    match = re.fullmatch(r"\s+".join(words), found.strip())
+    return match is not None and (roughly or all(map(near, NUMBER.findall(shown), match.groups())))
 
 
 def first_difference(shown, found, same):
