@@ -529,11 +529,11 @@ inline void shrink(Cache &cache, int sequence, int length) {
 
 // ---- Sharing -------------------------------------------------------------------------------------------------
 
-// Gives an empty sequence what is known of its tokens, from other sequences' pages: so many of the first ones need not
-// be computed, 0 where there are no pages.
-inline int find_known(Cache &cache, int sequence, const std::vector<int> &tokens) {
+// Gives an empty sequence what is known of its tokens, from pages of other sequences with the same salt: so many of
+// the first ones need not be computed, 0 where there are no pages.
+inline int find_known(Cache &cache, int sequence, const std::vector<int> &tokens, const std::string &salt = "") {
     if (!cache.pages) return 0;
-    const int known = cache.pages->find(sequence, tokens);
+    const int known = cache.pages->find(sequence, tokens, salt);
     carry_out(cache, sequence, 0, known);
     cache.lengths[sequence] = cache.reached[sequence] = known;
     if (known && blocks_of(cache)) restore_residuals(cache, sequence, known);  // where a cut looks for them

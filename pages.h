@@ -9,6 +9,8 @@
 //
 //   pages of 4, after "the cat sat on the mat" and "the cat ran":    root -- the cat sat on -- the mat ..
 //                                                                         \- the cat ran ..
+// A salt (of a tenant, an adapter, an image) is part of what a page is published under: texts with different salts
+// share no page, and none can tell by its speed what another one has read.
 // A page is in one of three states:
 //   held     by n tables; it may be published or not. Who writes into a page that others hold gets a copy first
 //   cached   by no table, but published: found again until it is handed out anew, least recently used first
@@ -23,6 +25,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -30,7 +33,14 @@ inline int pages_for(int positions, int page) { return (int)(((int64_t)positions
 
 // A published page in the trie.
 struct Node {
-    using Key = std::pair<Node *, std::vector<int>>;  // the page before, or nullptr; this one's tokens
+    struct Key {
+        Node *before;             // of the page before, or nullptr
+        std::string salt;
+        std::vector<int> tokens;  // of this page
+        bool operator<(const Key &other) const {
+            return std::tie(before, salt, tokens) < std::tie(other.before, other.salt, other.tokens);
+        }
+    };
     const Key *key = nullptr;
     std::vector<int> page = {};  // (kind), or -1
     int uses = 0;                // by pages, by nodes that follow, by paths of sequences
@@ -85,24 +95,33 @@ public:
     // Tokens are compared, so no page is taken for another. Of those that follow one page, neighbours begin alike.
     std::map<Node::Key, Node> trie;
     std::vector<std::vector<Node *>> paths;  // (sequence): its published pages, from the first on
+    std::vector<std::string> salts;          // (sequence)
 
     // copy_step: of a page that matches in part, so many positions are copied, or twice as many, and so on.
     void open(int sequences, std::vector<PagePool> opened, int copy_step = 1) {
         pools = std::move(opened), copy_step_ = copy_step;
-        paths.assign(sequences, {}), trie.clear();
+        paths.assign(sequences, {}), salts.assign(sequences, ""), trie.clear();
     }
 
-    // How many of a new sequence's first tokens are known; it holds their pages from now on. At most all but one are,
-    // as the last one's logits are wanted.
-    int find(int sequence, const std::vector<int> &tokens) {
-        std::vector<Node *> &path = paths[sequence];
+    // The published pages that the first tokens of a text are in, from the first on. At most all tokens but one are
+    // looked for, as the last one's logits are wanted.
+    std::vector<Node *> known_pages(const std::vector<int> &tokens, const std::string &salt) {
+        std::vector<Node *> path;
         const int page = pools[0].page, most = std::max(0, (int)tokens.size() - 1);
         for (int end = page; end <= most; end += page) {
-            auto next = trie.find({last_of(path), {tokens.begin() + end - page, tokens.begin() + end}});
+            auto next = trie.find({last_of(path), salt, {tokens.begin() + end - page, tokens.begin() + end}});
             if (next == trie.end()) break;
             path.push_back(&next->second);
         }
         while (!all_there(path)) path.pop_back();
+        return path;
+    }
+
+    // How many of a new sequence's first tokens are known; it holds their pages from now on.
+    int find(int sequence, const std::vector<int> &tokens, const std::string &salt = "") {
+        const std::vector<Node *> &path = paths[sequence] = known_pages(tokens, salt);
+        salts[sequence] = salt;
+        const int page = pools[0].page, most = std::max(0, (int)tokens.size() - 1);
         const int logical = (int)path.size(), length = logical * page;
         for (Node *node : path) node->uses++;
         for (int kind = 0; kind < kinds(); kind++) {
@@ -141,7 +160,7 @@ public:
         const int page = pools[0].page;
         for (int i = (int)path.size(); (i + 1) * page <= length; i++) {
             const auto begin = tokens.begin() + i * page;
-            auto [place, is_new] = trie.try_emplace({last_of(path), {begin, begin + page}});
+            auto [place, is_new] = trie.try_emplace({last_of(path), salts[sequence], {begin, begin + page}});
             Node &node = place->second;
             if (is_new) node = {&place->first, std::vector<int>(pools.size(), -1)};
             if (is_new && i > 0) path.back()->uses++;
@@ -167,7 +186,7 @@ public:
             pool.first[to] = pool.first[from];
             for (int i = pool.first[to]; i < pages_for(length, pool.page); i++) hold(kind, to, i, pool.entry(from, i));
         }
-        paths[to] = paths[from];
+        paths[to] = paths[from], salts[to] = salts[from];
         for (Node *node : paths[to]) node->uses++;
     }
 
@@ -182,6 +201,7 @@ public:
         }
         std::vector<Node *> &path = paths[sequence];
         for (; (int)path.size() > length / pools[0].page; path.pop_back()) drop(path.back());
+        if (length == 0) salts[sequence].clear();
     }
 
 private:
@@ -205,10 +225,10 @@ private:
     int find_part(int sequence, int logical, const std::vector<int> &tokens) {
         Node *const before = last_of(paths[sequence]), *best = nullptr;
         int most = 0;
-        auto next = trie.lower_bound({before, tokens});
+        auto next = trie.lower_bound({before, salts[sequence], tokens});
         for (auto place : {next, next == trie.begin() ? trie.end() : std::prev(next)}) {
-            if (place == trie.end() || place->first.first != before) continue;
-            const std::vector<int> &there = place->first.second;
+            if (place == trie.end() || place->first.before != before || place->first.salt != salts[sequence]) continue;
+            const std::vector<int> &there = place->first.tokens;
             auto differs = std::mismatch(tokens.begin(), tokens.end(), there.begin(), there.end()).first;
             const int same = (int)(differs - tokens.begin()) / copy_step_ * copy_step_;
             bool possible = same > most;
@@ -277,7 +297,7 @@ private:
     void drop(Node *node) {
         while (node && --node->uses == 0) {
             const auto place = trie.find(*node->key);
-            node = node->key->first;
+            node = node->key->before;
             trie.erase(place);
         }
     }

@@ -26,10 +26,13 @@ inline std::string check(const Pages &all) {
                 return "a node has a page that is published elsewhere";
     }
     std::map<const Node *, int> uses;
-    for (const std::vector<Node *> &path : all.paths)
-        for (const Node *node : path) uses[node]++;
+    for (size_t sequence = 0; sequence < all.paths.size(); sequence++)
+        for (const Node *node : all.paths[sequence]) {
+            uses[node]++;
+            if (node->key->salt != all.salts[sequence]) return "a sequence holds a page of another salt";
+        }
     for (auto &[key, node] : all.trie) {
-        uses[key.first]++;
+        uses[key.before]++;
         for (int page : node.page) uses[&node] += page >= 0;
     }
     for (auto &[key, node] : all.trie) {

@@ -12,14 +12,15 @@ using Tokens = std::vector<int>;
 
 // ---- A random walk against a plain memory ------------------------------------------------------------------------
 
-// A memory of labels stands for the rows: position t of a sequence holds a label of its tokens 0 .. t. Whatever a
-// sequence sees must read as if it had been computed alone.
+// A memory of labels stands for the rows: position t of a sequence holds a label of its salt and its tokens 0 .. t.
+// Whatever a sequence sees must read as if it had been computed alone, and by one of its own salt.
 struct Walk {
     reference::Random random;
     int page, step;
     Pages pages;
     std::vector<std::vector<uint64_t>> memory;  // (kind): (page, position in it)
     std::map<int, Tokens> live;                 // by sequence: what its positions hold
+    std::map<int, int> salt;                    // by sequence
     int sequences = 8, found = 0, copies = 0, refused = 0, forks = 0, evicted = 0;
 
     explicit Walk(uint64_t seed) : random{seed}, page(1 + below(6)), step(below(2) ? 1 : 2) {
@@ -32,8 +33,8 @@ struct Walk {
         pages.open(sequences, pools, step);
     }
     int below(int end) { return (int)(random.bits() % (uint64_t)end); }
-    static uint64_t label(const Tokens &tokens, int t) {
-        uint64_t hash = 1;
+    static uint64_t label(int salt, const Tokens &tokens, int t) {
+        uint64_t hash = 1 + (uint64_t)salt;
         for (int i = 0; i <= t; i++) hash = hash * 6364136223846793005 + (uint64_t)tokens[i] + 1;
         return hash | 1;
     }
@@ -62,7 +63,7 @@ struct Walk {
         known.insert(known.end(), tokens.begin(), tokens.end());
         for (size_t kind = 0; kind < memory.size(); kind++)
             for (int t = from; t < to; t++)
-                memory[kind][pages.pools[kind].entry(sequence, t / page) * page + t % page] = label(known, t);
+                memory[kind][pages.pools[kind].entry(sequence, t / page) * page + t % page] = label(salt[sequence], known, t);
         pages.publish(sequence, known, to);
         carry_out();
         return true;
@@ -93,7 +94,7 @@ struct Walk {
                 bool right = true;
                 for (int t = pool.window ? std::max(0, length - pool.window + 1) : 0; t < length; t++) {
                     const int held = pool.entry(sequence, t / page);
-                    right = right && held >= 0 && memory[kind][held * page + t % page] == label(tokens, t);
+                    right = right && held >= 0 && memory[kind][held * page + t % page] == label(salt[sequence], tokens, t);
                 }
                 REQUIRE(right);
             }
@@ -105,7 +106,8 @@ struct Walk {
             const int begun = unused();
             Tokens tokens(1 + below(40));
             for (size_t t = 0; t < tokens.size(); t++) tokens[t] = t < 16 && below(8) ? (int)t % 3 : below(2);
-            const int known = pages.find(begun, tokens);
+            salt[begun] = below(3) / 2;
+            const int known = pages.find(begun, tokens, salt[begun] ? "b" : "");
             carry_out();
             REQUIRE((known >= 0 && known < (int)tokens.size()));
             REQUIRE((known % page == 0 || known % page % step == 0));
@@ -129,7 +131,7 @@ struct Walk {
             const int to = unused();
             pages.fork(sequence, to, (int)live[sequence].size());
             carry_out();
-            live[to] = live[sequence], forks++;
+            live[to] = live[sequence], salt[to] = salt[sequence], forks++;
         } else {
             end(sequence);
         }
@@ -163,7 +165,9 @@ struct Scene {
         pages.open(sequences, {open_pages(sequences, 100, 4, count)});
     }
     PagePool &pool() { return pages.pools[0]; }
-    int find(int sequence, const Tokens &tokens) { return lengths[sequence] = pages.find(sequence, tokens); }
+    int find(int sequence, const Tokens &tokens, const std::string &salt = "") {
+        return lengths[sequence] = pages.find(sequence, tokens, salt);
+    }
     bool grow(int sequence, int length) {
         if (pages.needed(0, sequence, lengths[sequence], length) > pool().available()) return false;
         pages.grow(sequence, lengths[sequence], length);
@@ -220,6 +224,34 @@ TEST_CASE("a sequence that was cut is not found under its old tokens (nano-vllm 
         for (int i = cut / 4; i < pages_for(known, 4); i++) CHECK(scene.pool().entry(2, i) != page);
         CHECK(check(scene.pages).empty());
     }
+}
+
+TEST_CASE("who has another salt finds nothing: no page, no part of one, not by a fork and not by a place used before") {
+    Scene scene(40, 8);
+    auto compute = [&](int sequence, const std::string &salt) {
+        const int known = scene.find(sequence, counted(10), salt);
+        REQUIRE(scene.compute(sequence, counted(10)));
+        return known;
+    };
+    CHECK(compute(0, "") == 0);
+    CHECK(compute(1, "a") == 0);
+    CHECK(compute(2, "b") == 0);
+    CHECK(scene.pool().used() == 9);
+    scene.pages.fork(1, 3, 10), scene.lengths[3] = 10;  // it goes on under the same salt
+    Tokens longer = counted(16);
+    REQUIRE(scene.compute(3, longer));
+    for (const auto &[salt, known] : std::map<std::string, int>{{"", 8}, {"a", 15}, {"b", 8}, {"ab", 0}, {"c", 0}}) {
+        CHECK(scene.find(4, longer, salt) == known);
+        CHECK((int)scene.pages.known_pages(longer, salt).size() == known / 4);
+        CHECK(check(scene.pages).empty());
+        scene.end(4);
+    }
+    scene.end(2);  // its place is taken by one without a salt, which looks for nothing first
+    REQUIRE(scene.compute(2, counted(8, 50)));
+    CHECK(scene.find(4, counted(9, 50)) == 8);
+    scene.end(4);
+    CHECK(scene.find(4, counted(9, 50), "b") == 0);
+    CHECK(check(scene.pages).empty());
 }
 
 TEST_CASE("what is not computed yet is not found (vLLM 49377)") {
