@@ -34,7 +34,7 @@ inline int pages_for(int positions, int page) { return (int)(((int64_t)positions
 // A published page in the trie.
 struct Node {
     struct Key {
-        Node *before;             // of the page before, or nullptr
+        Node *before;  // of the page before, or nullptr
         std::string salt;
         std::vector<int> tokens;  // of this page
         bool operator<(const Key &other) const {

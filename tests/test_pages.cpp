@@ -63,7 +63,8 @@ struct Walk {
         known.insert(known.end(), tokens.begin(), tokens.end());
         for (size_t kind = 0; kind < memory.size(); kind++)
             for (int t = from; t < to; t++)
-                memory[kind][pages.pools[kind].entry(sequence, t / page) * page + t % page] = label(salt[sequence], known, t);
+                memory[kind][pages.pools[kind].entry(sequence, t / page) * page + t % page] =
+                    label(salt[sequence], known, t);
         pages.publish(sequence, known, to);
         carry_out();
         return true;
@@ -94,7 +95,8 @@ struct Walk {
                 bool right = true;
                 for (int t = pool.window ? std::max(0, length - pool.window + 1) : 0; t < length; t++) {
                     const int held = pool.entry(sequence, t / page);
-                    right = right && held >= 0 && memory[kind][held * page + t % page] == label(salt[sequence], tokens, t);
+                    right =
+                        right && held >= 0 && memory[kind][held * page + t % page] == label(salt[sequence], tokens, t);
                 }
                 REQUIRE(right);
             }
