@@ -35,7 +35,8 @@ def rotate(x, position):  # x (tokens, heads, D), position (tokens); a pair (a, 
     return np.concatenate([pairs.real, pairs.imag], axis=-1)
 
 
-def forward(ids, cache):  # cache: of each layer K and V of the tokens before (2, positions, KV heads, D); they grow
+# cache: of each layer K and V of the tokens before (2, positions, KV heads, D); they grow. store: new rows as they are kept
+def forward(ids, cache, store=np.array):
     position = np.arange(len(ids)) + (cache[0].shape[1] if cache else 0)
     x = weight("model.embed_tokens.weight")[ids].astype(float)
     for layer in range(3):  # of 4: the tables are of head 4 in layer 2. 4 query heads read a KV head
@@ -43,7 +44,7 @@ def forward(ids, cache):  # cache: of each layer K and V of the tokens before (2
         n = norm(x, w["input_layernorm"])
         q, k, v = ((n @ w[name].T).reshape(len(ids), -1, D) for name in ("q_proj", "k_proj", "v_proj"))
         q, k = rotate(q, position), rotate(k, position)
-        K, V = cache[layer] = np.append(cache.get(layer, np.zeros((2, 0, 2, D))), [k, v], axis=1)
+        K, V = cache[layer] = np.append(cache.get(layer, np.zeros((2, 0, 2, D))), store([k, v]), axis=1)
         o = [attend(q[t, h], K[:p + 1, h // 4], V[:p + 1, h // 4])[2] for t, p in enumerate(position) for h in range(8)]
         x = x + np.reshape(o, x.shape) @ w["o_proj"].T
         n = norm(x, w["post_attention_layernorm"])
@@ -61,8 +62,9 @@ def table(chapter, q, K, V):
     print(f"output  {row(*output[:8])}  .. ({D})")
 
 
-table(1, *forward(ids[:4], {}))     # naive: all tokens so far
-table(2, *forward(ids, {}))         # and all of them again
-cache = {}
-forward(ids[:4], cache)             # prefill
-table(3, *forward(ids[4:], cache))  # decode: one token, and the rows of the others
+if __name__ == "__main__":
+    table(1, *forward(ids[:4], {}))     # naive: all tokens so far
+    table(2, *forward(ids, {}))         # and all of them again
+    cache = {}
+    forward(ids[:4], cache)             # prefill
+    table(3, *forward(ids[4:], cache))  # decode: one token, and the rows of the others

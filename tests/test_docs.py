@@ -10,7 +10,7 @@ What stands in a page:
   ```cpp FILE          these lines stand in FILE; a line "..." leaves lines out.      ```python FILE   too.
   other blocks         lines that begin with ./llm, make or python3 are commands that are not refused.
   `name()`, `FILE.h`   the sources have such a function, and such a file.
-A chapter is a screen and a half. And docs/attention.py prints the numbers of llm show, from the same checkpoint; and
+A chapter is a screen and a half. And docs/attention.py and docs/cache.py print the numbers of ./llm; and
 docs/read.html is what docs/read.py writes now, with each line of the story once.
 """
 import html.parser
@@ -219,6 +219,15 @@ def check_numpy(scratch):
         f"docs/attention.py: {len(found)} lines, llm show {len(shown)}, expected {lines}:\n" + "\n".join(found[:9])]
 
 
+def check_cache(scratch):
+    """What docs/cache.py prints: commands, and below each what it computed that they print."""
+    page = Page(ROOT / "docs/cache.py", scratch)
+    status, lines = page.run("python3 docs/cache.py", LIMIT)
+    page.expect(status == 0, 1, f"status {status}")
+    page.check_console([], 0, lines)
+    return page.problems
+
+
 class Book(html.parser.HTMLParser):
     """What stands behind each id of docs/read.html, up to the next one, without a line's number; and all links."""
     def __init__(self, text):
@@ -281,7 +290,7 @@ def check_book(scratch):
 
 def main():
     pages = [pathlib.Path(page).resolve() for page in sys.argv[1:] if not page.startswith("-")] or PAGES
-    extra = [check_numpy, check_book]
+    extra = [check_numpy, check_cache, check_book]
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
         scratch = pathlib.Path(scratch)
