@@ -23,12 +23,15 @@ struct Range {
 struct Flag {
     std::string names;     // the first is the one in Options::given
     const char *argument;  // "": a switch; "a|b": one of these; whole numbers named N may end in k (1,024)
-    const char *commands;  // that know it
+    const char *commands;  // that know it; a name has a row for each meaning
     std::variant<bool Options::*, std::string Options::*, Range<int>, Range<int64_t>, Range<std::vector<int>>,
                  Range<double>, double Options::*, std::vector<Layout> Options::*, std::vector<Precision> Options::*>
         value;  // where it goes, and so of which kind it is; a double without range: bytes
     std::string help;
+    const char *group = nullptr;  // of the help, which begins with this row
 };
+
+constexpr const char *takes_several = "diff eval bench memory";  // layouts and types, as a,b
 
 inline const std::vector<Flag> &flags() {
     using O = Options;
@@ -40,39 +43,29 @@ inline const std::vector<Flag> &flags() {
     const char *texts = "generate diff bench show tokenize", *drawn = "generate chat bench",
                *timed = "generate chat diff bench batch", *talk = "chat";
     const char *caches = "generate chat diff eval bench batch memory show", *one = "generate", *shape = "memory";
-    const std::string several = "; diff, eval, bench and memory take several, as a,b";
+    const std::string from_file = "from a file, without its last newline; -: standard input";
+    const std::string naive = "none (the naive path) or ", holds = "positions the cache holds (default: ";
     // clang-format off
     static const std::vector<Flag> table = {
-        {"-m --model", "DIR", all, &O::directory, "a Hugging Face directory (default: the built-in checkpoint)"},
+        {"-m --model", "DIR", all, &O::directory, "a Hugging Face directory (default: the built-in checkpoint)",
+         "Text"},
         {"-p --prompt", "TEXT", texts, &O::prompt, "the prompt; empty: it starts from the token that opens a text"},
-        {"-f --file", "FILE", "generate diff eval bench batch show tokenize", &O::prompt_file,
-         "the prompt, eval's text, or batch's requests, from a file without its last newline; -: standard input"},
+        {"-f --file", "FILE", texts, &O::prompt_file, "the prompt " + from_file},
+        {"-f --file", "FILE", "eval", &O::prompt_file, "the text " + from_file},
+        {"-f --file", "FILE", many, &O::prompt_file, "the requests; -: standard input"},
         {"--ids", "1,2,3", "generate diff eval bench show tokenize", Ints{&O::prompt_ids, 0, INT_MAX},
          "the same as ids; nothing is put before them"},
-        {"-n --predict", "N", timed, Int{&O::count, -1, 1e9},
-         "tokens to generate at most (default 256; bench without --draft: 64); -1: until an end id or until the "
-         "context is full"},
-        {"--no-display-prompt", "", one, &O::hide_prompt, "print the new text alone"},
-        {"-c --ctx-size", "N", "generate chat diff eval batch memory show", Int{&O::context, 1, 1 << 30},
-         "positions the cache holds (default: prompt + N, at most the model's context; memory: that context; chat: "
-         "8k of it)"},
-        {"-ub --ubatch-size", "N", "generate chat diff eval bench", Int{&O::chunk, 1, 1 << 20},
-         "tokens of a prefill pass (default 512)"},
-        {"-t --threads", "N", "generate chat diff eval bench batch show", Int{&O::threads, 1, 256},
-         "threads (default, and at most: as many as this process may use)"},
-        {"--cache", "LAYOUT", caches, &O::layouts, "none (the naive path) or " + layout_names() + several},
-        {"--kv", "TYPE", caches, &O::types_k, "type of K and V (default f16): " + precision_names() + several},
-        {"-ctk --cache-type-k", "TYPE", caches, &O::types_k, "cache type of K alone"},
-        {"-ctv --cache-type-v", "TYPE", caches, &O::types_v, "cache type of V alone"},
-        {"--page", "N", caches, Int{&O::page, 1, 1 << 16},
-         "paged: positions per page (default 16; 32 where int4 or int2 share)"},
-        {"--swa-full", "", caches, &O::keep_all,
-         "layers that look back over a window keep all positions (to measure what the window saves)"},
-        {"--window", "N", caches, Int{&O::window, 1, 1 << 24},
-         "ring: positions that stay visible (default: as far as any of the model's layers looks back)"},
-        {"--sinks", "N", caches, Int{&O::sinks, 0, 1 << 16},
-         "ring: first positions that stay visible too, fewer than --window (default 4; 0 where all layers slide)"},
-        {"--temp", "T", drawn, Real{&O::temperature, 0, 1000}, "temperature; 0 takes the likeliest token (default 0)"},
+        {"--system", "TEXT", talk, &O::system, "what the model is told before the first turn"},
+        {"--template", "NAME", talk, &O::chat_template,
+         "the form of turns (default: the checkpoint's own): one of weights_tools/chat_templates, or FILE.jinja"},
+        {"-n --predict", "N", "generate chat diff", Int{&O::count, -1, 1e9},
+         "tokens to generate at most (default 256); -1: until an end id or until the context is full"},
+        {"-n --predict", "N", "bench", Int{&O::count, 1, 1e9}, "tokens to generate (default 64; with --draft 256)"},
+        {"-n --predict", "N", many, Int{&O::count, 1, 1e9},
+         "tokens of a request that does not say how many (default 256)"},
+        {"--ignore-eos", "", "generate diff batch", &O::ignore_end, "go on after an end id"},
+        {"--temp", "T", drawn, Real{&O::temperature, 0, 1000}, "temperature; 0 takes the likeliest token (default 0)",
+         "Sampling"},
         {"--top-k", "N", drawn, Int{&O::top_k, 0, 1 << 30},
          "sample from the N likeliest tokens; 0 (default): from all"},
         {"--top-p", "P", drawn, Real{&O::top_p, 0, 1},
@@ -80,57 +73,85 @@ inline const std::vector<Flag> &flags() {
         {"--min-p", "P", drawn, Real{&O::min_p, 0, 1}, "drop tokens below P times the likeliest's share (default 0)"},
         {"-s --seed", "SEED", drawn, Range<int64_t>{&O::seed, -1, 0x1p53},
          "for the same text again (default -1: drawn)"},
-        {"--samples", "N", "generate show", Int{&O::sequences, 1, 4096},
-         "generate: continuations of the prompt, with seeds from -s on; show: sequences that share it (default 1)"},
-        {"-np --parallel", "N", "bench batch", Int{&O::sequences, 1, 4096},
-         "batch: requests that run at once (default 16); bench: sequences that decode together (default 1)"},
+        {"--samples", "N", one, Int{&O::sequences, 1, 4096},
+         "continuations of the prompt, with seeds from -s on (default 1)"},
+        {"--samples", "N", "show", Int{&O::sequences, 1, 4096}, "sequences that share the prompt (default 1)"},
+        {"--cache", "LAYOUT", "generate chat bench show", &O::layouts, naive + layout_names() + " (default contiguous)",
+         "Cache"},
+        {"--cache", "LAYOUT", "diff eval", &O::layouts, layout_names() + " (default contiguous)"},
+        {"--cache", "LAYOUT", many, &O::layouts, layout_names() + " (default paged)"},
+        {"--cache", "LAYOUT", shape, &O::layouts, layout_names() + " (default: all)"},
+        {"--kv", "TYPE", caches, &O::types_k, "type of K and V (default f16): " + precision_names()},
+        {"-ctk --cache-type-k", "TYPE", caches, &O::types_k, "cache type of K alone"},
+        {"-ctv --cache-type-v", "TYPE", caches, &O::types_v, "cache type of V alone"},
+        {"-c --ctx-size", "N", "generate diff", Int{&O::context, 1, 1 << 30},
+         holds + "prompt + N, at most the model's context)"},
+        {"-c --ctx-size", "N", talk, Int{&O::context, 1, 1 << 30}, holds + "the model's context, at most 8k)"},
+        {"-c --ctx-size", "N", "eval show batch", Int{&O::context, 1, 1 << 30}, holds + "what is asked for)"},
+        {"-c --ctx-size", "N", shape, Int{&O::context, 1, 1 << 30}, holds + "the model's context)"},
+        {"--page", "N", caches, Int{&O::page, 1, 1 << 16},
+         "paged: positions per page (default 16; 32 where int4 or int2 share)"},
         {"--pool", "N", many, Int{&O::pool, 1, 1 << 30},
          "paged: positions in all pages together (default: enough for each of -np to be as long as the longest)"},
+        {"--swa-full", "", caches, &O::keep_all,
+         "layers that look back over a window keep all positions (to measure what the window saves)"},
+        {"--window", "N", caches, Int{&O::window, 1, 1 << 24},
+         "ring: positions that stay visible (default: as far as any of the model's layers looks back)"},
+        {"--sinks", "N", caches, Int{&O::sinks, 0, 1 << 16},
+         "ring: first positions that stay visible too, fewer than --window (default 4; 0 where all layers slide)"},
+        {"--when-full", "stop|drop|ring", talk, &O::when_full,
+         "a full context: refuses the turn (default), drops the oldest ones, or is a ring from the start"},
+        {"--all", "", "eval", &O::standard_set, "a standard set of caches, in place of --cache and --kv"},
+        {"-np --parallel", "N", many, Int{&O::sequences, 1, 4096}, "requests that run at once (default 16)",
+         "Requests"},
         {"--pass-tokens", "N", many, Int{&O::pass_tokens, 1, 1 << 20}, "tokens of a pass at most (default 512)"},
         {"--admission", "exact|optimistic", many, &O::admission,
          "who comes in: those whose peak fits (default), or whose tokens now fit, which may have to make room"},
         {"--keep-going", "", many, &O::keep_going, "say which lines are wrong, and run the others"},
-        {"--events", "FILE", many, &O::events, "a JSON line for each pass and for all that happens to a page"},
-        {"--draft", "DIR", timed, &O::draft,
-         "a small model with the same tokenizer guesses tokens, which a pass then checks; or ngram: the text before"},
-        {"--draft-tokens", "N", timed, Int{&O::draft_tokens, 1, 1024}, "guesses of a pass at most (default 4)"},
-        {"--draft-rule", "exact|leviathan", "generate chat bench", &O::draft_rule,
-         "exact: the text is the same as without (default); leviathan: another one of the same distribution"},
-        {"--system", "TEXT", talk, &O::system, "what the model is told before the first turn"},
-        {"--template", "NAME", talk, &O::chat_template,
-         "the form of turns (default: the checkpoint's own): one of weights_tools/chat_templates, or FILE.jinja"},
-        {"--when-full", "stop|drop|ring", talk, &O::when_full,
-         "a full context: refuses the turn (default), drops the oldest ones, or is a ring from the start"},
-        {"--ignore-eos", "", "generate diff batch", &O::ignore_end, "go on after an end id"},
+        {"--against", "alone", many, &O::against, "each request also alone, and whether its logits have the same bits"},
+        {"--against", "naive|full", "diff", &O::against,
+         "what caches are compared with: the naive path (default), or a full f32 cache, which is faster", "Comparison"},
         {"--tolerance", "X", "diff", Real{&O::tolerance, 0, 1e30},
          "exit 1 where a logit is further off than X (default: 1e-4 for f32, which then is the same; else any)"},
-        {"--against", "naive|full|alone", "diff batch", &O::against,
-         "diff: beside the naive path (default), or a full f32 cache, which is faster; batch: each request alone"},
         {"--depth", "N,...", "bench", Ints{&O::depths, 0, 1 << 24},
-         "positions in the cache before the timed steps (default: what the context holds of 0,1024,4096,8000)"},
+         "positions in the cache before the timed steps (default: what the context holds of 0,1024,4096,8000)",
+         "What is timed"},
         {"--prefill", "N,...", "bench", Ints{&O::prompts, 1, 1 << 24},
          "lengths of the timed prompts (default: what the context holds of 128,512,2048)"},
+        {"-np --parallel", "N", "bench", Int{&O::sequences, 1, 4096}, "sequences that decode together (default 1)"},
         {"--repeats", "N", "eval bench", Int{&O::repeats, 1, 1000}, "measurements; their median counts (default 3)"},
-        {"--all", "", "eval", &O::standard_set, "a standard set of caches, in place of --cache and --kv"},
-        {"--layer", "N", "show", Int{&O::layer, 0, 1 << 30}, "the layer (default 0)"},
+        {"--layer", "N", "show", Int{&O::layer, 0, 1 << 30}, "the layer (default 0)", "What is shown"},
         {"--head", "N", "show", Int{&O::head, 0, 1 << 30}, "the query head (default 0)"},
         {"--position", "N", "show", Int{&O::position, 0, 1 << 30}, "whose query and row are shown (default: the last)"},
-        {"--layers", "N", shape, Int{&O::layers, 1, 1 << 30}, "a shape in place of a model's; with the next two, -c"},
+        {"--layers", "N", shape, Int{&O::layers, 1, 1 << 30}, "a shape in place of a model's; with the next two, -c",
+         "A shape, and what it has to fit in"},
         {"--kv-heads", "N", shape, Int{&O::kv_heads, 1, 1 << 30}, "KV heads of a layer"},
         {"--head-dim", "N", shape, Int{&O::head_dim, 1, 1 << 30}, "numbers of a head"},
         {"--weight-bytes", "BYTES", shape, &O::weight_bytes, "that a step of decoding reads, where no model tells"},
         {"--batch", "N", shape, Int{&O::batch, 1, 1 << 30}, "sequences of -c positions each (default 1)"},
         {"--budget", "BYTES", shape, &O::budget, "how many tokens fit, say in 40GiB or 8G (2^30), 40GB (10^9)"},
         {"--bandwidth", "GB/S", shape, Real{&O::bandwidth, 1e-6, 1e9}, "tokens/s of decoding at so many 10^9 bytes/s"},
-        {"--dump-logits", "FILE.npy", "generate chat", &O::dump_logits,
-         "float32 [positions, vocabulary]: a row for each position that is read, then one for each generated token"},
+        {"-t --threads", "N", "generate chat diff eval bench batch show", Int{&O::threads, 1, 256},
+         "threads (default, and at most: as many as this process may use)", "Speed"},
+        {"-ub --ubatch-size", "N", "generate chat diff eval bench", Int{&O::chunk, 1, 1 << 20},
+         "tokens of a prefill pass (default 512)"},
+        {"--draft", "DIR", timed, &O::draft,
+         "a small model with the same tokenizer guesses tokens, which a pass then checks; or ngram: the text before"},
+        {"--draft-tokens", "N", timed, Int{&O::draft_tokens, 1, 1024}, "guesses of a pass at most (default 4)"},
+        {"--draft-rule", "exact|leviathan", "generate chat bench", &O::draft_rule,
+         "exact: the text is the same as without (default); leviathan: another one of the same distribution"},
         {"--weights", "stored|copied|int8", run, &O::weights,
          "copied: to huge pages first, to decode faster; int8: groups of 32 with a scale (default stored)"},
         {"--activations", "f32|bf16", run, &O::activations,
          "bf16: rounds what bf16 weights are multiplied with to bf16, too; needs AVX512_BF16 (default f32)"},
         {"--device", "auto|cpu|cuda", run, &O::device, "auto: the GPU if there is one (default)"},
-        {"--json", "", "generate chat diff eval bench memory show tokenize info", &O::json,
-         "one JSON object on standard output; chat: one a turn"},
+        {"--no-display-prompt", "", one, &O::hide_prompt, "print the new text alone", "Output"},
+        {"--dump-logits", "FILE.npy", "generate chat", &O::dump_logits,
+         "float32 [positions, vocabulary]: a row for each position that is read, then one for each generated token"},
+        {"--events", "FILE", many, &O::events, "a JSON line for each pass and for all that happens to a page"},
+        {"--json", "", "generate diff eval bench memory show tokenize info", &O::json,
+         "one JSON object on standard output"},
+        {"--json", "", talk, &O::json, "one JSON object a turn on standard output"},
         {"-h --help", "", all, &O::help, "this text"},
     };
     // clang-format on
@@ -168,7 +189,8 @@ constexpr const char *elsewhere[][2] = {
     {"n-predict num-predict max-tokens max-new-tokens", "-n"},
     {"ctx n-ctx num-ctx max-model-len", "-c"},
     {"b batch-size", "-ub is for tokens of a prefill pass, --batch for sequences (llm memory)"},
-    {"tb threads-batch num-threads num-thread", "-t"},
+    {"num-threads num-thread", "-t"},
+    {"tb threads-batch", "-t is for prompts, too"},
     {"kv-cache-dtype", "--kv"},
     {"no-cache no-kv-cache use-cache", "--cache none computes everything anew"},
     {"do-sample", "--temp above 0 draws the tokens"},
@@ -179,7 +201,8 @@ constexpr const char *elsewhere[][2] = {
     {"cnv conversation i interactive if", "llm chat is for conversations"},
     {"no-cnv no-conversation st single-turn", "llm generate reads a prompt as it stands; llm chat takes a turn a line"},
     {"sys system-prompt", "--system"},
-    {"chat-template jinja", "--template"},
+    {"chat-template", "--template"},
+    {"jinja", "a template is always rendered, the checkpoint's or that of --template"},
     {"e escape", "a prompt is taken as it stands: in bash $'two\\nlines', or -f FILE"},
     {"ngl n-gpu-layers gpu-layers num-gpu split-mode tensor-split tensor-parallel-size",
      "the whole model is on one device: --device cuda or cpu"},
@@ -189,10 +212,20 @@ constexpr const char *elsewhere[][2] = {
     {"hf hf-repo mu model-url", "nothing is downloaded: hf download ORG/NAME --local-dir DIR, then -m DIR"},
 };
 
-inline const Flag *find_flag(const std::string &name) {
+// The row of a name for a command, or else its first one; nullptr: there is none.
+inline const Flag *find_flag(const std::string &name, const std::string &command = "") {
+    const Flag *found = nullptr;
     for (const Flag &flag : flags())
-        if (has(flag.names, name)) return &flag;
-    return nullptr;
+        if (has(flag.names, name) && (!found || has(flag.commands, command))) found = &flag;
+    return found;
+}
+
+// Of all rows of a name.
+inline std::string commands_with(const std::string &name) {
+    std::vector<std::string> list;
+    for (const Command &each : commands)
+        if (has(find_flag(name, each.name)->commands, each.name)) list.push_back(each.name);
+    return joined(list, " ");
 }
 
 // ---- Values --------------------------------------------------------------------------------------------------
@@ -230,7 +263,7 @@ struct ReadValue {
     }
     std::vector<std::string> names() const {  // one or several, in small letters
         std::vector<std::string> words = split(value, ',');
-        if (words.size() > 1 && has("generate chat show batch", options.command))
+        if (words.size() > 1 && !has(takes_several, options.command))
             refuse(name, value, "llm " + options.command + " takes one; the other commands take several");
         if (has(value, "", ',')) refuse(name, value, "an entry is empty, expected names with commas between");
         for (std::string &word : words) std::transform(word.begin(), word.end(), word.begin(), tolower);
@@ -239,7 +272,7 @@ struct ReadValue {
 
     void operator()(bool Options::*field) const { options.*field = true; }
     void operator()(std::string Options::*field) const {
-        if (strchr(flag.argument, '|') && !has(flag.argument, value, '|'))
+        if (islower(flag.argument[0]) && !has(flag.argument, value, '|'))
             refuse(name, value, std::string("expected ") + flag.argument);
         options.*field = value;
     }
@@ -328,8 +361,6 @@ inline void check_together(const Options &o) {
     refuse_if(o.naive, "--draft", "--cache none computes all tokens anew in each pass: " + layout_names());
     refuse_if(o.forks(), "--draft", "is for one text, or for llm batch: drop --samples or --draft");
     refuse_if(o.caches().size() > 1, "--draft", "takes one cache: give one --cache and one --kv");
-    refuse_if(o.against == "alone" && in("diff"), "--against", "is for llm batch: expected naive or full");
-    refuse_if(o.against != "alone" && in("batch"), "--against", "is for llm diff: expected alone");
     refuse_if(
         in("batch") && o.pass_tokens < o.sequences, "--pass-tokens",
         formatted("each of %d requests at once (-np) takes a token of a pass: raise it, or lower -np", o.sequences));
@@ -343,7 +374,6 @@ inline void check_together(const Options &o) {
     refuse_if(o.when_full == "ring" && (missing(Ring{}) || o.naive), "--cache",
               "--when-full ring is --cache ring: leave one out");
     refuse_if(o.when_full != "ring" && !missing(Ring{}), "--when-full", "a ring is never full: leave one out");
-    refuse_if(o.count == 0 && in("chat"), "-n", "expected 1 or more, or there is no answer");
     refuse_if(!missing(Ring{}) && in("generate chat show batch"), "-c",
               "a ring holds --window and --sinks without end: drop -c");
     refuse_if(o.temperature == 0, "--top-k --top-p --min-p",
@@ -353,8 +383,7 @@ inline void check_together(const Options &o) {
     refuse_if(o.device == "cuda" && o.activations == "bf16", "--activations", of_cpu);
     refuse_if(o.weights == "int8" && o.activations == "bf16", "--activations",
               "int8 weights are multiplied with int8 activations: drop one of the two");
-    refuse_if((o.count == 0 && in("diff bench batch")) || (o.count < 0 && in("bench batch")), "-n",
-              "expected 1 or more, or there is nothing to compare or time");
+    refuse_if(o.count == 0 && in("chat diff"), "-n", "expected 1 or more, or there is nothing to say or compare");
     refuse_if(shape > 0, "-m", "a model has a shape of its own: drop -m, or --layers --kv-heads --head-dim");
     refuse_if(shape < 3 || !o.has("-c"), "--layers --kv-heads --head-dim",
               "a shape is --layers N --kv-heads N --head-dim N -c N: give all four, or a model");
@@ -383,17 +412,18 @@ inline std::string suggestion(const std::string &word, const std::string &known)
 }
 
 inline const Flag &known_flag(const std::string &name, const std::string &command) {
-    const Flag *found = find_flag(name);
+    const Flag *found = find_flag(name, command);
     if (found && has(found->commands, command)) return *found;
-    if (found) refuse(name, "", "llm " + command + " has no such flag; it belongs to: " + found->commands);
+    if (found) refuse(name, "", "llm " + command + " has no such flag; it belongs to: " + commands_with(name));
     if (name[0] != '-') refuse(name, "", "expected a flag; a prompt goes behind -p, in quotes if it has spaces");
     std::string plain = name.substr(std::min(name.size(), name.find_first_not_of('-'))), known, why;
     std::replace(plain.begin(), plain.end(), '_', '-');
     for (auto &[words, hint] : elsewhere) {
         if (!has(words, plain)) continue;
-        const Flag *same = find_flag(hint);
+        const Flag *same = find_flag(hint, command);
+        if (same && has(same->commands, command)) return *same;
         why = (same ? "; here it is " : "; ") + std::string(hint);
-        if (same && !has(same->commands, command)) why += std::string(", which belongs to: ") + same->commands;
+        if (same) why += ", which belongs to: " + commands_with(hint);
     }
     for (const Flag &flag : flags())
         if (has(flag.commands, command)) known += " " + flag.names;
@@ -525,9 +555,15 @@ inline void print_help(const Options &options) {
         if (of == command.name)
             print_wrapped("For example:", formatted("llm %s %s\n", of.c_str(), command.example), 13);
     }
-    for (const Flag &flag : flags())
-        if (has(flag.commands, of))
-            print_wrapped("  " + joined(split(flag.names), ", ") + " " + flag.argument, flag.help, 31);
+    const char *group = nullptr;
+    for (const Flag &flag : flags()) {
+        if (flag.group) group = flag.group;
+        if (!has(flag.commands, of)) continue;
+        if (group) printf("%s:\n", std::exchange(group, nullptr));
+        const bool list = has("LAYOUT TYPE", flag.argument) && has(takes_several, of);
+        print_wrapped("  " + joined(split(flag.names), ", ") + " " + flag.argument,
+                      flag.help + (list ? "; several as a,b" : ""), 31);
+    }
     print_wrapped("",
                   of.empty() ? "\nllm COMMAND --help shows its flags and an example, llm --version what this is."
                              : "\nN may end in k: 128k is 131072. -n 5, -n5 and -n=5 are the same.",
