@@ -1,16 +1,20 @@
 #!/usr/bin/env python3
 """Draws the pictures of README and docs/ as SVG, from what the engine says: each runs ./llm and reads its --json.
 
-    python3 weights_tools/pictures.py [NAME ...] [--out docs/pictures] [--llm ./llm] [--model DIR]
+    python3 weights_tools/pictures.py [NAME ...] [--kept] [--out docs/pictures] [--llm ./llm] [--model DIR]
 
-NAME: one of those below, default all but quality, which takes two minutes. roofline and batch_steps (on Linux), of a
-model in --model, are those of your machine. Needs nothing but Python. One style for all: the title says the message,
-labels stand at what they name, one colour for naive and one for cached, and all is readable on white and on black.
+NAME: one of those below, default all but quality, which takes two minutes. Some show times of your machine: roofline,
+batch_steps (on Linux) and guesses those of the model in --model, too. What was measured is kept in the picture; --kept
+draws it again from that. Needs nothing but Python. One style for all: the title says the message, a label is at what it
+names, one colour for naive and one for cached, a background of its own on a light and on a dark desktop, and 20 of 800
+left free at each side. tests/test_explorer.py looks for labels that are faint, cut or one on the other.
 """
 import argparse
+import html
 import json
 import math
 import pathlib
+import re
 import struct
 import subprocess
 import sys
@@ -22,16 +26,22 @@ import tables  # docs/tables.py
 import chat_recall
 
 WIDTH = 800
+MODEL_A = "SmolLM2-135M’s shape, bf16"  # weights_tools/make_random.py smollm2-135m
 STYLE = """
+svg { background: #fff } .paper { fill: #fff }
 text { font: 15px system-ui, sans-serif; fill: #24292f } .title { font-size: 20px; font-weight: 600 }
 .small { font-size: 13px; fill: #57606a } .mono { font-family: ui-monospace, monospace; font-size: 13px }
 .naive { fill: #c2410c } .cached { fill: #0f766e } .soft { fill: #0f766e; fill-opacity: .22 } .none { fill: none }
-.empty { fill: #8c959f; fill-opacity: .16 } .mark { fill: #c2410c; fill-opacity: .25 } .on { fill: #fff } .one { fill: #2563eb } .two { fill: #a16207 } .grey { fill: #8c959f; fill-opacity: .6 }
-.line { fill: none; stroke-width: 2.5 } .s-naive { stroke: #c2410c } .s-cached { stroke: #0f766e }
-.axis { stroke: #8c959f; stroke-width: 1; fill: none } .layer { stroke: #8c959f; fill: #fff } .plus { stroke: #8c959f; fill: #fff } .dash { stroke-dasharray: 5 4 } .bold { font-weight: 600 }
-@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .small { fill: #9198a1 } .naive { fill: #fb923c }
-.cached { fill: #2dd4bf } .soft { fill: #2dd4bf } .mark { fill: #fb923c } .s-naive { stroke: #fb923c }
-.s-cached { stroke: #2dd4bf } .layer, .plus { fill: #0d1117 } .on { fill: #0d1117 } .one { fill: #79b8ff } .two { fill: #e3b341 } }
+.empty { fill: #8c959f; fill-opacity: .16 } .mark { fill: #c2410c; fill-opacity: .25 } .on { fill: #fff }
+.over { fill: #000 } .one { fill: #2563eb } .two { fill: #a16207 } .grey { fill: #8c959f; fill-opacity: .6 }
+.line { fill: none; stroke-width: 2.5 } .s-naive { stroke: #c2410c } .s-cached { stroke: #0f766e } .s-two { stroke: #a16207 }
+.axis { stroke: #8c959f; stroke-width: 1; fill: none } .layer, .plus { stroke: #8c959f; fill: #fff }
+.look { stroke: #24292f; stroke-width: 2; fill: none } .dash { stroke-dasharray: 5 4 } .bold { font-weight: 600 }
+@media (prefers-color-scheme: dark) { svg { background: #0d1117 } .paper, .layer, .plus { fill: #0d1117 }
+text { fill: #e6edf3 } .small { fill: #9198a1 } .naive, .mark { fill: #fb923c } .cached, .soft { fill: #2dd4bf }
+.s-naive { stroke: #fb923c } .s-cached { stroke: #2dd4bf } .on { fill: #0d1117 } .over { fill: #000 }
+.one { fill: #79b8ff } .two { fill: #e3b341 } .s-two { stroke: #e3b341 }
+.look { stroke: #e6edf3 } }
 """
 # f32 to int2, from dark to light.
 RAMP = {"f32": "#134e4a", "f16": "#115e59", "bf16": "#0f766e", "fp8": "#0d9488", "int8": "#14b8a6", "int4": "#5aa9e6",
@@ -45,6 +55,8 @@ class Picture:
         self.text(20, 32, title, "title")
 
     def text(self, x, y, text, style="", anchor="start"):
+        if text == "":
+            return
         text = str(text).replace("&", "&amp;").replace("<", "&lt;")
         self.parts.append(f'<text x="{x:.5g}" y="{y:.5g}" class="{style}" text-anchor="{anchor}">{text}</text>')
 
@@ -59,9 +71,11 @@ class Picture:
     def dot(self, x, y, style, extra=""):
         self.parts.append(f'<circle cx="{x:.5g}" cy="{y:.5g}" r="5" class="{style}" {extra}/>')
 
-    def save(self, path):
+    def save(self, path, numbers):
+        kept = f"<metadata>{html.escape(json.dumps(numbers), quote=False)}</metadata>\n" if numbers else ""
         path.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" role="img">'
-                        f"<title>{self.title}</title><style>{STYLE}</style>\n" + "\n".join(self.parts) + "\n</svg>\n")
+                        f"<title>{self.title}</title><style>{STYLE}</style>\n{kept}"
+                        '<rect width="100%" height="100%" class="paper"/>\n' + "\n".join(self.parts) + "\n</svg>\n")
         print(path)
 
 
@@ -90,14 +104,23 @@ class Axes:
 
 
 class Engine:
-    def __init__(self, program, model):
-        self.program, self.model = program, ["-m", model] if model else []
+    def __init__(self, program, model, kept):
+        self.program, self.model, self.kept = program, ["-m", model] if model else [], kept
+        self.drawn, self.numbers = None, None  # the picture's file, and what was measured for it
 
     def __call__(self, *words, program=None):
         result = subprocess.run([program or self.program, *words, "--json"], capture_output=True, text=True)
         if result.returncode not in (0, 1):
             raise SystemExit(result.stderr.strip() or f"{self.program}: status {result.returncode}")
         return json.loads(result.stdout)
+
+    def measured(self, measure):
+        """What measure() finds; with --kept, what is kept in the picture."""
+        found = re.search("<metadata>(.*)</metadata>", self.drawn.read_text()) if self.kept else None
+        if self.kept and not found:
+            raise SystemExit(f"{self.drawn}: keeps no numbers: measure them, without --kept")
+        self.numbers = json.loads(html.unescape(found[1]) if found else json.dumps(measure()))
+        return self.numbers
 
     def show(self, position, *words):
         return self("show", "-p", "Once upon a time", "--layer", "2", "--head", "4", "--position", str(position), *words)
@@ -215,14 +238,13 @@ def whole_model(llm):
 
 
 def naive_and_cached(llm):
-    steps = llm("diff", "-p", "Once upon a time", "-n", "600")["steps"][1:]
+    def measure():  # the median of 25 neighbours: a machine has other things to do now and then
+        steps = llm("diff", "-p", "Once upon a time", "-n", "600")["steps"][1:]
+        near = lambda key, i: sorted(step[key] * 1e3 for step in steps[max(0, i - 12):i + 13])
+        return [[(5 + i, round(near(key, i)[len(near(key, i)) // 2], 4)) for i in range(0, len(steps), 6)]
+                for key in ("naive_seconds", "cached_seconds")]
+    naive, cached = llm.measured(measure)
     picture = Picture("Naive tokens cost more and more, cached ones hardly do", 380)
-    # Of some neighbours the median: a machine has other things to do now and then.
-    def smooth(key):
-        times = [step[key] * 1e3 for step in steps]
-        return [(5 + i, sorted(times[max(0, i - 12):i + 13])[len(times[max(0, i - 12):i + 13]) // 2])
-                for i in range(0, len(times), 6)]
-    naive, cached = smooth("naive_seconds"), smooth("cached_seconds")
     most = max(y for _, y in naive)
     top = 10 ** math.floor(math.log10(most))
     top = next(top * factor for factor in (1, 2, 3, 4, 5, 6, 8, 10) if top * factor >= most)
@@ -283,9 +305,13 @@ def kv_heads(llm):
 
 
 def roofline(llm):
-    found = llm("bench", *llm.model, "--kv", "f16", "--depth", "0", "--prefill", "1,2,4,8,16,32,64,128,512", "-n", "32",
-                "--repeats", "3")
-    memory, processor = found["roofline"]["read_gb_per_second"], found["roofline"]["matrix_gflops"]
+    def measure():
+        found = llm("bench", *llm.model, "--kv", "f16", "--depth", "0", "--prefill", "1,2,4,8,16,32,64,128,512", "-n", "32",
+                    "--repeats", "3")
+        rows = [(row["name"], row["tokens"], row["operations"] / row["bytes"], row["gflops"]) for row in found["results"]]
+        return [MODEL_A if llm.model else "Built-in model", found["device"], found["roofline"]["read_gb_per_second"],
+                found["roofline"]["matrix_gflops"], rows]
+    model, device, memory, processor, rows = llm.measured(measure)
     picture = Picture("Decode waits for the memory, prefill for the processor", 400)
     axes = Axes(picture, (90, 90, 680, 330), (0.5, 1000), (5, processor * 2), log=True)
     axes.ticks([1, 10, 100, 1000], [10, 100], "operations for each byte that is read", "10⁹ operations/s")
@@ -295,15 +321,14 @@ def roofline(llm):
     picture.text(x, y - 10, f"the processor: {processor:.0f} · 10⁹ operations/s", "small", "middle")
     x, y = axes.at(6, memory * 6)
     picture.text(x - 12, y, f"the memory: {memory:.0f} GB/s", "small", "end")
-    for row in found["results"]:
-        x, y = axes.at(max(0.5, row["operations"] / row["bytes"]), row["gflops"])
-        decode = row["name"] == "decode"
+    for name, tokens, each_byte, rate in rows:
+        x, y = axes.at(max(0.5, each_byte), rate)
+        decode = name == "decode"
         picture.dot(x, y, "cached" if decode else "none", "" if decode else 'stroke="#5aa9e6" stroke-width="2.5"')
-        if decode or row["tokens"] in (8, 64, 512):
-            text = "decode: one token" if decode else f"prefill of {row['tokens']}"
+        if decode or tokens in (8, 64, 512):
+            text = "decode: one token" if decode else f"prefill of {tokens}"
             picture.text(x + 12, y + (20 if decode else 18), text, "cached bold" if decode else "")
-    picture.text(20, 390, f"{'SmolLM2-135M’s shape, bf16' if llm.model else 'Built-in model'}, {found['device']}, llm "
-                 "bench.", "small")
+    picture.text(20, 390, f"{model}, {device}, llm bench.", "small")
     return picture
 
 
@@ -436,11 +461,12 @@ def int4_block(llm):
     return picture
 
 
-def quality(llm, found=None):
-    found = found or llm("eval", "--kv", "f32,f16,bf16,fp8,int8,int4,int2", "-t", "1")
-    rows = [row for row in found["results"] if row.get("type_k") == row.get("type_v")]
+def quality(llm):
+    values = llm.measured(lambda: [
+        (row["bytes_per_token"], max(1e-8, row["kl"]), row["type_k"])
+        for row in llm("eval", "--kv", "f32,f16,bf16,fp8,int8,int4,int2", "-t", "1")["results"]
+        if row.get("type_k") == row.get("type_v") != "f32"])
     picture = Picture("Down to int4 the text stays as good; int2 breaks it", 360)
-    values = [(row["bytes_per_token"], max(1e-8, row["kl"]), row["type_k"]) for row in rows if row["type_k"] != "f32"]
     axes = Axes(picture, (110, 90, 700, 300), (150, 1400), (1e-8, 10), log=True)
     axes.ticks([200, 400, 800], [], "bytes a token, metadata included", "KL divergence from an f32 cache, nats")
     for power in (-8, -6, -4, -2, 0):
@@ -456,8 +482,10 @@ def quality(llm, found=None):
 
 def ladder(llm):
     words = ("bench", "--kv", "f16", "--depth", "0,1000", "--prefill", "512", "-n", "32", "--repeats", "3")
-    plain, fast = ({(row["name"], row["depth"]): row["tokens_per_second"] for row in llm(*words, program=program)["results"]}
-                   for program in (str(pathlib.Path(llm.program).resolve().parent / "llm-plain"), llm.program))
+    programs = str(pathlib.Path(llm.program).resolve().parent / "llm-plain"), llm.program
+    runs = llm.measured(lambda: [[(row["name"], row["depth"], row["tokens_per_second"])
+                                  for row in llm(*words, program=program)["results"]] for program in programs])
+    plain, fast = ({(name, depth): rate for name, depth, rate in run} for run in runs)
     most = max(fast[key] / plain[key] for key in fast)
     picture = Picture(f"The fast twins write the same text, up to {most:.0f} times as fast", 250)
     for i, (key, name) in enumerate(((("prefill", 0), "prefill of 512"), (("decode", 0), "decode, empty cache"),
@@ -592,24 +620,28 @@ def pages_shared(llm):
 def batch_steps(llm):
     """Time of a pass by texts in it, as the one thread's time on a processor: other programs may run beside it."""
     depths, sizes, steps, style = (16, 1000), (1, 2, 4, 8, 16), 30, {16: "cached", 1000: "naive"}
-    times = {}
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder) / "requests.jsonl"
-        for depth, size in ((depth, size) for depth in depths for size in sizes):
-            requests = [{"id": f"{i}", "n": steps + 1, "ids": [1 + (37 * t * (i + 1) + i) % 1200 for t in range(depth)]}
-                        for i in range(size)] + [{"id": "read", "n": 1, "ids": [7]}]  # ends when the prompts are read
-            file.write_text("".join(json.dumps(request) + "\n" for request in requests))
-            run = subprocess.Popen([llm.program, "batch", "-f", str(file), "-np", f"{size + 1}", "-t", "1", "--ignore-eos",
-                                    "--pass-tokens", f"{size * depth + 1}", *llm.model], text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            spent = []  # nanoseconds, at the end of each request
-            for line in run.stdout:
-                if '"id"' in line and len(spent) < 2:
-                    spent.append(int(pathlib.Path(f"/proc/{run.pid}/schedstat").read_text().split()[0]))
-            times[depth, size] = (spent[1] - spent[0]) / steps / 1e6
-            print(depth, size, f"{times[depth, size]:.2f} ms, {size / times[depth, size] * 1e3:.0f} tokens/s", flush=True)
-    about = llm("info", *llm.model)
-    weights, cache = about["weight_bytes"], about["cache_bytes_per_token_f16"]
+    def measure():
+        times = {}
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder) / "requests.jsonl"
+            for depth, size in ((depth, size) for depth in depths for size in sizes):
+                requests = [{"id": f"{i}", "n": steps + 1, "ids": [1 + (37 * t * (i + 1) + i) % 1200 for t in range(depth)]}
+                            for i in range(size)] + [{"id": "read", "n": 1, "ids": [7]}]  # ends when the prompts are read
+                file.write_text("".join(json.dumps(request) + "\n" for request in requests))
+                run = subprocess.Popen([llm.program, "batch", "-f", str(file), "-np", f"{size + 1}", "-t", "1", "--ignore-eos",
+                                        "--pass-tokens", f"{size * depth + 1}", *llm.model], text=True,
+                                       stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+                spent = []  # nanoseconds, at the end of each request
+                for line in run.stdout:
+                    if '"id"' in line and len(spent) < 2:
+                        spent.append(int(pathlib.Path(f"/proc/{run.pid}/schedstat").read_text().split()[0]))
+                times[depth, size] = (spent[1] - spent[0]) / steps / 1e6
+                print(depth, size, f"{times[depth, size]:.2f} ms, {size / times[depth, size] * 1e3:.0f} tokens/s", flush=True)
+        about = llm("info", *llm.model)
+        return [MODEL_A if llm.model else "Built-in model", about["weight_bytes"], about["cache_bytes_per_token_f16"],
+                [(*key, round(time, 3)) for key, time in times.items()]]
+    model, weights, cache, times = llm.measured(measure)
+    times = {(depth, size): time for depth, size, time in times}
     longer = [times[depth, 16] / times[depth, 1] for depth in depths]
     picture = Picture(f"16 texts in a pass take {min(longer):.1f} to {max(longer):.1f} times as long as one", 390)
     most = max(times.values())
@@ -627,51 +659,66 @@ def batch_steps(llm):
         picture.text(x + 12, y + 18, f"{16e3 / times[depth, 16]:.0f} tokens/s; one text {1e3 / times[depth, 1]:.0f}", "small")
     picture.text(20, 366, "Dashed: (weights + B · cache) / bandwidth, the memory's limit; above it the processor is the limit.",
                  "small")
-    picture.text(20, 384, f"{'SmolLM2-135M’s shape, bf16' if llm.model else 'Built-in model'}, f16 cache, 1 thread's own "
-                 "time, mean of 30 passes (llm batch).", "small")
+    picture.text(20, 384, f"{model}, f16 cache, 1 thread's own time, mean of 30 passes (llm batch).", "small")
     return picture
 
 
 def guesses(llm):
     """Speed-up by guesses a pass, predicted from acceptance and cost, and measured: the built-in pair, and with --model
-    n-grams on the text of that model, which repeats itself where its weights are random."""
-    runs = [("cached", "built-in model and its draft", llm("bench", "--draft", "weights_tools/draft", "-p",
+    n-grams on two texts of that model. Its weights are random: at temperature 0 it soon repeats itself, at 1 it does not."""
+    ngram = ("bench", *llm.model, "--draft", "ngram", "--ids", "1,2,3,4,5")
+    runs = [("cached", ("built-in model and its draft",), ("bench", "--draft", "weights_tools/draft", "-p",
                                                            "Once upon a time", "-n", "300", "--draft-tokens", "5"))]
-    if llm.model:
-        runs.append(("naive", "a model of 269 MB, n-grams", llm("bench", *llm.model, "--draft", "ngram", "--ids", "1,2,3,4,5",
-                                                                "-n", "100", "--draft-tokens", "5")))
-    top = math.ceil(0.2 + max(max(row["measured"], row["predicted"]) for run in runs for row in run[2]["results"]))
-    picture = Picture("Guesses pay where five tokens cost little more than one", 390)
+    if llm.model or llm.kept:
+        runs += [("naive", ("n-grams, 269 MB of random weights,", "whose text repeats itself"),
+                  (*ngram, "-n", "100", "--draft-tokens", "5")),
+                 ("two", ("n-grams, the same weights,", "a text that does not repeat itself"),
+                  (*ngram, "-n", "60", "--draft-tokens", "4", "--temp", "1", "-s", "1"))]
+    def measure():
+        found = [llm(*words) for _, _, words in runs]
+        keys = ("guesses", "predicted", "measured", "tokens_per_pass", "check_cost", "guess_cost")
+        return [found[0]["device"], [[[round(row[key], 3) for key in keys] for row in one["results"][:6]] for one in found]]
+    device, results = llm.measured(measure)
+    top = math.ceil(0.2 + max(max(row[1:3]) for rows in results for row in rows))
+    picture = Picture("Guesses pay where five tokens cost little more than one", 410)
     axes = Axes(picture, (80, 80, 430, 300), (0, 5), (0, top))
     axes.ticks(range(6), range(top + 1), "guesses of a pass", "times as fast as without")
     picture.line([axes.at(0, 1), axes.at(5, 1)], "axis")
-    for style, name, found in runs:
-        rows = found["results"][:6]
-        picture.line([axes.at(row["guesses"], row["predicted"]) for row in rows], "axis dash")
-        picture.line([axes.at(row["guesses"], row["measured"]) for row in rows], f"line s-{style}")
+    for (style, names, _), rows in zip(runs, results):
+        picture.line([axes.at(*row[:2]) for row in rows], "axis dash")
+        picture.line([axes.at(row[0], row[2]) for row in rows], f"line s-{style}")
         for row in rows:
-            picture.dot(*axes.at(row["guesses"], row["measured"]), style)
-        x, y = axes.at(5, rows[-1]["measured"])
-        picture.text(x + 14, y - 9, name, style + " bold")
-        picture.text(x + 14, y + 9, f"5 guesses: {rows[-1]['tokens_per_pass']:.1f} tokens a pass, which", "small")
-        picture.text(x + 14, y + 27, f"costs {rows[-1]['check_cost']:.1f}, and its guesses {rows[-1]['guess_cost']:.1f}", "small")
+            picture.dot(*axes.at(row[0], row[2]), style)
+        last, _, speed, tokens, check, guess = rows[-1]
+        x, y = axes.at(5, speed)
+        y += {"two": 42, "cached": -34}.get(style, 0)
+        for line, name in enumerate(names):
+            picture.text(x + 14, y - 9 + line * 18, name, style + " bold")
+        y += 18 * len(names) - 9
+        if tokens > 1.01:
+            picture.text(x + 14, y, f"{last} guesses: {tokens:.1f} tokens a pass, which", "small")
+            picture.text(x + 14, y + 18, f"costs {check:.1f}, and its guesses {guess:.1f}", "small")
+        else:
+            picture.text(x + 14, y, f"nothing to guess: {speed:.2f} times as fast", "small")
     picture.text(20, 366, "Dashed: predicted, (1 − a^(k+1)) / (1 − a) tokens a pass, over what a pass and its guesses cost.",
                  "small")
-    picture.text(20, 384, f"{runs[0][2]['device']}, f16 cache (llm bench --draft). 1 is the time without guesses.", "small")
+    picture.text(20, 384, f"{device}, f16 cache (llm bench --draft). 1 is the time without guesses.", "small")
     return picture
 
 
 def conversation(llm):
     """Time to the first token of each turn of a chat, with and without its cache: of three chats the median."""
-    stories = [json.loads(line) for line in open("weights_tools/builtin/heldout_mixed.jsonl")]
-    story = max(stories, key=lambda story: len(story["text"]))
-    def times(*flags):
+    def times(story, *flags):
         chats = [chat_recall.talk(llm.program, story, flags) for _ in range(3)]
-        return [(turn + 1, 1e3 * sorted(chat[turn]["seconds_to_first_token"] for chat in chats)[1])
-                for turn in range(len(chats[0]))], chats[0]
-    (naive, _), (cached, turns) = times("--cache", "none"), times()
+        return [[(turn + 1, round(1e3 * sorted(chat[turn]["seconds_to_first_token"] for chat in chats)[1], 3))
+                 for turn in range(len(chats[0]))], chats[0][-1]["kept"], chats[0][-1]["read"]]
+    def measure():
+        stories = [json.loads(line) for line in open("weights_tools/builtin/heldout_mixed.jsonl")]
+        story = max(stories, key=lambda story: len(story["text"]))
+        return [times(story, "--cache", "none")[0], *times(story)]
+    naive, cached, kept, read = llm.measured(measure)
     picture = Picture("A turn reads what is new; without its cache, all of the conversation", 390)
-    last = len(turns)
+    last = len(cached)
     top = 10 * math.ceil(max(y for _, y in naive) / 10)
     axes = Axes(picture, (80, 80, 580, 320), (1, last), (0, top))
     axes.ticks([1, *range(10, last + 1, 10)], [0, top // 2, top], "turn", "ms to the first token")
@@ -680,7 +727,7 @@ def conversation(llm):
         x, y = axes.at(*points[-1])
         picture.text(x + 12, y + 5, f"{name}: {points[-1][1]:.{0 if points[-1][1] > 10 else 1}f} ms", style + " bold")
     picture.text(20, 382, "The longest held-out story, a line a turn, told to the built-in model. Its last turn keeps "
-                 f"{turns[-1]['kept']:,} positions and reads {turns[-1]['read']}.", "small")
+                 f"{kept:,} positions and reads {read}.", "small")
     return picture
 
 
@@ -693,19 +740,19 @@ def main():
     parser.add_argument("names", nargs="*", metavar="NAME", help=" ".join(draw.__name__ for draw in PICTURES))
     parser.add_argument("--out", type=pathlib.Path, default="docs/pictures")
     parser.add_argument("--llm", default="./llm")
-    parser.add_argument("--model", help="of roofline, default the built-in checkpoint")
-    parser.add_argument("--eval-json", type=pathlib.Path, help="what llm eval --json said, for quality")
+    parser.add_argument("--model", help="of roofline, batch_steps and guesses, default the built-in checkpoint")
+    parser.add_argument("--kept", action="store_true", help="draw the numbers that are kept in the pictures")
     options = parser.parse_args()
     unknown = set(options.names) - {draw.__name__ for draw in PICTURES}
     if unknown:
         parser.error(f"unknown: {' '.join(sorted(unknown))}; known: {' '.join(draw.__name__ for draw in PICTURES)}")
-    llm = Engine(options.llm, options.model)
+    llm = Engine(options.llm, options.model, options.kept)
     options.out.mkdir(parents=True, exist_ok=True)
     for draw in PICTURES:
-        if draw.__name__ in options.names or (not options.names and draw is not quality):
-            saved = draw is quality and options.eval_json
-            picture = draw(llm, json.loads(options.eval_json.read_text())) if saved else draw(llm)
-            picture.save(options.out / f"{draw.__name__}.svg")
+        if draw.__name__ in options.names or (not options.names and (options.kept or draw is not quality)):
+            llm.drawn, llm.numbers = options.out / f"{draw.__name__}.svg", None
+            picture = draw(llm)
+            picture.save(llm.drawn, llm.numbers)
 
 
 if __name__ == "__main__":
