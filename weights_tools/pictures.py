@@ -461,6 +461,39 @@ def int4_block(llm):
     return picture
 
 
+def blocks_of_32(llm):
+    picture = Picture("A block of int4 keys is turned: a stored row holds a channel", 420)
+    words = ("show", "--ids", ",".join(map(str, range(1, 33))), "--layer", "2", "--head", "4", "--kv", "f32")
+    column = [row["key"][5] for row in llm(*words)["positions"]]
+    top, side, left, right, low, high = 92, 8.5, 60, 500, min(column), max(column)
+    bottom, x, y = top + 32 * side, left + 5 * side, top + 5 * side
+    picture.text(left, 62, "computed: a row is a position", "bold")
+    picture.text(right, 62, "stored: a row is a channel", "bold")
+    picture.text(left, 82, "channels 0 .. 31", "small")
+    picture.text(right, 82, "codes of positions 0 .. 31", "small")
+    picture.text(right - 8, 82, "scale, zero point", "small", "end")
+    shades = [f'fill-opacity="{.1 + .06 * round(15 * (number - low) / (high - low)):.3g}"' for number in column]
+    for i, shade in enumerate(shades):
+        at = top + i * side
+        picture.box(left, at, 32 * side - 1.5, side - 1.5, "soft")
+        picture.box(x, at, side - 1.5, side - 1.5, "on")
+        picture.box(x, at, side - 1.5, side - 1.5, "naive", shade)
+        for from_x, width in ((right - 74, 30), (right - 38, 30), (right, 32 * side - 1.5)):
+            picture.box(from_x, at, width, side - 1.5, ("on" if from_x == right else "naive") if i == 5 else
+                        "soft" if from_x == right else "grey")
+    for i, shade in enumerate(shades):
+        picture.box(right + i * side, y, side - 1.5, side - 1.5, "naive", shade)
+    for name, number, at in (("position 0", "row 0", 0), ("31", "31", 31)):
+        picture.text(left - 6, top + at * side + 9, name.split()[-1], "small", "end")
+        picture.text(right - 82, top + at * side + 9, number, "small", "end")
+    picture.text(right - 82, y + 8, "5", "naive bold", "end")
+    picture.line([(x + 3.5, bottom), (x + 3.5, bottom + 12), (360, bottom + 12), (360, y + 3), (400, y + 3)], "s-naive none dash")
+    picture.text(x + 14, bottom + 30, "channel 5 of 32 positions: one row, with one scale", "naive")
+    picture.text(20, bottom + 52, "Codes of keys of the built-in model, D = 32 (llm show): strong is large. With D = 128 "
+                 "a row has four channels.", "small")
+    return picture
+
+
 def quality(llm):
     values = llm.measured(lambda: [
         (row["bytes_per_token"], max(1e-8, row["kl"]), row["type_k"])
@@ -617,6 +650,36 @@ def pages_shared(llm):
     return picture
 
 
+def peak(llm):
+    picture = Picture("The peak is 14 pages, though the three ends add up to 22", 400)
+    with tempfile.TemporaryDirectory() as folder:
+        lines, events = batch_run(llm, folder, "docs/peak.jsonl", "--page", "1", "--pool", "14")
+        held = [{name: len(held) for name, held in pages.items()} for _, pages, _ in tables.passes(events)]
+    colours, left, bottom, step, rise = {"B": "cached", "C": "two", "A": "one"}, 100, 330, 72, 11.5
+    ends = {name: max(one.get(name, 0) for one in held) for name in colours}
+    for at, one in enumerate(held):
+        x, count = left + at * step, 0
+        for name, style in colours.items():
+            for _ in range(one.get(name, 0)):
+                picture.box(x, bottom - (count + 1) * rise, 48, rise - 1.5, style)
+                count += 1
+            if one.get(name):
+                picture.text(x + 54, bottom - (count - one[name] / 2) * rise + 5, name, f"{style} bold")
+        last = [name for name in colours if one.get(name) and not (held + [{}])[at + 1].get(name)]
+        picture.text(x + 24, bottom - count * rise - 6, count, "bold", "middle")
+        picture.text(x + 24, bottom + 20, f"pass {at + 1}", "small", "middle")
+        picture.text(x + 24, bottom + 36, f"{last[0]} ends" if last else "", "small", "middle")
+    most, total = max(sum(one.get(name, 0) for name in colours) for one in held), sum(ends.values())
+    for count, what, style in ((most, "", "s-naive"), (total, f"all three at their ends: {total}", "dash")):
+        y = bottom - count * rise
+        picture.text(left - 12, y + 5, count, "small", "end")
+        picture.line([(left - 6, y), (left + 8 * step - 12, y)], f"axis {style}")
+        picture.text(left + 8 * step - 12, y - 8, what, "small", "end")
+    picture.text(20, 70, "pages", "small")
+    picture.text(20, 390, "A box is a page of one position (llm batch -f docs/peak.jsonl --page 1 --pool 14 --events).", "small")
+    return picture
+
+
 def batch_steps(llm):
     """Time of a pass by texts in it, as the one thread's time on a processor: other programs may run beside it."""
     depths, sizes, steps, style = (16, 1000), (1, 2, 4, 8, 16), 30, {16: "cached", 1000: "naive"}
@@ -731,8 +794,8 @@ def conversation(llm):
     return picture
 
 
-PICTURES = [head, whole_model, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, kinds, residues, int4_block,
-            ladder, errors, quality, three_batches, batch_steps, pages_shared, guesses, conversation]
+PICTURES = [head, whole_model, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, kinds, residues, int4_block, blocks_of_32,
+            ladder, errors, quality, three_batches, batch_steps, pages_shared, peak, guesses, conversation]
 
 
 def main():
