@@ -219,6 +219,9 @@ HOST_DEVICE float dot(const paired_bf16 *weight, int64_t row, const float *x, in
     return team.sum(total);
 }
 
+// How many times as many products a second pairs bring. Plain products are slow either way.
+inline double pairs_gain() { return multiplies_pairs; }
+
 template <class M, class Number>
 void product(M &m, const Number *weight, const float *x, int count, const Product &product, Into into) {
     const Tensor matrix = product.linear.weight, bias = product.linear.bias;

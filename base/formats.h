@@ -64,7 +64,7 @@ HOST_DEVICE inline void from_float(bf16 &to, float x) {
     to.bits = nan ? (uint16_t)(bits >> 16 | 0x40) : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Whether this processor has an instruction for add_pair(). Without it, that is slower than products of float32.
+// Whether this processor has an instruction for add_pair(). Whether it is a fast one, pairs_gain() measures.
 #if defined(__AVX512BF16__)
 constexpr bool multiplies_pairs = true;
 #else

@@ -143,7 +143,8 @@ inline const std::vector<Flag> &flags() {
         {"--weights", "stored|copied|int8", run, &O::weights,
          "copied: to huge pages first, to decode faster; int8: groups of 32 with a scale (default stored)"},
         {"--activations", "f32|bf16", run, &O::activations,
-         "bf16: rounds what bf16 weights are multiplied with to bf16, too; needs AVX512_BF16 (default f32)"},
+         "bf16: rounds what bf16 weights are multiplied with, too; refused where that is no faster, so useful on AMD's "
+         "Zen 5 (default f32)"},
         {"--device", "auto|cpu|cuda", run, &O::device, "auto: the GPU if there is one (default)"},
         {"--no-display-prompt", "", one, &O::hide_prompt, "print the new text alone", "Output"},
         {"--dump-logits", "FILE.npy", "generate chat", &O::dump_logits,

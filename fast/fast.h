@@ -14,6 +14,7 @@ namespace fast {
 void plan(Cpu &m, const std::vector<Pass> &passes, const std::vector<Store> &stores);
 void attention(Cpu &m, const Attention &task, const Pass &pass);
 void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Into into = Into::set);
+double pairs_gain();
 void swiglu(Cpu &m, float *out, const float *gate, const float *up, int64_t count, bool gelu = false);
 
 template <class Body>

@@ -190,7 +190,7 @@ TEST_CASE("perplexity, its standard error and KL to f32 are those of the naive p
 }
 
 TEST_CASE("--activations bf16: each cache beside the f32 cache with f32 activations, which the first row is") {
-    if (!multiplies_pairs) return;
+    if (!why_no_pairs(best::pairs_gain()).empty()) return;
     std::string file = file_of("pairs", Words{stories()[0]});
     Evaluation exact = eval({"-f", file, "--kv", "f16"});
     Evaluation rounded = eval({"-f", file, "--kv", "f16", "--activations", "bf16"});

@@ -69,7 +69,7 @@ TEST_CASE("every type of weights, a model with sliding windows, one with normed 
         CAPTURE(weights);
         check(engine_of(random_model({1, 97, 131, 3, 1, 34, 41, DType::bf16}), 1, weights), 140);
     }
-    if (!multiplies_pairs) return;
+    if (!why_no_pairs(best::pairs_gain()).empty()) return;
     Model paired = random_model({1, 97, 131, 3, 1, 34, 41, DType::bf16});
     check(open_engine(std::move(paired), open_machine("cpu", 1), "stored", "bf16"), 140);
     Model mixed = random_model({1, 97, 131, 3, 1, 34, 41, DType::bf16});
@@ -111,4 +111,13 @@ TEST_CASE("the naive path, whatever the number of threads, and of a longer text"
         naive.resize(beginning.size());
         CHECK(same_bits(naive, beginning));
     }
+}
+
+TEST_CASE("rounded activations are refused where the processor's products of bf16 pairs are the slower ones") {
+    CHECK((best::pairs_gain() > 0) == multiplies_pairs);
+    CHECK(why_no_pairs(0) == "this processor has no instruction for it (AVX512_BF16)");
+    const double sapphire_rapids = 2 * 1.40e9 / 5.59e9, zen5 = 2;  // as measured there
+    CHECK(why_no_pairs(sapphire_rapids) ==
+          "this processor does 0.50 times as many products a second in bf16 as in f32, so it is slower");
+    CHECK(why_no_pairs(zen5).empty());
 }

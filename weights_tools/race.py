@@ -200,8 +200,8 @@ def rows_of(tokens, context):
     rows = [Row("decode", weights, 0, "f16", tokens) for weights in WEIGHTS]
     rows += [Row("decode", weights, depth, cache, tokens) for weights in ("bf16", "int8")
              for depth in (1024, 4096, 8000) for cache in GGML_CACHES]
-    rows += [Row("batch", "bf16", 512, "f16", tokens, sequences) for sequences in (4, 16)]
-    rows += [Row("prefill", weights, 0, "f16", length) for weights in ("f16", "bf16") for length in (512, 2048)]
+    rows += [Row("batch", weights, 512, "f16", tokens, count) for weights in ("bf16", "int8") for count in (4, 16)]
+    rows += [Row("prefill", weights, 0, "f16", length) for weights in ("f16", "bf16", "int8") for length in (512, 2048)]
     return [row for row in rows if row.depth + row.tokens <= context]
 
 
