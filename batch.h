@@ -240,7 +240,7 @@ inline void take_token(Request &request, const Config &config, bool ignore_end, 
     std::string &text = request.text;
     const size_t before = text.size();
     text += request.stream->next(token);
-    if ((int)request.tokens.size() - request.prompt >= request.count) request.stop = "-n";
+    if ((int)request.tokens.size() - request.prompt >= request.count) request.stop = "length";
     if (!ignore_end && config.ends(token)) request.stop = "end id";
     if (!request.stop.empty()) text += request.stream->flush();
     size_t place = std::string::npos;  // where the first of them begins

@@ -329,17 +329,22 @@ struct Session {
     Drafter drafter = {};            // guesses nothing unless --draft says who does
     std::vector<int> tokens = {};    // the prompt, then what was generated
     int prompt = 0;                  // tokens of the prompt
-    int limit = 0;                   // tokens that may stand in the context
+    int limit = 0;                   // positions that the cache holds
 };
+
+// How many tokens may follow a prompt, of `count` that are asked for: all but the last of them are stored.
+inline int room_for(int prompt, int count, int positions) {
+    return (int)std::min<int64_t>(count, (int64_t)positions - prompt + 1);
+}
 
 // Why nothing follows the tokens so far, or nullptr if something may.
 inline const char *reason_to_stop(const Session &session, const Options &options) {
-    bool generated = (int)session.tokens.size() > session.prompt;
-    bool ended = generated && session.engine.model.config.ends(session.tokens.back());
+    const int generated = (int)session.tokens.size() - session.prompt;
+    const bool ended = generated && session.engine.model.config.ends(session.tokens.back());
     if (interrupted()) return "interrupted";
     if (ended && !options.ignore_end) return "end id";
-    if ((int)session.tokens.size() - session.prompt >= options.count) return "-n";
-    if ((int)session.tokens.size() >= session.limit) return "context full";
+    if (generated >= options.count) return "length";
+    if (generated >= room_for(session.prompt, options.count, session.limit)) return "context full";
     return nullptr;
 }
 
@@ -395,10 +400,11 @@ inline Generation generate(Session &session, const Options &options, const UseLo
             next.erase(next.begin());
             say(text.next(tokens.back()));
             if (!next.empty()) continue;
-            if (reason_to_stop(session, options) && !dump) continue;  // nobody asks what follows the last token
+            // What follows the last token is asked for by `dump` alone, if there is room.
+            const int size = (int)tokens.size(), room = room_for(session.prompt, options.count, session.limit);
+            if (reason_to_stop(session, options) && (!dump || size > session.limit)) continue;
             start = now();
-            const int size = (int)tokens.size(), end = std::min(session.limit, options.count + session.prompt);
-            const int most = reason_to_stop(session, options) ? 0 : end - size - 1;  // guesses
+            const int most = reason_to_stop(session, options) ? 0 : session.prompt + room - size - 1;  // guesses
             if (cache)
                 next = next_tokens(engine, *cache, session.drafter, sampler, tokens, most, !options.ignore_end, use);
             else

@@ -141,10 +141,11 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
 
     Report report;
     report.add("turn", (int)chat.turns.size()).show("kept", kept, "kept %d");
-    report.show("read", result.prefilled, ", read %d").add("prompt_tokens", asked.ids);
+    report.show("read", result.prefilled, ", read %d").add("prompt_tokens", session.prompt);
     const std::vector<int> tokens(session.tokens.begin() + session.prompt, session.tokens.end());
     if (chat.options.temperature > 0) report.add("seed", (long long)chat.options.seed);
-    report.add("tokens", tokens).add("text", chat.turns.back().answer).add("stop", result.stop);
+    report.add("prompt_ids", asked.ids).add("tokens", tokens).add("text", chat.turns.back().answer);
+    report.add("stop", result.stop).add("tokens_per_second", result.decoded / result.decode_seconds);
     report.add("forgotten", held - kept, held > kept ? formatted(", forgot %d", held - kept) : "");
     report.add("dropped_turns", dropped, dropped ? ", dropped " + counted(dropped, "turn") : "");
     const double first = result.prefill_seconds;

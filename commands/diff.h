@@ -234,11 +234,9 @@ inline int run_diff(const Options &options) {
     } catch (Interrupted) {  // what was compared so far is said
         if (results[0].steps.empty()) throw;
     }
-    auto begin = session.tokens.begin(), middle = begin + session.prompt;
-    const int64_t compared = session.tokens.end() - middle;
+    const int64_t compared = (int64_t)session.tokens.size() - session.prompt;
     const std::string stop = reason_to_stop(session, options);
-    Report all;
-    all.add("prompt_tokens", std::vector<int>(begin, middle)).add("against", against);
+    Report all = prompt_of(session.tokens, session.prompt).add("against", against);
     all.add("compared", compared, "\ncompared    " + counted(compared, "step") + ", stopped: " + stop + "\n");
     all.show("device", session.engine.name(), "device      %s\n");
     bool good = true;

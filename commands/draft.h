@@ -108,7 +108,7 @@ inline double time_drafts(Session &session, const Options &options, const Sample
     Cache &cache = session.caches[0];
     Drafter &drafter = session.drafter;
     std::vector<int> tokens(session.tokens.begin(), session.tokens.begin() + session.prompt);
-    const int end = std::min(session.limit, session.prompt + options.count);
+    const int end = session.prompt + room_for(session.prompt, options.count, session.limit);
     drafter.most = guesses, drafter.pauses = pauses;
     auto go_on = [&] {
         auto use = [&](const std::vector<float> &found, int at) {
@@ -195,8 +195,7 @@ inline int run_bench_draft(const Options &options) {
         line.add("share_right", row.counts.share()).add("share_with_guesses", row.with());
         table.push_back(line.add("paused", row.counts.paused));
     }
-    Report report;
-    report.add("draft", options.draft).add("prompt_tokens", session.prompt).add("tokens", options.count);
+    Report report = prompt_of(session.tokens, session.prompt).add("draft_model", options.draft);
     report.show("device", session.engine.name(), "device: %s\n").table("results", table);
     report.add("best_guesses", best->guesses,
                best == &rows[0] ? "No guesses pay here.\n"
@@ -231,7 +230,8 @@ inline int run_diff_draft(const Options &options) {
         std::vector<float> expected = prefill(engine, plain, 0, tokens);
         if (session.prompt > 1) prefill_pass(engine, cache, 0, {tokens.begin(), tokens.end() - 1});
         while (!(stop = reason_to_stop(session, options))) {
-            const int size = (int)tokens.size(), left = std::min(session.limit, options.count + session.prompt) - size;
+            const int size = (int)tokens.size();
+            const int left = session.prompt + room_for(session.prompt, options.count, session.limit) - size;
             std::vector<std::vector<float>> rows;
             auto use = [&](const std::vector<float> &row, int at) {
                 require_finite(engine, &cache, tokens, row, at);
@@ -249,7 +249,7 @@ inline int run_diff_draft(const Options &options) {
             const Drafter::Checked &pass = session.drafter.log.back();
             const auto guesses = pass.guesses.begin(), wrong = guesses + pass.right, end = pass.guesses.end();
             Report line;
-            line.show("position", size, "%9d  ", "position  ").add("drafted", pass.guesses);
+            line.show("position", size, "%9d  ", "position  ").add("guesses", pass.guesses);
             line.add("accepted", pass.right, formatted("%3d of %-3zu ", pass.right, pass.guesses.size()),
                      "right      ");
             std::string words = painted("32", said({guesses, wrong}));
@@ -273,8 +273,7 @@ inline int run_diff_draft(const Options &options) {
                         : formatted("NOT the same: %d of %d tokens differ from those without guesses, ",
                                     compared - same_tokens, compared)) +
                   formatted("a logit is %.3g off", difference);
-    Report report;
-    report.add("prompt_tokens", std::vector<int>(tokens.begin(), tokens.begin() + session.prompt));
+    Report report = prompt_of(tokens, session.prompt);
     report.add("compared", compared, "\ncompared " + counted(compared, "token") + ", stopped: " + stop + "\n");
     report.show("device", engine.name(), "device   %s\n").list("passes", passes);
     report.add("draft", about_draft(session.drafter)).add("identical", same_tokens == compared);

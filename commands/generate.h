@@ -92,7 +92,7 @@ inline std::vector<int> prompt_tokens(const Options &options, const Tokenizer *t
     return ids;
 }
 
-// How many tokens may stand in the context: what -c says, or the prompt and -n.
+// How many positions the cache holds: what -c says, or the prompt and -n.
 inline int limit_of(const Options &options, const Config &config, int prompt, bool endless) {
     const char *ring = options.command == "diff" ? "" : ", or use --cache ring";
     int64_t wanted = (int64_t)prompt + options.count;
@@ -398,6 +398,20 @@ inline Report about_cache(const Config &config, const Cache *cache) {
     return about;
 }
 
+// What a text begins with; `tokens` may go on.
+inline Report prompt_of(const std::vector<int> &tokens, int prompt) {
+    const std::vector<int> ids(tokens.begin(), tokens.begin() + prompt);
+    return Report().add("prompt_tokens", prompt).add("prompt_ids", ids);
+}
+
+// What a phase took. A reader gets no rate of fewer than `least` tokens.
+inline Report phase(const char *name, int64_t count, double seconds, int least, const std::string &before = "") {
+    Report part;
+    part.add("tokens", count, formatted("%-9s", name) + counted(count, "token", 6) + before).add("seconds", seconds);
+    const double rate = count ? (double)count / seconds : NAN;
+    return part.add("tokens_per_second", rate, count < least ? "" : formatted(" %9.1f tokens/s", rate));
+}
+
 inline int run_samples(const Options &options);  // samples.h
 
 inline int run_generate(const Options &options) {
@@ -415,19 +429,14 @@ inline int run_generate(const Options &options) {
     dump.finish();
     if (!options.json) puts("");
 
-    // A prompt's rate says something from 64 tokens on: the first pass also reads the weights for the first time.
-    auto part = [](const char *name, int count, int least, double seconds, const std::string &before) {
-        Report part;
-        part.add("tokens", count, formatted("%-9s", name) + counted(count, "token", 6) + before);
-        return part.add("seconds", seconds, count < least ? "" : formatted(" %9.1f tokens/s", count / seconds));
-    };
     const std::string first_token = formatted("  %9.1f ms", result.prefill_seconds * 1e3) +
                                     (result.prefilled == session.prompt ? " to the first token" : "");
-    const auto first = session.tokens.begin(), middle = first + session.prompt;
-    Report report, prefill = part("prefill", result.prefilled, 64, result.prefill_seconds, first_token).say("\n");
-    Report decode = part("decode", result.decoded, 1, result.decode_seconds, "");
-    report.add("prompt_tokens", std::vector<int>(first, middle));
-    report.add("tokens", std::vector<int>(middle, session.tokens.end())).add("text", result.text);
+    // A prompt's rate says something from 64 tokens on: the first pass also reads the weights for the first time.
+    Report prefill = phase("prefill", result.prefilled, result.prefill_seconds, 64, first_token).say("\n");
+    Report decode = phase("decode", result.decoded, result.decode_seconds, 1);
+    Report report = prompt_of(session.tokens, session.prompt);
+    report.add("tokens", std::vector<int>(session.tokens.begin() + session.prompt, session.tokens.end()));
+    report.add("text", result.text);
     report.show("stop", result.stop, "\nstopped: %s\n").show("device", session.engine.name(), "device   %s\n");
     if (options.temperature > 0) report.show("seed", (long long)options.seed, "seed     %lld\n");
     double bytes = 0;

@@ -13,7 +13,7 @@ inline int run_samples(const Options &options) {
     const Config &config = engine.model.config;
     std::vector<Request> samples((size_t)options.sequences);
     std::vector<int> running, next;
-    const double start = now();
+    double start = now(), prefill_seconds = 0;
     auto take = [&](int i, const std::vector<float> &logits) {
         require_finite(engine, &cache, samples[i].tokens, logits, cache.lengths[i] - 1);
         take_token(samples[i], config, options.ignore_end, logits);
@@ -22,12 +22,13 @@ inline int run_samples(const Options &options) {
     for (size_t i = 0; i < samples.size(); i++) {
         Request &sample = samples[i];
         sample.tokens = session.tokens, sample.prompt = session.prompt;
-        sample.count = std::min(options.count, std::max(1, session.limit - session.prompt));
+        sample.count = room_for(session.prompt, options.count, session.limit);
         sample.sampler = {options.temperature, options.top_p, options.min_p, options.top_k, (uint64_t)options.seed + i};
         sample.stream = std::make_unique<TextStream>(session.tokenizer.get(), sample.tokens);
     }
     try {
         const std::vector<float> first = prefill(engine, cache, 0, session.tokens);
+        prefill_seconds = now() - start, start = now();
         for (int i = 1; i < options.sequences; i++) fork(cache, 0, i);
         for (int i = 0; i < options.sequences; i++) take(i, first);
         Progress progress("samples", (double)samples.size() * options.count);
@@ -43,25 +44,30 @@ inline int run_samples(const Options &options) {
         for (Request &sample : samples)
             if (sample.stop.empty()) sample.stop = "interrupted";
     }
+    const double seconds = now() - start;
     std::string prompt, texts;
     TextStream stream(session.tokenizer.get(), false);
     const int before = options.has("--ids") ? 0 : tokenizer_before(session.tokenizer.get());
     for (int i = before; i < session.prompt && !options.hide_prompt; i++) prompt += stream.next(session.tokens[i]);
     std::vector<Report> rows;
-    int64_t generated = 0;
+    int64_t generated = 0, decoded = 0;
     for (const Request &sample : samples) {
         const std::vector<int> tokens(sample.tokens.begin() + session.prompt, sample.tokens.end());
-        generated += (int64_t)tokens.size();
-        const bool full = sample.stop == "-n" && sample.count < options.count;
+        generated += (int64_t)tokens.size(), decoded += std::max<int64_t>(0, (int64_t)tokens.size() - 1);
+        const bool full = sample.stop == "length" && sample.count < options.count;
         Report &row = rows.emplace_back();
         row.show("seed", (long long)sample.sampler.seed, "== seed %lld\n").add("tokens", tokens);
         row.add("text", sample.text, prompt + sample.text + "\n").add("stop", full ? "context full" : sample.stop);
         texts += row.text;
     }
     if (!options.json) fputs(texts.c_str(), stdout), flush_output();
-    Report report;
-    report.add("prompt_tokens", session.tokens).list("samples", rows);
-    report.say(formatted("\n%lld tokens", (long long)generated)).show("seconds", now() - start, " in %.3g s\n");
+    Report report = prompt_of(session.tokens, session.prompt);
+    report.list("samples", rows).show("device", engine.name(), "");
+    report.say("\n" + counted(generated, "token")).show("seconds", prefill_seconds + seconds, " in %.3g s\n");
+    Report prefill = phase("prefill", prefill_seconds > 0 ? session.prompt : 0, prefill_seconds, 0);
+    Report decode = phase("decode", decoded, seconds, 0);
+    prefill.text.clear(), decode.text.clear();
+    report.add("prefill", prefill).add("decode", decode);
     report.add("cache", about_cache(config, &cache));
     if (cache.pages) {
         int held = 0, alone = 0;

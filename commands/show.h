@@ -256,7 +256,7 @@ inline int run_show(const Options &given) {
         tokens.push_back(row.add("text", texts.back(), texts.back(), "text"));
     }
     Report report;
-    report.table("tokens", tokens);
+    report.table("prompt", tokens);
     Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
     try {
         require_finite(

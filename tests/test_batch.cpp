@@ -35,7 +35,7 @@ static void check_alone(Engine &engine, const Setting &setting, const Request &r
     while (true) {
         tokens.push_back(sample(request.sampler, row, (int)tokens.size() - 1));
         text += std::to_string(tokens.back()) + " ";
-        if ((int)tokens.size() == request.prompt + request.count) stop = "-n";
+        if ((int)tokens.size() == request.prompt + request.count) stop = "length";
         if (!setting.ignore_end && std::count(ends.begin(), ends.end(), tokens.back())) stop = "end id";
         size_t first = std::string::npos;  // of several that the text has: also of "8 " and "48 "
         for (const std::string &end : request.stops) first = std::min(first, text.find(end));

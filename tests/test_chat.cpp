@@ -261,7 +261,7 @@ TEST_CASE("the last turn has the logits of its ids read whole, in every layout a
                   number(turns[1], "kept") + number(turns[1], "read") + (double)before.size());
             CHECK(number(turns[2], "forgotten") == 0);
             std::string list;
-            for (int id : ids(turns[2], "prompt_tokens")) list += (list.empty() ? "" : ",") + std::to_string(id);
+            for (int id : ids(turns[2], "prompt_ids")) list += (list.empty() ? "" : ",") + std::to_string(id);
             const Words whole = {"generate", "-t", "1", "--ids", list, "--dump-logits", scratch / "whole.npy"};
             Json generated =
                 run_json(whole + words_of(replaced(joined(flags, " "), "15", std::to_string(last.size()))));
@@ -301,7 +301,7 @@ TEST_CASE("turns can be taken back and answered anew") {
 TEST_CASE("lines that end as on Windows are the same lines; /bye ends the chat") {
     const std::vector<Json> turns = chat("Once upon\r\n/again \r\n/bye\r\nTom\r\n", {"-n", "5"});
     REQUIRE(turns.size() == 2);
-    CHECK(ids(turns[0], "prompt_tokens") == ids(chat("Once upon\n", {"-n", "5"})[0], "prompt_tokens"));
+    CHECK(ids(turns[0], "prompt_ids") == ids(chat("Once upon\n", {"-n", "5"})[0], "prompt_ids"));
 }
 
 TEST_CASE("--system stands before the first turn; plain texts begin as the tokenizer begins them, once") {
@@ -312,7 +312,7 @@ TEST_CASE("--system stands before the first turn; plain texts begin as the token
     auto prompt_of = [&](const Words &words) {
         const Outcome result = run(Words{"chat", "--json", "-t", "1", "-n", "2"} + words, setting);
         REQUIRE_MESSAGE(result.status == 0, result);
-        return ids(parse_json("a turn", result.out).get(), "prompt_tokens");
+        return ids(parse_json("a turn", result.out).get(), "prompt_ids");
     };
     const TokenizerPointer tokenizer = load_tokenizer("weights_tools/builtin");
     const Tokens with = prompt_of({"--template", "chatml", "--system", "Be brief."});
@@ -345,7 +345,7 @@ TEST_CASE("a full context ends the chat, drops the oldest turns, or is a ring") 
     std::string whole;  // the conversation: a turn sees the end of it
     for (size_t i = 0; i < dropped.size(); i++) {
         const Json &turn = dropped[i];
-        Tokens seen = ids(turn, "prompt_tokens");
+        Tokens seen = ids(turn, "prompt_ids");
         seen.erase(seen.begin());  // what begins a text
         const std::string end = decode(tokenizer.get(), seen);
         whole += users[i];
@@ -359,7 +359,7 @@ TEST_CASE("a full context ends the chat, drops the oldest turns, or is a ring") 
     CHECK(number(dropped[5], "turn") == 6);
     const std::string five = "/undo\n/undo\n/undo\n/undo\n/undo\n";  // what was dropped comes again where it fits
     const std::vector<Json> back = chat(story + story + five + "Yes.\n", small + Words{"--when-full", "drop"});
-    CHECK(contains(decode(tokenizer.get(), ids(back.at(6), "prompt_tokens")), users[0]));
+    CHECK(contains(decode(tokenizer.get(), ids(back.at(6), "prompt_ids")), users[0]));
     CHECK(number(back[6], "turn") == 2);
     const std::vector<Json> ring = chat(story + story, {"-n", "10", "--when-full", "ring", "--window", "40"});
     for (size_t turn = 1; turn < 6; turn++) CHECK(number(ring[turn], "kept") > number(ring[turn - 1], "kept"));

@@ -104,11 +104,14 @@ Words generate(const std::string &directory, const Ids &prompt, const Words &res
 TEST_CASE("generate --json has its keys, and they agree with one another") {
     Expected expected(model);
     Json root = run_json(generate(model, expected.prompt, {"-n", "5"}));
-    check_keys(root, {"list prompt_tokens tokens", "text text stop cache.layout cache.type_k cache.type_v",
+    check_keys(root, {"list prompt_ids tokens", "text text stop cache.layout cache.type_k cache.type_v",
                       "object prefill decode cache",
-                      "count prefill.tokens decode.tokens cache.bytes cache.payload_bytes cache.metadata_bytes",
-                      "number prefill.seconds decode.seconds"});
-    CHECK(ids(root, "prompt_tokens") == expected.prompt);
+                      "count prompt_tokens prefill.tokens decode.tokens cache.bytes",
+                      "count cache.payload_bytes cache.metadata_bytes",
+                      "number prefill.seconds decode.seconds prefill.tokens_per_second decode.tokens_per_second"});
+    CHECK(number(root, "prompt_tokens") == expected.prompt.size());
+    CHECK(number(root, "decode.tokens_per_second") == doctest::Approx(4 / number(root, "decode.seconds")));
+    CHECK(ids(root, "prompt_ids") == expected.prompt);
     CHECK(ids(root, "tokens") == Ids(expected.greedy.begin(), expected.greedy.begin() + 5));
     CHECK(number(root, "prefill.tokens") == expected.prompt.size());
     CHECK(number(root, "decode.tokens") == 4);  // the prefill gave the first
@@ -670,7 +673,7 @@ TEST_CASE("every family, by both paths: Transformers' greedy tokens and logits")
                                                : "";
             Json root = run_json(words, 0, said);
             CHECK(ids(root, "tokens") == expected.greedy);
-            CHECK(text(root, "stop") == "-n");
+            CHECK(text(root, "stop") == "length");
             CHECK(text(root, "cache.layout") == path[1]);
             Matrix logits = read_npy(dump);
             REQUIRE((logits.rows == expected.prompt.size() + expected.greedy.size() && logits.rows >= reference.rows));
@@ -731,7 +734,7 @@ TEST_CASE("a prompt is the same as text, from a file, as ids, by either spelling
     spill(scratch / "prompt.txt", prompt);
     Words start{"generate", "-m", builtin, "-n", "6", "-t", "1"};
     Json root = run_json(start + Words{"-p", prompt});
-    Ids prompt_ids = ids(root, "prompt_tokens"), tokens = ids(root, "tokens");
+    Ids prompt_ids = ids(root, "prompt_ids"), tokens = ids(root, "tokens");
     CHECK(prompt_ids == ids(run_json({"tokenize", "-m", builtin, "-p", prompt}), "ids"));
     for (const Words &way : {Words{"-f", scratch / "prompt.txt"},
                              {"--ids", joined(prompt_ids)},
@@ -740,16 +743,16 @@ TEST_CASE("a prompt is the same as text, from a file, as ids, by either spelling
                              {"--file=" + (scratch / "prompt.txt")}}) {
         CAPTURE(way[0]);
         Json again = run_json(start + way);
-        CHECK(ids(again, "prompt_tokens") == prompt_ids);
+        CHECK(ids(again, "prompt_ids") == prompt_ids);
         CHECK(ids(again, "tokens") == tokens);
     }
-    CHECK(ids(run_json(generate(model, {34, 36}, {"-n", "1"})), "prompt_tokens") == Ids{34, 36});  // no id put before
+    CHECK(ids(run_json(generate(model, {34, 36}, {"-n", "1"})), "prompt_ids") == Ids{34, 36});  // no id put before
 }
 
 TEST_CASE("the generated ids, decoded, are the text") {
     Json root =
         run_json({"generate", "-m", builtin, "-p", "Once", "-n", "12", "--temp", "2", "-s", "1", "--ignore-eos"});
-    std::string list = joined(ids(root, "prompt_tokens")) + "," + joined(ids(root, "tokens"));
+    std::string list = joined(ids(root, "prompt_ids")) + "," + joined(ids(root, "tokens"));
     CHECK(run_well({"tokenize", "-m", builtin, "--ids", list}).out == "Once" + text(root, "text") + "\n");
 }
 
@@ -797,25 +800,26 @@ TEST_CASE("generation stops at -n, at an end id or when the context is full, and
         int capacity = 128;
     };
     for (const Case &each : std::vector<Case>{
-             {model, {"-n", "0"}, 0, "-n", 32},
-             {model, {"-n", "1"}, 1, "-n", 33},
-             {model, {"-n", "16"}, 16, "-n", 48},
-             {model, {"-n", "96"}, 96, "-n"},
-             {model, {"-n", "97"}, 96, "context full"},
-             {model, {"-n", "1000000000"}, 96, "context full"},
-             {model, {"-n", "-1"}, 96, "context full"},
-             {model, {"-n", "-1", "-c", "40"}, 8, "context full", 40},
+             {model, {"-n", "0"}, 0, "length", 32},
+             {model, {"-n", "1"}, 1, "length", 33},
+             {model, {"-n", "16"}, 16, "length", 48},
+             {model, {"-n", "97"}, 97, "length"},  // all but the last are stored
+             {model, {"-n", "98"}, 97, "context full"},
+             {model, {"-n", "1000000000"}, 97, "context full"},
+             {model, {"-n", "-1"}, 97, "context full"},
+             {model, {"-n", "-1", "-c", "40"}, 9, "context full", 40},
              {ending, {"-n", "-1"}, until, "end id"},
-             {model, {"-n", "96", "-c", "128"}, 96, "-n"},
-             {model, {}, 96, "context full"},
-             {model, {"-c", "40"}, 8, "context full", 40},
-             {model, {"-c", "33"}, 1, "context full", 33},
-             {model, {"-c", "32"}, 0, "context full", 32},
-             {model, {"-c", "40", "-n", "7"}, 7, "-n", 40},
+             {model, {"-n", "97", "-c", "128"}, 97, "length"},
+             {model, {}, 97, "context full"},
+             {model, {"-c", "40"}, 9, "context full", 40},
+             {model, {"-c", "33"}, 2, "context full", 33},
+             {model, {"-c", "32"}, 1, "context full", 32},
+             {model, {"-c", "32", "-n", "1"}, 1, "length", 32},
+             {model, {"-c", "40", "-n", "9"}, 9, "length", 40},
              {ending, {"-n", "16"}, until, "end id", 48},
              {ending, {"-n", std::to_string(until)}, until, "end id", 32 + (int)until},
-             {ending, {"-n", std::to_string(until - 1)}, until - 1, "-n", 31 + (int)until},
-             {ending, {"-n", "16", "--ignore-eos"}, 16, "-n", 48},
+             {ending, {"-n", std::to_string(until - 1)}, until - 1, "length", 31 + (int)until},
+             {ending, {"-n", "16", "--ignore-eos"}, 16, "length", 48},
          }) {
         for (const std::string &layout : Words{"contiguous", "none"}) {
             Words arguments = generate(each.directory, expected.prompt, each.flags + Words{"--cache", layout});
@@ -832,6 +836,27 @@ TEST_CASE("generation stops at -n, at an end id or when the context is full, and
             check_contains(notes, std::string("stopped: ") + each.stop + "\n");
         }
     }
+}
+
+TEST_CASE("-c is the number of positions stored: with 5 of them one token follows a prompt of 5") {
+    Scratch scratch;
+    const std::string file = scratch / "logits.npy";
+    const Words line{"-m", builtin, "--ids", "0,80,81,82,83", "-c", "5", "-t", "1", "--ignore-eos"};
+    const std::string dump = "--dump-logits " + file;
+    for (const std::string &flags : Words{"", "--cache none", "--cache paged", "--draft ngram", dump})
+        for (const std::string &count : Words{"", "-n 1"}) {
+            const Json root = run_json(Words{"generate"} + line + words_of(flags + " " + count));
+            CHECK(ids(root, "tokens").size() == 1);
+            CHECK(text(root, "stop") == (count.empty() ? "context full" : "length"));
+            if (contains(flags, file)) CHECK(read_npy(file).rows == 5);  // what follows the token has no room
+        }
+    const Json samples = run_json(Words{"generate"} + line + words_of("--samples 2 --temp 1 -s 3"));
+    for (const cJSON *sample : items_of(at(samples, "samples"))) {
+        CHECK(ids(sample, "tokens").size() == 1);
+        CHECK(text(sample, "stop") == "context full");
+    }
+    CHECK(number(run_json(Words{"diff"} + line + words_of("--kv f32")), "compared") == 1);
+    CHECK(number(run_json(Words{"diff"} + line + words_of("--kv f32 --draft ngram")), "compared") == 1);
 }
 
 TEST_CASE("--activations bf16: one arithmetic for prompts and tokens, on either path; else a line that says why not") {
@@ -886,7 +911,7 @@ TEST_CASE("an end that only tokenizer_config.json names ends the text, too, and 
     CHECK(std::find(tokens.begin(), tokens.end(), end) == tokens.end() - 1);
     check_contains(result.err, "., id " + std::to_string(end) + ", ends the text: only tokenizer_config.json");
     result = run_well(line + Words{"--ignore-eos"});
-    check_contains(result.err, "stopped: -n\n");
+    check_contains(result.err, "stopped: length\n");
     CHECK(!contains(result.err, "tokenizer_config.json"));
     CHECK(!contains(run_well({"generate", "-p", "Once", "-n", "1"}).err, "tokenizer_config.json"));
 }
@@ -931,7 +956,7 @@ TEST_CASE("a ring goes on behind the model's context, in the same bytes") {
     };
     Json within = ring("16"), beyond = ring("300");
     Ids tokens = ids(beyond, "tokens");
-    REQUIRE((text(beyond, "stop") == "-n" && tokens.size() == 300));
+    REQUIRE((text(beyond, "stop") == "length" && tokens.size() == 300));
     CHECK(ids(within, "tokens") == expected.greedy);
     CHECK(Ids(tokens.begin(), tokens.begin() + 16) == expected.greedy);
     CHECK(number(beyond, "cache.bytes") == number(within, "cache.bytes"));
@@ -1363,7 +1388,7 @@ TEST_CASE("a prompt from standard input, a pipe; an empty one begins with the to
     auto tokens = [&](const std::string &line) {
         Outcome result = run_shell(line);
         REQUIRE_MESSAGE(result.status == 0, result);
-        return ids(parse(result.out), "prompt_tokens");
+        return ids(parse(result.out), "prompt_ids");
     };
     const std::string llm = program_path() + " generate --json -n 2 -t 1 ";
     Ids expected = ids(run_json({"tokenize", "-m", builtin, "-p", "the key"}), "ids");
@@ -1373,7 +1398,7 @@ TEST_CASE("a prompt from standard input, a pipe; an empty one begins with the to
     CHECK(tokens("true | " + llm + "-f -") == Ids{expected[0]});
     CHECK(tokens("echo 'the key' | " + llm + "-f -") == expected);  // the newline that ends a line is not the prompt's
     Outcome marked = run_shell("printf '\\357\\273\\277the key' | " + llm + "-f -");
-    CHECK_MESSAGE((marked.status == 0 && ids(parse(marked.out), "prompt_tokens") == expected), marked);
+    CHECK_MESSAGE((marked.status == 0 && ids(parse(marked.out), "prompt_ids") == expected), marked);
     CHECK_MESSAGE(marked.err == "llm: -f: begins with a byte order mark, which is left out\n", marked);
 }
 

@@ -261,7 +261,7 @@ TEST_CASE("Ctrl-C: each request has its line, and the summary is there") {
     for (int i = 0; i < 3; i++) {
         Json line = parse_json("line", out[i]);
         const bool done = ids(line, "tokens").size() == 1000;
-        CHECK(text(line, "stop") == (done ? "-n" : "interrupted"));
+        CHECK(text(line, "stop") == (done ? "length" : "interrupted"));
         if (i > 0) CHECK(cJSON_IsNull(at(line, "seconds")));  // it had not come yet
     }
     CHECK(number(parse_json("summary", out[3]), "requests") == 3);
@@ -297,10 +297,13 @@ TEST_CASE("--samples: each continuation is the one that its seed gives alone; th
             const std::string sample = "samples." + std::to_string(i);
             CHECK(number(many, sample + ".seed") == 5 + i);
             CHECK(ids(many, sample + ".tokens") == ids(alone, "tokens"));
-            CHECK(text(many, sample + ".text") == text(alone, "text"));
+            for (const char *key : {"text", "stop"}) CHECK(text(many, sample + "." + key) == text(alone, key));
         }
+        CHECK(number(many, "prefill.tokens") == number(many, "prompt_tokens"));
+        CHECK(number(many, "decode.tokens") == 3 * 11);  // the prefill gave the first of each
+        CHECK(number(many, "decode.tokens_per_second") == doctest::Approx(33 / number(many, "decode.seconds")));
         if (!contains(flags, "paged")) continue;
-        const double tokens = (double)ids(many, "prompt_tokens").size();
+        const double tokens = (double)ids(many, "prompt_ids").size();
         const double page = contains(flags, "int4") ? 32 : 4;
         const double alone = std::ceil((tokens + 11) / page);
         CHECK(number(many, "pages_alone") == 3 * alone);
@@ -378,7 +381,7 @@ TEST_CASE("diff --draft: a line a pass, held against the text without guesses; e
         Ids tokens;
         int accepted = 0, passes = 0;
         for (const cJSON *pass : items_of(at(json, "passes"))) {
-            const Ids drafted = ids(pass, "drafted"), own = ids(pass, "tokens");
+            const Ids drafted = ids(pass, "guesses"), own = ids(pass, "tokens");
             const int right = (int)number(pass, "accepted");
             CHECK(right == (int)own.size() - 1);
             CHECK(std::equal(own.begin(), own.begin() + right, drafted.begin()));

@@ -129,7 +129,7 @@ class Engine:
 def head(llm):
     picture = Picture("Each token looks at itself and at what stands before it", 330)
     rows = [llm.show(position, "--cache", "none") for position in range(4)]
-    names = [token["text"].strip('"').strip() or "(begin)" for token in rows[3]["tokens"]]
+    names = [token["text"].strip('"').strip() or "(begin)" for token in rows[3]["prompt"]]
     for i, name in enumerate(names):
         picture.text(235 + i * 110, 88, name, "bold", "middle")
         picture.text(165, 124 + i * 52, f"{name} asks", "", "end")
@@ -269,7 +269,7 @@ def one_row_appended(llm):
             picture.box(x, y, 230, 34, "cached" if i == 4 else "soft")
             numbers = "  ".join(f"{number:7.4f}" for number in row[side][:2]) + "  .."
             picture.text(x + 12, y + 22, numbers, "mono on" if i == 4 else "mono")
-    for i, token in enumerate(found["tokens"]):
+    for i, token in enumerate(found["prompt"]):
         picture.text(135, 112 + i * 40, token["text"].strip('"').strip() or "(begin)", "bold" if i == 4 else "", "end")
     picture.text(660, 112, "read:", "small")
     picture.text(660, 132, "computed once,", "small")
