@@ -460,7 +460,8 @@ inline void shrink_pages(Cache &cache, int sequence, int from, int length) {
 // ends within a block that was full, nothing else has its positions. An int4 cache of 70 positions, cut to 40:
 //   before   [0, 32) codes   [32, 64) codes   [64, 70) residual block
 //   after    [0, 32) codes   [32, 40) residual block
-// Why row by row through the machine's memory, without a kernel: cuts are rare.
+// Why row by row through the machine's memory, without a kernel: it is done once for a prefix hit and for a turn that is
+// taken back. Guesses never fill a block, so no pass that checks them needs it.
 template <bool keys>
 void restore_residual(Memory &memory, const Store &store, int sequence, int length) {
     const CacheRows &rows = keys ? store.view.keys : store.view.values;

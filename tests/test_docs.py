@@ -10,7 +10,7 @@ What stands in a page:
   ```cpp FILE          these lines stand in FILE; a line "..." leaves lines out.      ```python FILE   too.
   other blocks         lines that begin with ./llm, make or python3 are commands that are not refused.
   `name()`, `FILE.h`   the sources have such a function, and such a file.
-A chapter is a screen and a half. And docs/attention.py and docs/cache.py print the numbers of ./llm; and
+A chapter is a screen and three quarters. And docs/attention.py and docs/cache.py print the numbers of ./llm; and
 docs/read.html is what docs/read.py writes now, with each line of the story once.
 """
 import html.parser
@@ -38,7 +38,7 @@ SOURCES = "\n".join((ROOT / path).read_text(errors="replace") for path in FILES
 HAS_NUMPY = subprocess.run(["python3", "-c", "import numpy"], stderr=subprocess.DEVNULL).returncode == 0
 PATH = os.environ["PATH"] if HAS_NUMPY else "/usr/bin:" + os.environ["PATH"]
 LIMIT = 180  # seconds for a command whose output is shown
-CHAPTER = 116  # lines, a screen and a half
+CHAPTER = 124  # lines, a screen and three quarters
 
 
 def near(shown, found):

@@ -650,6 +650,50 @@ def pages_shared(llm):
     return picture
 
 
+def cascade(llm):
+    """What attention reads of four texts with one beginning, each by itself and together: from the page tables of a run,
+    by splits of 256 positions (plan_attention in fast/attend.cpp)."""
+    page, split, names = 16, 256, "ABCD"
+    with tempfile.TemporaryDirectory() as folder:
+        requests = pathlib.Path(folder) / "requests.jsonl"
+        requests.write_text("".join(json.dumps({"id": name, "ids": [1 + i * 7 % 1000 for i in range(512)] + [
+            3 + i + 50 * k for i in range(80 + 40 * k)]}) + "\n" for k, name in enumerate(names)))
+        lines, events = batch_run(llm, folder, str(requests), "-np", "4", "--page", str(page), "-n", "8")
+        tables_of = next(held for _, held, _ in tables.passes(events) if len(held) == 4 and all(
+            len(held[name]) * page > lines[name]["prompt_tokens"] for name in names))
+    lengths = {name: lines[name]["prompt_tokens"] for name in names}
+    shared = 0
+    while len({tuple(table[:(shared + split) // page]) for table in tables_of.values()}) == 1:
+        shared += split
+    alone, together = sum(lengths.values()), shared + sum(length - shared for length in lengths.values())
+    picture = Picture("Four texts with one beginning: the rows of its pages are read once", 338)
+    scale, height = 330 / max(lengths.values()), 30
+    for left, title, count in ((50, "each text by itself", alone), (440, "together", together)):
+        picture.text(left, 68, title, "bold")
+        for k, (name, style) in enumerate(zip(names, ("one", "two", "cached", "naive"))):
+            y = 82 + k * (height + 6)
+            picture.text(left - 10, y + 20, name, "small", "end")
+            for begin in range(0, lengths[name], split):
+                own, width = begin >= shared, min(split, lengths[name] - begin) * scale - 2
+                if left == 50 or own:
+                    picture.box(left + begin * scale, y, width, height, style if own else "soft")
+                if left == 50 and not own:
+                    picture.text(left + begin * scale + width / 2, y + 20, f"pages {tables_of[name][begin // page]} .. "
+                                 f"{tables_of[name][(begin + split) // page - 1]}", "small", "middle")
+        for begin in range(0, shared if left > 50 else 0, split):
+            picture.box(left + begin * scale, 82, split * scale - 2, 4 * height + 18, "soft")
+            picture.text(left + (begin + split / 2) * scale, 148, "queries of", "small", "middle")
+            picture.text(left + (begin + split / 2) * scale, 166, "A, B, C, D", "bold", "middle")
+        for at in range(0, shared + 1, split):
+            picture.text(left + at * scale, 242, at, "small", "middle" if at else "start")
+        picture.text(left, 268, f"{count:,} rows of each KV head are read", "cached bold" if left > 50 else "bold")
+    picture.text(20, 304, "Each box is a split of up to 256 positions. A split that all hold is one tile, with the queries "
+                 "of all; what it gives", "small")
+    picture.text(20, 322, "goes to each text, which merges its splits as it always does. So the bits are the same. "
+                 "(llm batch -np 4 --events)", "small")
+    return picture
+
+
 def peak(llm):
     picture = Picture("The peak is 14 pages, though the three ends add up to 22", 400)
     with tempfile.TemporaryDirectory() as folder:
@@ -795,7 +839,7 @@ def conversation(llm):
 
 
 PICTURES = [head, whole_model, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, kinds, residues, int4_block, blocks_of_32,
-            ladder, errors, quality, three_batches, batch_steps, pages_shared, peak, guesses, conversation]
+            ladder, errors, quality, three_batches, batch_steps, pages_shared, cascade, peak, guesses, conversation]
 
 
 def main():
