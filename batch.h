@@ -25,7 +25,7 @@ struct Request {
     int preemptions = 0;
     std::string text, stop;  // stop: why it ended
     uint64_t bits = 0;       // a checksum of all its logits
-    std::unique_ptr<TextStream> stream = nullptr;
+    std::unique_ptr<Writer> writer = nullptr;
     double first_token = 0, ended = 0;  // when, in seconds
 
     // Positions that the cache holds of it in the end. Nobody asks what follows its last token.
@@ -237,16 +237,11 @@ inline uint64_t checksum(uint64_t sum, const std::vector<float> &numbers) {  // 
 inline void take_token(Request &request, const Config &config, bool ignore_end, const std::vector<float> &logits) {
     const int token = sample(request.sampler, logits, (int)request.tokens.size() - 1);
     request.tokens.push_back(token);
-    std::string &text = request.text;
-    const size_t before = text.size();
-    text += request.stream->next(token);
+    request.text += request.writer->next(token);
     if ((int)request.tokens.size() - request.prompt >= request.count) request.stop = "length";
     if (!ignore_end && config.ends(token)) request.stop = "end id";
-    if (!request.stop.empty()) text += request.stream->flush();
-    size_t place = std::string::npos;  // where the first of them begins
-    for (const std::string &stop : request.stops)
-        place = std::min(place, text.find(stop, before - std::min(before, stop.size() - 1)));
-    if (place != std::string::npos) text.resize(place), request.stop = "stop";
+    if (!request.stop.empty()) request.text += request.writer->flush();
+    if (request.writer->stopped) request.stop = "stop";
 }
 
 // Computes a pass. Requests whose tokens were all read get their next one; show(request) is told of each that ends.

@@ -349,7 +349,7 @@ inline const char *reason_to_stop(const Session &session, const Options &options
 }
 
 struct Generation {
-    std::string text, stop;
+    std::string text, thought, stop;
     double prefill_seconds = 0, decode_seconds = 0;
     int prefilled = 0, decoded = 0;  // tokens of the prompt that were read; tokens that were decoded,
     std::vector<int> passes = {};    // and in each pass the positions that the last of them sees
@@ -357,17 +357,16 @@ struct Generation {
 
 using UseLogits = std::function<void(const std::vector<float> &)>;  // rows of them
 
-// Prefill of what the cache does not hold yet, then token by token. show(text) gets the new text as it comes; `dump`,
-// if there is one, all logits, a few tokens' at a time: a vocabulary is wide.
-inline Generation generate(Session &session, const Options &options, const UseLogits &dump,
+// Prefill of what the cache does not hold yet, then token by token. show(text) gets what `text` shows as it comes;
+// `dump`, if there is one, all logits, a few tokens' at a time: a vocabulary is wide.
+inline Generation generate(Session &session, const Options &options, Writer text, const UseLogits &dump,
                            const std::function<void(const std::string &)> &show) {
     Engine &engine = session.engine;
     std::vector<int> &tokens = session.tokens;
     Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
     Sampler sampler{options.temperature, options.top_p, options.min_p, options.top_k, (uint64_t)options.seed};
-    TextStream text(session.tokenizer.get(), tokens);
     Generation result;
-    auto say = [&](const std::string &piece) { result.text += piece, show(piece); };
+    auto reason = [&] { return text.stopped ? "stop" : reason_to_stop(session, options); };
     auto use = [&](const std::vector<float> &found, int position) {
         require_finite(engine, cache, tokens, found, position);
         if (dump && result.prefilled) dump(found);
@@ -395,16 +394,16 @@ inline Generation generate(Session &session, const Options &options, const UseLo
         result.prefill_seconds = now() - start;
         result.prefilled = session.prompt - kept;
 
-        while (!(stop = reason_to_stop(session, options))) {
+        while (!(stop = reason())) {
             tokens.push_back(next[0]);
             next.erase(next.begin());
-            say(text.next(tokens.back()));
+            show(text.next(tokens.back()));
             if (!next.empty()) continue;
             // What follows the last token is asked for by `dump` alone, if there is room.
             const int size = (int)tokens.size(), room = room_for(session.prompt, options.count, session.limit);
-            if (reason_to_stop(session, options) && (!dump || size > session.limit)) continue;
+            if (reason() && (!dump || size > session.limit)) continue;
             start = now();
-            const int most = reason_to_stop(session, options) ? 0 : session.prompt + room - size - 1;  // guesses
+            const int most = reason() ? 0 : session.prompt + room - size - 1;  // guesses
             if (cache)
                 next = next_tokens(engine, *cache, session.drafter, sampler, tokens, most, !options.ignore_end, use);
             else
@@ -420,8 +419,9 @@ inline Generation generate(Session &session, const Options &options, const UseLo
             result.prefilled = cache ? cache->lengths[0] - kept : 0;
         }
     }
-    say(text.flush());
-    result.stop = stop;
+    show(text.flush());
+    result.text = text.text, result.thought = text.thought;
+    result.stop = text.stopped ? "stop" : stop;
     return result;
 }
 

@@ -61,6 +61,70 @@ struct TextStream {
     }
 };
 
+// The text of a sequence as it comes, up to the first of `stops`. What may be the beginning of one is held back until it
+// is known. A special token gives no text, but its spelling may be a stop. Where `thoughts` says how they begin and end,
+// they are kept apart; one begins before any other text. A reader sees them with their marks, between `dim` and `bright`.
+struct Writer {
+    using Marks = std::pair<std::string, std::string>;
+    const Tokenizer *tokenizer;
+    TextStream stream;
+    std::vector<std::string> stops;
+    std::vector<Marks> thoughts = {};
+    int thinks = -1;  // which of `thoughts` it is in
+    std::string dim = "", bright = "";
+    std::string text = "", thought = "", held = "";
+    bool stopped = false;
+    Writer(const Tokenizer *source, const std::vector<int> &before, const std::vector<std::string> &ends = {})
+        : tokenizer(source), stream(source, before), stops(ends) {}
+
+    // What may be shown after a token, and at the end.
+    std::string next(int id) {
+        held += stream.next(id);
+        const char *spelled = tokenizer && tokenizer_is_special(tokenizer, id) ? tokenizer_token(tokenizer, id) : "";
+        const std::vector<std::string> all = marks();
+        if (std::find(all.begin(), all.end(), spelled) != all.end()) held += stream.flush() + spelled;
+        return take(false);
+    }
+    std::string flush() {
+        held += stream.flush();
+        return take(true) + (thinks < 0 ? "" : bright);
+    }
+
+private:
+    std::vector<std::string> marks() const {  // that are looked for: stops, then those of thoughts
+        std::vector<std::string> all = stops;
+        if (thinks >= 0) all.push_back(thoughts[(size_t)thinks].second);
+        for (size_t i = 0; thinks < 0 && i < thoughts.size(); i++) all.push_back(thoughts[i].first);
+        return all;
+    }
+    std::string take(bool end) {
+        std::string shown;
+        for (bool found = true; found && !stopped;) {
+            const std::vector<std::string> all = marks();
+            size_t which = all.size(), first = held.size(), after = SIZE_MAX, begun = 0;
+            for (size_t i = 0; i < all.size(); i++) {
+                const size_t place = held.find(all[i]), next = place + all[i].size();
+                const bool late = i >= stops.size() && thinks < 0 &&
+                                  (text + held.substr(0, place)).find_first_not_of(" \n") != std::string::npos;
+                if (place != std::string::npos && !late && (next < after || (next == after && place < first)))
+                    which = i, first = place, after = next;
+                for (size_t size = std::min(all[i].size() - 1, held.size()); size > begun; size--)
+                    if (held.compare(held.size() - size, size, all[i], 0, size) == 0) begun = size;
+            }
+            found = which < all.size();
+            if (!found) after = first -= end ? 0 : begun;
+            (thinks < 0 ? text : thought) += held.substr(0, first);
+            shown += held.substr(0, first);
+            held.erase(0, after);
+            stopped = which < stops.size() && found;
+            if (!found || stopped) continue;
+            shown += thinks < 0 ? dim + all[which] : all[which] + bright;
+            thinks = thinks < 0 ? (int)(which - stops.size()) : -1;
+        }
+        return shown;
+    }
+};
+
 // The text of ids. Special tokens that are skipped give nothing.
 inline std::string decode(const Tokenizer *tokenizer, const std::vector<int> &ids, bool skip_special = true) {
     TextStream stream(tokenizer, skip_special);

@@ -88,7 +88,7 @@ inline std::vector<std::unique_ptr<Request>> read_requests(const Options &option
                 fail("%s: %d tokens and %d more take %lld positions, a sequence has %d: shorten it%s", name.c_str(),
                      request.prompt, request.count, (long long)positions, limit,
                      limit < config.context ? " or raise -c" : "");
-            request.stream = std::make_unique<TextStream>(session.tokenizer.get(), request.tokens);
+            request.writer = std::make_unique<Writer>(session.tokenizer.get(), request.tokens, request.stops);
             requests.push_back(std::make_unique<Request>(std::move(request)));
         } catch (const Error &error) {
             leave_out(options, error, wrong);
@@ -238,7 +238,7 @@ inline bool same_alone(const Options &options, Session &session, const Request &
     alone.tokens.assign(request.tokens.begin(), request.tokens.begin() + request.prompt);
     alone.prompt = request.prompt, alone.count = request.count;
     alone.sampler = request.sampler, alone.stops = request.stops;
-    alone.stream = std::make_unique<TextStream>(session.tokenizer.get(), alone.tokens);
+    alone.writer = std::make_unique<Writer>(session.tokenizer.get(), alone.tokens, alone.stops);
     std::vector<float> logits = prefill(engine, cache, 0, alone.tokens);
     while (true) {
         alone.bits = checksum(alone.bits, logits);

@@ -134,7 +134,8 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
         if (!chat.options.json) fwrite(piece.data(), 1, piece.size(), stdout), flush_output();
     };
     const size_t passes = session.drafter.log.size();
-    const Generation result = generate(session, chat.options, dump, show);
+    Writer writer(session.tokenizer.get(), session.tokens);
+    const Generation result = generate(session, chat.options, std::move(writer), dump, show);
     if (result.text.empty() || result.text.back() != '\n') show("\n");
     const size_t ends = result.stop == "end id" ? 1 : 0;  // what ends an answer is not of it
     take_answer(chat, session.tokens.size() - ends);

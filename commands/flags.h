@@ -24,8 +24,9 @@ struct Flag {
     std::string names;     // the first is the one in Options::given
     const char *argument;  // "": a switch; "a|b": one of these; whole numbers named N may end in k (1,024)
     const char *commands;  // that know it; a name has a row for each meaning
-    std::variant<bool Options::*, std::string Options::*, Range<int>, Range<int64_t>, Range<std::vector<int>>,
-                 Range<double>, double Options::*, std::vector<Layout> Options::*, std::vector<Precision> Options::*>
+    std::variant<bool Options::*, std::string Options::*, std::vector<std::string> Options::*, Range<int>,
+                 Range<int64_t>, Range<std::vector<int>>, Range<double>, double Options::*,
+                 std::vector<Layout> Options::*, std::vector<Precision> Options::*>
         value;  // where it goes, and so of which kind it is; a double without range: bytes
     std::string help;
     const char *group = nullptr;  // of the help, which begins with this row
@@ -63,6 +64,8 @@ inline const std::vector<Flag> &flags() {
         {"-n --predict", "N", "bench", Int{&O::count, 1, 1e9}, "tokens to generate (default 64; with --draft 256)"},
         {"-n --predict", "N", many, Int{&O::count, 1, 1e9},
          "tokens of a request that does not say how many (default 256)"},
+        {"--stop", "TEXT", "generate", &O::stops,
+         "ends the text before this one, or at the special token spelled so; may be given several times"},
         {"--ignore-eos", "", "generate diff batch", &O::ignore_end, "go on after an end id"},
         {"--temp", "T", drawn, Real{&O::temperature, 0, 1000}, "temperature; 0 takes the likeliest token (default 0)",
          "Sampling"},
@@ -197,8 +200,7 @@ constexpr const char *elsewhere[][2] = {
     {"do-sample", "--temp above 0 draws the tokens"},
     {"repeat-penalty repetition-penalty repeat-last-n presence-penalty frequency-penalty mirostat typical num-beams",
      "there is none: --temp --top-k --top-p --min-p say how a token is drawn"},
-    {"stop r reverse-prompt",
-     "it ends at an end id or after -n tokens; requests of llm batch may name texts that end them"},
+    {"r reverse-prompt", "--stop"},
     {"cnv conversation i interactive if", "llm chat is for conversations"},
     {"no-cnv no-conversation st single-turn", "llm generate reads a prompt as it stands; llm chat takes a turn a line"},
     {"sys system-prompt", "--system"},
@@ -277,6 +279,7 @@ struct ReadValue {
             refuse(name, value, std::string("expected ") + flag.argument);
         options.*field = value;
     }
+    void operator()(std::vector<std::string> Options::*field) const { (options.*field).push_back(value); }
     template <class Whole>
     void operator()(Range<Whole> to) const {
         options.*to.field = (Whole)whole(value, to.least, to.most, "expected a whole number");
@@ -451,7 +454,8 @@ inline void read_flag(Options &options, const std::vector<std::string> &words, s
     }
     if (!argument.empty() && value.empty() && first != "-p")
         refuse(name, "", "its value is empty, expected " + argument);
-    if (!options.given.emplace(first, value).second) refuse(name, "", "given twice, keep one of them");
+    const bool several = std::holds_alternative<std::vector<std::string> Options::*>(flag.value);
+    if (!options.given.emplace(first, value).second && !several) refuse(name, "", "given twice, keep one of them");
     std::visit(ReadValue{options, flag, name, value}, flag.value);
 }
 

@@ -425,7 +425,8 @@ inline int run_generate(const Options &options) {
     TextStream prompt(session.tokenizer.get(), false);  // special tokens as they are written
     const int before = options.has("--ids") ? 0 : tokenizer_before(session.tokenizer.get());
     for (int i = before; i < session.prompt && !options.hide_prompt; i++) show(prompt.next(session.tokens[i]));
-    Generation result = generate(session, options, dump.add(), show);
+    Writer text(session.tokenizer.get(), session.tokens, options.stops);
+    Generation result = generate(session, options, std::move(text), dump.add(), show);
     dump.finish();
     if (!options.json) puts("");
 

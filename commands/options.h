@@ -54,6 +54,7 @@ struct Options {
     int chunk = 0;  // tokens of a prefill pass at most; 0: as many as the machine likes
     std::string device = "auto", weights = "stored", activations = "f32", dump_logits;
     bool ignore_end = false, hide_prompt = false;  // go on after an end id; print the new text alone
+    std::vector<std::string> stops = {};           // texts that end it
 
     // The caches: all commands but generate take several.
     bool naive = false;  // --cache none is among them, which has no cache

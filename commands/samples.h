@@ -24,7 +24,7 @@ inline int run_samples(const Options &options) {
         sample.tokens = session.tokens, sample.prompt = session.prompt;
         sample.count = room_for(session.prompt, options.count, session.limit);
         sample.sampler = {options.temperature, options.top_p, options.min_p, options.top_k, (uint64_t)options.seed + i};
-        sample.stream = std::make_unique<TextStream>(session.tokenizer.get(), sample.tokens);
+        sample.writer = std::make_unique<Writer>(session.tokenizer.get(), sample.tokens, options.stops);
     }
     try {
         const std::vector<float> first = prefill(engine, cache, 0, session.tokens);

@@ -101,7 +101,7 @@ struct Company {
         request.id = "request " + std::to_string(requests.size() - 1);
         request.tokens = prompt, request.prompt = (int)prompt.size(), request.count = count;
         request.sampler = sampler, request.stops = stops, request.number = (int)requests.size() - 1;
-        request.stream = std::make_unique<TextStream>(nullptr);
+        request.writer = std::make_unique<Writer>(nullptr, Tokens{}, stops);
         submit(schedule, request);
         return request;
     }

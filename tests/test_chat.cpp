@@ -5,6 +5,65 @@
 
 using namespace program;
 
+// ---- Where a text stops --------------------------------------------------------------------------------------
+
+// The text before the stop that ends first; of several that end there, the longest.
+static std::string text_before(const std::string &text, const Words &stops) {
+    for (size_t end = 0; end <= text.size(); end++)
+        for (size_t begin = 0; begin < end; begin++)
+            if (std::count(stops.begin(), stops.end(), text.substr(begin, end - begin))) return text.substr(0, begin);
+    return text;
+}
+
+TEST_CASE("a text stops before the first stop text, however its tokens cut it, and shows nothing that may begin one") {
+    const TokenizerPointer tokenizer = load_tokenizer("weights_tools/builtin");
+    Random random{seed_of_run()};
+    CAPTURE(random.state);
+    auto some_text = [&](int least, int most) {
+        std::string text;
+        const Words letters = {"a", "b", " ", "é"};
+        for (int i = least + below(random, most - least + 1); i > 0; i--) text += letters[below(random, 4)];
+        return text;
+    };
+    int stopped = 0;
+    for (int i = 0; i < 1000; i++) {
+        const std::string text = some_text(0, 30);
+        Words stops;
+        for (int count = below(random, 4); count > 0; count--) stops.push_back(some_text(1, 4));
+        CAPTURE(text);
+        CAPTURE(stops);
+        Tokens whole = encode(tokenizer.get(), text), cut(whole.begin(), whole.begin() + 1);
+        for (size_t at = 0; at < text.size(); at++) {  // "é" is two tokens
+            const Tokens one = encode(tokenizer.get(), text[at] < 0 ? "é" : text.substr(at, 1));
+            cut.insert(cut.end(), one.begin() + 1, one.end());
+            at += text[at] < 0;
+        }
+        for (const Tokens &ids : {whole, cut}) {
+            Writer writer(tokenizer.get(), part(ids, 0, 1), stops);
+            std::string shown;
+            for (size_t at = 1; at < ids.size() && !writer.stopped; at++) {
+                shown += writer.next(ids[at]);
+                const std::string so_far = text_before(text, stops);
+                CHECK(so_far.compare(0, shown.size(), shown) == 0);
+            }
+            shown += writer.flush();
+            CHECK(shown == text_before(text, stops));
+            CHECK(writer.text == shown);
+            CHECK(writer.stopped == (shown != text));
+            stopped += writer.stopped;
+        }
+    }
+    CHECK((stopped > 500 && stopped < 1800));
+    Writer special(tokenizer.get(), {}, {"<|endoftext|>"});  // its spelling stops where the token is written
+    for (int id : encode(tokenizer.get(), " a b")) special.next(id);
+    CHECK(special.stopped);
+    CHECK(special.text == "");
+    Writer spelled(tokenizer.get(), {}, {"<|endoftext|>"});
+    const std::string typed("\0\1\0\0\0\0\0\0\0\0\0\0\0\0\0", 15);
+    for (int id : encode(tokenizer.get(), "a<|endoftext|>b", "", typed.data())) spelled.next(id);
+    CHECK((spelled.stopped && spelled.text == "a"));
+}
+
 // ---- What a cache keeps --------------------------------------------------------------------------------------
 
 // The tokens of a turn: more of them, fewer and then others, another one in between, or the same again.

@@ -859,6 +859,26 @@ TEST_CASE("-c is the number of positions stored: with 5 of them one token follow
     CHECK(number(run_json(Words{"diff"} + line + words_of("--kv f32 --draft ngram")), "compared") == 1);
 }
 
+TEST_CASE("--stop ends a text before one of several texts; the last token is still one of it, and each sample stops") {
+    const Words base = {"generate", "-p", "Once upon a time", "-n", "40"};
+    const Json whole = run_json(base);
+    const std::string all = text(whole, "text"), first = all.substr(20, 5), later = all.substr(60, 5);
+    REQUIRE(all.find(first) == 20);
+    for (const Words &cache : {Words{}, Words{"--cache", "none"}, Words{"--draft", "ngram"}}) {
+        const Json cut = run_json(base + cache + Words{"--stop", later, "--stop=" + first});
+        CHECK(text(cut, "text") == all.substr(0, 20));
+        CHECK(text(cut, "stop") == "stop");
+        const Ids tokens = ids(cut, "tokens"), more = ids(whole, "tokens");
+        CHECK((tokens.size() < more.size() && std::equal(tokens.begin(), tokens.end(), more.begin())));
+    }
+    const Outcome shown = run_well(base + Words{"--stop", first, "--no-display-prompt"});
+    CHECK(shown.out == all.substr(0, 20) + "\n");
+    check_contains(shown.err, "stopped: stop");
+    const Json samples = run_json(base + Words{"--stop", ".", "--samples", "3", "--temp", "1", "-s", "1"});
+    for (const char *sample : {"0", "1", "2"})
+        CHECK(!contains(text(samples, std::string("samples.") + sample + ".text"), "."));
+}
+
 TEST_CASE("--activations bf16: one arithmetic for prompts and tokens, on either path; else a line that says why not") {
     const Words bf16{"--activations", "bf16"};
     const double gain = fast::pairs_gain();

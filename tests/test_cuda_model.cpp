@@ -174,7 +174,7 @@ static std::vector<Tokens> company(Engine &engine, int &known) {
         for (int i = first; i < end; i++) {
             Request &request = requests[i];
             request.number = i, request.count = 12, request.prompt = (int)request.tokens.size();
-            request.stream = std::make_unique<TextStream>(nullptr);
+            request.writer = std::make_unique<Writer>(nullptr, Tokens{});
             submit(schedule, request);
         }
         for (std::vector<Piece> pass; !(pass = next_pass(schedule)).empty();)

@@ -185,7 +185,7 @@ static Generation generated(Session &session, const Options &options, Drafter dr
     session.caches.clear();
     session.caches.push_back(cache_for(engine, F16{}, F16{}, session.limit, {}));
     session.drafter = std::move(drafter);
-    return generate(session, options, nullptr, [](const std::string &) {});
+    return generate(session, options, {nullptr, {}}, nullptr, [](const std::string &) {});
 }
 
 TEST_CASE("an end id, -n and the context end a text where they end it without guesses (mlx-examples 149)") {
