@@ -67,8 +67,9 @@ inline const std::vector<Flag> &flags() {
         {"--stop", "TEXT", "generate", &O::stops,
          "ends the text before this one, or at the special token spelled so; may be given several times"},
         {"--ignore-eos", "", "generate diff batch", &O::ignore_end, "go on after an end id"},
-        {"--temp", "T", drawn, Real{&O::temperature, 0, 1000}, "temperature; 0 takes the likeliest token (default 0)",
-         "Sampling"},
+        {"--temp", "T or auto", drawn, Real{&O::temperature, 0, 1000},
+         "temperature; 0 takes the likeliest token (default 0); auto: with --top-k and the like as the model's "
+         "generation_config.json asks", "Sampling"},
         {"--top-k", "N", drawn, Int{&O::top_k, 0, 1 << 30},
          "sample from the N likeliest tokens; 0 (default): from all"},
         {"--top-p", "P", drawn, Real{&O::top_p, 0, 1},
@@ -235,12 +236,12 @@ inline std::string commands_with(const std::string &name) {
 
 // "40GiB" and "40G", "1.5 GB", "128k"; NAN: none of these.
 inline double with_unit(const std::string &text) {
-    if (!isdigit(text[0]) && text[0] != '.') return NAN;
+    if (!isdigit((unsigned char)text[0]) && text[0] != '.') return NAN;
     char *end;
     double number = strtod(text.c_str(), &end);
     std::string unit = end + strspn(end, " ");
     if (unit.empty() || unit == "B") return number;
-    size_t power = std::string(" KMGT").find((char)toupper(unit[0]));
+    size_t power = std::string(" KMGT").find((char)toupper((unsigned char)unit[0]));
     std::string rest = unit.substr(1);
     double base = rest == "B" ? 1000 : rest.empty() || rest == "iB" ? 1024 : NAN;
     return power > 4 || end == text.c_str() ? NAN : number * std::pow(base, power);
@@ -269,7 +270,8 @@ struct ReadValue {
         if (words.size() > 1 && !has(takes_several, options.command))
             refuse(name, value, "llm " + options.command + " takes one; the other commands take several");
         if (has(value, "", ',')) refuse(name, value, "an entry is empty, expected names with commas between");
-        for (std::string &word : words) std::transform(word.begin(), word.end(), word.begin(), tolower);
+        for (std::string &word : words)
+            for (char &c : word) c = (char)tolower((unsigned char)c);
         return words;
     }
 
@@ -294,6 +296,7 @@ struct ReadValue {
         }
     }
     void operator()(Range<double> to) const {
+        if (value == "auto" && has(flag.argument, value)) return (void)(options.*to.field = -1);
         char *end;
         double number = strtod(value.c_str(), &end);
         if (*end || !(number >= to.least && number <= to.most))
@@ -439,7 +442,7 @@ inline const Flag &known_flag(const std::string &name, const std::string &comman
 inline void read_flag(Options &options, const std::vector<std::string> &words, size_t &at) {
     const std::string &word = words[at];
     size_t equals = word[0] == '-' ? word.find('=') : std::string::npos, end = equals;
-    if (word.size() > 2 && isdigit(word[word[2] == '-' ? 3 : 2]) && find_flag(word.substr(0, 2))) end = 2;
+    if (word.size() > 2 && isdigit((unsigned char)word[word[2] == '-' ? 3 : 2]) && find_flag(word.substr(0, 2))) end = 2;
     const std::string name = word.substr(0, end);
     const Flag &flag = known_flag(name, options.command);
     std::string value, argument = flag.argument, first = split(flag.names)[0];
@@ -511,8 +514,9 @@ inline Options parse_options(const std::vector<std::string> &words) {
         if (options.when_full == "ring" && !options.has("--cache")) options.layouts = {Ring{}};
         if (ring && !options.has("--when-full")) options.when_full = "ring";
     }
-    check_together(options);
     if (!options.has("-m")) options.directory = file_of_project("weights_tools/builtin");
+    if (options.temperature < 0) take_sampler(options);
+    check_together(options);
     if (!options.has("-m") && !options.has("--layers") && !file_exists(options.directory))
         fail("%s: the built-in checkpoint is not there: give -m DIR", options.directory.c_str());
     if (options.count < 0) options.count = INT_MAX / 2;  // and with a prompt it is still an int

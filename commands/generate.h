@@ -123,11 +123,48 @@ inline TokenizerPointer open_tokenizer(const Options &options, const std::string
     fail("%s: No such file; %s%s", file.c_str(), cure.c_str(), or_ids.c_str());
 }
 
+// How a checkpoint's generation_config.json draws tokens, as in Transformers: without do_sample none, it takes the
+// likeliest; with it, by 50 at most where it does not say. Temperature 0: there is no such file, or it draws none.
+inline Sampler sampler_of(const std::string &directory) {
+    const std::string name = join_path(directory, "generation_config.json");
+    const Json root = file_exists(name) ? parse_json(name, read_file(name, max_json_bytes), /*as_python=*/true) : Json();
+    const Section own{name, root.get()};
+    if (!own.flag("do_sample", false)) return {};
+    return {own.number("temperature", 0, 1000, 1), own.number("top_p", 0, 1, 1), own.number("min_p", 0, 1, 0),
+            std::max(0, own.integer("top_k", -1, 1 << 30, 50))};
+}
+
+// --temp auto: as the checkpoint asks, but for what other flags say.
+inline void take_sampler(Options &options) {
+    const Sampler own = sampler_of(options.directory);
+    options.temperature = own.temperature;
+    if (!options.has("--top-k")) options.top_k = own.top_k;
+    if (!options.has("--top-p")) options.top_p = own.top_p;
+    if (!options.has("--min-p")) options.min_p = own.min_p;
+}
+
+// Says how the checkpoint asks to be sampled from where it is done otherwise, unless --temp 0 was said.
+inline void note_sampler(const Options &options) {
+    const Sampler own = sampler_of(options.directory);
+    const std::string given = options.has("--temp") ? options.given.at("--temp") : "";
+    if (own.temperature == 0 && given == "auto")
+        note("--temp auto: no generation_config.json asks for tokens to be drawn: the likeliest one is taken");
+    std::string asks = formatted("--temp %g", own.temperature);
+    if (own.top_k) asks += formatted(" --top-k %d", own.top_k);
+    if (own.top_p < 1) asks += formatted(" --top-p %g", own.top_p);
+    if (own.min_p > 0) asks += formatted(" --min-p %g", own.min_p);
+    const bool same = own.temperature == options.temperature && own.top_k == options.top_k &&
+                      own.top_p == options.top_p && own.min_p == options.min_p;
+    if (own.temperature > 0 && !same && given != "auto" && (given.empty() || options.temperature > 0))
+        note("this model's generation_config.json asks for " + asks + ": --temp auto takes that");
+}
+
 // The model and its tokenizer, without a text or a cache yet. The end of a text that tokenizer_config.json names ends
 // it beside those of the model, as with vLLM and mlx-lm.
 inline Session open_model(const Options &options) {
     Session session{open_engine(options, options.directory), open_tokenizer(options, options.directory)};
     Config &config = session.engine.model.config;
+    if (has("generate chat", options.command)) note_sampler(options);
     const int end = session.tokenizer ? tokenizer_end(session.tokenizer.get()) : -1;
     if (end < 0 || end >= config.vocabulary || config.ends(end)) return session;
     config.end_ids.push_back(end);

@@ -918,6 +918,40 @@ TEST_CASE("a model that was tuned for chat says that its template is not applied
     }
 }
 
+TEST_CASE("a checkpoint's own sampling settings are offered where they are not used, and --temp auto takes them") {
+    Scratch scratch;
+    const std::string own = copy_of(builtin, scratch), line = "llm: this model's generation_config.json asks for ";
+    auto err = [&](const std::string &settings, const Words &flags) {
+        spill(own + "/generation_config.json", settings);
+        return run_well(Words{"generate", "-m", own, "-p", "Once", "-n", "1", "-s", "1"} + flags).err;
+    };
+    const std::string settings = R"({"do_sample": true, "temperature": 0.6, "top_p": 0.95, "top_k": 20})",
+                      offer = line + "--temp 0.6 --top-k 20 --top-p 0.95: --temp auto takes that";
+    check_contains(err(settings, {}), offer);
+    check_contains(err(settings, {"--temp", "0.6"}), offer);
+    for (const Words &flags : {Words{"--temp", "auto"}, Words{"--temp", "0"},
+                               Words{"--temp", "0.6", "--top-k", "20", "--top-p", "0.95"}})
+        CHECK(!contains(err(settings, flags), line));
+    // As in Transformers: 50 at most where the file does not say, all where it says 0, and no draw without do_sample.
+    check_contains(err(R"({"do_sample": true, "min_p": 0.1})", {}), line + "--temp 1 --top-k 50 --min-p 0.1: ");
+    check_contains(err(R"({"do_sample": true, "top_k": 0, "temperature": null})", {}), line + "--temp 1: ");
+    for (const std::string &greedy : {R"({"temperature": 0.6})", R"({"do_sample": false, "top_k": 5})"}) {
+        CHECK(!contains(err(greedy, {}), line));
+        check_contains(err(greedy, {"--temp", "auto"}), "llm: --temp auto: no generation_config.json asks for");
+    }
+    // The same text as with the flags; a flag goes before the file.
+    auto said = [&](const Words &flags) {
+        return run_well(Words{"generate", "-m", own, "-p", "Once", "-n", "20", "-s", "3"} + flags).out;
+    };
+    spill(own + "/generation_config.json", R"({"do_sample": true, "temperature": 3, "top_k": 7})");
+    CHECK(said({"--temp", "auto"}) == said({"--temp", "3", "--top-k", "7"}));
+    CHECK(said({"--temp", "auto", "--top-k", "1"}) == said({}));
+    CHECK(said({"--temp", "auto"}) != said({}));
+    spill(own + "/generation_config.json", R"({"do_sample": true, "temperature": "hot"})");
+    check_refused(run({"generate", "-m", own, "-p", "Once", "--temp", "auto"}),
+                  {"generation_config.json: temperature is \"hot\", expected a number from 0 to 1000"});
+}
+
 TEST_CASE("an end that only tokenizer_config.json names ends the text, too, and is said") {
     Scratch scratch;
     std::string ending = copy_of(builtin, scratch);
