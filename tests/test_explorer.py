@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""docs/explorer.html, in a real browser, beside the program; and how docs/read.html looks. Run from the repository's
-root.
+"""docs/explorer.html, in a real browser, next to the program; and how docs/read.html and docs/pictures look. Run from
+the repository's root.
 
     python3 tests/test_explorer.py                      the tests; the environment variable LLM says which program
     python3 tests/test_explorer.py --picture NAME.png   and draws docs/explorer.png
@@ -462,6 +462,51 @@ def test_book(browser, settings):
         assert browser.evaluate(FOCUS_IS_SEEN), width
 
 
+# What is wrong with the labels of an SVG, opened by itself: faint on what is painted under one of five points of it,
+# nearer to an edge than 18 of 800, or on another label.
+BAD_LABELS = """(() => {
+    const numbers = text => text.match(/[\\d.]+/g).map(Number);
+    const linear = x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+    const light = colour => colour.reduce((sum, x, i) => sum + linear(x / 255) * [0.2126, 0.7152, 0.0722][i], 0);
+    const svg = document.documentElement, view = svg.viewBox.baseVal, found = [];
+    const under = (x, y, text) => document.elementsFromPoint(x, y).reverse().reduce((paper, each) => {
+        const style = getComputedStyle(each), fill = each === svg ? style.backgroundColor : style.fill;
+        if (each.tagName === "text" || fill === "none") return paper;
+        const share = (numbers(fill)[3] ?? 1) * (each === svg ? 1 : style.fillOpacity);
+        return paper.map((old, i) => old * (1 - share) + numbers(fill)[i] * share); }, [128, 128, 128]);
+    const texts = [...document.querySelectorAll("text")];
+    const boxes = texts.map(each => each.getBBox());
+    texts.forEach((each, at) => {
+        const box = boxes[at], name = each.textContent, scale = svg.getScreenCTM();
+        if (box.x < 18 || box.x + box.width > view.width - 18 || box.y < 8 || box.y + box.height > view.height - 4)
+            found.push(`${name}: cut, ${Math.round(box.x)} to ${Math.round(box.x + box.width)}`);
+        const ink = light(numbers(getComputedStyle(each).fill).slice(0, 3));
+        const least = Math.min(...[0.02, 0.25, 0.5, 0.75, 0.98].map(share => {
+            const paper = light(under((box.x + share * box.width) * scale.a + scale.e,
+                                      (box.y + box.height / 2) * scale.d + scale.f));
+            return (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05); }));
+        if (least < 4.5) found.push(`${name}: faint, ${least.toFixed(1)} to 1`);
+        for (let other = 0; other < at; other++) {
+            const it = boxes[other];
+            if (it.x < box.x + box.width - 1 && box.x < it.x + it.width - 1 && it.y < box.y + box.height - 5 &&
+                box.y < it.y + it.height - 5) found.push(`${name}: on ${texts[other].textContent}`);
+        } });
+    return found; })()"""
+PICTURES = [path.resolve().as_uri() for path in sorted(pathlib.Path(PAGE[7:]).parent.glob("pictures/*.svg"))]
+
+
+def test_pictures(browser, settings):
+    """docs/pictures: each has a background of its own in light and dark, and no label is faint, cut or on another."""
+    assert PICTURES
+    for picture, colours in itertools.product(PICTURES, ("light", "dark")):
+        browser.open("", 838, colours, picture)
+        where = f"{picture} {colours}"
+        paper = browser.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+        assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}[colours], (where, paper)
+        bad = browser.evaluate(BAD_LABELS)
+        assert not bad, (where, bad)
+
+
 def test_says_and_fetches_nothing(browser, settings):
     """In all of the tests above."""
     browser.evaluate("1")
@@ -470,7 +515,7 @@ def test_says_and_fetches_nothing(browser, settings):
     assert not loud, loud
     fetched = {event["params"]["request"]["url"].split("#")[0] for event in browser.events
                if event["method"] == "Network.requestWillBeSent"}
-    assert fetched <= {PAGE, BOOK, "about:blank"} and PAGE in fetched, fetched
+    assert fetched <= {PAGE, BOOK, "about:blank", *PICTURES} and PAGE in fetched, fetched
 
 
 def main():

@@ -34,14 +34,13 @@ text { font: 15px system-ui, sans-serif; fill: #24292f } .title { font-size: 20p
 .naive { fill: #c2410c } .cached { fill: #0f766e } .soft { fill: #0f766e; fill-opacity: .22 } .none { fill: none }
 .empty { fill: #8c959f; fill-opacity: .16 } .mark { fill: #c2410c; fill-opacity: .25 } .on { fill: #fff }
 .over { fill: #000 } .one { fill: #2563eb } .two { fill: #a16207 } .grey { fill: #8c959f; fill-opacity: .6 }
-.line { fill: none; stroke-width: 2.5 } .s-naive { stroke: #c2410c } .s-cached { stroke: #0f766e } .s-two { stroke: #a16207 }
 .axis { stroke: #8c959f; stroke-width: 1; fill: none } .layer, .plus { stroke: #8c959f; fill: #fff }
+.line { fill: none; stroke-width: 2.5 } .s-naive { stroke: #c2410c } .s-cached { stroke: #0f766e } .s-two { stroke: #a16207 }
 .look { stroke: #24292f; stroke-width: 2; fill: none } .dash { stroke-dasharray: 5 4 } .bold { font-weight: 600 }
 @media (prefers-color-scheme: dark) { svg { background: #0d1117 } .paper, .layer, .plus { fill: #0d1117 }
-text { fill: #e6edf3 } .small { fill: #9198a1 } .naive, .mark { fill: #fb923c } .cached, .soft { fill: #2dd4bf }
-.s-naive { stroke: #fb923c } .s-cached { stroke: #2dd4bf } .on { fill: #0d1117 } .over { fill: #000 }
-.one { fill: #79b8ff } .two { fill: #e3b341 } .s-two { stroke: #e3b341 }
-.look { stroke: #e6edf3 } }
+text { fill: #e6edf3 } .small { fill: #a8b0ba } .naive, .mark { fill: #fb923c } .cached, .soft { fill: #2dd4bf }
+.s-naive { stroke: #fb923c } .s-cached { stroke: #2dd4bf } .on { fill: #0d1117 }
+.one { fill: #79b8ff } .two { fill: #e3b341 } .s-two { stroke: #e3b341 } .look { stroke: #e6edf3 } }
 """
 # f32 to int2, from dark to light.
 RAMP = {"f32": "#134e4a", "f16": "#115e59", "bf16": "#0f766e", "fp8": "#0d9488", "int8": "#14b8a6", "int4": "#5aa9e6",
@@ -77,6 +76,11 @@ class Picture:
                         f"<title>{self.title}</title><style>{STYLE}</style>\n{kept}"
                         '<rect width="100%" height="100%" class="paper"/>\n' + "\n".join(self.parts) + "\n</svg>\n")
         print(path)
+
+
+def over(opacity):
+    """The style of a text on a box of this opacity, so that it can be read on white and on black."""
+    return "on" if opacity > 0.85 else "over" if opacity > 0.56 else ""
 
 
 class Axes:
@@ -127,7 +131,7 @@ class Engine:
 
 
 def head(llm):
-    picture = Picture("Each token looks at itself and at what stands before it", 330)
+    picture = Picture("Each token looks at itself and at what came before it", 330)
     rows = [llm.show(position, "--cache", "none") for position in range(4)]
     names = [token["text"].strip('"').strip() or "(begin)" for token in rows[3]["prompt"]]
     for i, name in enumerate(names):
@@ -141,12 +145,12 @@ def head(llm):
             picture.box(x, y, 100, 42, "cached" if j <= i else "empty",
                         f'fill-opacity="{0.12 + 0.88 * weight:.3g}"' if j <= i else "")
             if j <= i:
-                picture.text(x + 50, y + 27, f"{100 * weight:.1f}", "on" if weight > 0.45 else "", "middle")
+                picture.text(x + 50, y + 27, f"{100 * weight:.1f}", over(0.12 + 0.88 * weight), "middle")
             else:
                 picture.text(x + 50, y + 27, "not seen", "small", "middle")
-    picture.text(640, 124, "A row adds up to 100:", "small")
-    picture.text(640, 144, "softmax of q · k / √D.", "small")
-    picture.text(640, 228, "Grey: the causal mask.", "small")
+    picture.text(632, 124, "A row adds up to 100:", "small")
+    picture.text(632, 144, "softmax of q · k / √D.", "small")
+    picture.text(632, 228, "Grey: the causal mask.", "small")
     picture.text(20, 318, "Head 4 of layer 2 of the built-in model (llm show).", "small")
     return picture
 
@@ -271,10 +275,10 @@ def one_row_appended(llm):
             picture.text(x + 12, y + 22, numbers, "mono on" if i == 4 else "mono")
     for i, token in enumerate(found["prompt"]):
         picture.text(135, 112 + i * 40, token["text"].strip('"').strip() or "(begin)", "bold" if i == 4 else "", "end")
-    picture.text(660, 112, "read:", "small")
-    picture.text(660, 132, "computed once,", "small")
-    picture.text(660, 152, "never changed", "small")
-    picture.text(660, 272, "new: appended", "cached bold")
+    picture.text(651, 112, "read:", "small")
+    picture.text(651, 132, "computed once,", "small")
+    picture.text(651, 152, "never changed", "small")
+    picture.text(651, 272, "new: appended", "cached bold")
     picture.box(150, 312, 230, 34, "none", 'stroke="#c2410c" stroke-dasharray="5 4"')
     picture.text(162, 334, "  ".join(f"{number:7.4f}" for number in found["query"][:2]) + "  ..", "mono")
     picture.text(135, 334, "query", "", "end")
@@ -343,7 +347,7 @@ def layouts(llm):
             style = cells.get(row, (None, "empty"))
             picture.box(222 + row * 23, y, 21, 34, style[1])
             if style[0] is not None:
-                picture.text(232 + row * 23, y + 22, style[0], "small" if style[1] != "cached" else "on", "middle")
+                picture.text(232 + row * 23, y + 22, style[0], "mono", "middle")
             if row % 4 == 0:
                 picture.text(232 + row * 23, y + 50, row, "small", "middle")
     rows(70, "contiguous", ("row = position", "all rows reserved"), {t: (t, "soft") for t in range(11)}, 24)
@@ -382,14 +386,22 @@ def pages_of_two(llm):
 
 
 def kinds(llm):
-    picture = Picture("A local layer gives back the pages that it no longer sees", 352)
+    picture = Picture("A local layer gives back the pages that it no longer sees", 376)
     ids = ",".join(str(3 + 7 * i % 40) for i in range(72))
+    notes = (("the query at 71 sees only these", "–: given back. The pages 0 and 1 were used again for the newest positions"),
+             ("", "it sees all positions, so it holds all pages"))
     for i, name in enumerate(("a local layer", "a global layer")):
         shown = llm("show", "-m", "tests/fixtures/models/gemma3", "--ids", ids, "--layer", str(i), "--head", "0",
                     "--cache", "paged", "--page", "4")
         weights = {one["position"]: one["weight"] for one in shown["positions"]}
-        table, y, most = shown["place"]["page_table"], 66 + i * 132, max(weights.values())
+        table, y, most = shown["place"]["page_table"], 58 + i * 140, max(weights.values())
         picture.text(20, y + 14, f"{name} sees {len(weights)} of 72", "bold")
+        left = 20 + min(weights) // 4 * 42.2 + min(weights) % 4 * 10 - 2
+        picture.box(left, y + 22, 780 - left, 34, "look")
+        picture.text(780, y + 14, notes[i][0], "", "end")
+        given_back = sum(physical < 0 for physical in table) or len(table)
+        picture.line([(20, y + 94), (20, y + 98), (given_back * 42.2 + 16, y + 98), (given_back * 42.2 + 16, y + 94)], "look")
+        picture.text(20, y + 116, notes[i][1])
         for page, physical in enumerate(table):
             x = 20 + page * 42.2
             for t in range(4 * page, 4 * page + 4):
@@ -397,8 +409,9 @@ def kinds(llm):
                 picture.box(x + t % 4 * 10, y + 24, 9, 30, style, extra)
             picture.box(x - .5, y + 60, 40, 30, "empty" if physical < 0 else "soft")
             picture.text(x + 19.5, y + 80, "–" if physical < 0 else physical, "small" if physical < 0 else "", "middle")
-    picture.text(20, 322, "Above: positions 0 to 71, darker where the query at 71 puts more weight. Below: the page table, P = 4.", "small")
-    picture.text(20, 342, "–: given back, 32 positions at a time. Pages 0 and 1 are in use again.", "small")
+    picture.text(20, 344, "Above: positions 0 to 71, stronger where the query at 71 puts more weight. Below: the page table, P = 4.",
+                 "small")
+    picture.text(20, 364, "tests/fixtures/models/gemma3 (llm show). Pages are given back 32 positions at a time.", "small")
     return picture
 
 
@@ -435,12 +448,13 @@ def residues(llm):
 
 
 def int4_block(llm):
-    picture = Picture("int4 keys: the 32 positions of a channel share a scale", 392)
+    picture = Picture("int4 keys: the 32 positions of a channel share a scale", 412)
     ids = ",".join(map(str, range(3, 43)))
     exact = llm("show", "-m", "tests/fixtures/huge_keys", "--ids", ids, "--kv", "f32")["positions"]
     picture.text(20, 74, "channel", "small")
     picture.text(90, 74, "positions 0 .. 31: codes from 0 to 15", "small")
-    picture.text(556, 74, "32 .. 39 wait at f16", "small")
+    picture.text(548, 74, "their scale", "small")
+    picture.text(782, 74, "32 .. 39 wait at f16", "small", "end")
     for line, channel in enumerate((0, 1, 2, 27, 30, 31)):
         y, numbers = 84 + line * 36 + 16 * (line > 2) + 16 * (line > 3), [row["key"][channel] for row in exact]
         low, high = min(numbers[:32]), max(numbers[:32])
@@ -452,17 +466,18 @@ def int4_block(llm):
             code = round((number - low) / scale) if scale else 0
             picture.box(90 + t * 14, y, 12, 28, "cached", f'fill-opacity="{0.1 + 0.06 * code:.3g}"')
         for t in range(8):
-            picture.box(556 + t * 14, y, 12, 28, "mark")
-        picture.text(796, y + 13, f"zero point {low:.2f}", "small", "end")
-        picture.text(796, y + 27, f"scale {scale:.2f}", "small", "end")
-    picture.text(90, 354, "The stronger the colour, the larger the code. number ≈ zero point + scale · code", "small")
-    picture.text(20, 382, "Keys of tests/fixtures/huge_keys (llm show): channel 31 lies near 300, and its steps are small.",
-                 "small")
+            picture.box(670 + t * 14, y, 12, 28, "mark")
+        picture.box(86, y - 3, 574, 34, "axis")
+        picture.text(546, y + 12, f"zero point {low:.1f}", "small")
+        picture.text(546, y + 26, f"scale {scale:.2f}", "small")
+    picture.text(20, 362, "A frame is what is stored of a channel: the stronger the colour, the larger the code.", "small")
+    picture.text(20, 382, "number ≈ zero point + scale · code. Channel 31 is near 300, and its steps are small.", "small")
+    picture.text(20, 402, "Keys of tests/fixtures/huge_keys (llm show).", "small")
     return picture
 
 
 def blocks_of_32(llm):
-    picture = Picture("A block of int4 keys is turned: a stored row holds a channel", 420)
+    picture = Picture("A block of int4 keys is turned: a stored row holds a channel", 426)
     words = ("show", "--ids", ",".join(map(str, range(1, 33))), "--layer", "2", "--head", "4", "--kv", "f32")
     column = [row["key"][5] for row in llm(*words)["positions"]]
     top, side, left, right, low, high = 92, 8.5, 60, 500, min(column), max(column)
@@ -567,10 +582,11 @@ def three_batches(llm):
     colours = dict(zip("ABCD", ("one", "two", "cached", "naive")))
     def cell(at, y, name, tokens, padded):
         x, share = 130 + at * 32, tokens / padded
-        picture.box(x, y, 30 * share, 30, colours[name], 'fill-opacity=".55"' if padded == 1 else "")
-        if share < 1:
+        picture.box(x, y, 30 * share, 30, colours[name], 'fill-opacity=".35"' if padded == 1 else "")
+        if share < 1:  # the number where there is more room
             picture.box(x + 30 * share, y, 30 * (1 - share), 30, "grey")
-        picture.text(x + 15, y + 20, name if padded == 1 else tokens, "on bold", "middle")
+        picture.text(x + (15 if share in (0, 1) else 15 * share if share > 0.5 else 15 + 15 * share), y + 20,
+                     name if padded == 1 else tokens, "bold" if padded == 1 or share <= 0.5 else "on bold", "middle")
     def panel(y, name, note, rows):  # rows: a place, its cells (name, tokens, padded to) or None
         picture.text(20, y + 20, name, "bold")
         picture.text(20, y + 38, f"{len(rows[0])} passes", "small")
@@ -620,7 +636,7 @@ def three_batches(llm):
 
 def pages_shared(llm):
     """Who holds which page while a pass computes: a page that several hold has the colours of all."""
-    picture = Picture("Four questions about one story hold its pages together", 410)
+    picture = Picture("Four questions about one story hold its pages together", 430)
     with tempfile.TemporaryDirectory() as folder:
         _, events = batch_run(llm, folder, "docs/agents.jsonl", "-n", "20", "-np", "2")
         columns = [rest for _, *rest in tables.passes(events)]
@@ -640,8 +656,18 @@ def pages_shared(llm):
             for i, style in enumerate(styles):
                 share = (width - 2) / len(styles)
                 picture.box(left + at * width + i * share, top + page * height, share, height - 2, style)
+    shared = [page for page in range(pages) if all(sum(page in table for table in held.values()) > 1
+                                                   for held, _ in columns[1:])]
+    x, y = left + width - 2, top + min(shared) * height - 2
+    picture.box(x, y, WIDTH - 22 - x, len(shared) * height + 2, "look")
+    at = top + (max(shared) + 2) * height + 14
+    picture.line([(x + 20, y + len(shared) * height + 2), (x + 20, at - 12)], "look")
+    picture.text(x + 12, at, "the story: read in pass 1, held by two requests at a time from then on", "")
+    copies = sorted(set.difference(*({page for table in held.values() for page in table} for held, _ in columns[:2])))
+    picture.text(x + 12, at + 20, "(in pass 1 both read it; then the second copy, pages "
+                 f"{copies[0]} to {copies[-1]}, is given back)", "small")
     x, y = left, top + pages * height + 24
-    for name, style in [*colours.items(), ("known, held by nobody", "grey"), ("free", "empty")]:
+    for name, style in [*colours.items(), ("known, held by no one", "grey"), ("free", "empty")]:
         picture.box(x, y - 12, 15, 15, style)
         picture.text(x + 20, y, name, "small")
         x += 44 + 7.2 * len(name)
@@ -750,7 +776,7 @@ def batch_steps(llm):
     model, weights, cache, times = llm.measured(measure)
     times = {(depth, size): time for depth, size, time in times}
     longer = [times[depth, 16] / times[depth, 1] for depth in depths]
-    picture = Picture(f"16 texts in a pass take {min(longer):.1f} to {max(longer):.1f} times as long as one", 390)
+    picture = Picture(f"16 texts in a pass take {min(longer):.1f} to {max(longer):.1f} times as long as one", 396)
     most = max(times.values())
     top = next(f * 10**p for p in range(-1, 5) for f in (1, 2, 4, 5, 8) if f * 10**p >= most)
     axes = Axes(picture, (80, 80, 540, 300), (0, 16), (0, top))
@@ -787,7 +813,7 @@ def guesses(llm):
         return [found[0]["device"], [[[round(row[key], 3) for key in keys] for row in one["results"][:6]] for one in found]]
     device, results = llm.measured(measure)
     top = math.ceil(0.2 + max(max(row[1:3]) for rows in results for row in rows))
-    picture = Picture("Guesses pay where five tokens cost little more than one", 410)
+    picture = Picture("Guesses pay if they are right and cost little", 396)
     axes = Axes(picture, (80, 80, 430, 300), (0, 5), (0, top))
     axes.ticks(range(6), range(top + 1), "guesses of a pass", "times as fast as without")
     picture.line([axes.at(0, 1), axes.at(5, 1)], "axis")
