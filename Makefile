@@ -1,5 +1,5 @@
 # make          names and installs what is missing, says what it found, builds ./llm
-# make run      generates from the built-in checkpoint with the KV cache, then beside the naive path
+# make run      the built-in checkpoint beside its naive path, then a text that it generates with the KV cache
 # make test     builds and runs all tests; the last line is "N passed, N failed"
 # make docs-check   the commands, outputs, code and links of README and docs/; make test-explorer: docs/explorer.html in
 #               a browser, beside the program. Both are parts of make test
@@ -91,11 +91,11 @@ all: need
 	$(AGAIN) found llm
 
 run: all
-	@echo; echo "With the KV cache:  ./llm generate -n 200 -p \"$(PROMPT)\""; echo
-	@./llm generate -n 200 -p "$(PROMPT)"
-	@echo; echo "Without and with, side by side:  ./llm diff -n 200 -p \"$(PROMPT)\""; echo
+	@echo; echo "Without and with the KV cache, side by side:  ./llm diff -n 200 -p \"$(PROMPT)\""; echo
 	@./llm diff -n 200 -p "$(PROMPT)"
 	@echo; echo "What happened there: docs/01_a_word.md, the first of thirteen short chapters."
+	@echo; echo "With the KV cache:  ./llm generate -n 200 -p \"$(PROMPT)\""; echo
+	@./llm generate -n 200 -p "$(PROMPT)"
 
 plain: need
 	$(AGAIN) found llm-plain
@@ -206,6 +206,7 @@ llm: build/llm.o $(OBJECTS)
 	$(if $(NVCC),$(NVCC) -ccbin $(CXX) -Xcompiler "$(OPENMP)",$(CXX) $(OPENMP)) $^ $(LIBS) $(if $(NVCC),$(CUDA_LIBS)) -o $@
 
 build/llm.o: $(SOURCES) build/flags
+	@echo "compiling takes one to three minutes$(if $(NVCC),$(comma) and some more for the GPU)"
 	$(if $(NVCC),$(NVCC) -ccbin $(CXX) $(NVCCFLAGS),$(CXX) $(CXXFLAGS) -x c++) -c llm.cu -o $@
 
 build/%.o build/asan/%.o: fast/%.cpp $(wildcard fast/*.h) $(STORY) build/flags

@@ -522,10 +522,10 @@ int main(int argc, char **argv) {
     try {
         return run({argv + 1, argv + argc});
     } catch (const Error &error) {
-        fprintf(stderr, "llm: %s\n", error.what());
+        fputs(said(error.what()).c_str(), stderr);
         return error.status;
     } catch (const std::exception &error) {
-        fprintf(stderr, "llm: %s: shorten the prompt or lower -c\n", error.what());
+        fputs(said(error.what()).c_str(), stderr);
     }
     return 2;
 }

@@ -87,6 +87,13 @@ struct Unmap {
     size_t size = 0;
     void operator()(const char *data) const { munmap(const_cast<char *>(data), size); }
 };
+// Device and number of each file that was read: what is written replaces none of them.
+inline std::set<std::pair<dev_t, ino_t>> files_read;
+inline void remember_read(const std::string &path) {
+    struct stat status;
+    if (stat(path.c_str(), &status) == 0) files_read.insert({status.st_dev, status.st_ino});
+}
+
 using Mapping = std::unique_ptr<const char, Unmap>;  // a whole file, read-only; its size is get_deleter().size
 
 inline std::string join_path(const std::string &directory, const std::string &name) {
@@ -116,6 +123,7 @@ inline Mapping map_file(const std::string &path) {
         problem = strerror(errno);
     close(descriptor);
     if (problem) fail("%s: %s", path.c_str(), problem);
+    files_read.insert({status.st_dev, status.st_ino});
     return Mapping((const char *)data, Unmap{(size_t)status.st_size});
 }
 

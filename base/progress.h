@@ -5,6 +5,7 @@
 #include <chrono>
 #include <csignal>
 #include <new>
+#include <utility>
 
 #include "json.h"
 
@@ -36,16 +37,25 @@ inline void erase_progress() {
     if (progress_stands.exchange(false) && write(2, "\033[J", 3) < 0) return;
 }
 
-// Of a file that is being written the name, while it is not complete. It goes with a process that a signal ends.
-inline std::atomic<const char *> unfinished{nullptr};
+// What is done otherwise than it was asked for, or might surprise: it is said when the work begins, so that an error
+// before that is the only line.
+inline std::optional<std::string> held_notes = "";
+inline void begin_work() {
+    if (held_notes) fputs(std::exchange(held_notes, std::nullopt)->c_str(), stderr);
+}
+
+// Names of files that are not yet complete, nullptr for none. These files go with a process that a signal ends.
+inline std::atomic<const char *> unfinished[4] = {};
 inline void leave_nothing() {
     erase_progress();
-    if (const char *name = unfinished) unlink(name);
+    for (const char *name : unfinished)
+        if (name) unlink(name);
 }
 
 // What main() begins with. Where memory ends: also where no exception may pass, in the threads of a parallel region.
 inline void prepare_process() {
     std::set_new_handler([] {
+        leave_nothing();
         fputs("llm: not enough memory: shorten the prompt or lower -c\n", stderr);
         _exit(2);
     });
@@ -70,7 +80,7 @@ public:
     // Inside another one it says nothing, but counts for that.
     Progress(const std::string &what, double total, const char *unit = "tokens")
         : what_(what), unit_(unit), total_(total), outer_(current_ != nullptr) {
-        if (!outer_) current_ = this;
+        if (!outer_) current_ = this, begin_work();
     }
     Progress(const Progress &) = delete;
     ~Progress() {

@@ -1,7 +1,7 @@
 // Text to ids and back: tokenizer.c for C++, whose errors are exceptions and whose memory goes by itself.
 #pragma once
 
-#include "json.h"
+#include "progress.h"
 #include "tokenizer.h"
 
 using TokenizerPointer = std::unique_ptr<Tokenizer, decltype(&tokenizer_free)>;
@@ -11,7 +11,22 @@ inline TokenizerPointer load_tokenizer(const std::string &directory) {
     std::string file = join_path(directory, "tokenizer.json"), config = join_path(directory, "tokenizer_config.json");
     Tokenizer *tokenizer = tokenizer_load(file.c_str(), config.c_str(), error, sizeof error);
     if (!tokenizer) fail("%s", error);
+    remember_read(file), remember_read(config);
     return TokenizerPointer(tokenizer, tokenizer_free);
+}
+
+// A line on standard error. It may quote what is no UTF-8: such bytes are shown as \xNN.
+inline std::string said(const std::string &line) {
+    std::string result = "llm: ";
+    for (size_t at = 0; at < line.size();) {
+        const size_t valid = utf8_valid(line.data() + at, line.size() - at);
+        result += line.substr(at, valid), at += valid;
+        if (at < line.size()) result += formatted("\\x%02x", (unsigned char)line[at++]);
+    }
+    return result + "\n";
+}
+inline void note(const std::string &line) {
+    held_notes ? (void)(*held_notes += said(line)) : (void)fputs(said(line).c_str(), stderr);
 }
 
 // `what` the text is called in the message.

@@ -58,7 +58,7 @@ inline Request read_request(const std::string &name, const std::string &line, co
 // What is wrong with a request ends the program, or is said and counted.
 inline void leave_out(const Options &options, const Error &error, int &wrong) {
     if (!options.keep_going) throw error;
-    note(error.what());
+    begin_work(), note(error.what());
     wrong++;
 }
 
@@ -138,7 +138,7 @@ struct BatchRun {
     }
     void open_events() {
         if (!options.has("--events")) return;
-        events = std::make_unique<PartFile>(options, options.events, "--events");
+        events = std::make_unique<PartFile>(options.events, "--events");
         cache.tell = [&](const PageEvent &page) { tell_page(page); };
         // `known`: positions that it has in the cache, for one that comes in those that were found.
         schedule.tell = [&](const std::string &what, const Request &request) {

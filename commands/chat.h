@@ -261,7 +261,7 @@ inline int run_chat(const Options &options) {
     rl_bind_key('\t', rl_insert);  // and no names of files
     Chat chat = open_chat(options);
     LogitsFile dump(options, chat.session.engine.model.config.vocabulary);
-    if (on_terminal) note("/help says what else there is");
+    if (on_terminal) begin_work(), note("/help says what else there is");
     for (std::string line; next_line(line, on_terminal) && line != "/bye";) {
         const std::vector<Turn> before = chat.turns;
         if (line[0] == '/') line.erase(line.find_last_not_of(' ') + 1);

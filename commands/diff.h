@@ -201,9 +201,7 @@ inline int run_diff_draft(const Options &options);  // draft.h
 inline int run_diff(const Options &options) {
     if (!options.draft.empty()) return run_diff_draft(options);
     Session session = open_session(options);
-    if (reason_to_stop(session, options))
-        fail("the prompt has %d tokens and fills the context: shorten it, so that a step can be compared",
-             session.prompt);
+    stop_if_interrupted();  // a step at least is compared
     const std::string &against = options.against;
     std::vector<DiffResult> results;
     int width = 11;  // columns of the longest name

@@ -29,7 +29,7 @@ inline Drafter open_drafter(const Options &options, const Session &session, cons
     if (options.draft.empty()) return drafter;
     const Config &target = session.engine.model.config;
     drafter.most = options.draft_tokens, drafter.vocabulary = target.vocabulary;
-    drafter.rejection = options.draft_rule == "leviathan";
+    drafter.rejection = options.draft_rule == "leviathan" && options.temperature > 0;
     drafter.pauses = options.draft == "ngram" && !drafter.rejection;
     auto require_slack = [&](const Cache &of, const char *whose) {
         if (drafter.most >= chunk_of(of))
@@ -150,8 +150,8 @@ struct DraftRow {
 inline int run_bench_draft(const Options &options) {
     Session session = open_session(options);
     if (session.limit - session.prompt < options.draft_tokens + 2)
-        fail("-n: the prompt has %d tokens, and the context %d: too few are left to guess %d of them", session.prompt,
-             session.limit, options.draft_tokens);
+        fail("-n: the prompt has %s, and the context %d: too few are left to guess %d of them",
+             counted(session.prompt, "token").c_str(), session.limit, options.draft_tokens);
     const Sampler sampler{options.temperature, options.top_p, options.min_p, options.top_k, (uint64_t)options.seed};
     std::vector<DraftRow> rows;
     for (int guesses = 0; guesses <= options.draft_tokens; guesses++) rows.push_back({guesses, false});

@@ -309,16 +309,22 @@ struct ReadValue {
             refuse(name, value, "expected 1 to 2^53 bytes, as 40GiB, 8G or 1.5 GB (K .. T, KiB .. TiB, kB .. TB)");
     }
     void operator()(std::vector<Layout> Options::*field) const {
-        (options.*field).clear();
+        (options.*field).clear(), options.naive = false;
         for (const std::string &word : names())
             word == "none" ? (void)(options.naive = true) : (options.*field).push_back(parse_layout(name, word));
     }
-    // fp16, float16, bfloat16, fp32 and float32 are what others call f16, bf16 and f32.
+    // fp16, float16, bfloat16, fp32 and float32 are what others call f16, bf16 and f32; llama.cpp's q8_0 has as many
+    // bits as int8, and q4_0 as int4, in groups of other numbers.
     void operator()(std::vector<Precision> Options::*field) const {
         (options.*field).clear();
         for (std::string word : names()) {
             if (has("fp16 fp32 float16 float32 bfloat16", word))
                 word = (word[0] == 'b' ? "bf" : "f") + word.substr(word.size() - 2);
+            if (has("q8_0 q4_0 q4_1", word)) {
+                note(formatted("%s %s: taken as int%c, which is the type of so many bits here", name.c_str(),
+                               word.c_str(), word[1]));
+                word = std::string("int") + word[1];
+            }
             (options.*field).push_back(parse_precision(name, word));
         }
         if (name == "--kv") options.types_v = options.types_k;
@@ -332,7 +338,7 @@ inline bool any_blocks(const Options &o) {
     return any(o.types_k) || any(o.types_v);
 }
 
-// Refuses flags that contradict each other or would have no effect.
+// Refuses flags that contradict each other.
 inline void check_together(const Options &o) {
     auto refuse_if = [&](bool wrong, const std::string &names, const std::string &why) {
         for (const std::string &name : split(names))
@@ -356,11 +362,6 @@ inline void check_together(const Options &o) {
     refuse_if(texts_drawn && o.temperature == 0, "--samples", "at --temp 0 all are the same: raise --temp");
     refuse_if(texts_drawn && o.count == 0, "--samples", "with -n 0 there is nothing to draw: raise -n");
     refuse_if(o.naive && in("batch"), "--cache", "many requests need a cache: " + layout_names());
-    const std::string no_draft = "is about guesses: add --draft DIR or ngram, or drop it";
-    refuse_if(o.draft.empty(), "--draft-tokens --draft-rule", no_draft);
-    refuse_if(o.draft_rule == "leviathan" && o.temperature == 0, "--draft-rule",
-              "at --temp 0 both rules say the same: raise --temp, or drop it");
-    refuse_if(o.draft.empty() && in("bench"), "-p -f --ids --temp --top-k --top-p --min-p -s", no_draft);
     refuse_if(!o.draft.empty() && in("bench"), "--depth --prefill -np",
               "guesses are timed behind the prompt of one text: drop --draft, or this");
     refuse_if(!o.draft.empty() && in("diff"), "--against --tolerance",
@@ -373,9 +374,6 @@ inline void check_together(const Options &o) {
         formatted("each of %d requests at once (-np) takes a token of a pass: raise it, or lower -np", o.sequences));
     refuse_if((in("batch") || o.forks()) && !missing(Paged{}) && any_blocks(o) && o.page % group_size, "--page",
               formatted("pages that are shared hold whole blocks of %d: give a multiple", group_size));
-    refuse_if(o.layouts.empty(), "--kv -ctk -ctv", "is the type of a cache" + found + ": drop one of the two");
-    refuse_if(o.layouts.empty(), "--swa-full", "is about what a cache keeps" + found + ": drop one of the two");
-    refuse_if(shape > 0, "--swa-full", "layers of a shape look back to the first position and keep all: drop it");
     refuse_if(missing(Paged{}), "--page --pool --admission", "belongs to --cache paged" + found);
     refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
     refuse_if(o.when_full == "ring" && (missing(Ring{}) || o.naive), "--cache",
@@ -383,8 +381,6 @@ inline void check_together(const Options &o) {
     refuse_if(o.when_full != "ring" && !missing(Ring{}), "--when-full", "a ring is never full: leave one out");
     refuse_if(!missing(Ring{}) && in("generate chat show batch"), "-c",
               "a ring holds --window and --sinks without end: drop -c");
-    refuse_if(o.temperature == 0, "--top-k --top-p --min-p",
-              "changes nothing at --temp 0, which takes the likeliest token: raise --temp, or drop it");
     const std::string of_cpu = "is for the CPU, found --device cuda: drop one of the two, or use --device auto";
     refuse_if(o.device == "cuda" && o.weights != "stored", "--weights", of_cpu);
     refuse_if(o.device == "cuda" && o.activations == "bf16", "--activations", of_cpu);
@@ -442,7 +438,8 @@ inline const Flag &known_flag(const std::string &name, const std::string &comman
 inline void read_flag(Options &options, const std::vector<std::string> &words, size_t &at) {
     const std::string &word = words[at];
     size_t equals = word[0] == '-' ? word.find('=') : std::string::npos, end = equals;
-    if (word.size() > 2 && isdigit((unsigned char)word[word[2] == '-' ? 3 : 2]) && find_flag(word.substr(0, 2))) end = 2;
+    const unsigned char digit = word.size() > 2 ? word[word[2] == '-' ? 3 : 2] : 0;
+    if (isdigit(digit) && find_flag(word.substr(0, 2))) end = 2;
     const std::string name = word.substr(0, end);
     const Flag &flag = known_flag(name, options.command);
     std::string value, argument = flag.argument, first = split(flag.names)[0];
@@ -457,23 +454,24 @@ inline void read_flag(Options &options, const std::vector<std::string> &words, s
     }
     if (!argument.empty() && value.empty() && first != "-p")
         refuse(name, "", "its value is empty, expected " + argument);
-    const bool several = std::holds_alternative<std::vector<std::string> Options::*>(flag.value);
-    if (!options.given.emplace(first, value).second && !several) refuse(name, "", "given twice, keep one of them");
+    options.given[first] = value;
     std::visit(ReadValue{options, flag, name, value}, flag.value);
 }
 
 // Standard input is called -. A pipe is read to its end. The newline that ends the last line, and the byte order mark
 // that some editors begin with, are not the text's: a model would take them for tokens.
 inline std::string read_text(const std::string &name) {
-    constexpr size_t limit = 1 << 30;
     std::unique_ptr<FILE, int (*)(FILE *)> file(name == "-" ? stdin : fopen(name.c_str(), "rb"), fclose);
     if (!file) refuse("-f", name, strerror(errno));
+    struct stat status = {};
+    if (fstat(fileno(file.get()), &status) == 0) files_read.insert({status.st_dev, status.st_ino});
+    const size_t limit = S_ISCHR(status.st_mode) ? 1 << 20 : 1 << 28;  // a device such as /dev/zero has no end
     std::string text;
     char part[1 << 16];
     for (size_t count; text.size() <= limit && (count = fread(part, 1, sizeof part, file.get())) > 0;)
         text.append(part, count);
     if (ferror(file.get())) refuse("-f", name, std::string(strerror(errno)) + ", expected a file or a pipe");
-    if (text.size() > limit) refuse("-f", name, "is longer than 1 GiB, which no context holds");
+    if (text.size() > limit) refuse("-f", name, formatted("is longer than %zu MiB, expected a text", limit >> 20));
     if (has("\xff\xfe \xfe\xff", text.substr(0, 2)))
         refuse("-f", name, "is UTF-16, expected UTF-8, which iconv -f UTF-16 -t UTF-8 makes of it");
     const bool marked = text.compare(0, 3, "\xef\xbb\xbf") == 0;
@@ -514,6 +512,12 @@ inline Options parse_options(const std::vector<std::string> &words) {
         if (options.when_full == "ring" && !options.has("--cache")) options.layouts = {Ring{}};
         if (ring && !options.has("--when-full")) options.when_full = "ring";
     }
+    // What comes through a pipe, or from a file with <, is the prompt where no other is given.
+    struct stat status = {};
+    const bool piped = fstat(0, &status) == 0 && (S_ISFIFO(status.st_mode) || S_ISREG(status.st_mode));
+    const bool given = options.has("-p") || options.has("-f") || options.has("--ids");
+    if (piped && !given && has("generate diff show tokenize batch", command))
+        options.given["-f"] = options.prompt_file = "-";
     if (!options.has("-m")) options.directory = file_of_project("weights_tools/builtin");
     if (options.temperature < 0) take_sampler(options);
     check_together(options);

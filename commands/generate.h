@@ -10,9 +10,6 @@
     fail("%s%s%.80s: %s", flag.c_str(), value.empty() ? "" : " ", value.c_str(), why.c_str());
 }
 
-// What is done otherwise than it was asked for, or might surprise.
-inline void note(const std::string &line) { fprintf(stderr, "llm: %s\n", line.c_str()); }
-
 // `least`: bytes of weights that are worth a thread of their own.
 inline Engine open_engine(const Options &options, const std::string &directory, int64_t least = 1) {
     const bool of_cpu = options.weights == "int8" || options.activations == "bf16";
@@ -41,9 +38,6 @@ inline std::vector<CacheShape> cache_shapes(const Options &options, const std::v
     if (shape.sinks >= shape.window)
         fail("--sinks %d: a window of %d positions, expected fewer sinks than that: lower --sinks or raise --window",
              shape.sinks, shape.window);
-    auto looks_back = [](const Kind &kind) { return kind.window > 0; };
-    if (options.keep_all && std::none_of(kinds.begin(), kinds.end(), looks_back))
-        fail("--swa-full: no layer of this model looks back over a window, all keep all positions: drop the flag");
     std::vector<CacheShape> shapes;
     for (const Kind &kind : kinds) {
         shape.layers = kind.layers, shape.kv_heads = kind.kv_heads;
@@ -101,7 +95,7 @@ inline int limit_of(const Options &options, const Config &config, int prompt, bo
         fail("-c %d: this model was made for %d positions: lower -c%s", options.context, config.context, ring);
     const std::string raise = formatted(", raise -c (this model was made for %d)", config.context);
     if (prompt > limit)
-        fail("the prompt has %d tokens, the context holds %d: shorten it%s%s", prompt, (int)limit,
+        fail("the prompt has %s, the context holds %d: shorten it%s%s", counted(prompt, "token").c_str(), (int)limit,
              limit < config.context ? raise.c_str() : "", ring);
     return (int)std::min<int64_t>(INT_MAX, options.context ? limit : std::min(limit, wanted));
 }
@@ -253,6 +247,7 @@ inline double cache_read(const Model &model, const Cache &cache, int positions) 
 
 // Standard output may be a full disk. (A pipe that nobody reads ends the program by SIGPIPE.)
 inline void flush_output() {
+    begin_work();
     if (fflush(stdout) != 0 || ferror(stdout))
         throw Error("standard output: not all could be written: is the disk full?", 1);
 }
@@ -267,27 +262,26 @@ inline std::string on_one_line(const std::string &text) {
     return result;
 }
 
-// A file that a flag names. Written beside its place and moved there when it is whole.
+// A file that a flag names. It is written under another name in the same folder, and gets its own when it is whole.
 class PartFile {
 public:
-    PartFile(const Options &reads, const std::string &path, const std::string &flag)
-        : path_(path), part_(path + ".part"), flag_(flag) {
-        const std::filesystem::path file = path, folder = file.has_parent_path() ? file.parent_path() : ".";
-        std::error_code none;  // where nothing is yet, it is another file
-        bool own = std::filesystem::equivalent(file, reads.prompt_file, none);
-        for (const std::string &model : {reads.directory, reads.draft})
-            own |= file_exists(path) && has(".json .jinja .safetensors", file.extension()) &&
-                   std::filesystem::equivalent(folder, model, none);
-        if (own) refuse(flag, path, "is a file that is read: name another");
+    PartFile(const std::string &path, const std::string &flag) : path_(path), flag_(flag) {
         struct stat status;
-        if (stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
+        if (lstat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
             refuse(flag, path, "is not a regular file: name one, or one that is not there yet");
-        file_.reset(fopen(part_.c_str(), "wb"));
-        if (!file_) refuse(flag, path, std::string("cannot write there: ") + strerror(errno));
-        unfinished = part_.c_str();
+        if (stat(path.c_str(), &status) == 0 && files_read.count({status.st_dev, status.st_ino}))
+            refuse(flag, path, "is a file that is read: name another");
+        int descriptor = -1;
+        for (int i = 0; descriptor < 0 && (i == 0 || errno == EEXIST); i++) {
+            part_ = std::filesystem::path(path).replace_filename(formatted(".llm-%d-%d.part", getpid(), i));
+            descriptor = open(part_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        }
+        if (descriptor < 0) refuse(flag, path, std::string("cannot write there: ") + strerror(errno));
+        file_.reset(fdopen(descriptor, "wb"));
+        *(name_ = std::find(unfinished, std::end(unfinished), nullptr)) = part_.c_str();
     }
     ~PartFile() {
-        if (unfinished.exchange(nullptr)) remove(part_.c_str());
+        if (name_->exchange(nullptr)) remove(part_.c_str());
     }
     void write(const std::string &bytes, long at = -1) {
         require(at < 0 || fseek(file_.get(), at, SEEK_SET) == 0);
@@ -295,7 +289,7 @@ public:
     }
     void finish() {
         require(!ferror(file_.get()) && fclose(file_.release()) == 0 && rename(part_.c_str(), path_.c_str()) == 0);
-        unfinished = nullptr;
+        *name_ = nullptr;
     }
 
 private:
@@ -304,6 +298,7 @@ private:
         throw Error(formatted("%s %s: cannot write it: %s", flag_.c_str(), path_.c_str(), strerror(errno)), 1);
     }
     std::string path_, part_, flag_;
+    std::atomic<const char *> *name_;  // in `unfinished`
     std::unique_ptr<FILE, int (*)(FILE *)> file_{nullptr, fclose};
 };
 
@@ -312,7 +307,7 @@ class LogitsFile {
 public:
     LogitsFile(const Options &options, int width) : width_(width) {
         if (!options.has("--dump-logits")) return;
-        part_ = std::make_unique<PartFile>(options, options.dump_logits, "--dump-logits");
+        part_ = std::make_unique<PartFile>(options.dump_logits, "--dump-logits");
         part_->write("", header_bytes);
     }
     UseLogits add() {

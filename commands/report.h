@@ -32,9 +32,8 @@ inline std::string painted(const char *colour, const std::string &words, int str
 
 // ---- Text in as many columns as there are ---------------------------------------------------------------------------
 
-// Columns of the terminal behind a stream, by COLUMNS or by what the terminal says. Files and pipes have no line's end.
+// Columns of a stream's lines: COLUMNS, or what the terminal says. Files and pipes have no line's end.
 inline size_t columns_of(FILE *stream) {
-    if (!isatty(fileno(stream))) return SIZE_MAX;
     const char *given = getenv("COLUMNS");
     int columns = given ? atoi(given) : 0;
     winsize size = {};
@@ -130,6 +129,7 @@ public:
     // The JSON to standard output, a key a line; or else the text to `readers`. Returns the program's status: `status`,
     // or after Ctrl-C 130.
     int print(bool as_json, FILE *readers = stdout, int status = 0) const {
+        begin_work();
         std::string all = "{\n  " + joined(long_items, ",\n  ") + "\n}\n";
         if (!as_json) all = wrapped(text, columns_of(readers));
         fwrite(all.data(), 1, all.size(), as_json ? stdout : readers);

@@ -29,11 +29,12 @@ inline std::vector<float> read_row(const Segment &segment, bool keys, int t, con
 // The last token's pass again, through the layers up to `layer`: what that one computed is then in engine.a.
 inline void stop_after(Session &session, int layer) {
     Engine &engine = session.engine;
-    int all = std::exchange(engine.model.config.layers, layer + 1), last = (int)session.tokens.size() - 1;
+    const int all = std::exchange(engine.model.config.layers, layer + 1), last = (int)session.tokens.size() - 1;
+    const auto restore = [all](int *layers) { *layers = all; };
+    const std::unique_ptr<int, decltype(restore)> at_end(&engine.model.config.layers, restore);  // also if it throws
     Batch batch;
     batch.add(session.tokens[last], 0, last);
     session.caches.empty() ? naive_pass(engine, session.tokens) : forward(engine, batch, session.caches[0].stores);
-    engine.model.config.layers = all;
 }
 
 // What the query of a head reads in the pass of that span, as plain::attend_query does, and what it makes of it.

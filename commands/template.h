@@ -66,6 +66,8 @@ inline ChatTemplate open_template(const std::string &directory, const std::strin
         _exit(127);
     }
     close(ends[1]);
+    for (const char *name : {"chat_template.jinja", "tokenizer_config.json"}) remember_read(join_path(directory, name));
+    remember_read(asked);
     auto end_program = [child](FILE *file) { fclose(file), waitpid(child, nullptr, 0); };
     ChatTemplate opened{child, {fdopen(ends[0], "r"), end_program}};
     for (int id = 0; id < tokenizer_size(tokenizer); id++)

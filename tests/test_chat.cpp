@@ -386,6 +386,22 @@ TEST_CASE("--system stands before the first turn; plain texts begin as the token
     CHECK(decode(tokenizer.get(), {tokenizer_size(tokenizer.get()) + 5}) == "");  // of a head that is wider
 }
 
+TEST_CASE("--dump-logits replaces no file that a chat reads") {
+    Scratch scratch;
+    fs::copy("weights_tools/builtin", scratch / "model");
+    const std::string form = "{{ messages[0]['content'] }}", own = scratch / "model/chat_template.jinja";
+    for (const std::string &name : {own, scratch / "t.jinja"}) spill(name, form);
+    for (const Words &words : {Words{scratch / "t.jinja", "--template", scratch / "t.jinja"},
+                               {own},
+                               {scratch / "model/tokenizer.json"},
+                               {scratch / "model/model.safetensors"}}) {
+        const std::string before = slurp(words[0]);
+        check_refused(program::run(Words{"chat", "-m", scratch / "model", "--dump-logits"} + words),
+                      {"--dump-logits " + words[0] + ": is a file that is read: name another"});
+        CHECK(slurp(words[0]) == before);
+    }
+}
+
 TEST_CASE("a full context ends the chat, drops the oldest turns, or is a ring") {
     const Words small = {"-n", "10", "-c", "40"};
     Scratch scratch;

@@ -136,6 +136,12 @@ TEST_CASE("types by the names of others, layouts and types in any case") {
             CHECK(name_of(cache.type_v) == (flag == "-ctk" ? "f16" : type));
         }
     }
+    for (const auto &[theirs, type] : {std::pair("q8_0", "int8"), {"Q4_0", "int4"}, {"q4_1", "int4"}}) {
+        held_notes = "";
+        CHECK(name_of(parse_options({"generate", "-p", "x", "-ctk", theirs}).types_k.at(0)) == std::string(type));
+        check_contains(*held_notes, std::string(": taken as ") + type);
+    }
+    check_refused({"generate", "-p", "x", "--kv", "q5_0"}, {"--kv q5_0: unknown type; known are f32"});
     CHECK(name_of(parse_options({"generate", "-p", "x", "--cache", "Paged"}).layouts.at(0)) == std::string("paged"));
     CHECK(parse_options({"generate", "-p", "x", "--cache", "NONE"}).naive);
 }
@@ -232,8 +238,12 @@ TEST_CASE("a text from a file, a pipe, standard input") {
     spill(name + "/text", text);
     check_refused({"generate", "-f", name}, {"-f " + name, "Is a directory", "expected a file"});
     check_refused({"eval", "-f", name + "/missing"}, {"-f " + name + "/missing", "No such file"});
-    REQUIRE(freopen((name + "/text").c_str(), "r", stdin));
-    CHECK(parse_options({"diff", "-f", "-"}).prompt == text);
+    for (const Words &words : {Words{"diff", "-f", "-"}, {"diff"}, {"tokenize"}}) {  // none is given: that from a pipe
+        REQUIRE(freopen((name + "/text").c_str(), "r", stdin));
+        CHECK(parse_options(words).prompt == text);
+    }
+    CHECK(parse_options({"generate", "-p", "x"}).prompt == "x");
+    check_refused({"generate", "-f", "/dev/zero"}, {"-f /dev/zero: is longer than 1 MiB, expected a text"});  // at once
 }
 
 // ---- What is refused -----------------------------------------------------------------------------------------
@@ -355,7 +365,19 @@ TEST_CASE("flags that other programs have: what does the same here, or that noth
     }
 }
 
-TEST_CASE("flags that make no sense, contradict each other or would have no effect") {
+TEST_CASE("of a flag that is given twice the last one holds; flags that change nothing are taken") {
+    const Options twice =
+        parse_options(split("generate -p a -n 1 --predict 2 --prompt b --json --json --kv f32 --kv int8"));
+    CHECK((twice.count == 2 && twice.prompt == "b" && name_of(twice.types_v.at(0)) == std::string("int8")));
+    const Options layout = parse_options(split("generate -p a --cache none --cache paged"));
+    CHECK((!layout.naive && layout.layouts.size() == 1));
+    for (const char *words : {"generate -p x --top-k 5 --top-p 0.5 --min-p 0.1", "generate -p x --cache none --kv int8",
+                              "generate -p x --draft-tokens 3", "generate -p x --draft ngram --draft-rule leviathan",
+                              "bench -p x --temp 1", "generate -p x --cache none --swa-full"})
+        CHECK_MESSAGE(refusal(split(words)) == "", words);
+}
+
+TEST_CASE("flags that make no sense or contradict each other") {
     struct Case {
         const char *commands;
         Words words, parts;
@@ -366,9 +388,6 @@ TEST_CASE("flags that make no sense, contradict each other or would have no effe
              {"generate", {"Once upon a time"}, {"Once upon a time: expected a flag", "-p", "in quotes"}},
              {"generate", {""}, {"expected a flag", "-p"}},
              {"generate", {"--\n\x1b[2J"}, {"unknown flag"}},
-             {"generate", {"-n", "1", "--predict", "2"}, {"--predict: given twice"}},
-             {texts, {"-p", "b"}, {"-p: given twice"}},
-             {all, {"--json", "--json"}, {"--json: given twice"}},
              {texts, {"-f", "b"}, {"-p x: -p, -f and --ids", "keep one"}},
              {texts, {"--ids", "1"}, {"-p x: -p, -f and --ids", "keep one"}},
              {"eval", {"--ids", "1", "-f", "b"}, {"-f b: -p, -f and --ids", "keep one"}},
@@ -392,14 +411,9 @@ TEST_CASE("flags that make no sense, contradict each other or would have no effe
              {all, {"--cache", "paged", "--sinks", "1"}, {"--sinks 1", "--cache ring", "found --cache paged"}},
              {"generate bench", {"--cache", "none", "--window", "5"}, {"--window 5", "found --cache none"}},
              {"generate bench", {"--cache", "none", "--page", "5"}, {"--page 5", "found --cache none"}},
-             {"generate bench", {"--cache", "none", "--kv", "int8"}, {"--kv int8", "found --cache none", "drop one"}},
-             {"generate bench", {"--cache", "none", "-ctk", "int8"}, {"-ctk int8", "found --cache none", "drop one"}},
              {"diff eval memory", {"--cache", "none"}, {"--cache none", "is about caches", layout_names()}},
              {"eval memory", {"--cache", "contiguous,none"}, {"--cache contiguous,none", "is about caches"}},
              {"generate show", {"-c", "64", "--cache", "ring"}, {"-c 64", "a ring", "drop -c"}},
-             {"generate", {"--top-k", "5"}, {"--top-k 5", "--temp 0", "raise --temp"}},
-             {"generate", {"--top-p", "0.5", "--temp", "0"}, {"--top-p 0.5", "--temp 0", "raise --temp"}},
-             {"generate", {"--min-p", "0.5"}, {"--min-p 0.5", "--temp 0"}},
              {working, {"--weights", "int8", "--device", "cuda"}, {"--weights int8", "--device cuda", "auto"}},
              {working, {"--weights", "copied", "--device", "cuda"}, {"--weights copied", "--device cuda"}},
              {"diff", {"-n", "0"}, {"-n 0: expected 1 or more"}},
@@ -417,6 +431,7 @@ TEST_CASE("flags that make no sense, contradict each other or would have no effe
          })
         for (const std::string &command : split(each.commands))
             check_refused(start_of(command) + each.words, each.parts);
+    REQUIRE(freopen("/dev/null", "r", stdin));
     for (const std::string &command : split(texts))
         check_refused({command}, {"no prompt", "-p TEXT", "-f FILE", "--ids 1,2,3"});
     check_refused({}, {"no command", "generate chat diff", "llm --help"});
@@ -447,6 +462,11 @@ TEST_CASE("lines are broken at blanks, where they are too long") {
     CHECK(wrapped("one      ", 5) == "one  ");
     CHECK(wrapped("", 5) == "");
     CHECK(wrapped("one two", SIZE_MAX) == "one two");
+    const std::unique_ptr<FILE, int (*)(FILE *)> file(tmpfile(), fclose);
+    for (const char *columns : {"40", "0", "x", (const char *)nullptr}) {  // also of what is no terminal
+        Environment given("COLUMNS", columns);
+        CHECK(columns_of(file.get()) == (columns && atoi(columns) ? 40 : SIZE_MAX));
+    }
 }
 
 TEST_CASE("the columns of a table that do not fit come below, behind the names of the rows") {
