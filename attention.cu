@@ -125,10 +125,10 @@ struct HeadRows {
         return in(rows, Choice<Precision>::of(F32{}), Choice<Layout>::of(Contiguous{cache.sinks}), sequence);
     }
     // The pass's vectors. Position t is in row span.row + t - span.position of the pass, so `start` is where position 0
-    // would be.
+    // would be. That may lie before the vectors: a sum of whole numbers, as no pointer may point there.
     HOST_DEVICE Source own(const PassVectors &vectors, const Span &span) const {
         const int64_t first = (int64_t)(span.row - span.position) * vectors.heads + kv_head;
-        const char *start = (const char *)(vectors.start + first * vectors.width);
+        const char *start = (const char *)((int64_t)vectors.start + first * vectors.width * (int64_t)sizeof(float));
         const size_t stride = (size_t)vectors.heads * vectors.width * sizeof(float);
         const auto layout = Choice<Layout>::of(Contiguous{INT_MAX});  // one sequence, as long as any
         return {start, stride, vectors.width, Choice<Precision>::of(F32{}), layout, /*sequence=*/0};

@@ -151,7 +151,7 @@ void insert_by_number(List &list, Request *request) {
 }
 
 inline void leave(Schedule &schedule, Request &request) {
-    shrink(schedule.cache, request.sequence, 0);
+    rewind(schedule.cache, request.sequence, 0);
     request.sequence = -1;
     schedule.running.erase(std::find(schedule.running.begin(), schedule.running.end(), &request));
 }
@@ -294,7 +294,7 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
             };
             const size_t before = request.tokens.size();
             checked.right += proposals[i].accept(take, [&] { return !request.stop.empty(); });
-            shrink(cache, request.sequence, (int)request.tokens.size() - 1);
+            rewind(cache, request.sequence, (int)request.tokens.size() - 1);
             checked.guesses.insert(checked.guesses.end(), guesses.begin(), guesses.end());
             checked.tokens += (int)(request.tokens.size() - before), checked.paused |= proposals[i].paused;
             row += (guesses.size() + 1) * vocabulary;
@@ -308,5 +308,5 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
         show(request);
     }
     if (decodes) checked.seconds = now() - start;
-    schedule.drafter.log.push_back(checked);
+    schedule.drafter.add(checked);
 }

@@ -1,4 +1,4 @@
-// The KV cache: where does position 37 live. Layouts, then the bytes that their rows take, then growing and shrinking.
+// The KV cache: where does position 37 live. Layouts, then the bytes that their rows take, then growing and going back.
 //
 // A row is one position's vector of one KV head of one layer. A layout says in which row a position is, a precision
 // (precision.h) what bytes a row takes. K and V lie in memory of their own, each as rows of row_bytes in the order
@@ -207,9 +207,10 @@ struct CacheChoice {
     Precision type_k, type_v;
 };
 
+// It moves, and is not copied: two would share their memory.
 struct Cache : CacheChoice {
     std::vector<Store> stores;                 // (kind)
-    std::shared_ptr<Pages> pages;              // of paged ones: who holds which
+    std::unique_ptr<Pages> pages;              // of paged ones: who holds which
     std::vector<int> lengths;                  // (sequence): positions that are filled
     std::vector<int> reached;                  // (sequence): the most that were filled since it was empty
     std::vector<std::shared_ptr<void>> owned;  // the memory of all of them
@@ -311,7 +312,7 @@ inline void open_page_tables(Cache &cache) {
         pools.push_back(open_pages(store.shape.sequences, paged->pages_per_sequence, paged->page, (int)wanted,
                                    store.shape.local));
     }
-    cache.pages = std::make_shared<Pages>();
+    cache.pages = std::make_unique<Pages>();
     cache.pages->open((int)cache.lengths.size(), std::move(pools), blocks_of(cache) ? group_size : 1);
     for (size_t kind = 0; kind < cache.stores.size(); kind++) {
         Store &store = cache.stores[kind];
@@ -387,7 +388,7 @@ inline Cache open_cache(Memory &memory, const std::vector<CacheShape> &shapes, L
     return cache;
 }
 
-// ---- Growing and shrinking ---------------------------------------------------------------------------------
+// ---- Growing and going back --------------------------------------------------------------------------------
 
 // Fails unless the cache has room for `count` more positions of a sequence. Where pages behind a window are given back,
 // there is one for each pass.
@@ -405,14 +406,11 @@ inline void require_room(const Cache &cache, int sequence, int count) {
     }
 }
 
-// Copies `count` rows of each layer from row `from` on to row `to` on. Why through the host, without a kernel: it is
-// rare.
+// Copies `count` rows of each layer from row `from` on to row `to` on. On a card no byte goes through the host, and the
+// host does not wait: each prefix that is found may be copied, and each text that parts from another.
 inline void copy_rows(Memory &memory, const CacheRows &rows, int layers, int64_t from, int64_t to, int64_t count) {
-    std::vector<char> copied(rows.data ? count * rows.stride() : 0);
-    for (int layer = 0; rows.data && layer < layers; layer++) {
-        memory.read(copied.data(), rows.at(layer, from, 0), copied.size());
-        memory.write(rows.at(layer, to, 0), copied.data(), copied.size());
-    }
+    for (int layer = 0; rows.data && layer < layers; layer++)
+        memory.write(rows.at(layer, to, 0), rows.at(layer, from, 0), count * rows.stride());
 }
 
 // Does with rows what was decided about pages, in that order; and the machine's table of a sequence follows, for its
@@ -449,83 +447,40 @@ inline int grow(Cache &cache, int sequence, int count) {
     return first;
 }
 
-// Gives back a sequence's pages behind `length` positions.
-inline void shrink_pages(Cache &cache, int sequence, int from, int length) {
+// A sequence has `length` positions, no more than before: the pages of the others go back to the pool.
+inline void give_back(Cache &cache, int sequence, int length) {
+    const int from = std::exchange(cache.lengths.at(sequence), length);
     if (!cache.pages) return;
     cache.pages->shrink(sequence, from, length);
     carry_out(cache, sequence, length, length);
 }
 
-// The keys or the values of a cut sequence's last block go from codes to the residual block, as they read: where a cut
-// ends within a block that was full, nothing else has its positions. An int4 cache of 70 positions, cut to 40:
-//   before   [0, 32) codes   [32, 64) codes   [64, 70) residual block
-//   after    [0, 32) codes   [32, 40) residual block
-// Why row by row through the machine's memory, without a kernel: it is done once for a prefix hit and for a turn that is
-// taken back. Guesses never fill a block, so no pass that checks them needs it.
-template <bool keys>
-void restore_residual(Memory &memory, const Store &store, int sequence, int length) {
-    const CacheRows &rows = keys ? store.view.keys : store.view.values;
-    const CacheRows &residual = keys ? store.view.residual_keys : store.view.residual_values;
-    const int begin = (length - 1) / group_size * group_size, width = rows.width;
-    std::vector<char> block(group_size * rows.stride());      // (32, kv_heads): its rows
-    std::vector<f16> vectors((size_t)rows.kv_heads * width);  // (kv_heads, width): those of a position
-    auto restore = [&](auto format, int layer) {
-        for (int i = 0; i < group_size; i++)
-            memory.read(&block[i * rows.stride()], rows.at(layer, row_of(store, sequence, begin + i), 0),
-                        rows.stride());
-        for (int t = begin; t < length; t++) {
-            for (int i = 0; i < rows.kv_heads * width; i++) {
-                auto row_at = [&](int at) { return &block[(at - begin) * rows.stride() + i / width * rows.row_bytes]; };
-                float x = stored_number<keys, decltype(format)>(row_at, t, i % width, width);
-                // The largest f16 may read as half a step more, which f16 has not.
-                from_float(vectors[i], x > 65504 ? 65504 : x < -65504 ? -65504 : x);
-            }
-            memory.write(residual.at(layer, sequence * group_size + t - begin, 0), vectors.data(), residual.stride());
-        }
-    };
-    auto restore_layers = [&](auto format) {
-        for (int layer = 0; decltype(format)::blocks && layer < store.shape.layers; layer++) restore(format, layer);
-    };
-    (keys ? store.view.type_k : store.view.type_v).visit(restore_layers);
-}
-
 // The first position of a sequence that a store still holds. Those before it were overwritten in a ring, or their pages
-// were given back: of a block of codes that lost one nothing is left.
+// were given back: if a block of codes lost one of its pages, nothing is left of it.
 inline int first_kept(const Cache &cache, const Store &store, int sequence) {
     if (auto *ring = std::get_if<Ring>(&store.layout)) return std::max(0, cache.reached[sequence] - ring->slots);
     const int first = store.pool ? store.pool->first[sequence] * store.pool->page : 0;
     return blocks_of(cache) ? (first + group_size - 1) / group_size * group_size : first;
 }
 
-inline void restore_residuals(Cache &cache, int sequence, int length) {
-    const int block = (length - 1) / group_size * group_size;
-    for (const Store &store : cache.stores) {
-        if (store.pool && block < first_kept(cache, store, sequence)) continue;  // given back: nobody sees it any more
-        restore_residual<true>(*cache.memory, store, sequence, length);
-        restore_residual<false>(*cache.memory, store, sequence, length);
-    }
-}
-
-// Forgets the positions of a sequence from `length` on. Why not by its length alone: pages go back to the pool; a block
-// of codes that is cut goes back to the residual block; and layers that keep a window only cannot go back further than
-// their rows:
-//
-//   ----|--------------|---------------------------|-------------|
-//       first_kept <=  what the next query sees    length        reached
-inline void shrink(Cache &cache, int sequence, int length) {
+// Forgets the positions of a sequence from `length` on, and some before them where it must. Returns how many are left:
+// the caller reads the others again, and then the cache is as if it had never been longer. Two things are not undone:
+//   a full block   has only codes, so it goes whole: of an int4 cache of 70 positions, cut to 40, 32 are left. Cut to
+//                  66 it has 66: the third block, [64, 70), is still at f16
+//   a window       that moved on overwrote what came before it, or gave it back. If the next query sees some of that,
+//                  all positions go:
+//                    ----|--------------|---------------------------|-------------|
+//                        first_kept <=  what the next query sees    length        reached
+inline int rewind(Cache &cache, int sequence, int length) {
     const int from = cache.lengths.at(sequence);
-    if (length >= from) return;
-    for (const Store &store : cache.stores) {
-        const Visible visible = visible_of(store.view.layout, store.shape.local);
-        if (const int kept = first_kept(cache, store, sequence); length > 0 && kept > visible.first(length))
-            fail("the cache cannot go back from %d positions to %d: layers that see %d keep only those from %d on",
-                 cache.reached[sequence], length, visible.window + visible.sinks, kept);
-    }
+    if (length >= from) return from;
+    if (blocks_of(cache) && length / group_size < from / group_size) length = length / group_size * group_size;
+    for (const Store &store : cache.stores)
+        if (first_kept(cache, store, sequence) > visible_of(store.view.layout, store.shape.local).first(length))
+            length = 0;
     if (length == 0) cache.reached[sequence] = 0;
-    if (length > 0 && (length - 1) / group_size != (from - 1) / group_size)
-        restore_residuals(cache, sequence, length);  // while its pages are there
-    shrink_pages(cache, sequence, from, length);
-    cache.lengths[sequence] = length;
+    give_back(cache, sequence, length);
+    return length;
 }
 
 // ---- Sharing -------------------------------------------------------------------------------------------------
@@ -537,7 +492,6 @@ inline int find_known(Cache &cache, int sequence, const std::vector<int> &tokens
     const int known = cache.pages->find(sequence, tokens, salt);
     carry_out(cache, sequence, 0, known);
     cache.lengths[sequence] = cache.reached[sequence] = known;
-    if (known && blocks_of(cache)) restore_residuals(cache, sequence, known);  // where a cut looks for them
     return known;
 }
 
@@ -554,8 +508,33 @@ inline void publish(Cache &cache, int sequence, const std::vector<int> &tokens, 
     carry_out(cache, sequence, 0, length);
 }
 
-// An empty sequence gets all that another one has. Pages are shared, and copied by the first to write into one; where
-// there are none the rows are copied, and so is what belongs to the sequence alone: its residual block and its sinks.
+// Calls use(store, rows, row, count) for all that a cache holds of a sequence's positions [begin, end): `count` rows of
+// keys or values that follow one another, in each layer of a store. These are the stored rows, as the layout has them
+// (all of a block of codes); the residual block, with position t in row t % 32 of the sequence's 32; and the sinks.
+template <class Use>
+void for_each_range(const Cache &cache, int sequence, int begin, int end, Use use) {
+    end = std::min(end, cache.lengths.at(sequence));
+    for (const Store &store : cache.stores) {
+        const CacheView &view = store.view;
+        auto walk = [&](const CacheRows &rows, const auto &layout, int first, int last) {
+            for (int t = std::max(first, begin), count; rows.data && t < std::min(last, end); t += count)
+                use(store, rows, layout.row(sequence, t), count = std::min(layout.run(t), std::min(last, end) - t));
+        };
+        Ring block;
+        block.slots = group_size;
+        const int newest = cache.lengths[sequence] / group_size * group_size;
+        int kept = first_kept(cache, store, sequence);
+        if (blocks_of(cache)) kept = kept / group_size * group_size;  // a ring overwrites a block when another is full
+        for (const CacheRows *rows : {&view.keys, &view.values})
+            std::visit([&](auto &layout) { walk(*rows, layout, kept, end); }, store.layout);
+        for (const CacheRows *rows : {&view.residual_keys, &view.residual_values}) walk(*rows, block, newest, end);
+        for (const CacheRows *rows : {&view.sink_keys, &view.sink_values})
+            walk(*rows, Contiguous{view.sinks}, 0, view.sinks);
+    }
+}
+
+// An empty sequence gets all that another one has. Pages are shared, and copied by the first to write into one; all
+// other rows are copied.
 inline void fork(Cache &cache, int from, int to) {
     const int length = cache.lengths.at(from);
     if (cache.pages && !can_share_pages(cache))
@@ -565,17 +544,14 @@ inline void fork(Cache &cache, int from, int to) {
         cache.pages->fork(from, to, length);
         carry_out(cache, to, 0, length);
     }
-    for (const Store &store : cache.stores) {
-        auto copy = [&](const CacheRows &rows, int64_t each) {
-            copy_rows(*cache.memory, rows, store.shape.layers, from * each, to * each, std::min<int64_t>(each, length));
-        };
-        const CacheView &view = store.view;
-        const int64_t each = view.keys.rows_per_layer / store.shape.sequences;
-        if (!store.pool) copy(view.keys, each), copy(view.values, each);
-        copy(view.residual_keys, group_size), copy(view.residual_values, group_size);
-        copy(view.sink_keys, view.sinks), copy(view.sink_values, view.sinks);
-    }
     cache.lengths.at(to) = length, cache.reached.at(to) = cache.reached[from];
+    std::vector<int64_t> there;  // (range): its first row
+    for_each_range(cache, from, 0, length, [&](auto &, auto &, int64_t row, int) { there.push_back(row); });
+    auto next = there.begin();
+    for_each_range(cache, to, 0, length, [&](const Store &store, const CacheRows &rows, int64_t row, int count) {
+        if (*next != row) copy_rows(*cache.memory, rows, store.shape.layers, *next, row, count);  // not a shared page
+        next++;
+    });
 }
 
 // ---- All of a pass or nothing --------------------------------------------------------------------------------
@@ -583,23 +559,19 @@ inline void fork(Cache &cache, int from, int to) {
 // Calls pass(), which lets sequences grow and stores their new positions: all of them or none. If it fails, for want of
 // pages or by Ctrl-C, each sequence has its old length and pages again, and may go on. What the failed pass overwrote
 // needs no copy:
-//   rows behind the old length   are written anew before they are read
+//   rows after the old length    are written anew before they are read
 //   a ring's rows to spare       held what is not seen from there on, as pages did that were given back; `reached`
-//                                stays, so shrink() knows of them
+//                                stays, so rewind() knows of them
 //   a residual block             keeps its positions while a pass that begins within a block ends in it, too
-//                                (tokens_of_pass); if the old length ends a block, it is read back from its codes
+//                                (tokens_of_pass); if the old length ends a block, it is not read any more
 template <class Pass>
 auto all_or_nothing(Cache &cache, Pass pass) {
     const std::vector<int> lengths = cache.lengths;
     try {
         return pass();
     } catch (...) {
-        for (int sequence = (int)lengths.size() - 1; sequence >= 0; sequence--) {
-            int from = cache.lengths[sequence], length = lengths[sequence];
-            shrink_pages(cache, sequence, from, length);
-            cache.lengths[sequence] = length;
-            if (from > length && length > 0 && length % group_size == 0) restore_residuals(cache, sequence, length);
-        }
+        for (int sequence = (int)lengths.size() - 1; sequence >= 0; sequence--)
+            give_back(cache, sequence, lengths[sequence]);
         throw;
     }
 }

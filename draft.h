@@ -13,6 +13,8 @@
 // GPU, where several tokens go through other kernels than one: there a text may part at a tie.)
 #pragma once
 
+#include <deque>
+
 // A sequence whose next tokens are wanted, and the guesses at them.
 struct Proposal {
     int sequence;
@@ -52,7 +54,24 @@ struct Drafter {
         bool paused;
         double seconds, guessing;  // of all, 0 where it read prompts, too; of the guesses
     };
-    std::vector<Checked> log = {};  // (pass)
+    struct Counts {
+        int passes = 0, drafted = 0, accepted = 0, paused = 0, guessed = 0;  // guessed: passes with guesses
+        std::vector<int> tried = {}, right = {};                             // (guess): looked at, and right
+        double guessing = 0, checking[2] = {};  // seconds: of all guesses; of the rest of passes without and with them
+    };
+    std::deque<Checked> log = {};  // the last passes,
+    Counts counts = {};            // and all since these were emptied
+    void add(const Checked &pass) {
+        const int count = (int)pass.guesses.size();
+        log.push_back(pass);
+        if (log.size() > 128) log.pop_front();
+        counts.tried.resize(most), counts.right.resize(most);
+        counts.passes++, counts.drafted += count, counts.accepted += pass.right;
+        counts.guessed += count > 0, counts.paused += pass.paused;
+        counts.guessing += pass.guessing, counts.checking[count > 0] += pass.seconds - pass.guessing;
+        for (int i = 0; i < std::min({count, pass.right + 1, most}); i++)
+            counts.tried[i]++, counts.right[i] += i < pass.right;
+    }
 };
 inline int guesses_of_pass(const Cache &cache, int first, int end, int most);
 inline void propose(Drafter &drafter, Proposal &proposal);
@@ -84,9 +103,8 @@ std::vector<int> next_tokens(Engine &engine, Cache &cache, Drafter &drafter, con
         return next.back();
     };
     const int right = proposal.accept(take, [&] { return ends && config.ends(next.back()); });
-    shrink(cache, 0, last + (int)next.size());
-    drafter.log.push_back(
-        {proposal.match, (int)next.size(), right, proposal.guesses, proposal.paused, now() - start, guessing});
+    rewind(cache, 0, last + (int)next.size());
+    drafter.add({proposal.match, (int)next.size(), right, proposal.guesses, proposal.paused, now() - start, guessing});
     return next;
 }
 
@@ -102,12 +120,11 @@ inline int guesses_of_pass(const Cache &cache, int first, int end, int most) {
 }
 
 // How many guesses after such a match are worth their time: compares what a token took in passes with guesses and in
-// those without, of the last 128. If there are none with guesses, one guess is tried.
+// those without, of the last ones. If there are none with guesses, one guess is tried.
 inline int worth(const Drafter &drafter, Proposal &proposal) {
     if (!drafter.pauses) return proposal.most;
     double seconds[2] = {}, tokens[2] = {};  // (guesses or none)
-    for (size_t i = drafter.log.size(), left = 128; i > 0 && left > 0; left--) {
-        const Drafter::Checked &pass = drafter.log[--i];
+    for (const Drafter::Checked &pass : drafter.log) {
         const bool with = !pass.guesses.empty(), other = with && pass.match && pass.match != proposal.match;
         if (!other && pass.seconds > 0) seconds[with] += pass.seconds, tokens[with] += pass.tokens;
     }
@@ -138,11 +155,10 @@ inline void propose(Drafter &drafter, Proposal &proposal) {
     if (!drafter.engine) return look_up(drafter, proposal);
     const std::vector<int> &tokens = proposal.tokens;
     std::vector<int> &held = drafter.held[proposal.sequence];
-    size_t same = std::mismatch(held.begin(), held.end(), tokens.begin(), tokens.end() - 1).first - held.begin();
-    if (same + drafter.most + 1 < held.size()) same = 0;  // another text: further than a ring goes back
-    shrink(drafter.cache, proposal.sequence, (int)same);
+    const auto differs = std::mismatch(held.begin(), held.end(), tokens.begin(), tokens.end() - 1).first;
+    const int same = rewind(drafter.cache, proposal.sequence, (int)(differs - held.begin()));
     held.resize(same);
-    std::vector<int> unread(tokens.begin() + (int)same, tokens.end());
+    std::vector<int> unread(tokens.begin() + same, tokens.end());
     if (*std::max_element(unread.begin(), unread.end()) >= drafter.engine->model.config.vocabulary) return;
     proposal.most = std::min(proposal.most, limit_of(drafter.cache) - (int)tokens.size());  // its own context
     while ((int)proposal.guesses.size() < proposal.most) {

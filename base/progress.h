@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <csignal>
+#include <functional>
 #include <new>
 #include <utility>
 
@@ -91,8 +92,11 @@ public:
         if (current_) current_->done_ += amount, at(0);
     }
     static void at(double part) {
+        if (heard) heard();
         if (Progress *here = current_) here->say(part);
     }
+
+    static inline std::function<void()> heard = nullptr;  // at each layer and after each pass: tests interrupt there
 
 private:
     void say(double part) {

@@ -143,7 +143,8 @@ inline double operations_of(const Model &model, const Layout &layout, int depth,
     for (int layer = 0; layer < config.layers; layer++) {
         const LayerWeights &w = model.layers[layer];
         const Kind &kind = config.kind(layer);
-        for (const Linear *linear : {&w.query, &w.key, &w.value, &w.output, &w.gate, &w.up, &w.down})
+        for (const Linear *linear : {&w.query, &w.key, &w.value, &w.output, &w.gate, &w.up, &w.down,
+                                     &w.per_layer.projection, &w.per_layer.gate, &w.per_layer.output})
             weights += (double)linear->weight.rows * linear->weight.cols;
         Visible visible = visible_of(layout, kind.window);
         const double numbers = (double)::heads_of(config, kind).query * (kind.key_width + kind.value_width);
@@ -246,7 +247,7 @@ struct Bench {
         std::vector<int> tokens = bench_tokens(prompt, engine.model.config.vocabulary);
         double chunks = std::ceil((double)prompt / std::min(engine.chunk, chunk_of(cache)));
         rows.push_back({"prefill", &cache, prompt, 0, 1, weights_read(engine.model) * chunks,
-                        operations_of(engine.model, cache.layout, 0, prompt, 1), [&] { shrink(cache, 0, 0); },
+                        operations_of(engine.model, cache.layout, 0, prompt, 1), [&] { rewind(cache, 0, 0); },
                         [&] {
                             const std::vector<float> found = prefill(engine, cache, 0, tokens);
                             require_finite(engine, &cache, tokens, found, prompt - 1);
@@ -269,10 +270,7 @@ struct Bench {
             for (int step = 1; step <= steps; step++)
                 bytes += sequences * cache_read(engine.model, cache, depth + step);
             auto prepare = [=, &cache] {
-                int begin = depth;
-                for (const Store &store : cache.stores)  // what is behind a window is gone: once more
-                    if (kept_by(store.layout) < INT_MAX) begin = 0;
-                for (int i = 0; i < sequences; i++) shrink(cache, i, begin);
+                for (int i = 0; i < sequences; i++) rewind(cache, i, depth);
                 fill(engine, cache, depth);
             };
             rows.push_back({"decode", &cache, steps * sequences, depth, sequences, bytes,

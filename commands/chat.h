@@ -79,19 +79,10 @@ inline Asked ask(const Chat &chat) {
     }
 }
 
-// Lets the cache forget what is not the same, and returns how many positions it keeps: at least one is left to read. A
-// block of codes is kept whole or not at all, since the rest of it would be made of what was rounded once before; and a
-// ring that has overwritten what the next query sees begins anew.
+// Lets the cache forget what is not the same, and returns how many positions it keeps: at least one is left to read.
 inline int keep_same(Cache &cache, const std::vector<int> &held, const std::vector<int> &ids) {
-    const int from = cache.lengths[0], most = std::min({from, (int)held.size(), (int)ids.size() - 1});
-    int same = (int)(std::mismatch(held.begin(), held.begin() + most, ids.begin()).first - held.begin());
-    if (blocks_of(cache) && from / group_size > same / group_size) same -= same % group_size;
-    try {
-        shrink(cache, 0, same);
-    } catch (const Error &) {
-        shrink(cache, 0, same = 0);
-    }
-    return same;
+    const int most = std::min({cache.lengths[0], (int)held.size(), (int)ids.size() - 1});
+    return rewind(cache, 0, (int)(std::mismatch(held.begin(), held.begin() + most, ids.begin()).first - held.begin()));
 }
 
 // ---- A turn --------------------------------------------------------------------------------------------------------
@@ -133,7 +124,7 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
     auto show = [&](const std::string &piece) {
         if (!chat.options.json) fwrite(piece.data(), 1, piece.size(), stdout), flush_output();
     };
-    const size_t passes = session.drafter.log.size();
+    session.drafter.counts = {};  // those of this turn
     Writer writer(session.tokenizer.get(), session.tokens);
     const Generation result = generate(session, chat.options, std::move(writer), dump, show);
     if (result.text.empty() || result.text.back() != '\n') show("\n");
@@ -152,7 +143,7 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
     const double first = result.prefill_seconds;
     const std::string after = tokens.empty() ? "" : formatted(", first token after %.3g ms", first * 1e3);
     report.add("seconds_to_first_token", first, after);
-    Report guesses = about_draft(session.drafter, passes), about = about_cache(session.engine.model.config, cache);
+    Report guesses = about_draft(session.drafter), about = about_cache(session.engine.model.config, cache);
     guesses.text.clear();
     if (session.drafter.most) report.add("draft", guesses);
     about.text = cache ? ", " + in_units(bytes_of(*cache).total()) : "";

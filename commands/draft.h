@@ -64,31 +64,8 @@ inline Drafter open_drafter(const Options &options, const Session &session, cons
     return drafter;
 }
 
-// What came of it: in all, and of each guess of a pass.
-struct DraftCounts {
-    int passes = 0, drafted = 0, accepted = 0, paused = 0, guessed = 0;  // guessed: passes with guesses
-    std::vector<int> tried = {}, right = {};                             // (guess): looked at, and right
-    double guessing = 0, checking[2] = {};  // seconds: of all guesses; of the rest of passes without and with them
-    explicit DraftCounts(const Drafter &drafter, size_t first = 0) : tried(drafter.most), right(drafter.most) {
-        for (size_t at = first; at < drafter.log.size(); at++) {
-            const Drafter::Checked &pass = drafter.log[at];
-            const int count = (int)pass.guesses.size();
-            passes++, drafted += count, accepted += pass.right;
-            guessed += count > 0, paused += pass.paused;
-            guessing += pass.guessing, checking[count > 0] += pass.seconds - pass.guessing;
-            for (int i = 0; i < std::min({count, pass.right + 1, drafter.most}); i++)
-                tried[i]++, right[i] += i < pass.right;
-        }
-    }
-    double share() const {  // alpha: of the guesses that were looked at
-        const double looked_at = std::accumulate(tried.begin(), tried.end(), 0.0);
-        return looked_at ? accepted / looked_at : NAN;
-    }
-    double check() const { return guessed ? checking[1] / guessed : checking[0] / passes; }  // seconds of a pass
-};
-
-inline Report about_draft(const Drafter &drafter, size_t first) {
-    const DraftCounts counts(drafter, first);
+inline Report about_draft(const Drafter &drafter) {
+    const Drafter::Counts &counts = drafter.counts;
     Report about;
     about.add("passes", counts.passes, "draft    " + counted(counts.passes, "pass", "passes"));
     about.show("drafted", counts.drafted, ", %d drafted");
@@ -118,10 +95,10 @@ inline double time_drafts(Session &session, const Options &options, const Sample
              next_tokens(session.engine, cache, drafter, sampler, tokens, end - (int)tokens.size() - 1, false, use))
             tokens.push_back(token);
     };
-    shrink(cache, 0, 0);
+    rewind(cache, 0, 0);
     if (session.prompt > 1) prefill_pass(session.engine, cache, 0, {tokens.begin(), tokens.end() - 1});
     go_on();  // the draft, too, has read the prompt then
-    drafter.log.clear();
+    drafter.log.clear(), drafter.counts = {};
     const int before = (int)tokens.size();
     const double start = now();
     while ((int)tokens.size() < end) go_on();
@@ -136,13 +113,20 @@ struct DraftRow {
     int guesses;
     bool pauses;
     std::vector<double> seconds = {}, checking = {}, guessing = {};  // (round): of a pass with guesses, of its guesses
-    DraftCounts counts = DraftCounts(Drafter{});
+    Drafter::Counts counts = {};
+    double share() const {  // alpha: of the guesses that were looked at
+        const double looked_at = std::accumulate(counts.tried.begin(), counts.tried.end(), 0.0);
+        return looked_at ? counts.accepted / looked_at : NAN;
+    }
+    double check() const {  // seconds of a pass
+        return counts.guessed ? counts.checking[1] / counts.guessed : counts.checking[0] / counts.passes;
+    }
     double tokens() const { return 1 + (double)counts.accepted / counts.passes; }  // of a pass
     double with() const { return (double)counts.guessed / counts.passes; }         // guesses
     // By the share of guesses that are right, as if it were the same for each (Leviathan et al. 2023, equation 1); a
     // pass without guesses brings one token.
     double expected_tokens() const {
-        const double a = counts.share(), k = (double)counts.drafted / std::max(1, counts.guessed);
+        const double a = share(), k = (double)counts.drafted / std::max(1, counts.guessed);
         return with() > 0 ? 1 - with() + with() * (a < 1 ? (1 - std::pow(a, k + 1)) / (1 - a) : k + 1) : 1;
     }
 };
@@ -161,9 +145,9 @@ inline int run_bench_draft(const Options &options) {
             show_progress(formatted("%d guesses, round %d of %d", row.guesses, round, options.repeats));
             const double seconds = time_drafts(session, options, sampler, row.guesses, row.pauses);
             if (round == 0) continue;
-            row.counts = DraftCounts(session.drafter);
+            row.counts = session.drafter.counts;
             row.seconds.push_back(seconds);
-            row.checking.push_back(row.counts.check());
+            row.checking.push_back(row.check());
             row.guessing.push_back(row.counts.guessing / row.counts.passes);
         }
     erase_progress();
@@ -192,7 +176,7 @@ inline int run_bench_draft(const Options &options) {
         line.show("check_cost", check, "%7.2f", "check").show("guess_cost", guess, "%7.2f", "guess");
         line.show("predicted", predicted, "%8.2f x", "predicted").show("measured", measured, "%8.2f x", "measured");
         line.add("right", shares, "   " + by_guess, "   right, of the first guess, the second, ...");
-        line.add("share_right", row.counts.share()).add("share_with_guesses", row.with());
+        line.add("share_right", row.share()).add("share_with_guesses", row.with());
         table.push_back(line.add("paused", row.counts.paused));
     }
     Report report = prompt_of(session.tokens, session.prompt).add("draft_model", options.draft);

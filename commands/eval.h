@@ -95,17 +95,14 @@ inline std::vector<EvalText> eval_texts(const Options &options, const std::strin
 constexpr int recall_step = 200;  // tokens: distances are shown in classes of this width
 constexpr int recall_classes = 6;
 
-// What one cache did with the texts.
-struct EvalResult {
-    Cache cache;
+// What came of the texts that a cache has read.
+struct EvalFigures {
     double loss = 0, loss_squares = 0, kl = 0;  // sums over the predicted tokens, nats
     int predicted = 0;
     int asked[recall_classes] = {}, right[recall_classes] = {};
-    std::string activations = "";    // f32 or bf16; "": as the model's weights have them
-    int longest = 0;                 // tokens of the longest text
-    double bytes_per_token = 0;      // of that text
-    std::vector<double> rates = {};  // decode, tokens/s
-    std::vector<char> hits = {};     // (token) of the text that is read: it was the likeliest
+    int longest = 0;              // tokens of the longest text
+    double bytes_per_token = 0;   // of that text
+    std::vector<char> hits = {};  // (token) of the text that is read: it was the likeliest
     double mean_kl() const { return kl / predicted; }
     double perplexity() const { return std::exp(loss / predicted); }
     // The standard error of the mean loss, carried over to the perplexity.
@@ -113,6 +110,12 @@ struct EvalResult {
         double mean = loss / predicted, variance = std::max(0.0, loss_squares / predicted - mean * mean);
         return perplexity() * std::sqrt(variance / predicted);
     }
+};
+
+struct EvalResult : EvalFigures {
+    Cache cache;
+    std::string activations;         // f32 or bf16; "": as the model's weights have them
+    std::vector<double> rates = {};  // decode, tokens/s
 };
 
 struct Evaluation {
@@ -131,16 +134,18 @@ inline void use_activations(Engine &engine, const EvalResult &result) {
 inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const EvalText &text) {
     constexpr int chunk = 128;
     int count = (int)text.tokens.size(), vocabulary = engine.model.config.vocabulary;
-    for (EvalResult &result : results) shrink(result.cache, 0, 0), result.hits.assign(count, 0);
+    for (EvalResult &result : results) rewind(result.cache, 0, 0), result.hits.assign(count, 0);
     for (int begin = 0, end; begin < count; begin = end) {
-        std::vector<double> reference;           // (tokens of the chunk, vocabulary): log-probabilities
-        std::vector<EvalResult> read = results;  // and this chunk
+        std::vector<double> reference;  // (tokens of the chunk, vocabulary): log-probabilities
+        std::vector<EvalFigures> read(results.begin(), results.end());  // and of this chunk
         end = std::min(begin + chunk, count);
-        for (EvalResult &result : read) {
+        for (size_t i = 0; i < read.size(); i++) {
             int next = begin;
-            use_activations(engine, result);
+            EvalFigures &result = read[i];
+            Cache &cache = results[i].cache;
+            use_activations(engine, results[i]);
             auto use = [&](const float *found, bool is_reference) {
-                require_finite(engine, &result.cache, {text.tokens.begin(), text.tokens.begin() + next},
+                require_finite(engine, &cache, {text.tokens.begin(), text.tokens.begin() + next},
                                {found, found + vocabulary}, next - 1);
                 double log_sum = log_sum_exp(found, vocabulary), loss = log_sum - found[text.tokens[next]];
                 for (int id = 0; id < vocabulary; id++) {
@@ -153,16 +158,15 @@ inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const Ev
                 result.predicted++;
                 result.hits[next] = argmax(found, vocabulary) == text.tokens[next];
             };
-            prefill_pass(engine, result.cache, 0, {&text.tokens[begin], &text.tokens[0] + end}, [&](int size) {
+            prefill_pass(engine, cache, 0, {&text.tokens[begin], &text.tokens[0] + end}, [&](int size) {
                 std::vector<float> rows = logits(engine, 0, size);
-                for (int i = 0; i < size && ++next < count; i++)
-                    use(&rows[(size_t)i * vocabulary], &result == &read[0]);
+                for (int row = 0; row < size && ++next < count; row++) use(&rows[(size_t)row * vocabulary], i == 0);
             });
             if (end < result.longest) continue;
             result.longest = end;
-            result.bytes_per_token = bytes_of(result.cache).total() / end;
+            result.bytes_per_token = bytes_of(cache).total() / end;
         }
-        results = std::move(read);
+        for (size_t i = 0; i < read.size(); i++) (EvalFigures &)results[i] = read[i];
     }
     for (const Recall &recall : text.questions) {
         int in = std::min(recall.distance / recall_step, recall_classes - 1);
@@ -176,13 +180,16 @@ inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const Ev
 
 constexpr int eval_steps = 32;  // tokens decoded for the time a token takes
 
-// Decoding behind the last text, in rounds over all caches; the first warms up.
-inline void eval_decode(Engine &engine, std::vector<EvalResult> &results, int repeats) {
+// Decoding after the text that was read last, or after as much of it as leaves room, in rounds over all caches; the
+// first warms up.
+inline void eval_decode(Engine &engine, std::vector<EvalResult> &results, const EvalText &text, int repeats) {
     for (int round = 0; round <= repeats; round++) {
         for (EvalResult &result : results) {
-            int room = limit_of(result.cache) - eval_steps;
+            const int end = std::min((int)text.tokens.size(), limit_of(result.cache) - eval_steps);
             use_activations(engine, result);
-            if (result.cache.lengths[0] > room) shrink(result.cache, 0, room);
+            const int kept = rewind(result.cache, 0, end);
+            prefill_pass(engine, result.cache, 0, {text.tokens.begin() + kept, text.tokens.begin() + end});
+            Progress::add(kept - end);  // counted when it was read first
             double start = now();
             decode_some(engine, result.cache, eval_steps);
             if (round > 0) result.rates.push_back(eval_steps / (now() - start));
@@ -245,8 +252,8 @@ inline std::vector<EvalResult> open_results(const Options &options, Engine &engi
     auto add = [&](const CacheChoice &choice, int window = 0, int sinks = -1) {
         Options with = options;
         if (window) with.window = window, with.sinks = sinks;
-        results.push_back({open_cache(with, engine, choice, capacity)});
-        if (options.activations == "bf16") results.back().activations = results.size() > 1 ? "bf16" : "f32";
+        const char *activations = options.activations == "f32" ? "" : results.empty() ? "f32" : "bf16";
+        results.push_back({{}, open_cache(with, engine, choice, capacity), activations});
     };
     auto is_reference = [](const CacheChoice &choice) {
         return std::holds_alternative<Contiguous>(choice.layout) && types_of(choice) == "f32";
@@ -287,7 +294,7 @@ inline Evaluation evaluate(const Options &options) {
         Progress progress(counted((int64_t)texts.size(), "text") + ", " + counted((int64_t)results.size(), "cache"),
                           tokens + (double)(results.size() * eval_steps * (options.repeats + 1)));
         for (const EvalText &text : texts) eval_text(engine, results, text);
-        eval_decode(engine, results, options.repeats);
+        eval_decode(engine, results, texts.back(), options.repeats);
     } catch (Interrupted) {
         for (EvalResult &result : results)
             if (result.longest < longest) result.bytes_per_token = NAN;

@@ -170,7 +170,7 @@ inline Session open_model(const Options &options) {
 
 inline Drafter open_drafter(const Options &options, const Session &session, const Cache &cache, int sequences,
                             int capacity);                            // draft.h
-inline Report about_draft(const Drafter &drafter, size_t first = 0);  // of the passes from `first` on
+inline Report about_draft(const Drafter &drafter);
 
 // The caches of a session, for so many tokens, and who guesses for the first of them.
 inline void open_caches(const Options &options, Session &session, const std::vector<CacheChoice> &choices, int limit) {

@@ -22,7 +22,7 @@ int main() {
     show("both prompts are read");
     for (int i = 0; i < 7; i++) grow(cache, 0, 1), grow(cache, 1, 1);
     show("both have decoded 7 tokens");
-    shrink(cache, 0, 0), grow(cache, 1, 9), grow(cache, 0, 5);
+    rewind(cache, 0, 0), grow(cache, 1, 9), grow(cache, 0, 5);
     show("sequence 0 ended, 1 went on by 9, a new 0 has begun");
     printf("position 6 of sequence 1 is in row %lld\n", (long long)row_of(cache.stores[0], 1, 6));
 }

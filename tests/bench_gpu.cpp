@@ -204,7 +204,7 @@ static void bench_all(bool small) {
             if (shape.tied) bench_company(engine, company, small ? 1 : 20);
         if (shape.tied) continue;
         engine.chunk = tokens;
-        taken = seconds_of(m, 3, [&](int) { shrink(cache, 0, 0), prefill_pass(engine, cache, 0, prompt); });
+        taken = seconds_of(m, 3, [&](int) { rewind(cache, 0, 0), prefill_pass(engine, cache, 0, prompt); });
         double operations = (double)engine.model.weight_bytes * tokens +
                             4.0 * shape.layers * shape.heads * shape.head_dim * tokens * (tokens + 1) / 2.0;
         print_line("prefill, " + std::to_string(tokens) + " tokens", taken, operations / taken / matrix_rate, 0.60,

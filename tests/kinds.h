@@ -123,22 +123,6 @@ inline Tokens tables_of(const Cache &cache, bool with_windows) {
     return all;
 }
 
-// All of a cache: that, and each byte that it holds.
-struct Everything {
-    Tokens numbers;
-    std::vector<std::string> bytes;
-    explicit Everything(const Cache &cache) : numbers(tables_of(cache, true)) {
-        append(numbers, cache.reached);
-        for (const Store &store : cache.stores) {
-            const CacheView &view = store.view;
-            for (const CacheRows *rows : {&view.keys, &view.values, &view.residual_keys, &view.residual_values,
-                                          &view.sink_keys, &view.sink_values})
-                bytes.emplace_back(rows->data, rows->data ? rows->bytes(store.shape.layers) : 0);
-        }
-    }
-    bool operator==(const Everything &other) const { return numbers == other.numbers && bytes == other.bytes; }
-};
-
 // Of the rows of all stores: keys, values.
 inline std::vector<std::string> stored_bytes(const Cache &cache) {
     std::vector<std::string> bytes;

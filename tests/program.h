@@ -10,6 +10,8 @@
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
+#include <termios.h>
+#include <time.h>
 
 #include <chrono>
 #include <iterator>
@@ -135,12 +137,37 @@ public:
             if (poll(&ready, 1, 100) > 0 && !read_more()) break;
         return there();
     }
-    void type(const std::string &keys) {
+    // Types once the program waits for keys, with readline, which takes each as it comes; or `at_once`.
+    void type(const std::string &keys, bool at_once = false) {
         seen.clear();
-        usleep(200000);  // as a person does: the program waits for a key again
+        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+        termios mode;
+        while (!at_once && tcgetattr(terminal_, &mode) == 0 && mode.c_lflag & ICANON &&
+               std::chrono::steady_clock::now() < end)
+            usleep(1000);
         REQUIRE(write(terminal_, keys.data(), keys.size()) == (ssize_t)keys.size());
     }
-    void interrupt() const { kill(child_, SIGINT); }
+    // Returns when the program has heard of it: of two signals that are still to be heard, one is lost.
+    void interrupt() const {
+        const std::string status = "/proc/" + std::to_string(child_) + "/status", line = "ShdPnd:\t";
+        auto pending = [&] {
+            const std::string text = fs::exists(status) ? slurp(status) : "";  // not on macOS
+            const size_t place = text.find(line);
+            return place != std::string::npos && strtoull(&text[place + line.size()], nullptr, 16) >> (SIGINT - 1) & 1;
+        };
+        kill(child_, SIGINT);
+        for (int i = 0; i == 0 || (pending() && i < 10000); i++) usleep(1000);
+    }
+    // Seconds that the program has computed, which a busy machine does not lengthen; on macOS, that have passed.
+    double computed() const {
+        timespec time = {};
+        clockid_t clock = CLOCK_MONOTONIC;
+#ifndef __APPLE__
+        REQUIRE(clock_getcpuclockid(child_, &clock) == 0);
+#endif
+        REQUIRE(clock_gettime(clock, &time) == 0);
+        return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+    }
     int status() {
         int status = 0;
         REQUIRE(waitpid(child_, &status, 0) == child_);

@@ -44,6 +44,17 @@ inline uint64_t seed_of_run() {
     return seed;
 }
 
+// Ctrl-C after so many layers and passes, while this is there; a thread counts each by itself. How many came: `count`.
+struct InterruptAfter {
+    std::atomic<int> count{0};
+    explicit InterruptAfter(int after) {
+        Progress::heard = [this, after] {
+            if (++count == after) interrupts = 1;
+        };
+    }
+    ~InterruptAfter() { Progress::heard = nullptr, interrupts = 0; }
+};
+
 // ---- Models and tokens -------------------------------------------------------------------------------------
 
 inline Engine engine_of(Model model, int threads = 1, const std::string &weights = "stored") {

@@ -262,8 +262,8 @@ TEST_CASE("random requests in any company have the text and the logits that each
         if (!can_share_pages(company.cache)) CHECK(company.hits() == 0);
         requests += (int)company.requests.size(), preemptions += company.preemptions(), hits += company.hits();
         copies += company.copies, evicted += company.evicted;
-        for (const Drafter::Checked &pass : company.schedule.drafter.log)
-            right += pass.right, wrong += (int)pass.guesses.size() - pass.right;
+        const Drafter::Counts &counts = company.schedule.drafter.counts;
+        right += counts.accepted, wrong += counts.drafted - counts.accepted;
         for (const Request &request : company.requests) stopped += request.stop == "stop";
     }
     if (getenv("REQUESTS"))
@@ -292,7 +292,7 @@ TEST_CASE("guesses are never published: who says what was guessed, and not said,
         other.push_back(0);  // the last token is always computed
         const int known = find_known(company.cache, 1, other);
         CHECK(known == (int)before.size() + pass.right);
-        shrink(company.cache, 1, 0);
+        rewind(company.cache, 1, 0);
         looked_at++;
     }
     CHECK(looked_at > 10);
@@ -626,7 +626,7 @@ TEST_CASE("what a pass was to compute is not found if it failed, nor before it i
     company.come(prompt, 5);
     auto known = [&] {
         const int found = find_known(company.cache, 3, prompt);
-        shrink(company.cache, 3, 0);
+        rewind(company.cache, 3, 0);
         return found;
     };
     auto run = [&] { run_pass(engine, company.schedule, company.next(), true, [](Request &) {}); };

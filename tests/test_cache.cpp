@@ -90,7 +90,7 @@ TEST_CASE("bytes are those of the memory that was taken; of pages, those that we
     CHECK(cache.stores[0].pool->free.size() == 57);
     grow(cache, 1, 17);
     CHECK(pages() == 59);
-    shrink(cache, 0, 0);
+    rewind(cache, 0, 0);
     CHECK(pages() == 2);
 }
 
@@ -301,23 +301,18 @@ struct Column {
     std::vector<Vector> fresh = {};   // (position): as the queries of the same block read it
     std::vector<Vector> stored = {};  // (position): as all others do; where there are blocks, of full ones
     std::vector<Vector> sinks = {};   // (position): as it was when it came
-    int kept = -1;                    // the block whose positions are kept at f16
 
     void append(const Vector &x) {
         fresh.push_back(blocks ? reference::read_vector("f16", x) : x);
         sinks.resize(std::max(sinks.size(), fresh.size()));
         sinks[fresh.size() - 1] = fresh.back();
-        kept = block_of((int)fresh.size() - 1);
         if (!blocks) stored.push_back(defined_vector(type, x));
         if (!blocks || fresh.size() % 32) return;
         std::vector<Vector> block(fresh.end() - 32, fresh.end());
         if (keys) block = reference::read_block(name_of(type), block);
         for (const Vector &vector : block) stored.push_back(keys ? vector : defined_vector(type, vector));
     }
-    void shrink(int length) {
-        for (int t = block_of(length) * 32; blocks && kept != block_of(length) && t < length; t++)
-            fresh[t] = reference::read_vector("f16", stored[t]);
-        if (length % 32) kept = block_of(length);
+    void rewind(int length) {
         fresh.resize(length);
         stored.resize(blocks ? block_of(length) * 32 : length);
     }
@@ -332,7 +327,7 @@ struct Scene {
     std::vector<Column> columns;  // (side, layer, kv_head, sequence)
     uint64_t vectors = 0;         // so far: no two get the same numbers
     std::function<Vector(Random &, int width)> numbers;
-    int refusals = 0;  // of walk()
+    int refusals = 0, rewinds = 0;  // of walk(); rewinds: that went further back than was asked for
 
     Scene(const CacheShape &shape, const Layout &layout, const Precision &type_k, const Precision &type_v)
         : cache(opened(shape, layout, type_k, type_v)) {
@@ -395,10 +390,10 @@ struct Scene {
         grow(cache, sequence, count);
         for (int size; count > 0; count -= size) pass({sequence}, {size = std::min(count, chunk_of(cache))});
     }
-    void shrink_to(int sequence, int length) {
-        shrink(cache, sequence, length);
-        for (size_t i = sequence; i < columns.size(); i += cache.stores[0].shape.sequences)
-            if ((int)columns[i].fresh.size() > length) columns[i].shrink(length);
+    int rewind_to(int sequence, int length) {
+        const int kept = rewind(cache, sequence, length);
+        for (size_t i = sequence; i < columns.size(); i += cache.stores[0].shape.sequences) columns[i].rewind(kept);
+        return kept;
     }
 
     // ---- Reading: how much of what a query finds in its segments is not as defined, positions before `end` ----
@@ -463,7 +458,7 @@ struct Scene {
     void walk(int steps, uint64_t seed);
 };
 
-// `steps` times sequences grow, shrink or end. What cannot be is refused in one line and changes nothing; what each
+// `steps` times sequences grow, go back or end. What cannot be is refused in one line and changes nothing; what each
 // sequence reads is right after every step.
 void Scene::walk(int steps, uint64_t seed) {
     CAPTURE(seed);
@@ -510,10 +505,12 @@ void Scene::walk(int steps, uint64_t seed) {
             for (int i : {sequence, other}) reached[i] = std::max(reached[i], cache.lengths[i]);
         } else {
             int to = what > 17 ? 0 : is_ring && below(4) ? std::max(0, length - below(60)) : below(length + 1);
-            bool no = refused([&] { shrink_to(sequence, to); }, " to " + std::to_string(to) + ":");
+            const int whole = blocks_of(cache) && block_of(to) < block_of(length) ? to / 32 * 32 : to;
+            const int kept = rewind_to(sequence, to);
             // A ring can always go back by what one pass may have stored.
-            if (no) REQUIRE((is_ring && to > 0 && reached[sequence] - to >= chunk_of(cache)));
-            if (to == 0) reached[sequence] = 0;
+            const bool far = is_ring && reached[sequence] - whole >= chunk_of(cache);
+            REQUIRE((kept == whole || (kept == 0 && far)));
+            rewinds += kept < to, reached[sequence] = kept ? reached[sequence] : 0;
         }
         check_pages(cache);
         if (is_paged) REQUIRE((int)cache.stores[0].pool->references.size() == s.pages);
@@ -523,7 +520,7 @@ void Scene::walk(int steps, uint64_t seed) {
     }
 }
 
-TEST_CASE("sequences that grow, shrink and end read what they stored, in every layout and precision") {
+TEST_CASE("sequences that grow, go back and end read what they stored, in every layout and precision") {
     uint64_t seed = seed_of_run();
     Random random{seed};
     for_each_cache([&](const Layout &layout, const Precision &type_k, const Precision &type_v) {
@@ -534,6 +531,11 @@ TEST_CASE("sequences that grow, shrink and end read what they stored, in every l
         CAPTURE(window);
         Scene(shape, layout, type_k, type_v).walk(25, random.bits());
     });
+}
+
+TEST_CASE("there is one of a cache: it moves, and is not copied") {
+    CHECK((std::is_move_constructible_v<Cache> && !std::is_copy_constructible_v<Cache>));
+    CHECK((std::is_move_assignable_v<Cache> && !std::is_copy_assignable_v<Cache>));
 }
 
 TEST_CASE("thousands of steps in pages of any size: none is lost, shared, or read by whom it is not") {
@@ -559,6 +561,7 @@ TEST_CASE("thousands of steps in rings of any size: no row is overwritten that a
             scene.append(0, 2 * window + 100);
             REQUIRE(scene.wrong(0) == 0);
             scene.walk(100, seed_of_run() + (uint64_t)window);
+            CHECK(scene.rewinds > 0);
         }
     }
 }
@@ -586,21 +589,6 @@ TEST_CASE("what is not finite or too large makes all that share its scale NaN, a
     }
 }
 
-TEST_CASE("what a cut block restores at f16 is what was read of it, also at the largest numbers of f16") {
-    for (const Precision &type : {Precision(Int4{}), Precision(Int2{})}) {
-        Scene scene({1, 1, 32, 32, 1, 80}, Contiguous{}, type, type);
-        scene.numbers = [](Random &random, int width) {
-            Vector vector(width);
-            for (float &x : vector) x = random.uniform(0, 1) < 0.5 ? 0 : (float)random.uniform(65000, 65504);
-            return vector;
-        };
-        scene.append(0, 70);
-        shrink(scene.cache, 0, 20);
-        for (int i = 0; i < 20 * 32; i++)
-            REQUIRE(std::isfinite(F16::number(scene.cache.stores[0].view.residual_keys.at(0, i / 32, 0), i % 32)));
-    }
-}
-
 TEST_CASE("a new cache is zero where nothing was stored; a page that was freed reads as NaN in every precision") {
     for (const Precision &type : all_of<Precision>()) {
         CAPTURE(std::string(name_of(type)));
@@ -620,11 +608,10 @@ TEST_CASE("a new cache is zero where nothing was stored; a page that was freed r
         };
         grow(scene.cache, 0, 64);
         expect(false);
-        shrink(scene.cache, 0, 0);
+        rewind(scene.cache, 0, 0);
         scene.append(0, 64);
-        shrink(scene.cache, 0, 17);  // pages 0 and 1 stay
-        shrink(scene.cache, 0, 16);
-        grow(scene.cache, 0, 48);  // the same pages, nothing stored in them yet
+        CHECK(rewind(scene.cache, 0, 32) == 32);  // pages 0 and 1 stay
+        grow(scene.cache, 0, 32);                 // the same pages, nothing stored in them yet
         expect(true);
     }
 }

@@ -459,7 +459,7 @@ TEST_CASE("Ctrl-C ends an answer, or a line, but not the chat; a line is edited;
     REQUIRE(terminal.wait_for("> "));
     terminal.type("Once upon\x7f\x7f\x7f\x7fin a time\n");  // "Once in a time"
     REQUIRE(terminal.wait_for("", 200));                    // of the answer
-    terminal.type("\x03");
+    terminal.type("\x03", /*at_once=*/true);
     REQUIRE(terminal.wait_for("stopped: interrupted"));
     REQUIRE(terminal.wait_for("> "));
     terminal.type("not this");
@@ -469,8 +469,8 @@ TEST_CASE("Ctrl-C ends an answer, or a line, but not the chat; a line is edited;
     terminal.type("/cache\n");
     REQUIRE(terminal.wait_for("ring  "));
     terminal.type("\x1b[A\x1b[A\n");  // two lines before: the first turn again
-    REQUIRE(terminal.wait_for("Once in a time"));
-    terminal.type("\x03");
+    REQUIRE(terminal.wait_for("Once in a time", 300));  // and some of the answer
+    terminal.type("\x03", /*at_once=*/true);
     REQUIRE(terminal.wait_for("kept "));
     CHECK(!contains(terminal.seen, "kept 0,"));
     terminal.type("\x04");

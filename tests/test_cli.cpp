@@ -1661,7 +1661,7 @@ TEST_CASE("beside programs that take every core, two threads do not wait for eac
 // ---- Ctrl-C and progress -----------------------------------------------------------------------------------
 
 // Runs a command with standard error on a terminal; `presses` Ctrl-C come once that has said `after`. Then: seconds
-// from the first of them to the end.
+// that it computes from the first of them to the end.
 struct Pressed : Outcome {
     double seconds = -1;
 };
@@ -1670,18 +1670,14 @@ static Pressed press(const Words &arguments, const std::string &after, int press
     Scratch scratch;
     const Words words = Words{program_path()} + arguments;
     Terminal terminal(words, 80, scratch / "out");
-    auto now = [] {
-        return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-    };
     double start = 0;
     while (terminal.read_more())
         for (; presses > 0 && contains(terminal.seen, after); presses--) {
-            if (start == 0) start = now();
+            if (start == 0) start = terminal.computed();
             terminal.interrupt();
-            usleep(1000);  // two that come at once count as one
         }
+    if (start > 0) result.seconds = terminal.computed() - start;
     result.status = terminal.status();
-    if (start > 0) result.seconds = now() - start;
     result.command = joined(words, " "), result.err = terminal.seen, result.out = slurp(scratch / "out");
     return result;
 }

@@ -109,7 +109,7 @@ TEST_CASE("a text that begins like another one finds its states in pages, or com
             Cache cache = cache_for(engine, F16{}, F16{}, 200, paged(page), 2);
             prefill(engine, cache, 0, part(tokens, 0, length));
             publish(cache, 0, tokens, length);
-            if (length % 2) shrink(cache, 0, 0);
+            if (length % 2) rewind(cache, 0, 0);
             const int found = find_known(cache, 1, tokens);
             known += found > 0;
             const Vector rows = cached_rows(engine, cache, 1, part(tokens, found, 150), 20, 150 - found);

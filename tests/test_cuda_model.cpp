@@ -147,7 +147,7 @@ TEST_CASE("layouts agree bit for bit, and a sequence has its bits alone and in a
           ring = open_for(card, Ring{}, F16{}, Int8{}, 40);
     Cache paged = open_for(card, Paged{}, F16{}, Int8{}, 40), batch = open_for(card, Paged{}, F16{}, Int8{}, 40, 3);
     prefill(card, paged, 0, {1});
-    shrink(paged, 0, 0);
+    rewind(paged, 0, 0);
     Vector rows = cached_rows(card, contiguous, 0, tokens, 20, 20);
     CHECK(reference::same_bits(rows, cached_rows(card, paged, 0, tokens, 20, 20)));
     CHECK(reference::same_bits(rows, cached_rows(card, ring, 0, tokens, 20, 20)));
@@ -217,10 +217,10 @@ TEST_CASE("steps of caches that take turns are recorded once each, also with a n
     std::shared_ptr<void> newest = graphs_of(card).list.front().step;
     for (int i = 0; i < 3; i++) round();
     CHECK((graphs_of(card).list.size() == caches.size() && graphs_of(card).list.front().step == newest));
-    for (Cache &cache : caches) shrink(cache, 0, 2);
+    for (Cache &cache : caches) rewind(cache, 0, 2);
     CHECK(round() == first);  // replayed
     // Memory that moves takes all of them with it, and the next steps are right again.
-    for (Cache &cache : caches) shrink(cache, 0, 2);
+    for (Cache &cache : caches) rewind(cache, 0, 2);
     forward_naive(card, Tokens(60, 5));
     CHECK(round() == first);
     CHECK(recorded(card) == 0);

@@ -54,16 +54,8 @@ static Drafter drafter_of(const Engine &target, std::optional<Model> model, int 
     return drafter;
 }
 
-static int right_in(const Drafter &drafter) {
-    int right = 0;
-    for (const Drafter::Checked &pass : drafter.log) right += pass.right;
-    return right;
-}
-static int guessed_in(const Drafter &drafter) {
-    int guesses = 0;
-    for (const Drafter::Checked &pass : drafter.log) guesses += (int)pass.guesses.size();
-    return guesses;
-}
+static int right_in(const Drafter &drafter) { return drafter.counts.accepted; }
+static int guessed_in(const Drafter &drafter) { return drafter.counts.drafted; }
 
 TEST_CASE("a text with guesses is the text without: any model, cache, sampler, number of guesses, and who guesses") {
     Random random{seed_of_run()};
@@ -117,7 +109,7 @@ TEST_CASE("the draft has read the last token, too, when all its guesses were rig
         Cache cache = cache_for(engine, F32{}, F32{}, 200, {});
         const Text text = with_guesses(engine, cache, drafter, random_tokens(engine, 9), {}, 61);
         CHECK(right_in(drafter) == guessed_in(drafter));
-        CHECK((int)drafter.log.size() == (60 + most) / (most + 1) + (60 % (most + 1) == 0));
+        CHECK(drafter.counts.passes == (60 + most) / (most + 1) + (60 % (most + 1) == 0));
         // What it guesses next is what it would if it had read all of the text in one go.
         Drafter other = drafter_of(engine, small_model(), most);
         Proposal next{0, text.tokens, {}, most}, again{0, text.tokens, {}, most};
@@ -143,6 +135,44 @@ TEST_CASE("the draft's cache goes back where its guesses were wrong, and begins 
             CHECK(drafter.cache.lengths[sequence] == (int)drafter.held[sequence].size());
         }
     }
+}
+
+TEST_CASE("a draft with windows: texts that are one another's beginnings, in any order, and reading that was ended") {
+    Engine engine = engine_of(small_model());
+    Random random{seed_of_run()};
+    CAPTURE(seed_of_run());
+    int ended = 0, reread = 0;
+    for (int narrow : {2, 33})
+        for (const Place &place : {Place{}, paged(4), ring(40, 2)}) {
+            CAPTURE(place.name());
+            Shape shape = mixed_shape(narrow, 50);
+            shape.vocabulary = 40;
+            auto draft = [&] { return drafter_of(engine, random_model(shape, 2), 4, 1, place); };
+            Drafter drafter = draft();
+            drafter.engine->chunk = 20;
+            const Tokens longest = random_tokens(engine, 350);
+            for (int turn = 0; turn < 12; turn++) {
+                const Tokens text = part(longest, 0, turn == 0 ? 350 : 2 + below(random, 349));
+                Proposal proposal{0, text, {}, 4}, expected{0, text, {}, 4};
+                const int had = (int)drafter.held[0].size();
+                if (turn % 3 == 1) {  // within its first passes, or the next ones
+                    const InterruptAfter press(1 + below(random, 30));
+                    try {
+                        propose(drafter, proposal);
+                    } catch (Interrupted) {
+                        ended++;
+                    }
+                    continue;
+                }
+                propose(drafter, proposal);
+                Drafter fresh = draft();
+                propose(fresh, expected);
+                reread += had > (int)text.size();
+                CHECK((proposal.guesses.size() == 4 && proposal.guesses == expected.guesses));
+                CHECK(drafter.cache.lengths[0] == (int)drafter.held[0].size());
+            }
+        }
+    CHECK((ended > 4 && reread > 4));
 }
 
 TEST_CASE("guesses that were wrong are gone from a convolution's state") {
@@ -307,13 +337,13 @@ TEST_CASE("n-grams stop while they cost more time than they save, and are tried 
     CHECK((guesses(drafter) == 0 && paused));
     drafter.log.back().tokens = 2;  // two for 1.3
     CHECK((guesses(drafter) == 4 && !paused));
-    drafter.log.back() = pass(2, 0, 1.3);      // of another match
+    drafter.log.back() = pass(2, 0, 1.3);  // of another match
     CHECK(guesses(drafter) == 1);
     drafter.log.back() = pass(3, 0, 1.3);
-    for (int i = 0; i < 127; i++) drafter.log.push_back(pass(0, 0, 1));
+    for (int i = 0; i < 127; i++) drafter.add(pass(0, 0, 1));
     CHECK(guesses(drafter) == 0);
-    drafter.log.push_back(pass(0, 0, 1));
-    CHECK(guesses(drafter) == 1);  // it was long ago
+    drafter.add(pass(0, 0, 1));
+    CHECK((guesses(drafter) == 1 && drafter.log.size() == 128));  // it was long ago, and is forgotten
     // Passes of many texts: 8 tokens without guesses; 9 with, of any match; prompts that are read take no part.
     drafter.log = {{0, 8, 0, {}, false, 1, 0}, {0, 9, 1, {5, 6}, false, 1.2, 0}, {0, 8, 0, {}, false, 0, 0}};
     CHECK((guesses(drafter) == 0 && paused));
@@ -324,13 +354,14 @@ TEST_CASE("n-grams stop while they cost more time than they save, and are tried 
 TEST_CASE("what guesses brought: passes, guesses by their place, pauses") {
     Drafter drafter;
     drafter.most = 2;
-    drafter.log = {{1, 3, 2, {7, 8}, false, 1, 0}, {1, 1, 0, {7, 8}, false, 1, 0}, {1, 1, 0, {}, true, 1, 0},
-                   {0, 1, 0, {}, false, 1, 0},     {1, 2, 1, {7, 8}, false, 1, 0}, {0, 9, 3, Tokens(9), false, 1, 0}};
-    const DraftCounts counts(drafter);
+    const std::vector<Drafter::Checked> passes = {
+        {1, 3, 2, {7, 8}, false, 1, 0}, {1, 1, 0, {7, 8}, false, 1, 0}, {1, 1, 0, {}, true, 1, 0},
+        {0, 1, 0, {}, false, 1, 0},     {1, 2, 1, {7, 8}, false, 1, 0}, {0, 9, 3, Tokens(9), false, 1, 0}};
+    for (const Drafter::Checked &pass : passes) drafter.add(pass);
+    const Drafter::Counts &counts = drafter.counts;
     CHECK((counts.passes == 6 && counts.guessed == 4 && counts.paused == 1));
     CHECK((counts.drafted == 15 && counts.accepted == 6));
     CHECK((counts.tried == std::vector<int>{4, 3} && counts.right == std::vector<int>{3, 2}));
-    CHECK(DraftCounts(drafter, 3).passes == 3);
 }
 
 // ---- The rule of others -------------------------------------------------------------------------------------------
@@ -439,7 +470,7 @@ TEST_CASE("leviathan: the tokens of whole passes have the target's distribution,
     std::vector<double> expected(25);
     const std::vector<double> first = distribution(sampler, prefill(engine, cache, 0, prompt));
     for (int a = 0; a < 5; a++) {
-        shrink(cache, 0, 3);
+        rewind(cache, 0, 3);
         const std::vector<double> second = distribution(sampler, decode(engine, cache, {0}, {a}));
         for (int b = 0; b < 5; b++) expected[a * 5 + b] = first[a] * second[b];
     }
@@ -455,7 +486,7 @@ TEST_CASE("leviathan: the tokens of whole passes have the target's distribution,
             const int draws = 20000;
             for (int i = 0; i < draws; i++) {
                 sampler.seed = i;
-                shrink(cache, 0, 2);
+                rewind(cache, 0, 2);
                 Tokens text = prompt;
                 while (text.size() < 5)
                     for (int token : next_tokens(engine, cache, drafter, sampler, text, 2, false, [](auto &, int) {}))

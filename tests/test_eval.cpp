@@ -2,7 +2,6 @@
 // Run from the repository's root.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <iterator>
-#include <thread>
 
 #include "scene.h"
 
@@ -14,8 +13,8 @@ static const std::string builtin = "weights_tools/builtin";
 
 // ---- What it says --------------------------------------------------------------------------------------------
 
-static Evaluation eval(const Words &arguments) {
-    Words words{"eval", "-t", "1", "--repeats", "1", "-m", builtin};
+static Evaluation eval(const Words &arguments, const std::string &model = builtin) {
+    Words words{"eval", "-t", "1", "--repeats", "1", "-m", model};
     words.insert(words.end(), arguments.begin(), arguments.end());
     return evaluate(parse_options(words));
 }
@@ -354,19 +353,40 @@ TEST_CASE("bytes a token are those of the longest text, or none where an interru
     Words texts = stories();
     std::sort(texts.begin(), texts.end(), [](auto &a, auto &b) { return a.size() < b.size(); });
     while (texts[0].empty()) texts.erase(texts.begin());
+    texts.resize(4);
     const std::string file = file_of("cut", texts);
-    const double whole = eval({"-f", file}).results[0].bytes_per_token;
-    int cut = 0;
-    for (int delay = 1; cut == 0 && delay < 100; delay++) {
-        std::thread later([&] { usleep(1000 * delay), interrupts = 1; });
+    const Evaluation whole = eval({"-f", file});
+    for (int after : {1, 15, 35}) {  // of 4 layers and a pass, two caches and four texts, each of one chunk or more
+        const scene::InterruptAfter press(after);
         Evaluation all = eval({"-f", file});
-        later.join(), interrupts = 0;
-        const double bytes = all.results[0].bytes_per_token;
-        CHECK((std::isnan(bytes) || bytes == whole));
+        CHECK(std::isnan(all.results[0].bytes_per_token));
+        CHECK((all.results[0].predicted > 0) == (after > 1));
+        CHECK(all.results[0].predicted < whole.results[0].predicted);
         CHECK(report_of(all).text.find("nan") == std::string::npos);
-        cut += all.results[0].predicted > 0 && std::isnan(bytes);
     }
-    CHECK(cut > 0);
+    CHECK(whole.results[0].bytes_per_token > 0);
+}
+
+TEST_CASE("windows and convolutions in pages: what decoding needs for its time is read again, and changes no figure") {
+    for (const char *model : {"gemma3", "mistral_window", "lfm2"})
+        for (const char *ids : {"3", "40", "62"}) {  // 1, 38 and 60 tokens
+            CAPTURE(model);
+            CAPTURE(ids);
+            Words list{"2"};
+            for (int id = 3; id <= std::stoi(ids); id++) list.push_back(std::to_string(id));
+            const std::string fixture = scene::fixtures + model;
+            const Evaluation all = eval({"--ids", joined(list, ","), "--cache", "contiguous,paged,ring", "--page", "8",
+                                         "--kv", "f32,int4"},
+                                        fixture);
+            REQUIRE(all.results.size() == 6);
+            for (const EvalResult &result : all.results) {
+                CAPTURE(title_of(result));
+                CHECK(result.predicted == (int)list.size() - 1);
+                CHECK(result.rates.size() == 1);
+                if (title_of(result) == "paged f32 f32") CHECK((result.kl == 0 && result.loss == all.results[0].loss));
+            }
+            CHECK(eval({"--ids", joined(list, ","), "--all"}, fixture).results.size() > 10);
+        }
 }
 
 TEST_CASE("the caches that the flags name, behind f32, which is not there twice") {  // how lists pair: test_flags

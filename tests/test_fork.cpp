@@ -14,12 +14,15 @@ static void check_fork(Engine &engine, const Precision &type_k, const Precision 
     prefill(engine, cache, 2, random_tokens(engine, 3, 9));
     // It may have been longer: what was overwritten then does not come back by a fork.
     const int longer = below(random, 2) ? below(random, 70) : 0;
+    auto back = [&](Cache &any, int sequence, int to) {
+        const int kept = rewind(any, sequence, to);
+        prefill_pass(engine, any, sequence, part(begin, kept, to));
+        return kept;
+    };
     auto begun = [&](Cache &any) {
         prefill(engine, any, 0, begin);
         if (longer) prefill(engine, any, 0, random_tokens(engine, longer, 4));
-        if (error_of([&] { shrink(any, 0, length); }).empty()) return;
-        shrink(any, 0, 0);
-        prefill(engine, any, 0, begin);
+        back(any, 0, length);
     };
     begun(cache);
     const bool pages = cache.pages != nullptr;
@@ -29,14 +32,13 @@ static void check_fork(Engine &engine, const Precision &type_k, const Precision 
     CHECK((cache.lengths == Tokens{length, length, 3} && cache.reached[1] == cache.reached[0]));
     if (pages) CHECK(pool->used() == used);
     const int cut = below(random, 3) ? 0 : below(random, std::min(length, 20)), of = below(random, 2);
-    const std::string line = error_of([&] { shrink(cache, of, length - cut); });  // within its window, or refused
-    const bool back = cut && line.empty();
+    const int kept = back(cache, of, length - cut);
     Vector found[2], expected[2];
     auto right = [&] { return !pages || check(*cache.pages).empty(); };
     for (int sequence : {0, 1}) {  // alone
         Cache alone = cache_for(engine, type_k, type_v, 240, place);
         begun(alone);
-        if (sequence == of) CHECK(error_of([&] { shrink(alone, 0, length - cut); }) == line);
+        if (sequence == of) CHECK(back(alone, 0, length - cut) == kept);
         expected[sequence] = cached_rows(engine, alone, 0, rest[sequence], 33, 33);
     }
     const int first = below(random, 2);
@@ -45,9 +47,8 @@ static void check_fork(Engine &engine, const Precision &type_k, const Precision 
         REQUIRE(right());
     }
     if (pages && !pool->window) {  // those that were full at the fork once, and one of sequence 2
-        const int shorter = length - (back ? cut : 0), most = pages_for(length + 33, place.page);
-        CHECK(pool->used() ==
-              most + pages_for(shorter + 33, place.page) - shorter / place.page + pages_for(3, place.page));
+        const int others = pages_for(length - cut + 33, place.page) - kept / place.page;
+        CHECK(pool->used() == pages_for(length + 33, place.page) + others + pages_for(3, place.page));
     }
     for (int t = 33; t < 75; t++) {
         const Vector both = decode(engine, cache, {1, 0}, {rest[1][t], rest[0][t]});
@@ -56,7 +57,7 @@ static void check_fork(Engine &engine, const Precision &type_k, const Precision 
     }
     REQUIRE(right());
     for (int sequence : {0, 1}) CHECK(same_bits(found[sequence], expected[sequence]));
-    for (int sequence : {0, 1, 2}) shrink(cache, sequence, 0);
+    for (int sequence : {0, 1, 2}) rewind(cache, sequence, 0);
     REQUIRE(right());
     for (int kind = 0; pages && kind < (int)cache.stores.size(); kind++) CHECK(cache.pages->pools[kind].used() == 0);
 }
@@ -95,9 +96,10 @@ static int check_shared_splits(Engine &engine, const Precision &type_k, const Pr
     for (int i = 0; i < texts; i++) {
         tokens[i] = random_tokens(engine, longest, 10 + i);
         lengths[i] = below(random, 3) ? 1 + below(random, 700) : 700;
-        if (!error_of([&] { shrink(cache, i, lengths[i]); }).empty()) lengths[i] = 700;  // behind a window
+        const int kept = rewind(cache, i, lengths[i]);
+        prefill_pass(engine, cache, i, part(begins[i / 3], kept, lengths[i]));
         std::copy_n(begins[i / 3].begin(), lengths[i], tokens[i].begin());
-        long_ones[i / 3] += lengths[i] >= fast::split_positions + 96;
+        long_ones[i / 3] += kept >= fast::split_positions + 96;
     }
     int shared = 0;
     for (int pass = 0; pass < 6; pass++) {
@@ -124,8 +126,7 @@ static int check_shared_splits(Engine &engine, const Precision &type_k, const Pr
     }
     for (int i = 0; i < texts; i++) {
         Cache alone = cache_for(engine, type_k, type_v, longest, place);
-        prefill(engine, alone, 0, begins[i / 3]);
-        shrink(alone, 0, lengths[i]);
+        prefill(engine, alone, 0, part(begins[i / 3], 0, lengths[i]));
         const Tokens rest = part(tokens[i], lengths[i], cache.lengths[i]);
         CHECK(same_bits(found[i], cached_rows(engine, alone, 0, rest, 1, (int)rest.size())));
     }

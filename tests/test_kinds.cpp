@@ -166,7 +166,7 @@ TEST_CASE(
                 readers.model.layers[layer].key = readers.model.layers[layer].value = {};
             }
             const std::vector<std::string> before = stored_bytes(cache);
-            shrink(cache, 0, 59);
+            rewind(cache, 0, 59);
             decode(readers, cache, {0}, {tokens[3]});
             CHECK((stored_bytes(cache) == before));
         }
@@ -215,7 +215,7 @@ TEST_CASE("pages behind a window go back to the pool as soon as no query sees th
             CHECK(same_bits(all, rows));
             CHECK(cache.stores[1].pool->used() < cache.stores[2].pool->used());
             CHECK(cache.stores[2].pool->used() < cache.stores[0].pool->used());
-            for (int sequence : {0, 1}) shrink(cache, sequence, 0);
+            for (int sequence : {0, 1}) rewind(cache, sequence, 0);
             check_pages(cache), check_all_free(cache);
         }
 }

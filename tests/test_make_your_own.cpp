@@ -215,18 +215,19 @@ TEST_CASE("flags, help, messages and commands know them") {
 
 TEST_CASE("every layout stores every precision, with the same result") {
     REQUIRE(built().program.status == 0);
-    std::string command = built().llm + "generate -m tests/fixtures/models/qwen3 --ignore-eos -n 40 --ids 5,9,33,12";
-    for (std::string type : {built().precision.name, std::string("int4")}) {
-        auto text = [&](const std::string &cache) {
-            Outcome outcome = shell(command + " --kv " + type + " --cache " + cache + " 2>/dev/null");
-            CHECK(outcome.status == 0);
-            return outcome.out;
-        };
-        std::string contiguous = text("contiguous");
-        CHECK(contiguous.size() > 40);
-        for (std::string cache : {"paged --page 8", "ring", built().layout.name.c_str()})
-            CHECK(text(cache) == contiguous);
-    }
+    std::string command = built().llm + "generate -m tests/fixtures/models/qwen3 --ignore-eos -n 40 ";
+    for (std::string type : {built().precision.name, std::string("int4")})
+        for (std::string flags : {"--ids 5,9,33,12", "--ids $(seq -s, 3 44) --temp 1 -s 5 --samples 3"}) {
+            auto text = [&](const std::string &cache) {
+                Outcome outcome = shell(command + flags + " --kv " + type + " --cache " + cache + " 2>/dev/null");
+                CHECK(outcome.status == 0);
+                return outcome.out;
+            };
+            std::string contiguous = text("contiguous");
+            CHECK(contiguous.size() > 40);
+            for (std::string cache : {"paged --page 32", "ring", built().layout.name.c_str()})
+                CHECK(text(cache) == contiguous);
+        }
 }
 
 // ---- A family --------------------------------------------------------------------------------------------------
