@@ -30,7 +30,7 @@ struct Setting {
     std::string program = program_path(), input = "/dev/null";
     rlim_t address_bytes = RLIM_INFINITY, file_bytes = RLIM_INFINITY;
     bool nobody_reads = false, ignore_sigpipe = false;
-    std::chrono::seconds patience{60};
+    std::chrono::seconds patience{600};  // a busy machine may take ten times as long as a quiet one
 };
 
 struct Outcome {
@@ -128,9 +128,9 @@ public:
         if (count > 0) seen.append(buffer, (size_t)count);
         return count > 0;
     }
-    // Reads until `until` stands there and so many characters do, or ten seconds have passed.
+    // Reads until `until` stands there and so many characters do, or its patience is at its end.
     bool wait_for(const std::string &until, size_t size = 0) {
-        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+        const auto end = std::chrono::steady_clock::now() + Setting().patience;
         pollfd ready = {terminal_, POLLIN, 0};
         auto there = [&] { return contains(seen, until) && seen.size() >= size; };
         while (!there() && std::chrono::steady_clock::now() < end)
@@ -140,7 +140,7 @@ public:
     // Types once the program waits for keys, with readline, which takes each as it comes; or `at_once`.
     void type(const std::string &keys, bool at_once = false) {
         seen.clear();
-        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+        const auto end = std::chrono::steady_clock::now() + Setting().patience;
         termios mode;
         while (!at_once && tcgetattr(terminal_, &mode) == 0 && mode.c_lflag & ICANON &&
                std::chrono::steady_clock::now() < end)

@@ -5,6 +5,7 @@
 
 #include <doctest/doctest.h>
 #include <malloc.h>
+#include <sys/time.h>
 #include <unistd.h>
 
 #include <array>
@@ -407,7 +408,11 @@ TEST_CASE("sinks stand just before the window, however far it has gone") {
 
 TEST_CASE("as many sinks as there may be: of several splits, in any chunks, dropped or not yet") {
     Random random = seeded();
-    alarm(300);  // a search for rows that never ends shall end here
+    auto end_after = [](int seconds) {  // of computing: a search for rows that never ends shall end here
+        const itimerval timer = {{0, 0}, {seconds, 0}};
+        setitimer(ITIMER_VIRTUAL, &timer, nullptr);
+    };
+    end_after(300);
     for (int sinks : {255, 256, 257, 512, 600}) {
         CAPTURE(sinks);
         Scene scene = scene_at({Ring{}, 16, sinks + 3, sinks}, {4, 2, 24}, 24, 1, 1, F16{}, F16{});
@@ -425,7 +430,7 @@ TEST_CASE("as many sinks as there may be: of several splits, in any chunks, drop
             scene.end(pass);
         }
     }
-    alarm(0);
+    end_after(0);
 }
 
 // ---- The same bits -----------------------------------------------------------------------------------------

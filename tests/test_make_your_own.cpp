@@ -29,9 +29,7 @@ using program::Outcome;
 
 // What a command prints, errors too, is in `out`.
 static Outcome shell(const std::string &command) {
-    program::Setting setting;
-    setting.patience = std::chrono::minutes(10);
-    return program::run_shell("exec 2>&1; " + command, setting);
+    return program::run_shell("exec 2>&1; " + command);
 }
 
 // ---- The page, and the copy of the sources that it changes ----------------------------------------------------

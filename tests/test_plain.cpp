@@ -26,7 +26,6 @@ struct Case {
 static std::vector<int> ids_of(const std::string &name, const Words &cache) {
     program::Setting setting;
     setting.program = name;
-    setting.patience = std::chrono::seconds(300);
     Words words = {"generate", "--json", "-p", "One day, a little", "-n", "200", "--ignore-eos", "-t", "1"};
     program::Outcome outcome = program::run(words + cache, setting);
     REQUIRE_MESSAGE(outcome.status == 0, outcome);
