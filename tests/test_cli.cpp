@@ -936,7 +936,7 @@ TEST_CASE("a checkpoint's own sampling settings are offered where they are not u
     // As in Transformers: 50 at most where the file does not say, all where it says 0, and no draw without do_sample.
     check_contains(err(R"({"do_sample": true, "min_p": 0.1})", {}), line + "--temp 1 --top-k 50 --min-p 0.1: ");
     check_contains(err(R"({"do_sample": true, "top_k": 0, "temperature": null})", {}), line + "--temp 1: ");
-    for (const std::string &greedy : {R"({"temperature": 0.6})", R"({"do_sample": false, "top_k": 5})"}) {
+    for (const std::string greedy : {R"({"temperature": 0.6})", R"({"do_sample": false, "top_k": 5})"}) {
         CHECK(!contains(err(greedy, {}), line));
         check_contains(err(greedy, {"--temp", "auto"}), "llm: --temp auto: no generation_config.json asks for");
     }
