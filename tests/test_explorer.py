@@ -262,7 +262,20 @@ def test_known_answers(browser, settings):
     browser.open("#model=Gemma-3-1B&context=32768")
     assert total(browser) == (11 + 128) * 2**20 + 22 * 64 * 1024
     assert "22 of 26 layers look back 512 positions" in browser.evaluate("at('formula').innerText")
+    cards = {"a laptop": (16, 100), "Apple M4 Max": (128, 546), "RTX 4090": (24, 1008), "RTX 5090": (32, 1792),
+             "A100 80 GB": (80, 2039), "H100 SXM 80 GB": (80, 3350), "H200 141 GB": (141, 4800), "B200": (180, 8000)}
+    assert browser.evaluate("CARDS") == {card: {"memory": memory, "bandwidth": bandwidth}
+                                         for card, (memory, bandwidth) in cards.items()}
+    # DeepSeek-V3 as published: FP8 with an f32 for 128 x 128 numbers; 58 of 61 layers have 256 experts, 8 of them chosen.
+    fp8 = lambda rows, columns: rows * columns + -(-rows // 128) * -(-columns // 128) * 4
+    mlp = lambda width: 3 * fp8(width, 7168)
+    attention = (fp8(1536, 7168) + fp8(128 * 192, 1536) + fp8(576, 7168) + fp8(128 * 256, 512) + fp8(7168, 128 * 128) +
+                 2 * (1536 + 512 + 2 * 7168))
+    table = 2 * 129280 * 7168
+    all_ = 61 * attention + 3 * mlp(18432) + 58 * (257 * mlp(2048) + 256 * (2 * 7168 + 4)) + 2 * table + 2 * 7168
     browser.open("#model=DeepSeek-V3")
+    found = setting_of(browser)
+    assert (found["weights"], found["weightsRead"]) == (all_, all_ - table - 58 * 248 * mlp(2048))
     assert "71.1 times less than MHA" in browser.evaluate("at('heads').textContent")
     browser.open("#model=Llama-3.1-70B&kvHeads=64&context=32768&k=bf16&v=bf16")
     assert total(browser) == 80 * 2**30
@@ -325,6 +338,42 @@ def test_formula_on_the_page(browser, settings):
     assert said == [["Context 8,192 → 65,536", "× 8"], ["Precision of K f16 → f32", "× 1.5"]], said
 
 
+def test_curve(browser, settings):
+    """Bytes over context: those of the program, up to where the memory is full; and drawn to scale."""
+    browser.open()
+    presets = [browser.evaluate(f"preset({json.dumps(model)}, {json.dumps(card)})") for model, card in
+               (("Llama-3.1-8B", "RTX 4090"), ("SmolLM2-135M", "RTX 5090"), ("Gemma-3-1B", "a laptop"),
+                ("DeepSeek-V3", "H200 141 GB"), ("Mistral-7B-v0.1", "RTX 4090"))]
+    for setting in [*presets, *settings[:20]]:
+        fits, to, points = json.loads(browser.evaluate("""(() => { setting = %s; draw();
+            const {fits, to, points} = curve(setting);
+            return JSON.stringify([fits, to, points.map(({context, bytes}) => [context, `${bytes}`])]); })()"""
+                                                       % json.dumps(setting)))
+        assert points[0][0] == 1 and points[-1][0] == to >= setting["context"], (setting, to)
+        some = [(context, int(bytes)) for context, bytes in (points[0], points[21], points[-1])]
+        asked = [{**setting, "context": context} for context in [*[context for context, _ in some], fits or 1, fits + 1]]
+        pages = ask(browser, asked)
+        for page, with_context, (_, bytes_) in zip(pages, asked, some):
+            assert page["answer"]["bytes"] == bytes_, setting
+            check(with_context, page)
+        assert not fits or pages[3]["answer"]["bytes"] <= pages[3]["budget"], setting
+        assert fits == 2**30 or pages[4]["answer"]["bytes"] > pages[4]["budget"], setting
+        drawn, weights, memory, title = browser.evaluate("""[
+            [...document.querySelectorAll("#curve polyline")].flatMap(line => [...line.points].map(({x, y}) => [x, y])),
+            Number(document.querySelector("#curve rect").getAttribute("y")),
+            Number(document.querySelector("#curve line").getAttribute("y1")),
+            document.querySelector("#curve h2").textContent]""")
+        if setting["weights"] and memory < 169:  # heights are bytes: at 170 there are none
+            drawn = sorted(set(map(tuple, drawn)))
+            a_byte = (170 - memory) / (setting["memory"] * 2**30)
+            heights = [(weights, setting["weights"])] + [
+                (y, setting["weights"] + int(bytes_)) for (_, y), (_, bytes_) in zip(drawn, points, strict=True)]
+            for y, bytes_ in heights:
+                assert abs(170 - y - bytes_ * a_byte) < 0.2 + 0.1 * (170 - y) / (170 - memory), (setting, y, bytes_)
+        expected = f"{fits:,} position" if 0 < fits < 2**30 else "however long" if fits else "weights"
+        assert expected in title, (setting, title)
+
+
 def test_address_holds_the_setting(browser, settings):
     browser.open()
     back = browser.evaluate("%s.map(s => fromHash(toHash(s)))" % json.dumps(settings))
@@ -375,7 +424,7 @@ def test_keyboard(browser, settings):
         browser.press("ArrowRight")
         field = element[6:]
         assert setting_of(browser)[field] > before[field], element
-        assert browser.evaluate(f"at('{field}').value") == str(setting_of(browser)[field])
+        assert browser.evaluate(f"at('{field}').value") == f"{setting_of(browser)[field]:,}"
         check_shown(browser)
     for element in ("model", "k", "v", "layout", "card", "attention", "model"):
         before = setting_of(browser)
@@ -394,6 +443,15 @@ def test_keyboard(browser, settings):
     assert "from 1 to 10,000" in browser.evaluate("at('problem-layers').textContent")
     browser.press("Tab")
     assert browser.evaluate("at('layers').value") == str(before["layers"])
+    for text, bytes_ in (("16,060,522,496", 16060522496), ("15 GiB", 15 * 2**30), ("1.5TB", 1500000000000), ("0", 0)):
+        browser.type("weights", text)
+        assert setting_of(browser)["weights"] == bytes_, text
+        browser.press("Tab")
+        assert browser.evaluate("at('weights').value") == f"{bytes_:,}"
+    for text in ("15 XiB", "GiB", "1,5 GiB of it", "-1 GiB"):
+        browser.type("weights", text)
+        assert "or as 15 GiB" in browser.evaluate("at('problem-weights').textContent"), text
+    assert setting_of(browser)["weights"] == 0
     browser.tab_to("reset")
     browser.press(" ")
     assert setting_of(browser) == browser.evaluate("preset(setting.model, setting.card)")
@@ -407,7 +465,7 @@ FAINT_TEXT = """(() => {
     const seen = colour => (numbers(colour)[3] ?? 1) > 0;
     const behind = each => seen(getComputedStyle(each).backgroundColor) ? getComputedStyle(each).backgroundColor :
         behind(each.parentElement);
-    const has_text = each => each.matches("[type=number], select") ||
+    const has_text = each => each.matches("[type=text], select") ||
         [...each.childNodes].some(node => node.nodeType === Node.TEXT_NODE && node.data.trim());
     return [...document.querySelectorAll("body *")].filter(each => each.getClientRects().length && has_text(each))
         .map(each => [light(getComputedStyle(each).color), light(behind(each)), each.outerHTML.slice(0, 80)])
@@ -439,11 +497,11 @@ def test_named_for_screen_readers(browser, settings):
         roles = {}
         for node in browser.call("Accessibility.getFullAXTree")["nodes"]:
             role = node.get("role", {}).get("value")
-            if role in ("slider", "spinbutton", "combobox", "button", "link", "form", "group") and not node["ignored"]:
+            if role in ("slider", "textbox", "combobox", "button", "link", "form", "group") and not node["ignored"]:
                 roles.setdefault(role, []).append(node.get("name", {}).get("value", ""))
         assert all(all(names) for names in roles.values()), roles
         assert all(len(set(names)) == len(names) for names in roles.values()), roles
-        assert {"slider", "spinbutton", "combobox", "button", "link", "form"} <= set(roles), roles
+        assert {"slider", "textbox", "combobox", "button", "link", "form"} <= set(roles), roles
 
 
 def test_book(browser, settings):
