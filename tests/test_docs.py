@@ -10,8 +10,8 @@ What stands in a page:
   ```cpp FILE          these lines stand in FILE; a line "..." leaves lines out.      ```python FILE   too.
   other blocks         lines that begin with ./llm, make or python3 are commands that are not refused.
   `name()`, `FILE.h`   the sources have such a function, and such a file.
-A chapter is two screens at most, and ends with the one sentence to keep. And docs/attention.py and docs/cache.py print the numbers of ./llm; and
-docs/read.html is what docs/read.py writes now, with each line of the story once.
+A chapter is two screens at most, and ends with the one sentence to keep. And docs/attention.py and docs/cache.py print
+the numbers of ./llm; and docs/read.html is what docs/read.py writes now, with each line of the story once.
 """
 import html.parser
 import os
@@ -187,7 +187,7 @@ class Page:
         seen = re.sub(r"(?ms)^ *<details>.*?</details>\n|^```cpp\n.*?^```\n", "", self.path.read_text())
         chapter = re.match(r"\d\d_", self.path.name)
         self.expect(not chapter or seen.count("\n") <= CHAPTER, 1, f"{seen.count(chr(10))} lines, expected {CHAPTER}")
-        kept = re.search(r"\n\*\*To keep:\*\* .*(\n.+)?\n\n(Next|Back).*\n$", seen)
+        kept = re.search(r"\n\*\*To keep:\*\* .*(\n.+)?\n\n(Next|Back).*\n?$", seen)
         self.expect(not chapter or kept, 1, "no sentence to keep at the end: **To keep:** ...")
 
     def check(self):
