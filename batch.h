@@ -16,17 +16,19 @@ struct Request {
     std::string id;
     std::vector<int> tokens;    // the prompt, then what was generated
     int prompt = 0, count = 0;  // tokens of the prompt; tokens to generate at most
+    bool fills = false;         // count is what the context has room for
     Sampler sampler = {};
     std::vector<std::string> stops = {};  // texts that end it, and do not stand in its text
+    std::string salt;                     // it shares pages with requests of the same salt alone
     double at = 0;                        // when it comes, in seconds
     int number = 0;                       // in the order that they come
     int sequence = -1;                    // its own in the cache, or -1: it waits
     int known = -1;                       // tokens of the prompt that were found in the cache when it was let in
-    int preemptions = 0;
-    std::string text, stop;  // stop: why it ended
-    uint64_t bits = 0;       // a checksum of all its logits
+    int preemptions = 0, overtaken = 0;   // times that it had to make room; that a later one was let in before it
+    std::string text, stop, error;        // stop: why it ended; error: the line, if it is that
+    uint64_t bits = 0;                    // a checksum of all its logits
     std::unique_ptr<Writer> writer = nullptr;
-    double first_token = 0, ended = 0;  // when, in seconds
+    std::vector<double> times = {};  // (token): when it was there, by now()
 
     // Positions that the cache holds of it in the end. Nobody asks what follows its last token.
     int positions() const { return prompt + std::max(count, 1) - 1; }
@@ -42,8 +44,10 @@ struct Schedule {
     Cache &cache;
     int pass_tokens = 512;                // of a pass at most, and no fewer than sequences
     bool optimistic = false;              // admission by what is needed now
+    bool prefix_first = false;            // --order prefix: of those who wait, who has most tokens known comes first,
+    int patience = 16;                    // but who was overtaken so often comes before all
     Drafter drafter = {};                 // guesses nothing unless --draft says who does
-    std::deque<Request *> waiting = {};   // first come, first served
+    std::deque<Request *> waiting = {};   // in the order that they came
     std::vector<Request *> running = {};  // in the order that they came
     bool changed = true;                  // there may be room for somebody who waits
     bool checks = false;                  // Request::bits are wanted
@@ -154,10 +158,26 @@ inline void leave(Schedule &schedule, Request &request) {
     rewind(schedule.cache, request.sequence, 0);
     request.sequence = -1;
     schedule.running.erase(std::find(schedule.running.begin(), schedule.running.end(), &request));
+    schedule.changed = true;
 }
 
-// Lets in the first of those who wait, if there are a sequence and pages: so many that the peak fits, or, as optimists
-// do, that what its tokens take now is there. It holds what is known of its tokens while that is asked.
+// Who of those that wait may come in next: the first. Or with prefix_first the one with the longest known beginning, in
+// pages, of equals the first (SGLang's cache-aware order): its pages are used before others push them out. Why not
+// always: a request that begins as no other does would wait as long as such ones come. So `patience` is its limit. Why
+// only the first 128: each is looked up in the trie whenever one is let in.
+inline std::deque<Request *>::iterator next_to_admit(Schedule &schedule) {
+    auto best = schedule.waiting.begin();
+    if (!schedule.prefix_first || !schedule.cache.pages || (*best)->overtaken >= schedule.patience) return best;
+    auto known = [&](const Request *it) { return schedule.cache.pages->known_pages(it->tokens, it->salt).size(); };
+    size_t most = known(*best);
+    for (size_t i = 1; i < std::min<size_t>(128, schedule.waiting.size()); i++)
+        if (const size_t pages = known(schedule.waiting[i]); pages > most)
+            most = pages, best = schedule.waiting.begin() + i;
+    return best;
+}
+
+// Lets in one of those who wait, if there are a sequence and pages: so many that the peak fits, or, as optimists do,
+// that what its tokens take now is there. It holds what is known of its tokens while that is asked.
 inline Request *admit(Schedule &schedule) {
     Cache &cache = schedule.cache;
     const PagePool *pool = scarce_pool(cache);
@@ -165,17 +185,19 @@ inline Request *admit(Schedule &schedule) {
     for (const Request *running : schedule.running) taken[running->sequence] = true;
     const size_t unused = std::find(taken.begin(), taken.end(), false) - taken.begin();
     if (!schedule.changed || schedule.waiting.empty() || unused == taken.size()) return nullptr;
-    Request &request = *schedule.waiting.front();
+    const auto place = next_to_admit(schedule);
+    Request &request = **place;
     request.sequence = (int)unused;
     insert_by_number(schedule.running, &request);
-    const int known = find_known(cache, request.sequence, request.tokens);
+    const int known = find_known(cache, request.sequence, request.tokens, request.salt);
     int64_t now = 0;  // pages that the tokens of all that run still take
     for (const Request *running : schedule.running)
         if (pool) now += pool->between(cache.lengths[running->sequence], (int)running->tokens.size());
     bool enough = !pool || now <= pool->available();
     if (pool && !schedule.optimistic) enough = peak_pages(schedule, *pool) <= (int64_t)pool->references.size();
     if (!enough) return leave(schedule, request), schedule.changed = false, nullptr;
-    schedule.waiting.pop_front();
+    for (auto before = schedule.waiting.begin(); before != place; ++before) (*before)->overtaken++;
+    schedule.waiting.erase(place);
     if (request.known < 0) request.known = known;
     schedule.tell("admit", request);
     return &request;
@@ -213,8 +235,9 @@ inline void add_guesses(const Schedule &schedule, std::vector<Piece> &pass, int 
 
 // The request with the fewest positions, which cost least to compute anew, waits again, and finds those pages of its
 // own that nobody took meanwhile. Never the first of those that run: so each comes to its end. Until one does, nobody
-// is let in: the victim would take back what it gave.
+// is let in: the victim would take back what it gave. A request alone always has room (require_fit).
 inline void preempt(Schedule &schedule) {
+    if (schedule.running.size() < 2) fail("the pages do not suffice for one request, which was let in: a fault here");
     auto fewer = [&](const Request *a, const Request *b) {
         return schedule.cache.lengths[a->sequence] < schedule.cache.lengths[b->sequence];
     };
@@ -236,15 +259,27 @@ inline uint64_t checksum(uint64_t sum, const std::vector<float> &numbers) {  // 
 // A request gets its next token, or ends.
 inline void take_token(Request &request, const Config &config, bool ignore_end, const std::vector<float> &logits) {
     const int token = sample(request.sampler, logits, (int)request.tokens.size() - 1);
-    request.tokens.push_back(token);
+    request.tokens.push_back(token), request.times.push_back(now());
     request.text += request.writer->next(token);
-    if ((int)request.tokens.size() - request.prompt >= request.count) request.stop = "length";
+    if ((int)request.tokens.size() - request.prompt >= request.count)
+        request.stop = request.fills ? "context full" : "length";
     if (!ignore_end && config.ends(token)) request.stop = "end id";
     if (!request.stop.empty()) request.text += request.writer->flush();
     if (request.writer->stopped) request.stop = "stop";
 }
 
+// What fails here is the fault of this request, and ends it.
+template <class Do>
+void blamed(Request &request, Do what) {
+    try {
+        what();
+    } catch (const Error &error) {
+        request.stop = "error", request.error = error.what();
+    }
+}
+
 // Computes a pass. Requests whose tokens were all read get their next one; show(request) is told of each that ends.
+// What is wrong with the logits of one, or with guesses at its tokens, ends that one alone.
 template <class Show>
 void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass, bool ignore_end, Show show) {
     Cache &cache = schedule.cache;
@@ -256,7 +291,7 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
     for (const Piece &piece : pass) {
         const Request &request = *piece.request;
         proposals.push_back({request.sequence, request.tokens, request.sampler, piece.guesses});
-        propose(schedule.drafter, proposals.back());
+        blamed(*piece.request, [&] { propose(schedule.drafter, proposals.back()); });
         decodes &= piece.count == 1;
     }
     Drafter::Checked checked{0, 0, 0, {}, false, 0, now() - start};
@@ -283,7 +318,8 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
         Request &request = *pass[i].request;
         const std::vector<int> &guesses = proposals[i].guesses;
         if (schedule.unread(request) <= 0) {  // all is read: the tokens that follow
-            // Now its prompt is found. Not for optimists, who would try those that were preempted again too soon.
+            // Now its prompt is found, and who waits with the same one may need no more pages than there are. Not for
+            // optimists, who would try those that were preempted again too soon.
             if ((int)request.tokens.size() == request.prompt) schedule.changed |= !schedule.optimistic;
             auto take = [&](int at) {
                 const std::vector<float> own(row + at * vocabulary, row + (at + 1) * vocabulary);
@@ -293,18 +329,19 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
                 return request.tokens.back();
             };
             const size_t before = request.tokens.size();
-            checked.right += proposals[i].accept(take, [&] { return !request.stop.empty(); });
-            rewind(cache, request.sequence, (int)request.tokens.size() - 1);
+            auto accept = [&] { checked.right += proposals[i].accept(take, [&] { return !request.stop.empty(); }); };
+            if (request.error.empty()) blamed(request, accept);
+            if (request.error.empty()) rewind(cache, request.sequence, (int)request.tokens.size() - 1);
             checked.guesses.insert(checked.guesses.end(), guesses.begin(), guesses.end());
             checked.tokens += (int)(request.tokens.size() - before), checked.paused |= proposals[i].paused;
             row += (guesses.size() + 1) * vocabulary;
         }
         const int length = cache.lengths[request.sequence];
-        publish(cache, request.sequence, request.tokens, alike ? length : std::min(length, request.prompt));
+        if (request.error.empty())
+            publish(cache, request.sequence, request.tokens, alike ? length : std::min(length, request.prompt));
         if (request.stop.empty()) continue;
         schedule.tell("end", request);
         leave(schedule, request);
-        schedule.changed = true;
         show(request);
     }
     if (decodes) checked.seconds = now() - start;

@@ -2,56 +2,144 @@
 #pragma once
 
 #include "generate.h"
+#include "template.h"
 
 // ---- Requests ------------------------------------------------------------------------------------------------------
 
-// What a line asks for. `name` is what messages call it. Without "n" as many tokens as -n says.
-inline Request read_request(const std::string &name, const std::string &line, const Options &options,
-                            const Tokenizer *tokenizer, const Config &config) {
+constexpr double exact_end = 0x1p53 - 1;  // JSON's numbers are read as doubles: up to here all that are whole are exact
+
+// What a request may hold, in the order of the help.
+struct RequestKey {
+    const char *name, *type, *help;
+    const char *elsewhere = "";  // what others call it
+};
+constexpr RequestKey request_keys[] = {
+    {"id", "text or whole number", "what its line is called; its number where there is none", "custom_id request_id"},
+    {"prompt", "text", "read as it stands; either this, or messages, or ids", "input text"},
+    {"messages", "list", "of {\"role\", \"content\"}: a conversation, by the checkpoint's chat template"},
+    {"ids", "list of whole numbers", "a prompt as ids; nothing is put before them",
+     "prompt_ids input_ids prompt_token_ids"},
+    {"n", "whole number", "tokens to generate at most; without it what -n says, and as many as the context holds",
+     "max_tokens max_completion_tokens max_new_tokens n_predict num_predict"},
+    {"temp", "number", "temperature; 0 (default) takes the likeliest token", "temperature"},
+    {"top_k", "whole number", "draws from so many of the likeliest tokens; 0 (default): from all"},
+    {"top_p", "number", "draws from the likeliest that reach this probability; default 1"},
+    {"min_p", "number", "drops tokens below this share of the likeliest one's; default 0"},
+    {"seed", "whole number", "for the same text again, below 2^53; default: by -s and the line, said in the answer"},
+    {"stop", "text or list of texts", "ends the answer before it", "stop_sequences stop_strings"},
+    {"salt", "text", "it shares pages with requests of the same salt alone; default \"\"", "cache_salt"},
+    {"at", "number", "when it comes, in seconds; default 0"},
+};
+inline std::string names_of_keys() {
+    std::string names;
+    for (const RequestKey &key : request_keys) names += (names.empty() ? "" : " ") + std::string(key.name);
+    return names;
+}
+
+// Refuses keys that no request has, and names the one that is meant.
+inline void require_known_keys(const std::string &name, const cJSON *request) {
+    for (const cJSON *item : items_of(request)) {
+        if (has(names_of_keys(), item->string)) continue;
+        std::string known = "known are " + names_of_keys();
+        for (const RequestKey &key : request_keys)
+            if (has(key.elsewhere, item->string)) known = formatted("here it is \"%s\"", key.name);
+        fail("%s: unknown key \"%s\"; %s", name.c_str(), printable(std::string(item->string)).c_str(), known.c_str());
+    }
+}
+
+// Reads requests of a file for a model.
+struct RequestReader {
+    const Options &options;
+    const Tokenizer *tokenizer;
+    const Config &config;
+    int positions;                          // of a sequence
+    std::optional<ChatTemplate> form = {};  // opened when the first request has messages
+    bool any_text = false;                  // a prompt that no template was applied to
+
+    std::vector<int> ids_of_messages(const Section &of, const cJSON *list);
+    std::vector<int> tokens_of(const Section &of);
+    Request read(const std::string &name, int number, const std::string &line);
+};
+
+// A conversation, as the checkpoint's template has it.
+inline std::vector<int> RequestReader::ids_of_messages(const Section &of, const cJSON *list) {
+    if (!cJSON_IsArray(list)) of.refuse("messages", list, "a list of {\"role\", \"content\"}");
+    if (!form) form.emplace(open_template(options.directory, "", tokenizer));
+    std::vector<Report> messages;
+    for (const cJSON *item : items_of(list)) {
+        const Section said = {of.name + ": messages", item};
+        if (!cJSON_IsObject(item)) of.refuse("messages", list, "a list of {\"role\", \"content\"}");
+        said.refuse_others("role content", "role and content alone");
+        said.need("role"), said.need("content");
+        messages.push_back(message(*form, said.text("role", ""), said.text("content", ""), of.name.c_str()));
+    }
+    const Rendered text = unmarked(render(*form, messages));
+    std::vector<int> ids = encode(tokenizer, text.text, "messages", text.typed.data());
+    if (ids.empty()) fail("messages: the template makes no tokens of them");
+    return require_ids(ids, config), ids;
+}
+
+// The tokens of a request: it has one of a text, a conversation and ids.
+inline std::vector<int> RequestReader::tokens_of(const Section &of) {
+    const char *name = of.name.c_str();
+    const cJSON *prompt = of.find("prompt"), *messages = of.find("messages"), *ids = of.find("ids");
+    if (!!prompt + !!messages + !!ids != 1) fail("%s: expected one of \"prompt\", \"messages\" and \"ids\"", name);
+    if (!ids && !tokenizer) fail("%s: this model has no tokenizer.json: fetch it, or give \"ids\"", name);
+    if (ids && !cJSON_IsArray(ids)) of.refuse("ids", ids, "a list of whole numbers");
+    std::vector<int> given;
+    for (const cJSON *id : items_of(ids)) {
+        if (!is_whole(id, 0, INT_MAX)) of.refuse("ids", id, "a list of whole numbers");
+        given.push_back((int)id->valuedouble);
+    }
+    if (ids && given.empty()) of.refuse("ids", ids, "one at least");
+    const std::string text = of.text("prompt", "");
+    any_text |= prompt != nullptr;
+    try {
+        return messages ? ids_of_messages(of, messages)
+                        : prompt_tokens(text, ids ? &given : nullptr, tokenizer, config);
+    } catch (const Error &error) {
+        if (strncmp(error.what(), name, of.name.size()) == 0) throw;
+        fail("%s: %s", name, error.what());
+    }
+}
+
+inline std::vector<std::string> stops_of(const Section &of) {
+    const cJSON *stop = of.find("stop");
+    std::vector<const cJSON *> items = items_of(stop);
+    if (stop && !cJSON_IsArray(stop)) items = {stop};
+    std::vector<std::string> stops;
+    for (const cJSON *item : items) {
+        if (!cJSON_IsString(item) || !*item->valuestring) of.refuse("stop", item, "a text, or a list of texts");
+        stops.push_back(item->valuestring);
+    }
+    return stops;
+}
+
+// What line `number` asks for. `name` is what messages call it. Without "seed" it has that of -s, or the one that was
+// drawn for the file, and one more for each line before it: so no two requests have the same luck.
+inline Request RequestReader::read(const std::string &name, int number, const std::string &line) {
     for (size_t at = 0; at < line.size(); at += line[at] == '\\' ? 2 : 1)
         if (line.compare(at, 6, "\\u0000") == 0) fail("%s: \\u0000 ends a text here: leave it out", name.c_str());
     require_utf8(name, line);
     const Json json = parse_json(name, line);
     const Section of = {name, json.get()};
-    for (const cJSON *item : items_of(json.get()))
-        if (!has("id prompt ids n temp top_k top_p min_p seed stop at", item->string))
-            fail("%s: unknown key \"%s\"; known are id prompt ids n temp top_k top_p min_p seed stop at", name.c_str(),
-                 printable(std::string(item->string)).c_str());
-    Options one;
-    const cJSON *ids = of.find("ids");
-    if (!of.find("prompt") == !ids) fail("%s: expected either \"prompt\" or \"ids\"", name.c_str());
-    if (ids) one.given["--ids"] = "";
-    if (ids && !cJSON_IsArray(ids)) of.refuse("ids", ids, "a list of whole numbers");
-    for (const cJSON *id : items_of(ids)) {
-        if (!is_whole(id, 0, INT_MAX)) of.refuse("ids", id, "a list of whole numbers");
-        one.prompt_ids.push_back((int)id->valuedouble);
-    }
-    if (ids && one.prompt_ids.empty()) of.refuse("ids", ids, "one at least");
-    if (!ids && !tokenizer) fail("%s: this model has no tokenizer.json: fetch it, or give \"ids\"", name.c_str());
-    one.prompt = of.text("prompt", "");
+    require_known_keys(name, json.get());
     Request request;
-    request.id = of.text("id", "");
-    try {
-        request.tokens = prompt_tokens(one, tokenizer, config);
-    } catch (const Error &error) {
-        fail("%s: %s", name.c_str(), error.what());
-    }
+    const cJSON *id = of.find("id");
+    request.id = is_whole(id, 0, exact_end) ? json_of(id->valuedouble) : of.text("id", "");
+    if (request.id.empty()) request.id = std::to_string(number);
+    request.tokens = tokens_of(of);
     request.prompt = (int)request.tokens.size();
     request.count = of.integer("n", 1, INT_MAX / 2, std::min(options.count, INT_MAX / 2));
+    if (const int room = room_for(request.prompt, request.count, positions); !of.find("n") && room < request.count)
+        request.count = std::max(1, room), request.fills = true;
     const cJSON *seed = of.find("seed");
-    if (seed && !is_whole(seed, 0, 0x1p53)) of.refuse("seed", seed, "a whole number from 0 to 2^53");
+    if (seed && !is_whole(seed, 0, exact_end)) of.refuse("seed", seed, "a whole number from 0 to 2^53 - 1");
+    const uint64_t own = ((uint64_t)options.seed + (uint64_t)number - 1) & (uint64_t)exact_end;
     request.sampler = {of.number("temp", 0, 1000, 0), of.number("top_p", 0, 1, 1), of.number("min_p", 0, 1, 0),
-                       of.integer("top_k", 0, 1 << 30, 0), (uint64_t)of.number("seed", 0, 0x1p53, 0)};
-    for (const char *key : {"top_k", "top_p", "min_p"})
-        if (of.find(key) && request.sampler.temperature == 0) of.refuse(key, of.find(key), "none where \"temp\" is 0");
+                       of.integer("top_k", 0, 1 << 30, 0), seed ? (uint64_t)seed->valuedouble : own};
     request.at = of.number("at", 0, 1e9, 0);
-    const cJSON *stop = of.find("stop");
-    std::vector<const cJSON *> stops = items_of(stop);
-    if (stop && !cJSON_IsArray(stop)) stops = {stop};
-    for (const cJSON *item : stops) {
-        if (!cJSON_IsString(item) || !*item->valuestring) of.refuse("stop", item, "a text, or a list of texts");
-        request.stops.push_back(item->valuestring);
-    }
+    request.stops = stops_of(of), request.salt = of.text("salt", "");
     return request;
 }
 
@@ -72,14 +160,14 @@ inline std::vector<std::unique_ptr<Request>> read_requests(const Options &option
     const int limit = options.context ? options.context : config.context;
     if (limit > config.context)
         fail("-c %d: this model was made for %d positions: lower -c, or use --cache ring", limit, config.context);
+    RequestReader reader{options, session.tokenizer.get(), config, endless ? INT_MAX : limit};
     int number = 0;
     for (const std::string &line : split(options.prompt, '\n')) {
         number++;
         if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
         try {
             const std::string name = formatted("%s: line %d", options.prompt_file.c_str(), number);
-            Request request = read_request(name, line, options, session.tokenizer.get(), config);
-            if (request.id.empty()) request.id = std::to_string(number);
+            Request request = reader.read(name, number, line);
             if (!lines.emplace(request.id, number).second)
                 fail("%s: id \"%s\" stands on line %d, too: give each its own", name.c_str(),
                      printable(request.id).c_str(), lines[request.id]);
@@ -94,10 +182,19 @@ inline std::vector<std::unique_ptr<Request>> read_requests(const Options &option
             leave_out(options, error, wrong);
         }
     }
+    if (reader.any_text) note_template(options.directory);
     if (requests.empty()) fail("%s: no request is there, expected a JSON object a line", options.prompt_file.c_str());
     std::stable_sort(requests.begin(), requests.end(), [](auto &a, auto &b) { return a->at < b->at; });
     for (size_t i = 0; i < requests.size(); i++) requests[i]->number = (int)i;
     return requests;
+}
+
+// The value that so many percent are not above; NAN if there is none.
+inline double percentile(std::vector<double> values, int percent) {
+    if (values.empty()) return NAN;
+    const auto place = values.begin() + ((std::ptrdiff_t)values.size() * percent - 1) / 100;
+    std::nth_element(values.begin(), place, values.end());
+    return *place;
 }
 
 // ---- llm batch -----------------------------------------------------------------------------------------------------
@@ -109,13 +206,14 @@ struct BatchRun {
     Session &session;
     Cache &cache;
     Schedule &schedule;
-    const PagePool *pool;  // nullptr: the layout has no pages
+    const PagePool *pool;                        // nullptr: the layout has no pages
     std::unique_ptr<PartFile> events = nullptr;  // --events: what happens, as JSON lines
     const double start = now();
     double seconds = 0, planning = 0, next_line = start + 0.5;
     size_t come = 0, ended = 0;
     int64_t generated = 0, found = 0, preemptions = 0, passes = 0;
-    int most_pages = 0;
+    std::vector<double> to_first = {}, between = {};  // seconds: (request) to its first token; from a token to the next
+    int most_pages = 0, errors = 0;
     double most_bytes = 0;
 
     void tell(Report event) { events->write(event.add("seconds", now() - start).json() + "\n"); }
@@ -148,19 +246,24 @@ struct BatchRun {
 
     // A line of what it has, as soon as it ends.
     void end(Request &request) {
-        request.ended = now() - start;
-        const auto first = request.tokens.begin(), middle = first + request.prompt;
-        const bool any = middle < request.tokens.end();
+        if (request.stop == "interrupted") request.text += request.writer->flush();  // a stop's beginning
+        const double time = now() - start;
+        const auto middle = request.tokens.begin() + request.prompt;
         generated += request.tokens.end() - middle, found += std::max(0, request.known);
-        preemptions += request.preemptions, ended++;
+        preemptions += request.preemptions, errors += !request.error.empty(), ended++;
+        if (!request.times.empty()) to_first.push_back(request.times[0] - start - request.at);
+        for (size_t i = 1; i < request.times.size(); i++) between.push_back(request.times[i] - request.times[i - 1]);
         Report line;
         line.add("id", request.id).add("prompt_tokens", request.prompt);
         line.add("cached_tokens", std::max(0, request.known));
         line.add("tokens", std::vector<int>(middle, request.tokens.end())).add("text", request.text);
-        line.add("stop", request.stop).add("preemptions", request.preemptions);
-        if (any && request.first_token == 0) request.first_token = request.ended;
-        line.add("seconds_to_first_token", any ? request.first_token - request.at : NAN);
-        line.add("seconds", request.ended >= request.at ? request.ended - request.at : NAN);
+        line.add("stop", request.stop);
+        if (!request.error.empty()) line.add("error", request.error);
+        // Where nothing is drawn, a seed says nothing.
+        line.add("seed", request.sampler.temperature > 0 ? (double)request.sampler.seed : NAN);
+        line.add("preemptions", request.preemptions);
+        line.add("seconds_to_first_token", request.times.empty() ? NAN : to_first.back());
+        line.add("seconds", time >= request.at ? time - request.at : NAN);
         erase_progress();
         puts(line.json().c_str());
         flush_output();
@@ -189,15 +292,12 @@ struct BatchRun {
             const std::vector<Piece> pass = next_pass(schedule);
             planning += now() - start - time;
             if (pass.empty()) {  // until the next one comes
-                usleep((useconds_t)(1e6 * std::min(0.02, std::max(0.0, requests[come]->at - time))));
+                usleep((useconds_t)(1e6 * std::min(0.02, std::max(0.0, requests.at(come)->at - time))));
                 stop_if_interrupted();
                 continue;
             }
             run_pass(session.engine, schedule, pass, options.ignore_end, [&](Request &request) { end(request); });
             passes++;
-            for (const Piece &piece : pass)
-                if (Request &it = *piece.request; it.first_token == 0 && (int)it.tokens.size() > it.prompt)
-                    it.first_token = now() - start;
             most_pages = std::max(most_pages, schedule.held), most_bytes = std::max(most_bytes, schedule.bytes);
             if (events) tell_pass(pass);
             say_progress(requests);
@@ -214,6 +314,12 @@ struct BatchRun {
         all.show("tokens_per_second", (double)generated / seconds, "%.1f tokens/s\n").add("passes", passes);
         all.show("hit_tokens", (long long)found, "%lld of ").say(counted(prompts, "prompt token"));
         all.show("preemptions", (long long)preemptions, " were found in the cache; %lld preemptions\n");
+        all.add("errors", errors);
+        if (errors) all.say(counted(errors, "request") + " ended by an error, which its line says\n");
+        all.show("seconds_to_first_token_p50", percentile(to_first, 50), "the first token after %.3g s (median), ");
+        all.show("seconds_to_first_token_p99", percentile(to_first, 99), "%.3g s (p99); ");
+        all.show("seconds_between_tokens_p50", percentile(between, 50), "the next one after %.3g s (median), ");
+        all.show("seconds_between_tokens_p99", percentile(between, 99), "%.3g s (p99)\n");
         Report of;
         add_names(of, &cache, "cache %s", ", K %s", ", V %s: ");
         of.add("peak_bytes", most_bytes, in_units(most_bytes));
@@ -239,13 +345,16 @@ inline bool same_alone(const Options &options, Session &session, const Request &
     alone.prompt = request.prompt, alone.count = request.count;
     alone.sampler = request.sampler, alone.stops = request.stops;
     alone.writer = std::make_unique<Writer>(session.tokenizer.get(), alone.tokens, alone.stops);
-    std::vector<float> logits = prefill(engine, cache, 0, alone.tokens);
-    while (true) {
-        alone.bits = checksum(alone.bits, logits);
-        take_token(alone, engine.model.config, options.ignore_end, logits);
-        if (!alone.stop.empty()) break;
-        logits = decode(engine, cache, {0}, {alone.tokens.back()});
-    }
+    blamed(alone, [&] {
+        std::vector<float> logits = prefill(engine, cache, 0, alone.tokens);
+        while (true) {
+            require_finite(engine, &cache, alone.tokens, logits, (int)alone.tokens.size() - 1);
+            alone.bits = checksum(alone.bits, logits);
+            take_token(alone, engine.model.config, options.ignore_end, logits);
+            if (!alone.stop.empty()) break;
+            logits = decode(engine, cache, {0}, {alone.tokens.back()});
+        }
+    });
     return alone.tokens == request.tokens && alone.bits == request.bits && alone.text == request.text;
 }
 
@@ -276,7 +385,7 @@ inline int run_batch(const Options &options) {
     many.sequences = std::min(options.sequences, (int)requests.size());
     one.sequences = 1, one.pool = 0;
     Cache cache = open_cache(many, session.engine, options.caches()[0], options.context ? options.context : longest);
-    Schedule schedule{cache, options.pass_tokens, options.admission == "optimistic"};
+    Schedule schedule{cache, options.pass_tokens, options.admission == "optimistic", options.order == "prefix"};
     schedule.checks = options.against == "alone";
     const int capacity = options.context ? options.context : longest;
     schedule.drafter = open_drafter(options, session, cache, many.sequences, capacity);
@@ -316,7 +425,7 @@ inline int run_batch(const Options &options) {
     }
     puts(summary.json().c_str());
     flush_output();
-    fputs(wrapped(summary.text, columns_of(stderr)).c_str(), stderr);
+    if (!options.json) fputs(wrapped(summary.text, columns_of(stderr)).c_str(), stderr);
     if (interrupted()) return 130;
-    return wrong || (schedule.checks && same < requests.size());
+    return wrong || run.errors || (schedule.checks && same < requests.size());
 }

@@ -111,6 +111,10 @@ inline const std::vector<Flag> &flags() {
         {"--pass-tokens", "N", many, Int{&O::pass_tokens, 1, 1 << 20}, "tokens of a pass at most (default 512)"},
         {"--admission", "exact|optimistic", many, &O::admission,
          "who comes in: those whose peak fits (default), or whose tokens now fit, which may have to make room"},
+        {"--order", "fcfs|prefix", many, &O::order,
+         "who comes in next: the first (default), or the longest known beginning; no one is overtaken over 16 times"},
+        {"-s --seed", "SEED", many, Range<int64_t>{&O::seed, -1, 0x1p53},
+         "of the first line, and one more for each line after it (default -1: drawn)"},
         {"--keep-going", "", many, &O::keep_going, "say which lines are wrong, and run the others"},
         {"--against", "alone", many, &O::against, "each request also alone, and whether its logits have the same bits"},
         {"--against", "naive|full", "diff", &O::against,
@@ -157,6 +161,7 @@ inline const std::vector<Flag> &flags() {
         {"--json", "", "generate diff eval bench memory show tokenize info", &O::json,
          "one JSON object on standard output"},
         {"--json", "", talk, &O::json, "one JSON object a turn on standard output"},
+        {"--json", "", many, &O::json, "no summary as text on standard error"},
         {"-h --help", "", all, &O::help, "this text"},
     };
     // clang-format on
@@ -374,7 +379,7 @@ inline void check_together(const Options &o) {
         formatted("each of %d requests at once (-np) takes a token of a pass: raise it, or lower -np", o.sequences));
     refuse_if((in("batch") || o.forks()) && !missing(Paged{}) && any_blocks(o) && o.page % group_size, "--page",
               formatted("pages that are shared hold whole blocks of %d: give a multiple", group_size));
-    refuse_if(missing(Paged{}), "--page --pool --admission", "belongs to --cache paged" + found);
+    refuse_if(missing(Paged{}), "--page --pool --admission --order", "belongs to --cache paged" + found);
     refuse_if(missing(Ring{}), "--window --sinks", "belongs to --cache ring" + found);
     refuse_if(o.when_full == "ring" && (missing(Ring{}) || o.naive), "--cache",
               "--when-full ring is --cache ring: leave one out");
@@ -529,7 +534,7 @@ inline Options parse_options(const std::vector<std::string> &words) {
         note(formatted("-t %d: taken as %d, the processors that may be used: more threads would wait for one another",
                        options.threads, processors));
     options.threads = std::min(options.threads, processors);
-    if (options.temperature > 0 && (!options.has("-s") || options.seed < 0))
+    if ((options.temperature > 0 || command == "batch") && (!options.has("-s") || options.seed < 0))
         options.seed = std::random_device()() & INT_MAX;
     if (options.has("-f")) options.prompt = read_text(options.prompt_file);
     return options;
@@ -576,6 +581,11 @@ inline void print_help(const Options &options) {
         const bool list = has("LAYOUT TYPE", flag.argument) && has(takes_several, of);
         print_wrapped("  " + joined(split(flag.names), ", ") + " " + flag.argument,
                       flag.help + (list ? "; several as a,b" : ""), 31);
+    }
+    if (of == "batch") {
+        puts("A line of -f is a request, a JSON object. It has a prompt, and what else is needed of:");
+        for (const RequestKey &key : request_keys)
+            print_wrapped(formatted("  %s: %s", key.name, key.type), key.help, 31);
     }
     print_wrapped("",
                   of.empty() ? "\nllm COMMAND --help shows its flags and an example, llm --version what this is."

@@ -71,10 +71,14 @@ inline void require_ids(const std::vector<int> &ids, const Config &config) {
                  config.vocabulary - 1);
 }
 
-inline std::vector<int> prompt_tokens(const Options &options, const Tokenizer *tokenizer, const Config &config) {
-    std::vector<int> ids = options.prompt_ids;
-    if (!options.has("--ids")) {
-        ids = encode(tokenizer, options.prompt);
+// The ids of a text; or those that are `given`, and nothing before them.
+inline std::vector<int> prompt_tokens(const std::string &text, const std::vector<int> *given,
+                                      const Tokenizer *tokenizer, const Config &config) {
+    std::vector<int> ids;
+    if (given) {
+        ids = *given;
+    } else {
+        ids = encode(tokenizer, text);
         const size_t before = (size_t)tokenizer_before(tokenizer);
         if (before && ids.size() > before && ids[before] == ids[before - 1])
             note(formatted("the prompt begins with %s, which the tokenizer puts before a text, too: it stands there "
@@ -84,6 +88,9 @@ inline std::vector<int> prompt_tokens(const Options &options, const Tokenizer *t
     require_ids(ids, config);
     if (ids.empty()) fail("the prompt has no tokens, and this model has none that a text begins with: give some text");
     return ids;
+}
+inline std::vector<int> prompt_tokens(const Options &options, const Tokenizer *tokenizer, const Config &config) {
+    return prompt_tokens(options.prompt, options.has("--ids") ? &options.prompt_ids : nullptr, tokenizer, config);
 }
 
 // How many positions the cache holds: what -c says, or the prompt and -n.

@@ -70,7 +70,7 @@ struct Options {
     int sequences = 1;                // batch, bench: at once; generate, show: that share a prompt
     int pass_tokens = 512, pool = 0;  // batch: of a pass; positions of all pages, 0: for all
     bool keep_going = false;                         // batch: also where lines are wrong
-    std::string admission = "exact", events;         // batch
+    std::string admission = "exact", order = "fcfs", events;  // batch
 
     std::string draft, draft_rule = "exact";  // who guesses: a directory, or "ngram"; "": nobody
     int draft_tokens = 4;                     // at most, in a pass

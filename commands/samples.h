@@ -23,6 +23,7 @@ inline int run_samples(const Options &options) {
         Request &sample = samples[i];
         sample.tokens = session.tokens, sample.prompt = session.prompt;
         sample.count = room_for(session.prompt, options.count, session.limit);
+        sample.fills = sample.count < options.count;
         sample.sampler = {options.temperature, options.top_p, options.min_p, options.top_k, (uint64_t)options.seed + i};
         sample.writer = std::make_unique<Writer>(session.tokenizer.get(), sample.tokens, options.stops);
     }
@@ -54,10 +55,9 @@ inline int run_samples(const Options &options) {
     for (const Request &sample : samples) {
         const std::vector<int> tokens(sample.tokens.begin() + session.prompt, sample.tokens.end());
         generated += (int64_t)tokens.size(), decoded += std::max<int64_t>(0, (int64_t)tokens.size() - 1);
-        const bool full = sample.stop == "length" && sample.count < options.count;
         Report &row = rows.emplace_back();
         row.show("seed", (long long)sample.sampler.seed, "== seed %lld\n").add("tokens", tokens);
-        row.add("text", sample.text, prompt + sample.text + "\n").add("stop", full ? "context full" : sample.stop);
+        row.add("text", sample.text, prompt + sample.text + "\n").add("stop", sample.stop);
         texts += row.text;
     }
     if (!options.json) fputs(texts.c_str(), stdout), flush_output();

@@ -106,15 +106,23 @@ inline Rendered unmarked(const std::string &text) {
     return all;
 }
 
-// The conversation up to where the model's next answer begins, with its marks. system: "" if none is given.
+inline Report message(const ChatTemplate &with, const std::string &role, const std::string &text, const char *what) {
+    return Report().add("role", role).add("content", marked(with, text, what));
+}
+
+// The conversation up to where the model's next answer begins, with its marks.
+inline std::string render(const ChatTemplate &with, const std::vector<Report> &messages) {
+    with.ask(Report().list("messages", messages).json());
+    return with.before + with.text("text");
+}
+// The same of turns. system: "" if none is given.
 inline std::string render(const ChatTemplate &with, const std::string &system, const std::vector<Turn> &turns) {
     std::vector<Report> messages;
     auto add = [&](const char *role, const std::string &text, const char *what = "this turn") {
-        messages.push_back(Report().add("role", role).add("content", marked(with, text, what)));
+        messages.push_back(message(with, role, text, what));
     };
     if (!system.empty()) add("system", system, "--system");
     for (const Turn &turn : turns) add("user", turn.user), add("assistant", turn.answer);
     messages.pop_back();  // the last answer is to come
-    with.ask(Report().list("messages", messages).json());
-    return with.before + with.text("text");
+    return render(with, messages);
 }

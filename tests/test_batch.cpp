@@ -10,15 +10,15 @@ struct Setting {
     Precision type_k = F32{}, type_v = F32{};
     Place place = paged(4);
     int sequences = 3, pass_tokens = 64;
-    bool optimistic = false, ignore_end = true;
+    bool optimistic = false, ignore_end = true, prefix_first = false;
     int capacity = 160;
-    int guesses = 0;           // of a pass
+    int guesses = 0;                         // of a pass
     std::function<Model()> draft = nullptr;  // who does; or n-grams
     std::string name() const {
         return std::string(name_of(type_k)) + " " + name_of(type_v) + " " + place.name() + ", " +
                std::to_string(place.pages) + " pages, " + std::to_string(sequences) + " sequences, passes of " +
-               std::to_string(pass_tokens) + (optimistic ? ", optimistic" : "") + (draft ? ", a draft's " : ", ") +
-               std::to_string(guesses) + " guesses";
+               std::to_string(pass_tokens) + (optimistic ? ", optimistic" : "") + (prefix_first ? ", by prefix" : "") +
+               (draft ? ", a draft's " : ", ") + std::to_string(guesses) + " guesses";
     }
 };
 
@@ -54,7 +54,7 @@ struct Company {
     Engine &engine;
     Setting setting;
     Cache cache;
-    Schedule schedule{cache, setting.pass_tokens, setting.optimistic};
+    Schedule schedule{cache, setting.pass_tokens, setting.optimistic, setting.prefix_first};
     std::deque<Request> requests;
     std::vector<Request *> ended;
     int passes = 0, copies = 0, evicted = 0, most_used = 0;
@@ -96,11 +96,12 @@ struct Company {
     }
 
     Request &come(const Tokens &prompt, int count, const Sampler &sampler = {},
-                  const std::vector<std::string> &stops = {}) {
+                  const std::vector<std::string> &stops = {}, const std::string &salt = "") {
         Request &request = requests.emplace_back();
         request.id = "request " + std::to_string(requests.size() - 1);
         request.tokens = prompt, request.prompt = (int)prompt.size(), request.count = count;
-        request.sampler = sampler, request.stops = stops, request.number = (int)requests.size() - 1;
+        request.sampler = sampler, request.stops = stops, request.salt = salt,
+        request.number = (int)requests.size() - 1;
         request.writer = std::make_unique<Writer>(nullptr, Tokens{}, stops);
         submit(schedule, request);
         return request;
@@ -185,6 +186,7 @@ static Setting random_setting(Random &random) {
     setting.sequences = 1 + below(random, 8);
     setting.pass_tokens = setting.sequences + below(random, below(random, 2) ? 12 : 120);
     setting.optimistic = below(random, 2), setting.ignore_end = below(random, 2);
+    setting.prefix_first = below(random, 2);
     const int page = blocks ? one_of(random, {32, 32, 64, 64, 16, 40}) : 1 + below(random, below(random, 3) ? 16 : 64);
     if (below(random, 2)) setting.guesses = 1 + below(random, 8);
     setting.place = below(random, 8) ? paged(page) : Place{};
@@ -250,10 +252,11 @@ TEST_CASE("random requests in any company have the text and the logits that each
                 const bool fits = positions <= limit_of(company.cache) &&
                                   (!pool || pages_for(positions, pool->page) <= (int)pool->references.size());
                 const Sampler sampler = random_sampler(random);
+                const std::string salt = below(random, 6) ? "" : "a";
                 if (fits)
-                    company.come(prompt, count, sampler, stops);
+                    company.come(prompt, count, sampler, stops, salt);
                 else
-                    CHECK_THROWS_AS(company.come(prompt, count, sampler, stops), Error);
+                    CHECK_THROWS_AS(company.come(prompt, count, sampler, stops, salt), Error);
                 if (!fits) company.requests.pop_back(), refused++;
             }
             company.one_pass();
@@ -396,6 +399,7 @@ TEST_CASE("optimists: all come to their end, the first is never preempted, nobod
     setting.optimistic = true;
     Company company(engine, setting);
     company.come(random_tokens(engine, 12), 4), company.one_pass();
+    CHECK(error_of([&] { preempt(company.schedule); }).find("a fault here") != std::string::npos);  // one runs alone
     Request &other = company.come(random_tokens(engine, 5, 2), 2);  // needs 2 pages, 1 is there
     company.finish(), company.check_all();
     CHECK((other.preemptions == 0 && company.evicted > 0));
@@ -509,18 +513,112 @@ TEST_CASE(
             company.finish(), company.check_all();
             CHECK((company.most_used <= pages && company.requests[1].known == 63));
         }
-    Company both(engine, with_pages(16, 7, 2));  // that come at once: the other one when the first has read it
     const Tokens prompt = random_tokens(engine, 64);
-    both.come(prompt, 8), both.come(prompt, 7);
-    REQUIRE(both.one_pass());
-    CHECK((both.next().size() == 2 && both.requests[1].known == 63));
-    both.finish(), both.check_all();
+    for (int left : {0, 36}) {  // that come at once: the other one when the first has read it, also if it was refused
+        Setting setting = with_pages(16, 7, 2);
+        setting.pass_tokens = 64 + left;
+        Company both(engine, setting);
+        both.come(prompt, 8), both.come(prompt, 7);
+        REQUIRE(both.one_pass());
+        CHECK(both.schedule.running.size() == 1);
+        CHECK((both.next().size() == 2 && both.requests[1].known == 63));
+        both.finish(), both.check_all();
+    }
     Company ample(engine, with_pages(16, 20, 2));  // both have read it: of two pages that hold the same one is left
     ample.setting.pass_tokens = ample.schedule.pass_tokens = 128;
     ample.come(prompt, 8), ample.come(prompt, 7);
     REQUIRE(ample.one_pass());
     CHECK((ample.requests[1].known == 0 && ample.most_used == 8 && ample.pool()->used() == 4));
     ample.finish(), ample.check_all();
+}
+
+TEST_CASE("a request with another salt takes as many passes to its first token as if nobody had been there before") {
+    Engine engine = small_engine();
+    const Tokens prompt = random_tokens(engine, 64);
+    auto passes = [&](const std::vector<std::string> &salts) {  // of the last one
+        Setting setting = with_pages(16, 40, 2);
+        setting.pass_tokens = 8;
+        Company company(engine, setting);
+        for (const std::string &salt : salts) {
+            company.come(prompt, 1, {}, {}, salt);
+            for (company.passes = 0; company.requests.back().times.empty();) REQUIRE(company.one_pass());
+        }
+        company.finish(), company.check_all();
+        CHECK((company.requests.back().known > 0) == (salts.size() > 1 && salts[0] == salts.back()));
+        return company.passes;
+    };
+    CHECK(passes({"a", "a"}) < passes({"a"}));
+    for (const std::vector<std::string> &salts :
+         {std::vector<std::string>{"a", "b"}, {"", "b"}, {"b", ""}, {"a", "aa"}, {"a", "c", "b"}})
+        CHECK(passes(salts) == passes({"b"}));
+}
+
+TEST_CASE("--order prefix: the longest known beginning comes in first, and no one is overtaken for ever") {
+    Engine engine = small_engine();
+    Setting setting = with_pages(4, 40, 1);
+    setting.prefix_first = true;
+    Company company(engine, setting);
+    const Tokens stem = random_tokens(engine, 24, 1), other = random_tokens(engine, 24, 2);
+    auto with = [&](const Tokens &stem, int count, int end) {
+        Tokens prompt = part(stem, 0, count);
+        append(prompt, random_tokens(engine, 5, end));
+        return prompt;
+    };
+    company.come(stem, 1), company.finish();
+    company.come(other, 1);               // 1: nothing is known of it
+    company.come(with(stem, 8, 3), 1);    // 2: two pages
+    company.come(with(stem, 20, 4), 1);   // 3: five
+    company.come(with(stem, 20, 5), 1);   // 4: five
+    company.come(with(other, 24, 6), 1);  // 5: none, and six when 1 has been there
+    company.finish();
+    std::vector<int> order;
+    for (const Request *request : company.ended) order.push_back(request->number);
+    CHECK(order == std::vector<int>{0, 3, 4, 2, 1, 5});
+    CHECK((company.requests[1].overtaken == 3 && company.requests[4].overtaken == 0));
+    // Ever more requests come that begin as known: the other one waits for `patience` of them.
+    company.come(random_tokens(engine, 9, 7), 1);
+    Request &waits = company.requests.back();
+    for (int i = 0; waits.stop.empty(); i++) {
+        REQUIRE(i < 3 * company.schedule.patience);
+        company.come(with(stem, 20, 100 + 2 * i), 1), company.come(with(stem, 20, 101 + 2 * i), 1);
+        company.one_pass();
+    }
+    CHECK(waits.overtaken == company.schedule.patience);
+    company.finish();
+    company.check_all();
+    for (const Request &request : company.requests) CHECK(request.overtaken <= company.schedule.patience);
+}
+
+TEST_CASE("an error ends the request that it is of; the others go on, and share no page with it") {
+    Model model = random_model({2, 32, 48, 4, 2, 20, 40});
+    auto fill = [&](const Tensor &table, float number) {  // the row of token 39
+        float *row = const_cast<float *>((const float *)table.data) + 39 * table.cols;
+        std::fill(row, row + table.cols, number);
+    };
+    fill(model.embedding, INFINITY), fill(model.head, 0);  // who reads it has no finite logit; no one generates it
+    Engine engine = engine_of(std::move(model));
+    for (int guesses : {0, 3}) {
+        Setting setting = with_pages(4, 40, 3);
+        setting.guesses = guesses;
+        Company company(engine, setting);
+        auto without = [&](int count, int like) {
+            Tokens tokens = random_tokens(engine, count, like);
+            std::replace(tokens.begin(), tokens.end(), 39, 38);
+            return tokens;
+        };
+        Tokens wrong = without(12, 1);
+        wrong.back() = 39;
+        company.come(without(9, 2), 12), company.come(wrong, 12), company.come(without(14, 3), 12);
+        company.finish();
+        CHECK((company.ended[0]->number == 1 && company.ended[0]->stop == "error" && company.ended.size() == 3));
+        check_contains(company.requests[1].error, "position 11: a logit is ");
+        CHECK((company.requests[1].tokens == wrong && company.requests[1].text.empty()));
+        for (int i : {0, 2}) CHECK((company.requests[i].stop == "length" && company.requests[i].error.empty()));
+        for (int i : {0, 2}) check_alone(engine, setting, company.requests[i]);
+        wrong.push_back(1);
+        CHECK(find_known(company.cache, 0, wrong) < 12);
+        rewind(company.cache, 0, 0);
+    }
 }
 
 TEST_CASE("where all of a prompt is known a row is left to compute, in every precision") {

@@ -12,6 +12,7 @@ const std::string shared = "Once upon a time there was a small village near a ri
 struct Batch {
     Outcome outcome;
     std::map<std::string, Json> requests;  // by id
+    Words order;                           // ids, as they ended
     Json summary;
     Batch(const std::string &lines, const Words &rest = {}, int status = 0) {
         Scratch scratch;
@@ -25,7 +26,8 @@ struct Batch {
         out.pop_back();
         for (const std::string &line : out) {
             Json json = parse_json("line", line);
-            requests[text(json, "id")] = std::move(json);
+            order.push_back(text(json, "id"));
+            requests[order.back()] = std::move(json);
         }
     }
     double of(const std::string &id, const std::string &key) { return number(requests.at(id), key); }
@@ -189,9 +191,20 @@ TEST_CASE("a line that is wrong ends the program before anything runs, with its 
     refused("{", {"r.jsonl: line 3: not valid JSON"});
     refused("[1]", {"line 3", "expected a JSON object"});
     refused("{\"id\": \"\xff\", \"prompt\": \"a\"}", {"line 3: byte 8, 0xFF, is not UTF-8"});
-    refused("{\"prompt\": \"a\", \"max_tokens\": 3}", {"line 3: unknown key \"max_tokens\"", "known are id prompt"});
-    refused("{\"n\": 3}", {"line 3", "expected either \"prompt\" or \"ids\""});
-    refused("{\"prompt\": \"a\", \"ids\": [1]}", {"expected either"});
+    refused(
+        "{\"prompt\": \"a\", \"nn\": 3}",
+        {"line 3: unknown key \"nn\"; known are id prompt messages ids n temp top_k top_p min_p seed stop salt at"});
+    for (auto &[other, here] :
+         std::map<std::string, std::string>{{"max_tokens", "n"}, {"temperature", "temp"}, {"cache_salt", "salt"}})
+        refused("{\"prompt\": \"a\", \"" + other + "\": 3}", {"\"" + other + "\"; here it is \"" + here + "\"\n"});
+    refused("{\"n\": 3}", {"line 3", "expected one of \"prompt\", \"messages\" and \"ids\""});
+    refused("{\"prompt\": \"a\", \"ids\": [1]}", {"expected one of"});
+    refused("{\"prompt\": \"a\", \"messages\": []}", {"expected one of"});
+    refused("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}",
+            {"line 3: ", "chat template"});  // none is there
+    refused("{\"prompt\": \"a\", \"salt\": 5}", {"salt is 5, expected a text"});
+    refused("{\"id\": 1.5, \"prompt\": \"a\"}", {"id is 1.5, expected a text"});
+    refused("{\"prompt\": \"a\", \"seed\": 9007199254740993}", {"seed is", "from 0 to 2^53 - 1"});  // as a double 2^53
     refused("{\"prompt\": 5}", {"line 3: prompt is 5, expected a text"});
     refused("{\"ids\": [1, -2]}", {"ids is -2, expected a list of whole numbers"});
     refused("{\"ids\": [1, 999999]}", {"line 3: token id 999999"});
@@ -204,7 +217,6 @@ TEST_CASE("a line that is wrong ends the program before anything runs, with its 
     refused("{\"prompt\": \"a\", \"top_p\": 2}", {"top_p is 2, expected a number from 0 to 1"});
     refused("{\"prompt\": \"a\", \"seed\": -1}", {"seed is -1"});
     refused("{\"prompt\": \"a\", \"seed\": 1.5}", {"seed is 1.5, expected a whole number"});
-    refused("{\"prompt\": \"a\", \"top_k\": 4}", {"top_k is 4, expected none where \"temp\" is 0"});
     refused("{\"ids\": []}", {"ids is [], expected one at least"});
     refused("{\"prompt\": \"a\\u0000b\"}", {"line 3: \\u0000 ends a text here: leave it out"});
     refused("{\"prompt\": \"a\", \"at\": -1}", {"at is -1"});
@@ -215,6 +227,170 @@ TEST_CASE("a line that is wrong ends the program before anything runs, with its 
     refused("{\"id\": \"good\", \"prompt\": \"a\"}", {"line 3: id \"good\" stands on line 2, too"});
     refused("{\"id\": \"big\", \"prompt\": \"a\", \"n\": 60}", {"big: ", "60 more take", "the pool has 2"},
             {"--pool", "32"});
+}
+
+TEST_CASE("each request has a seed of its own, and says it; -s is that of the first line") {
+    const std::string drawn = ", \"temp\": 1.2", prompt = "Once upon a time";
+    std::string lines;
+    for (const char *id : {"a", "b"}) lines += request(id, prompt, 8, drawn);
+    lines += request("c", prompt, 8, drawn + ", \"seed\": 9007199254740991") + request("d", prompt, 8);
+    const Batch batch(lines), again(lines), with(lines, {"-s", "7"});
+    CHECK(text(batch.requests.at("a"), "text") != text(batch.requests.at("b"), "text"));
+    CHECK(number(batch.requests.at("a"), "seed") != number(again.requests.at("a"), "seed"));
+    CHECK((number(with.requests.at("a"), "seed") == 7 && number(with.requests.at("b"), "seed") == 8));
+    for (const Batch *each : {&batch, &with}) {
+        CHECK(number(each->requests.at("c"), "seed") == 9007199254740991);
+        CHECK(cJSON_IsNull(at(each->requests.at("d"), "seed")));  // nothing is drawn
+        for (const char *id : {"a", "b", "c"}) {
+            const std::string seed = formatted("%.0f", number(each->requests.at(id), "seed"));
+            const Words words = {"generate", "-p", prompt, "-n", "8", "--temp", "1.2", "-s", seed, "-t", "1"};
+            CHECK(text(run_json(words), "text") == text(each->requests.at(id), "text"));
+        }
+    }
+    const Batch last(request("a", prompt, 2, drawn) + request("b", prompt, 2, drawn), {"-s", "9007199254740991"});
+    CHECK(number(last.requests.at("b"), "seed") == 0);  // 2^53 is the first number that two of them may be
+}
+
+TEST_CASE("requests that come together run in the order of the file") {
+    std::string lines;
+    Words order;
+    for (int i = 0; i < 40; i++) order.push_back(std::to_string(i)), lines += request(order.back(), "Tom", 1);
+    CHECK(Batch(lines, {"-np", "1"}).order == order);
+}
+
+TEST_CASE("a number may be an id; without n a request ends with the context; --json leaves the summary's text out") {
+    Batch batch("{\"id\": 5, \"prompt\": \"Tom\", \"n\": 2}\n{\"prompt\": \"Tom\"}\n",
+                {"-c", "12", "--ignore-eos", "--json"});
+    CHECK((batch.outcome.err.empty() && batch.order == Words{"5", "2"}));
+    CHECK(text(batch.requests["5"], "stop") == "length");
+    CHECK(text(batch.requests["2"], "stop") == "context full");
+    const Words alone = {"generate", "-p", "Tom", "-c", "12", "--ignore-eos", "-t", "1", "--cache", "paged"};
+    CHECK(ids(run_json(alone), "tokens") == ids(batch.requests["2"], "tokens"));
+    CHECK(batch.of("2", "prompt_tokens") + (double)ids(batch.requests["2"], "tokens").size() - 1 == 12);
+}
+
+TEST_CASE("the summary has the median and the 99th of a hundred, of the first tokens and of those between") {
+    std::string lines;
+    for (int i = 0; i < 5; i++) lines += request(std::to_string(i), "Tom", 3 + i);
+    Batch batch(lines, {"-np", "1"});
+    std::vector<double> first;
+    double total = 0;
+    for (const std::string &id : batch.order) {
+        first.push_back(batch.of(id, "seconds_to_first_token"));
+        total += batch.of(id, "seconds") - first.back();
+    }
+    std::sort(first.begin(), first.end());
+    CHECK(number(batch.summary, "seconds_to_first_token_p50") == first[2]);
+    CHECK(number(batch.summary, "seconds_to_first_token_p99") == first[4]);
+    const double median = number(batch.summary, "seconds_between_tokens_p50"), gaps = 2 + 3 + 4 + 5 + 6;
+    CHECK((median > 0 && median * std::ceil(gaps / 2) <= total));
+    CHECK(number(batch.summary, "seconds_between_tokens_p99") >= median);
+    check_contains(batch.outcome.err, "the first token after ");
+    CHECK(cJSON_IsNull(at(Batch(request("a", "Tom", 1)).summary, "seconds_between_tokens_p50")));
+}
+
+TEST_CASE("requests with different salts share nothing") {
+    std::string lines;
+    for (const char *id : {"a", "b", "c", "d"}) {
+        const std::string salt = id[0] == 'a' ? "" : id[0] == 'b' ? "x" : id[0] == 'c' ? "y" : "x";
+        lines += request(id, shared, 3, ", \"salt\": " + json_of(salt));
+    }
+    lines += request("e", shared, 3);
+    Batch batch(lines, {"-np", "1", "--page", "4", "--against", "alone"});
+    for (const char *id : {"a", "b", "c"}) CHECK(batch.of(id, "cached_tokens") == 0);
+    for (const char *id : {"d", "e"}) CHECK(batch.of(id, "cached_tokens") == batch.of(id, "prompt_tokens") - 1);
+    CHECK(number(batch.summary, "same_alone") == 5);
+}
+
+TEST_CASE("--order prefix lets in who begins as others did; the texts are the same") {
+    std::string lines;
+    const std::string other = "In the morning it rained, and Ben went to the shop near the hill with his old dog. ";
+    for (int i = 0; i < 6; i++) lines += request(std::to_string(i), (i % 2 ? other : shared) + std::to_string(i), 2);
+    const Words flags = {"-np", "1", "--page", "4", "--pool", "40", "--against", "alone"};
+    Batch fcfs(lines, flags), prefix(lines, flags + Words{"--order", "prefix"});
+    CHECK(fcfs.order == Words{"0", "1", "2", "3", "4", "5"});
+    CHECK(prefix.order == Words{"0", "2", "4", "1", "3", "5"});
+    CHECK(number(prefix.summary, "hit_tokens") > number(fcfs.summary, "hit_tokens"));
+    CHECK((number(fcfs.summary, "same_alone") == 6 && number(prefix.summary, "same_alone") == 6));
+}
+
+TEST_CASE("a request whose logits are not finite ends with its error; the others have their lines") {
+    Scratch scratch;
+    const std::string damaged = scratch / "damaged";
+    fs::copy("tests/fixtures/models/llama_f16", damaged);
+    std::string bytes = slurp(damaged + "/model.safetensors");
+    uint64_t header;
+    memcpy(&header, bytes.data(), sizeof header);
+    bytes.replace(8 + header + 16384 - 128, 128, std::string(128, '\xff'));  // the embedding of token 63
+    spill(damaged + "/model.safetensors", bytes);
+    const std::string good = "{\"id\": \"good\", \"ids\": [5, 6, 7], \"n\": 6}\n";
+    const std::string bad = "{\"id\": \"bad\", \"ids\": [5, 6, 63], \"n\": 6}\n";
+    const std::string events = scratch / "events";
+    const Words flags = {"-m", damaged, "--ignore-eos", "--events", events, "--against", "alone"};
+    for (const Words &more : {Words{}, {"--keep-going"}, {"--draft", "ngram"}}) {
+        Batch batch(bad + good + replaced(good, "good", "too"), flags + more, 1);
+        CHECK(text(batch.requests["bad"], "stop") == "error");
+        check_contains(text(batch.requests["bad"], "error"), "position 2: a logit is ");
+        CHECK(ids(batch.requests["bad"], "tokens").empty());
+        for (const char *id : {"good", "too"}) {
+            CHECK((text(batch.requests[id], "stop") == "length" && ids(batch.requests[id], "tokens").size() == 6));
+            CHECK(!at(batch.requests[id], "error"));
+        }
+        CHECK((number(batch.summary, "errors") == 1 && number(batch.summary, "same_alone") == 3));
+        CHECK(!slurp(events).empty());
+        check_contains(batch.outcome.err, "1 request ended by an error, which its line says");
+    }
+}
+
+TEST_CASE(
+    "messages are what chat reads, by the checkpoint's template; a prompt is read as it stands, and a note says so") {
+    Scratch scratch;
+    const std::string tuned = scratch / "tuned";
+    fs::copy("weights_tools/builtin", tuned);
+    spill(tuned + "/chat_template.jinja",
+          "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|endoftext|>' }}{% endfor %}"
+          "{% if add_generation_prompt %}assistant:{% endif %}");
+    const auto say = [](const std::string &role, const std::string &text) {
+        return "{\"role\": " + json_of(role) + ", \"content\": " + json_of(text) + "}";
+    };
+    const std::string typed = "Once <|endoftext|> upon";  // in a message it is no special token
+    const std::string messages =
+        "{\"id\": \"m\", \"messages\": [" + say("system", "Be brief.") + ", " + say("user", typed) + "], \"n\": 9}\n";
+    Batch batch(messages, {"-m", tuned, "--against", "alone"});
+    CHECK(!contains(batch.outcome.err, "tuned for chat"));
+    spill(scratch / "turn", typed + "\n");
+    Setting setting;
+    setting.input = scratch / "turn";
+    const Words chat = {"chat", "-m", tuned, "--system", "Be brief.", "-n", "9", "-t", "1", "--json"};
+    const Json turn = parse_json("turn", run(chat, setting).out);
+    CHECK(ids(turn, "tokens") == ids(batch.requests["m"], "tokens"));
+    CHECK((double)ids(turn, "prompt_ids").size() == batch.of("m", "prompt_tokens"));
+    CHECK(number(batch.summary, "same_alone") == 1);
+    const Batch plain(request("p", "Once upon", 2), {"-m", tuned});
+    check_contains(plain.outcome.err, "its template is not applied");
+    auto refused = [&](const std::string &list, const std::string &why) {
+        spill(scratch / "r.jsonl", "{\"messages\": " + list + "}");
+        check_refused(run({"batch", "-m", tuned, "-f", scratch / "r.jsonl"}), {"r.jsonl: line 1: ", why});
+    };
+    refused("5", "messages is 5, expected a list of {\"role\", \"content\"}");
+    refused("[5]", "expected a list of");
+    refused("[{\"role\": \"user\"}]", "messages: content is missing");
+    refused("[{\"role\": \"user\", \"content\": []}]", "content is [], expected a text");
+    refused("[{\"role\": \"user\", \"content\": \"a\", \"name\": \"b\"}]",
+            "name is \"b\", expected role and content alone");
+}
+
+TEST_CASE("--help of batch says what a request may hold") {
+    const std::string help = run_well({"batch", "--help"}).out;
+    for (const char *key : {"id: text or whole number", "messages: list", "stop: text or list of texts", "salt: text"})
+        check_contains(help, key);
+    const std::string chapter = slurp("docs/10_many_texts_one_memory.md");  // has the same list
+    Scratch scratch;
+    spill(scratch / "r.jsonl", "{\"?\": 1}");
+    const std::string refused = run({"batch", "-f", scratch / "r.jsonl"}).err, known = "known are ";
+    const std::string keys = refused.substr(refused.find(known) + known.size());
+    for (const std::string &key : words_of(keys)) check_contains(chapter, "| `" + key + "` |");
+    CHECK(words_of(keys).size() == 13);
 }
 
 TEST_CASE("--keep-going runs the others, and says so by its status") {
@@ -247,7 +423,8 @@ TEST_CASE("flags of llm batch that cannot be") {
     run_well({"batch", "-f", scratch / "e.part", "--events", scratch / "e"});
     CHECK(slurp(scratch / "e.part") == slurp(scratch / "r.jsonl"));
     refused("--events /nowhere/e", {"--events /nowhere/e: cannot write there"});
-    refused("--json", {"--json: llm batch has no such flag"});
+    refused("--cache contiguous --order prefix", {"--order prefix: belongs to --cache paged"});
+    refused("--order last", {"--order last: expected fcfs|prefix"});
     spill(scratch / "r.jsonl", "\n");
     refused("", {"no request is there"});
     check_refused(run({"diff", "-p", "a", "--against", "alone"}), {"--against alone: expected naive|full"});
@@ -332,8 +509,8 @@ TEST_CASE("show --samples names the sequences that hold the same pages") {
 const Words by_draft = {"--draft", "weights_tools/draft"}, by_ngrams = {"--draft", "ngram"};
 
 TEST_CASE("generate writes the same text with guesses, and says what came of them") {
-    const std::vector<Words> caches = {{}, {"--cache", "paged", "--page", "3", "--kv", "int4"},
-                                       {"--cache", "ring", "--window", "64", "--kv", "bf16"}};
+    const std::vector<Words> caches = {
+        {}, {"--cache", "paged", "--page", "3", "--kv", "int4"}, {"--cache", "ring", "--window", "64", "--kv", "bf16"}};
     for (const Words &cache : caches)
         for (const Words &drawn : {Words{}, Words{"--temp", "0.8", "--top-p", "0.95", "-s", "5"}}) {
             const Words words = Words{"generate", "-p", shared + "Tom", "-n", "60"} + cache + drawn;
