@@ -35,8 +35,8 @@ text { font: 15px system-ui, sans-serif; fill: #24292f } .title { font-size: 20p
 .empty { fill: #8c959f; fill-opacity: .16 } .mark { fill: #c2410c; fill-opacity: .25 } .on { fill: #fff }
 .over { fill: #000 } .one { fill: #2563eb } .two { fill: #a16207 } .grey { fill: #8c959f; fill-opacity: .6 }
 .axis { stroke: #8c959f; stroke-width: 1; fill: none } .layer, .plus { stroke: #8c959f; fill: #fff }
-.line { fill: none; stroke-width: 2.5 } .s-naive { stroke: #c2410c } .s-cached { stroke: #0f766e } .s-two { stroke: #a16207 }
-.look { stroke: #24292f; stroke-width: 2; fill: none } .dash { stroke-dasharray: 5 4 } .bold { font-weight: 600 }
+.line { fill: none; stroke-width: 2.5 } .s-naive { stroke: #c2410c } .s-cached { stroke: #0f766e }
+.s-two { stroke: #a16207 } .look { stroke: #24292f; stroke-width: 2; fill: none } .dash { stroke-dasharray: 5 4 } .bold { font-weight: 600 }
 @media (prefers-color-scheme: dark) { svg { background: #0d1117 } .paper, .layer, .plus { fill: #0d1117 }
 text { fill: #e6edf3 } .small { fill: #a8b0ba } .naive, .mark { fill: #fb923c } .cached, .soft { fill: #2dd4bf }
 .s-naive { stroke: #fb923c } .s-cached { stroke: #2dd4bf } .on { fill: #0d1117 }
@@ -310,9 +310,10 @@ def kv_heads(llm):
 
 def roofline(llm):
     def measure():
-        found = llm("bench", *llm.model, "--kv", "f16", "--depth", "0", "--prefill", "1,2,4,8,16,32,64,128,512", "-n", "32",
-                    "--repeats", "3")
-        rows = [(row["name"], row["tokens"], row["operations"] / row["bytes"], row["gflops"]) for row in found["results"]]
+        found = llm("bench", *llm.model, "--kv", "f16", "--depth", "0", "--prefill", "1,2,4,8,16,32,64,128,512",
+                    "-n", "32", "--repeats", "3")
+        rows = [(row["name"], row["tokens"], row["operations"] / row["bytes"], row["gflops"])
+                for row in found["results"]]
         return [MODEL_A if llm.model else "Built-in model", found["device"], found["roofline"]["read_gb_per_second"],
                 found["roofline"]["matrix_gflops"], rows]
     model, device, memory, processor, rows = llm.measured(measure)
@@ -388,7 +389,8 @@ def pages_of_two(llm):
 def kinds(llm):
     picture = Picture("A local layer gives back the pages that it no longer sees", 376)
     ids = ",".join(str(3 + 7 * i % 40) for i in range(72))
-    notes = (("the query at 71 sees only these", "–: given back. The pages 0 and 1 were used again for the newest positions"),
+    notes = (("the query at 71 sees only these",
+              "–: given back. The pages 0 and 1 were used again for the newest positions"),
              ("", "it sees all positions, so it holds all pages"))
     for i, name in enumerate(("a local layer", "a global layer")):
         shown = llm("show", "-m", "tests/fixtures/models/gemma3", "--ids", ids, "--layer", str(i), "--head", "0",
@@ -400,7 +402,8 @@ def kinds(llm):
         picture.box(left, y + 22, 780 - left, 34, "look")
         picture.text(780, y + 14, notes[i][0], "", "end")
         given_back = sum(physical < 0 for physical in table) or len(table)
-        picture.line([(20, y + 94), (20, y + 98), (given_back * 42.2 + 16, y + 98), (given_back * 42.2 + 16, y + 94)], "look")
+        right = given_back * 42.2 + 16
+        picture.line([(20, y + 94), (20, y + 98), (right, y + 98), (right, y + 94)], "look")
         picture.text(20, y + 116, notes[i][1])
         for page, physical in enumerate(table):
             x = 20 + page * 42.2
@@ -409,9 +412,10 @@ def kinds(llm):
                 picture.box(x + t % 4 * 10, y + 24, 9, 30, style, extra)
             picture.box(x - .5, y + 60, 40, 30, "empty" if physical < 0 else "soft")
             picture.text(x + 19.5, y + 80, "–" if physical < 0 else physical, "small" if physical < 0 else "", "middle")
-    picture.text(20, 344, "Above: positions 0 to 71, stronger where the query at 71 puts more weight. Below: the page table, P = 4.",
+    picture.text(20, 344, "Above: positions 0 to 71, stronger where the query at 71 puts more weight. Below: the page "
+                 "table, P = 4.", "small")
+    picture.text(20, 364, "tests/fixtures/models/gemma3 (llm show). Pages are given back 32 positions at a time.",
                  "small")
-    picture.text(20, 364, "tests/fixtures/models/gemma3 (llm show). Pages are given back 32 positions at a time.", "small")
     return picture
 
 
@@ -470,8 +474,10 @@ def int4_block(llm):
         picture.box(86, y - 3, 574, 34, "axis")
         picture.text(546, y + 12, f"zero point {low:.1f}", "small")
         picture.text(546, y + 26, f"scale {scale:.2f}", "small")
-    picture.text(20, 362, "A frame is what is stored of a channel: the stronger the colour, the larger the code.", "small")
-    picture.text(20, 382, "number ≈ zero point + scale · code. Channel 31 is near 300, and its steps are small.", "small")
+    picture.text(20, 362, "A frame is what is stored of a channel: the stronger the colour, the larger the code.",
+                 "small")
+    picture.text(20, 382, "number ≈ zero point + scale · code. Channel 31 is near 300, and its steps are small.",
+                 "small")
     picture.text(20, 402, "Keys of tests/fixtures/huge_keys (llm show).", "small")
     return picture
 
@@ -751,25 +757,26 @@ def peak(llm):
 
 
 def batch_steps(llm):
-    """Time of a pass by texts in it, as the one thread's time on a processor: other programs may run beside it."""
+    """Time of a pass by texts in it, as the one thread's time on a processor: other programs may run next to it."""
     depths, sizes, steps, style = (16, 1000), (1, 2, 4, 8, 16), 30, {16: "cached", 1000: "naive"}
     def measure():
         times = {}
         with tempfile.TemporaryDirectory() as folder:
             file = pathlib.Path(folder) / "requests.jsonl"
             for depth, size in ((depth, size) for depth in depths for size in sizes):
-                requests = [{"id": f"{i}", "n": steps + 1, "ids": [1 + (37 * t * (i + 1) + i) % 1200 for t in range(depth)]}
-                            for i in range(size)] + [{"id": "read", "n": 1, "ids": [7]}]  # ends when the prompts are read
+                ids = [[1 + (37 * t * (i + 1) + i) % 1200 for t in range(depth)] for i in range(size)]
+                requests = [{"id": f"{i}", "n": steps + 1, "ids": ids[i]} for i in range(size)]
+                requests.append({"id": "read", "n": 1, "ids": [7]})  # ends when the prompts are read
                 file.write_text("".join(json.dumps(request) + "\n" for request in requests))
-                run = subprocess.Popen([llm.program, "batch", "-f", str(file), "-np", f"{size + 1}", "-t", "1", "--ignore-eos",
-                                        "--pass-tokens", f"{size * depth + 1}", *llm.model], text=True,
+                run = subprocess.Popen([llm.program, "batch", "-f", str(file), "-np", f"{size + 1}", "-t", "1",
+                                        "--ignore-eos", "--pass-tokens", f"{size * depth + 1}", *llm.model], text=True,
                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
                 spent = []  # nanoseconds, at the end of each request
                 for line in run.stdout:
                     if '"id"' in line and len(spent) < 2:
                         spent.append(int(pathlib.Path(f"/proc/{run.pid}/schedstat").read_text().split()[0]))
                 times[depth, size] = (spent[1] - spent[0]) / steps / 1e6
-                print(depth, size, f"{times[depth, size]:.2f} ms, {size / times[depth, size] * 1e3:.0f} tokens/s", flush=True)
+                print(depth, size, f"{times[depth, size]:.2f} ms", flush=True)
         about = llm("info", *llm.model)
         return [MODEL_A if llm.model else "Built-in model", about["weight_bytes"], about["cache_bytes_per_token_f16"],
                 [(*key, round(time, 3)) for key, time in times.items()]]
@@ -798,7 +805,7 @@ def batch_steps(llm):
 
 def guesses(llm):
     """Speed-up by guesses a pass, predicted from acceptance and cost, and measured: the built-in pair, and with --model
-    n-grams on two texts of that model. Its weights are random: at temperature 0 it soon repeats itself, at 1 it does not."""
+    n-grams on two texts of that model. Its weights are random: at temperature 0 it repeats itself, at 1 it does not."""
     ngram = ("bench", *llm.model, "--draft", "ngram", "--ids", "1,2,3,4,5")
     runs = [("cached", ("built-in model and its draft",), ("bench", "--draft", "weights_tools/draft", "-p",
                                                            "Once upon a time", "-n", "300", "--draft-tokens", "5"))]
@@ -810,7 +817,8 @@ def guesses(llm):
     def measure():
         found = [llm(*words) for _, _, words in runs]
         keys = ("guesses", "predicted", "measured", "tokens_per_pass", "check_cost", "guess_cost")
-        return [found[0]["device"], [[[round(row[key], 3) for key in keys] for row in one["results"][:6]] for one in found]]
+        results = [[[round(row[key], 3) for key in keys] for row in one["results"][:6]] for one in found]
+        return [found[0]["device"], results]
     device, results = llm.measured(measure)
     top = math.ceil(0.2 + max(max(row[1:3]) for rows in results for row in rows))
     picture = Picture("Guesses pay if they are right and cost little", 396)
@@ -864,8 +872,9 @@ def conversation(llm):
     return picture
 
 
-PICTURES = [head, whole_model, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, kinds, residues, int4_block, blocks_of_32,
-            ladder, errors, quality, three_batches, batch_steps, pages_shared, cascade, peak, guesses, conversation]
+PICTURES = [head, whole_model, naive_and_cached, one_row_appended, kv_heads, roofline, layouts, pages_of_two, kinds,
+            residues, int4_block, blocks_of_32, ladder, errors, quality, three_batches, batch_steps, pages_shared, cascade,
+            peak, guesses, conversation]
 
 
 def main():
