@@ -46,10 +46,11 @@ SIMD := $(or $(call has,AVX512BW),$(call has,AVX2),$(if $(call has,aarch64), NEO
 
 # ---- Flags ---------------------------------------------------------------------------------------------------
 
-# Sums are reassociated by hand and multiply-adds written out: the compiler shall not do it on its own.
-WARN := -Wall -Wextra -Werror
+# Sums are reassociated by hand and multiply-adds written out: the compiler shall not do it on its own. A change that
+# does not compile says its first error, without all the templates that it is in.
+WARN := -Wall -Wextra -Werror -Wfatal-errors
 HOST := $(NATIVE) -ffp-contract=off $(or $(OPENMP),-Wno-unknown-pragmas) $(BREW:%=-isystem %/include)
-CXXFLAGS := -std=c++17 -O3 $(HOST) $(WARN)
+CXXFLAGS := -std=c++17 -O3 $(HOST) $(WARN) -ftemplate-backtrace-limit=1
 CFLAGS := -std=c11 -O2 $(WARN) $(BREW:%=-isystem %/include)
 SANITIZE := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
   $(if $(findstring clang,$(CXX)),,-Wno-maybe-uninitialized)

@@ -10,6 +10,9 @@ What stands in a page:
   ```cpp FILE          these lines stand in FILE; a line "..." leaves lines out.      ```python FILE   too.
   other blocks         lines that begin with ./llm, make or python3 are commands that are not refused.
   `name()`, `FILE.h`   the sources have such a function, and such a file.
+  ```diff FILE         in the answer of an exercise: a change of FILE. The console blocks that follow it, up to the
+                       answer's end, are run with the program so changed (Exercises, below). FILE.md: a change of the
+                       code on that page, which tests/test_make_your_own.cpp tries.
 A chapter is two screens at most, and ends with the one sentence to keep. And docs/attention.py and docs/cache.py print
 the numbers of ./llm; and docs/read.html is what docs/read.py writes now, with each line of the story once.
 """
@@ -78,30 +81,120 @@ def first_difference(shown, found, same):
     return None if anywhere or at == len(found) else "(the end; found " + found[at] + ")"
 
 
+def compiler(sources, output, *flags):
+    """A command that compiles C++ as the Makefile does, but quickly, without optimization."""
+    return [os.environ.get("CXX", "g++"), *"-std=c++17 -O0 -march=native -ffp-contract=off -fopenmp -Wall -Wextra -Werror "
+            "-Wfatal-errors -ftemplate-backtrace-limit=1 -x c++".split(), *flags, *sources, *output]
+
+
+class Exercises:
+    """The changes that exercises ask for (```diff FILE). A change replaces whole statements, so one copy of the sources
+    can have them all: `if (exercise(3)) { the new lines } else { the old ones }`. It is compiled once, and EXERCISE=3
+    runs the third. A second copy has the new lines alone, as a reader would have them. It must compile without a warning:
+    all changes at once, as they do not meet."""
+    def __init__(self, pages, scratch):
+        self.folder, self.problems, self.numbers, self.started = scratch / "exercises", [], {}, False
+        self.changed = {}  # file: its lines with all changes, and with a choice
+        for page in pages:
+            for words, start, lines in page.blocks:
+                if words[:1] == ["diff"] and len(words) > 1 and not words[1].endswith(".md"):
+                    number = self.numbers.setdefault(page.end_of_answer(start), len(self.numbers) + 1)
+                    page.expect(self.apply(words[1], lines, number), start, f"{words[1]} has no such lines, or twice")
+
+    def apply(self, file, lines, number):
+        if not (ROOT / file).is_file():
+            return False
+        versions = self.changed.setdefault(file, [(ROOT / file).read_text().split("\n")] * 2)
+        old = [line[1:].strip() for line in lines if line[0] in " -"]
+        new = [line[1:] for line in lines if line[0] in " +"]
+        chosen = [f"if (exercise({number})) {{", *new, "} else {", *[line[1:] for line in lines if line[0] in " -"], "}"]
+        for which, by in enumerate((new, chosen)):
+            text = [line.strip() for line in versions[which]]
+            places = [i for i in range(len(text)) if text[i:i + len(old)] == old]
+            if len(places) != 1:
+                return False
+            versions[which] = versions[which][:places[0]] + by + versions[which][places[0] + len(old):]
+        return True
+
+    def start(self):
+        """Both copies; the one is compiled while the other is checked."""
+        self.started = True
+        for which, name in enumerate(("alone", "chosen")):
+            for path in FILES:
+                if path.endswith((".cu", ".h", ".c", ".cpp")) and (ROOT / path).is_file():
+                    (self.folder / name / path).parent.mkdir(parents=True, exist_ok=True)
+                    lines = self.changed.get(path)
+                    (self.folder / name / path).write_text("\n".join(lines[which]) if lines else (ROOT / path).read_text())
+        (self.folder / "chosen/weights_tools").symlink_to(ROOT / "weights_tools")  # beside llm-plain, which looks there
+        (self.folder / "exercise.h").write_text(
+            "#include <cstdlib>\ninline bool exercise(int number) {\n"
+            "    static const char *const asked = getenv(\"EXERCISE\");\n    return asked && atoi(asked) == number;\n}\n")
+        check = subprocess.Popen(compiler(["llm.cu"], ["-fsyntax-only"], "-DPLAIN"), cwd=self.folder / "alone", text=True,
+                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.build("llm-plain", "llm.cu", "-DPLAIN")
+        said = check.communicate()[0]
+        if check.returncode:
+            self.problems.append("the exercises' changes do not compile:\n" + "\n".join(said.split("\n")[:12]))
+
+    def build(self, program, source, *flags):
+        objects = [ROOT / f"build/{name}.o" for name in ("attend", "linear", "tokenizer", "tokenizer_json")]
+        command = compiler([source], ["-x", "none", *objects, *"-lcjson -lonig -lutf8proc -ledit -o".split(), program],
+                           "-include", self.folder / "exercise.h", *flags)
+        (self.folder / "chosen/build").mkdir(exist_ok=True)
+        said = subprocess.run(command, cwd=self.folder / "chosen", capture_output=True, text=True)
+        if said.returncode:
+            self.problems.append(f"{program} with the exercises' changes:\n" + "\n".join(said.stderr.split("\n")[:12]))
+
+    def told(self):
+        """What is wrong with the changed sources, once."""
+        problems, self.problems = self.problems, []
+        return problems
+
+    def environment(self, page, start, command, limit):
+        """What to run for a command: after an exercise's change the changed program, as if `make` had been called."""
+        number = self.numbers.get(page.end_of_answer(start))
+        if not number:
+            return command, limit, {}
+        if not self.started:
+            self.start()
+        for test in re.findall(r"build/(test_\w+)", command):
+            if not (self.folder / "chosen/build" / test).exists():
+                self.build(f"build/{test}", f"tests/{test}.cpp")
+        command = re.sub(r"make (CUDA=0 )?(plain|build/test_\w+)? *&& *", "", command)
+        command = re.sub(r"\./llm(-plain)?\b", "exercises/chosen/llm-plain", command)
+        return command.replace("build/test_", "exercises/chosen/build/test_"), limit, {"EXERCISE": str(number)}
+
+
 class Page:
     def __init__(self, path, scratch):
         self.path, self.scratch, self.problems = path, scratch, []
         self.blocks, self.prose = [], []
-        inside = None
+        inside, indent = None, 0
         for number, line in enumerate(path.read_text().split("\n"), 1):
-            if line.startswith("```"):
+            if line.strip().startswith("```"):
                 if inside is None:
-                    inside = (line[3:].split(), number, [])
+                    inside, indent = (line.strip()[3:].split(), number, []), len(line) - len(line.lstrip())
                 else:
                     self.blocks.append(inside)
                     inside = None
             elif inside is not None:
-                inside[2].append(line)
+                inside[2].append(line[indent:])
             else:
                 self.prose.append((number, line))
         self.expect(inside is None, len(self.prose), "a block does not end")
+
+    def end_of_answer(self, number):
+        """The line at which the folded answer ends that has this line, or None."""
+        marks = [(at, line.strip()) for at, line in self.prose if at > number and "details>" in line]
+        return (self.path, marks[0][0]) if marks and marks[0][1] == "</details>" else None
 
     def expect(self, good, number, problem):
         if not good:
             self.problems.append(f"{self.path.relative_to(ROOT)}:{number}: {problem}")
 
-    def run(self, command, limit):
-        environment = dict(os.environ, PATH=PATH, HOME=str(self.scratch / "home"), NO_COLOR="1", PYTHONDONTWRITEBYTECODE="1")
+    def run(self, command, limit, more={}):
+        environment = dict(os.environ, PATH=PATH, HOME=str(self.scratch / "home"), NO_COLOR="1", PYTHONDONTWRITEBYTECODE="1",
+                           **more)
         try:
             result = subprocess.run(["bash", "-c", command], cwd=self.scratch, env=environment, timeout=limit,
                                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
@@ -109,7 +202,7 @@ class Page:
         except subprocess.TimeoutExpired:
             return None, []
 
-    def check_console(self, kind, start, lines):
+    def check_console(self, kind, start, lines, exercises):
         commands = []
         for number, line in enumerate(lines, start + 1):
             if line.startswith("$ "):
@@ -123,7 +216,7 @@ class Page:
                 continue
             while shown and not shown[-1].strip():
                 shown.pop()
-            status, found = self.run(command, LIMIT)
+            status, found = self.run(*exercises.environment(self, start, command, LIMIT))
             self.expect(status is not None, number, f"{command}: runs longer than {LIMIT} s")
             lacks = first_difference(shown, found, lambda a, b: same_line(a, b, "roughly" in kind)) if shown else None
             self.expect(lacks is None, number, f"{command}: does not print\n  {lacks}\nbut\n  " + "\n  ".join(found[:40]))
@@ -190,10 +283,10 @@ class Page:
         kept = re.search(r"\n\*\*To keep:\*\* .*(\n.+)?\n\n(Next|Back).*\n?$", seen)
         self.expect(not chapter or kept, 1, "no sentence to keep at the end: **To keep:** ...")
 
-    def check(self):
+    def check(self, exercises):
         for words, start, lines in self.blocks:
             if words[:1] == ["console"]:
-                self.check_console(words[1:], start, lines)
+                self.check_console(words[1:], start, lines, exercises)
             elif words[:1] in (["cpp"], ["python"]) and len(words) > 1:
                 self.check_code(words[1], start, lines)
             elif not words:
@@ -291,7 +384,7 @@ def check_book(scratch):
 
 
 def main():
-    pages = [pathlib.Path(page).resolve() for page in sys.argv[1:] if not page.startswith("-")] or PAGES
+    paths = [pathlib.Path(page).resolve() for page in sys.argv[1:] if not page.startswith("-")] or PAGES
     extra = [check_numpy, check_cache, check_book]
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
@@ -308,12 +401,15 @@ def main():
         (scratch / "home/models/SmolLM2-135M").symlink_to(ROOT / "weights_tools/builtin")
         texts = [page.read_text() for page in PAGES]
         orphans = [path for path in FILES if path.endswith(".svg") and not any(path[5:] in text for text in texts)]
-        for page in [*pages, *(extra if pages == PAGES else [])]:
-            problems = page(scratch) if page in extra else Page(page, scratch).check()
-            problems += [f"{path}: no page shows it" for path in orphans if page == PAGES[0]]
+        pages = [Page(page, scratch) for page in paths]
+        exercises = Exercises(pages, scratch)
+        for page in [*pages, *(extra if paths == PAGES else [])]:
+            problems = page(scratch) if page in extra else page.check(exercises)
+            problems += exercises.told()
+            problems += [f"{path}: no page shows it" for path in orphans if page is pages[0] and paths[0] == PAGES[0]]
             failed += bool(problems)
             print("\n".join(problems), end="\n" if problems else "")
-    cases = len(pages) + (pages == PAGES) * len(extra)
+    cases = len(pages) + (paths == PAGES) * len(extra)
     print(f"[doctest] test cases: {cases} | {cases - failed} passed | {failed} failed | 0 skipped")
     return failed > 0
 

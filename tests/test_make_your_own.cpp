@@ -118,7 +118,38 @@ static std::vector<Change> changes_of(const std::string &page) {
     return changes;
 }
 
-static const std::string family_page = "docs/add_a_family.md";
+static const std::string chapter = "docs/09_make_your_own.md", family_page = "docs/add_a_family.md";
+
+// What exercises change of a page's own code: each line that a diff of that page takes away, with the one in its place,
+// or with "".
+static std::vector<std::pair<std::string, std::string>> answers_of(const std::string &file) {
+    const std::string page = slurp(file), fence = "```diff " + file + "\n";
+    std::vector<std::pair<std::string, std::string>> changes;
+    for (size_t at = 0; (at = page.find(fence, at)) != std::string::npos;) {
+        at += fence.size();
+        std::istringstream lines(page.substr(at, page.find("```", at) - at));
+        size_t next = changes.size();
+        for (std::string line; lines >> std::ws && std::getline(lines, line);) {
+            const std::string text = line.substr(std::min(line.size(), line.find_first_not_of(' ', 1)));
+            if (line[0] == '-') changes.push_back({text, ""});
+            if (line[0] == '+') REQUIRE(next < changes.size());
+            if (line[0] == '+') changes[next++].second = text;
+        }
+    }
+    REQUIRE(!changes.empty());
+    return changes;
+}
+
+// A line that does what another one does where EXERCISE is set: both return or assign something, or `other` is "".
+static std::string either(const std::string &line, const std::string &other) {
+    if (other.empty()) return "if (!exercise()) " + line;
+    const size_t differs = std::mismatch(line.begin(), line.end(), other.begin(), other.end()).first - line.begin();
+    const size_t value = line.rfind("return ", differs), begin = value == std::string::npos ? line.rfind("= ", differs) + 2
+                                                                                            : value + 7;
+    const size_t end = line.find(';', differs), rest = line.size() - end;
+    return line.substr(0, begin) + "exercise() ? " + other.substr(begin, other.size() - rest - begin) + " : " +
+           line.substr(begin);
+}
 
 // ---- Building ------------------------------------------------------------------------------------------------
 
@@ -146,18 +177,25 @@ static const Built &built() {
         for (const std::string &page : {built.precision.text, slurp(family_page)})
             for (const auto &[file, diff] : changes_of(page))
                 spill(scratch / file, patched(diff, slurp(scratch / file)));
+        for (const std::string &page : {chapter, family_page})
+            for (const auto &[line, other] : answers_of(page))
+                for (std::string file : {"cache.h", "base/model.h", "base/weights.h"})
+                    if (const std::string text = slurp(scratch / file); contains(text, line))
+                        spill(scratch / file, replaced(text, line, either(line, other)));
+        spill(scratch / "exercise.h", "#include <cstdlib>\ninline bool exercise() {\n"
+                                      "    static const bool asked = getenv(\"EXERCISE\");\n    return asked;\n}\n");
         std::string enter = "cd " + scratch.string() + " && ", libraries = " -lcjson -lonig -lutf8proc -ledit";
         std::string c = compile + "-x c -std=c11 ";
         built.program =
             shell(enter + c + "tokenizer.c -c -o tokenizer.o && " + c + "base/tokenizer_json.c -c -o tokenizer_json.o");
         std::string objects = " -x none tokenizer.o tokenizer_json.o" + libraries;
         std::thread test([&] {
-            built.test = shell(enter + compile + "-std=c++17 tests/test_cache.cpp" + objects +
+            built.test = shell(enter + compile + "-std=c++17 -include exercise.h tests/test_cache.cpp" + objects +
                                " -o test_cache && ./test_cache -tce=\"*thousands of steps*\"");
         });
-        built.program = shell(enter + compile + "-std=c++17 -DPLAIN -x c++ llm.cu" + objects + " -o llm");
+        built.program = shell(enter + compile + "-std=c++17 -include exercise.h -DPLAIN -x c++ llm.cu" + objects + " -o llm");
         test.join();
-        built.memory = shell(enter + compile + "-std=c++17 tests/test_memory.cpp" + objects + " -o test_memory && cd " +
+        built.memory = shell(enter + compile + "-std=c++17 -include exercise.h tests/test_memory.cpp" + objects + " -o test_memory && cd " +
                              fs::current_path().string() + " && LLM=" + built.llm + (scratch / "test_memory").string() +
                              " -tce='what is resident at 32k positions*'");  // minutes, without fast/
         return built;
@@ -226,6 +264,43 @@ TEST_CASE("every layout stores every precision, with the same result") {
             for (std::string cache : {"paged --page 32", "ring", built().layout.name.c_str()})
                 CHECK(text(cache) == contiguous);
         }
+}
+
+// ---- Exercises -------------------------------------------------------------------------------------------------
+
+TEST_CASE("an exercise: int5 has the bytes and the error that the answer says") {
+    REQUIRE(built().program.status == 0);
+    std::string source = built().precision.structure;
+    for (const auto &[line, other] : answers_of(chapter))
+        if (contains(source, line)) source = replaced(source, line, other);
+    spill(scratch / "int5.cpp", "#include \"precision.h\"\n#include <cstdio>\n" + source + R"(
+        int main() {
+            float numbers[96], worst = 0;
+            for (int i = 0; i < 96; i++) numbers[i] = std::sin(i + 1.0f);  // the largest is 1, within 10^-4
+            std::vector<char> row(Int5::row_bytes(96));
+            Int5::encode(row.data(), numbers, 96);
+            for (int i = 0; i < 96; i++) worst = std::max(worst, std::fabs(Int5::number(row.data(), i) - numbers[i]));
+            printf("%zu %g %g", row.size(), Int5::bits, worst / Int5::unit_roundoff);
+        })");
+    Outcome int5 = shell("cd " + scratch.string() + " && " + compile + "-std=c++17 int5.cpp -o int5 && ./int5");
+    REQUIRE_MESSAGE(int5.status == 0, int5.out);
+    std::istringstream numbers(int5.out);
+    double bytes = 0, bits = 0, worst = 0;
+    numbers >> bytes >> bits >> worst;
+    CHECK(bytes == 2 + 3 * 20);
+    CHECK(bits == 5.125);
+    CHECK((worst > 0.9 && worst < 1.01));
+}
+
+TEST_CASE("an exercise: a layout with a wrong row fails as the answer says") {
+    REQUIRE(built().test.status == 0);
+    Outcome wrong = shell("cd " + scratch.string() + " && EXERCISE=1 ./test_cache -tc='rows never*'");
+    CHECK(wrong.status == 1);
+    std::smatch found;
+    for (const char *line : {"TEST CASE:.*", "values: .*", "logged: .*"}) {
+        REQUIRE_MESSAGE(std::regex_search(wrong.out, found, std::regex(line)), wrong.out);
+        CHECK_MESSAGE(contains(built().layout.text, found.str()), found.str());
+    }
 }
 
 // ---- A family --------------------------------------------------------------------------------------------------
@@ -329,6 +404,8 @@ TEST_CASE("a family: the page adds at most 15 lines, each in the file that it na
             if (line == "...") continue;
             added += line[0] == '+';
             CHECK_MESSAGE((line[0] == '+' || line[0] == ' '), line);
+            for (const auto &[from, to] : answers_of(family_page))
+                if (contains(line, from)) line = replaced(line, from, either(from, to));
             CHECK_MESSAGE(contains(slurp(scratch / file), line.substr(1) + "\n"), file << " of the copy lacks " << line);
         }
     }
@@ -372,10 +449,19 @@ TEST_CASE("a family: what a forgotten line leads to") {
     }
     // Each tensor is moved, once.
     write_checkpoint("slate", slate, slate_config(factor));
+    write_checkpoint("llama", equivalent_llama(slate), llama_config());
     auto bytes = [&](const std::string &flags) {
         Outcome outcome = shell(generate("slate", "--json " + flags));
         REQUIRE_MESSAGE(outcome.status == 0, outcome.out);
         return program::number(parse_json("generate", outcome.out), "decode.bytes");
     };
     CHECK(bytes("--weights copied") == bytes(""));
+    // The exercise: the factor is divided by, and the tensor is not moved.
+    setenv("EXERCISE", "1", 1);
+    std::smatch found;
+    REQUIRE(std::regex_search(page, found, std::regex("CHECK\\( ([0-9.]+) <= 1e-05")));
+    CHECK(relative_error(logits_of("slate", "--cache none"), logits_of("llama", "--cache none")) ==
+          doctest::Approx(std::stod(found[1])).epsilon(1e-4));
+    CHECK(bytes("") - bytes("--weights copied") == 19 * 128);  // decoded tokens
+    unsetenv("EXERCISE");
 }
