@@ -106,7 +106,7 @@ read:
 
 test: need-explorer
 	$(AGAIN) found llm llm-plain $(TESTS:%=build/%)
-	@sh tests/run.sh $(TESTS:%=build/%) tests/test_explorer.py tests/test_docs.py
+	@sh tests/run.sh tests/test_docs.py $(TESTS:%=build/%) tests/test_explorer.py  # the longest first
 
 docs-check: need-tests
 	$(AGAIN) found llm llm-plain
