@@ -151,11 +151,11 @@ TEST_CASE("a draft with windows: texts that are one another's beginnings, in any
             Drafter drafter = draft();
             drafter.engine->chunk = 20;
             const Tokens longest = random_tokens(engine, 350);
-            for (int turn = 0; turn < 12; turn++) {
-                const Tokens text = part(longest, 0, turn == 0 ? 350 : 2 + below(random, 349));
+            for (int turn = 0; turn < 42; turn++) {  // each a little shorter than the one before, then any
+                const Tokens text = part(longest, 0, turn < 30 ? 350 - 4 * turn : 2 + below(random, 349));
                 Proposal proposal{0, text, {}, 4}, expected{0, text, {}, 4};
                 const int had = (int)drafter.held[0].size();
-                if (turn % 3 == 1) {  // within its first passes, or the next ones
+                if (turn > 30 && turn % 3 == 1) {  // within its first passes, or the next ones
                     const InterruptAfter press(1 + below(random, 30));
                     try {
                         propose(drafter, proposal);
