@@ -230,10 +230,10 @@ TEST_CASE("a line that is wrong ends the program before anything runs, with its 
 }
 
 TEST_CASE("each request has a seed of its own, and says it; -s is that of the first line") {
-    const std::string drawn = ", \"temp\": 1.2", prompt = "Once upon a time";
+    const std::string drawn = ", \"temp\": 2", prompt = "Once upon a time";
     std::string lines;
-    for (const char *id : {"a", "b"}) lines += request(id, prompt, 8, drawn);
-    lines += request("c", prompt, 8, drawn + ", \"seed\": 9007199254740991") + request("d", prompt, 8);
+    for (const char *id : {"a", "b"}) lines += request(id, prompt, 12, drawn);
+    lines += request("c", prompt, 12, drawn + ", \"seed\": 9007199254740991") + request("d", prompt, 12);
     const Batch batch(lines), again(lines), with(lines, {"-s", "7"});
     CHECK(text(batch.requests.at("a"), "text") != text(batch.requests.at("b"), "text"));
     CHECK(number(batch.requests.at("a"), "seed") != number(again.requests.at("a"), "seed"));
@@ -243,7 +243,7 @@ TEST_CASE("each request has a seed of its own, and says it; -s is that of the fi
         CHECK(cJSON_IsNull(at(each->requests.at("d"), "seed")));  // nothing is drawn
         for (const char *id : {"a", "b", "c"}) {
             const std::string seed = formatted("%.0f", number(each->requests.at(id), "seed"));
-            const Words words = {"generate", "-p", prompt, "-n", "8", "--temp", "1.2", "-s", seed, "-t", "1"};
+            const Words words = {"generate", "-p", prompt, "-n", "12", "--temp", "2", "-s", seed, "-t", "1"};
             CHECK(text(run_json(words), "text") == text(each->requests.at(id), "text"));
         }
     }
@@ -296,7 +296,7 @@ TEST_CASE("requests with different salts share nothing") {
         lines += request(id, shared, 3, ", \"salt\": " + json_of(salt));
     }
     lines += request("e", shared, 3);
-    Batch batch(lines, {"-np", "1", "--page", "4", "--against", "alone"});
+    Batch batch(lines, {"-np", "1", "--page", "4", "--pool", "400", "--against", "alone"});
     for (const char *id : {"a", "b", "c"}) CHECK(batch.of(id, "cached_tokens") == 0);
     for (const char *id : {"d", "e"}) CHECK(batch.of(id, "cached_tokens") == batch.of(id, "prompt_tokens") - 1);
     CHECK(number(batch.summary, "same_alone") == 5);
