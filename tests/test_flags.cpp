@@ -44,7 +44,6 @@ Words start_of(const std::string &command) {
 Words beside(const std::string &flag) {
     if (flag == "--page") return {"--cache", "paged"};
     if (flag == "--window" || flag == "--sinks") return {"--cache", "ring"};
-    if (has("--top-k --top-p --min-p -s", flag)) return {"--temp", "1"};
     if (flag == "--draft-rule") return {"--draft", "ngram", "--temp", "1"};
     if (flag == "--draft-tokens") return {"--draft", "ngram"};
     Words shape;
