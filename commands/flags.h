@@ -360,13 +360,11 @@ inline void check_together(const Options &o) {
     const int texts = o.has("-p") + o.has("-f") + o.has("--ids");
     refuse_if(o.has("-ctk") || o.has("-ctv"), "--kv", "is the type of K and V: keep it, or -ctk and -ctv");
     refuse_if(o.standard_set, "--cache --kv -ctk -ctv --page --window --sinks", "--all is a set of its own: drop one");
-    refuse_if(o.naive && in("diff eval memory"), "--cache", "llm " + o.command + " is about caches: " + layout_names());
+    refuse_if(o.naive && in("diff eval memory batch"), "--cache", "llm " + o.command + " is about caches: " + layout_names());
     refuse_if(o.naive, "--samples -np", "several texts share a cache, which --cache none has not: drop one of the two");
     refuse_if(o.forks(), "--dump-logits", "is for one text: drop --samples or --dump-logits");
     const bool texts_drawn = in("generate") && o.forks();
     refuse_if(texts_drawn && o.temperature == 0, "--samples", "at --temp 0 all are the same: raise --temp");
-    refuse_if(texts_drawn && o.count == 0, "--samples", "with -n 0 there is nothing to draw: raise -n");
-    refuse_if(o.naive && in("batch"), "--cache", "many requests need a cache: " + layout_names());
     refuse_if(!o.draft.empty() && in("bench"), "--depth --prefill -np",
               "guesses are timed behind the prompt of one text: drop --draft, or this");
     refuse_if(!o.draft.empty() && in("diff"), "--against --tolerance",
@@ -391,7 +389,7 @@ inline void check_together(const Options &o) {
     refuse_if(o.device == "cuda" && o.activations == "bf16", "--activations", of_cpu);
     refuse_if(o.weights == "int8" && o.activations == "bf16", "--activations",
               "int8 weights are multiplied with int8 activations: drop one of the two");
-    refuse_if(o.count == 0 && in("chat diff"), "-n", "expected 1 or more, or there is nothing to say or compare");
+    refuse_if(o.count == 0 && (in("chat diff") || texts_drawn), "-n", "expected 1 or more, or there is nothing to say");
     refuse_if(shape > 0, "-m", "a model has a shape of its own: drop -m, or --layers --kv-heads --head-dim");
     refuse_if(shape < 3 || !o.has("-c"), "--layers --kv-heads --head-dim",
               "a shape is --layers N --kv-heads N --head-dim N -c N: give all four, or a model");

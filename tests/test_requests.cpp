@@ -407,7 +407,7 @@ TEST_CASE("flags of llm batch that cannot be") {
     };
     check_refused(run({"batch"}), {"no requests: give -f FILE"});
     check_refused(run({"batch", "-f", scratch / "none"}), {"No such file"});
-    refused("--cache none", {"--cache none: many requests need a cache"});
+    refused("--cache none", {"--cache none: llm batch is about caches"});
     refused("--cache paged,ring", {"llm batch takes one"});
     refused("--cache ring --pool 64", {"--pool 64: belongs to --cache paged"});
     refused("--kv int4 --page 16", {"--page 16: pages that are shared hold whole blocks of 32"});
