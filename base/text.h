@@ -1,6 +1,8 @@
 // Text to ids and back: tokenizer.c for C++, whose errors are exceptions and whose memory goes by itself.
 #pragma once
 
+#include <map>
+
 #include "progress.h"
 #include "tokenizer.h"
 
@@ -33,6 +35,14 @@ inline void note(const std::string &line) {
 inline void require_utf8(const std::string &what, const std::string &text) {
     const size_t valid = utf8_valid(text.data(), text.size());
     if (valid < text.size()) fail(("%s: " NOT_UTF8), what.c_str(), valid, (unsigned)(uint8_t)text[valid]);
+}
+
+// A line of JSON that comes from outside. A C string holds no NUL.
+inline Json parse_line(const std::string &name, const std::string &line) {
+    for (size_t at = 0; at < line.size(); at += line[at] == '\\' ? 2 : 1)
+        if (line.compare(at, 6, "\\u0000") == 0) fail("%s: \\u0000 ends a text here: leave it out", name.c_str());
+    require_utf8(name, line);
+    return parse_json(name, line);
 }
 
 // `typed`: of a conversation (base/tokenizer.h), whose template says itself what stands before it.
@@ -76,17 +86,16 @@ struct TextStream {
     }
 };
 
-// The text of a sequence as it comes, up to the first of `stops`. What may be the beginning of one is held back until it
-// is known. A special token gives no text, but its spelling may be a stop. Where `thoughts` says how they begin and end,
-// they are kept apart; one begins before any other text. A reader sees them with their marks, between `dim` and `bright`.
+// The text of a sequence as it comes, up to the first of `stops`. What may be the beginning of one is held back until
+// it is known. A special token gives no text, but its spelling may be a stop. Where `thoughts` says how they begin and
+// end, they are kept apart; one begins before any other text. A reader sees them with their marks, between `dim` and
+// `bright`.
 struct Writer {
-    using Marks = std::pair<std::string, std::string>;
     const Tokenizer *tokenizer;
     TextStream stream;
     std::vector<std::string> stops;
-    std::vector<Marks> thoughts = {};
-    int thinks = -1;  // which of `thoughts` it is in
-    std::string dim = "", bright = "";
+    std::map<std::string, std::string> thoughts = {};
+    std::string end_of_thought = "", dim = "", bright = "";  // "": it is in no thought
     std::string text = "", thought = "", held = "";
     bool stopped = false;
     Writer(const Tokenizer *source, const std::vector<int> &before, const std::vector<std::string> &ends = {})
@@ -102,39 +111,53 @@ struct Writer {
     }
     std::string flush() {
         held += stream.flush();
-        return take(true) + (thinks < 0 ? "" : bright);
+        return take(true) + (end_of_thought.empty() ? "" : bright);
+    }
+
+    // Which of `texts` ends first in `in`, the longest of those that do, and from where to where; texts.size(): none.
+    struct Found {
+        size_t which, first, after;
+    };
+    static Found find_first(const std::vector<std::string> &texts, const std::string &in) {
+        Found found{texts.size(), in.size(), SIZE_MAX};
+        for (size_t i = 0; i < texts.size(); i++) {
+            const size_t place = in.find(texts[i]), after = place + texts[i].size();
+            if (place != std::string::npos && std::make_pair(after, place) < std::make_pair(found.after, found.first))
+                found = {i, place, after};
+        }
+        return found;
     }
 
 private:
-    std::vector<std::string> marks() const {  // that are looked for: stops, then those of thoughts
+    // What is looked for: stops, then what ends this thought, or what begins one where there is no other text.
+    std::vector<std::string> marks() const {
         std::vector<std::string> all = stops;
-        if (thinks >= 0) all.push_back(thoughts[(size_t)thinks].second);
-        for (size_t i = 0; thinks < 0 && i < thoughts.size(); i++) all.push_back(thoughts[i].first);
+        if (!end_of_thought.empty()) return all.push_back(end_of_thought), all;
+        const std::string rest = held.substr(std::min(held.size(), held.find_first_not_of(" \n")));
+        for (const auto &[begin, end] : thoughts)
+            if (const size_t size = std::min(rest.size(), begin.size());
+                text.find_first_not_of(" \n") == std::string::npos && rest.compare(0, size, begin, 0, size) == 0)
+                all.push_back(begin);
         return all;
     }
     std::string take(bool end) {
         std::string shown;
-        for (bool found = true; found && !stopped;) {
+        while (!stopped) {
             const std::vector<std::string> all = marks();
-            size_t which = all.size(), first = held.size(), after = SIZE_MAX, begun = 0;
-            for (size_t i = 0; i < all.size(); i++) {
-                const size_t place = held.find(all[i]), next = place + all[i].size();
-                const bool late = i >= stops.size() && thinks < 0 &&
-                                  (text + held.substr(0, place)).find_first_not_of(" \n") != std::string::npos;
-                if (place != std::string::npos && !late && (next < after || (next == after && place < first)))
-                    which = i, first = place, after = next;
-                for (size_t size = std::min(all[i].size() - 1, held.size()); size > begun; size--)
-                    if (held.compare(held.size() - size, size, all[i], 0, size) == 0) begun = size;
-            }
-            found = which < all.size();
-            if (!found) after = first -= end ? 0 : begun;
-            (thinks < 0 ? text : thought) += held.substr(0, first);
-            shown += held.substr(0, first);
-            held.erase(0, after);
-            stopped = which < stops.size() && found;
-            if (!found || stopped) continue;
-            shown += thinks < 0 ? dim + all[which] : all[which] + bright;
-            thinks = thinks < 0 ? (int)(which - stops.size()) : -1;
+            auto [which, first, after] = find_first(all, held);
+            const bool found = which < all.size();
+            size_t begun = 0;  // bytes at the end that may begin one
+            for (const std::string &each : all)
+                for (size_t size = std::min(each.size() - 1, held.size()); size > begun && !found && !end; size--)
+                    if (held.compare(held.size() - size, size, each, 0, size) == 0) begun = size;
+            const std::string sure = held.substr(0, first - begun);
+            (end_of_thought.empty() ? text : thought) += sure, shown += sure;
+            held.erase(0, found ? after : sure.size());
+            stopped = found && which < stops.size();
+            if (!found || stopped) break;
+            const bool begins = end_of_thought.empty();
+            shown += begins ? dim + all[which] : all[which] + bright;
+            end_of_thought = begins ? thoughts.at(all[which]) : "";
         }
         return shown;
     }

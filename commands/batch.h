@@ -65,16 +65,14 @@ struct RequestReader {
 inline std::vector<int> RequestReader::ids_of_messages(const Section &of, const cJSON *list) {
     if (!cJSON_IsArray(list)) of.refuse("messages", list, "a list of {\"role\", \"content\"}");
     if (!form) form.emplace(open_template(options.directory, "", tokenizer));
-    std::vector<Report> messages;
+    std::vector<Message> messages;
     for (const cJSON *item : items_of(list)) {
         const Section said = {of.name + ": messages", item};
         if (!cJSON_IsObject(item)) of.refuse("messages", list, "a list of {\"role\", \"content\"}");
-        said.refuse_others("role content", "role and content alone");
-        said.need("role"), said.need("content");
-        messages.push_back(message(*form, said.text("role", ""), said.text("content", ""), of.name.c_str()));
+        said.need("role");
+        messages.push_back(message_of(*form, said));
     }
-    const Rendered text = unmarked(render(*form, messages));
-    std::vector<int> ids = encode(tokenizer, text.text, "messages", text.typed.data());
+    std::vector<int> ids = encode(tokenizer, render(*form, messages), "messages");
     if (ids.empty()) fail("messages: the template makes no tokens of them");
     return require_ids(ids, config), ids;
 }
@@ -118,10 +116,7 @@ inline std::vector<std::string> stops_of(const Section &of) {
 // What line `number` asks for. `name` is what messages call it. Without "seed" it has that of -s, or the one that was
 // drawn for the file, and one more for each line before it: so no two requests have the same luck.
 inline Request RequestReader::read(const std::string &name, int number, const std::string &line) {
-    for (size_t at = 0; at < line.size(); at += line[at] == '\\' ? 2 : 1)
-        if (line.compare(at, 6, "\\u0000") == 0) fail("%s: \\u0000 ends a text here: leave it out", name.c_str());
-    require_utf8(name, line);
-    const Json json = parse_json(name, line);
+    const Json json = parse_line(name, line);
     const Section of = {name, json.get()};
     require_known_keys(name, json.get());
     Request request;

@@ -16,17 +16,18 @@
 #include "draft.h"
 #include "template.h"
 
-// The end of an answer: so many bytes and tokens of the conversation stand before.
-struct Border {
-    size_t bytes, tokens;
+// One turn: what is said, and what the model answered, with its marks; the last one is not answered yet.
+struct Turn {
+    Message said;
+    std::string answer = "";
 };
 
 // The conversation as it was read last.
 struct Asked {
-    std::string all;                         // with its marks, without what ended the answer
-    std::vector<int> ids;                    // up to where that answer begins
-    std::vector<Border> borders = {{0, 0}};  // of the text
-    size_t dropped = 0;                      // turns, of the oldest
+    std::vector<int> ids = {};         // up to where the answer begins
+    std::vector<size_t> borders = {};  // how many tokens there are up to the end of each answer that kept its ids
+    size_t dropped = 0;                // turns, of the oldest
+    std::string end_of_thought = "";   // where the template has begun a thought
 };
 
 struct Chat {
@@ -42,34 +43,98 @@ inline bool is_plain(const Chat &chat) { return chat.options.chat_template == "p
 
 // ---- The ids of a turn ---------------------------------------------------------------------------------------------
 
-// Up to the last answer's end before the text is another one, a conversation keeps its ids: those that a model writes
-// need not be the ones that their text would become.
-inline Asked with_ids(const Chat &chat, const std::string &all, size_t dropped) {
-    const std::string &read = chat.asked.all;
-    const size_t differs = std::mismatch(read.begin(), read.end(), all.begin(), all.end()).first - read.begin();
-    Asked asked{all, {}, chat.asked.borders, dropped};
-    while (asked.borders.back().bytes > differs) asked.borders.pop_back();
-    const Border from = asked.borders.back();
-    asked.ids.assign(chat.session.tokens.begin(), chat.session.tokens.begin() + (int64_t)from.tokens);
-    const Rendered rest = unmarked(all.substr(from.bytes));
-    for (int id : encode(chat.session.tokenizer.get(), rest.text, "this turn", rest.typed.data()))
-        asked.ids.push_back(id);
+// How many of the ids in `whole` have the text that `begin` has, or SIZE_MAX if none end there. Special tokens must be
+// the same: \xff, which is in no text, comes after each.
+inline size_t place_of(const Tokenizer *tokenizer, const std::vector<int> &begin, const std::vector<int> &whole) {
+    const auto differs = std::mismatch(begin.begin(), begin.end(), whole.begin(), whole.end()).first;
+    if (differs == begin.end()) return begin.size();
+    auto spelled = [&](const std::vector<int> &ids, size_t count, auto use) {
+        TextStream stream(tokenizer, false);
+        std::string text;
+        for (size_t i = 0; i < count; i++) {
+            const size_t before = text.size();
+            text += stream.next(ids[i]);
+            if (tokenizer_is_special(tokenizer, ids[i])) text += '\xff';
+            if (use(i + 1, text, text.size() == before)) break;
+        }
+        return text + stream.flush();
+    };
+    auto all = [](size_t, const std::string &, bool) { return false; };
+    const std::string wanted = spelled(begin, begin.size(), all);
+    size_t found = SIZE_MAX, waiting = 0;  // tokens whose bytes wait for those of the next
+    spelled(whole, whole.size(), [&](size_t count, const std::string &text, bool waits) {
+        waiting = waits ? waiting + 1 : 0;
+        if (text.size() <= wanted.size() && wanted.size() - text.size() <= 3 * waiting)
+            if (spelled(whole, count, all) == wanted) found = count;
+        return found < SIZE_MAX || text.size() > wanted.size();
+    });
+    return found;
+}
+
+// The ids are those of the whole text. But a model need not write the ids that its text would become: up to the last
+// answer whose text is still at its place, a conversation keeps the ids that it has, and what follows comes of the
+// whole text. (Encoded by itself it would begin anew, for some tokenizers with a blank.)
+inline Asked with_ids(const Chat &chat, const Rendered &text, size_t dropped) {
+    const Tokenizer *tokenizer = chat.session.tokenizer.get();
+    const std::vector<int> &tokens = chat.session.tokens;
+    Asked asked{encode(tokenizer, text, "this turn"), chat.asked.borders, dropped};
     require_ids(asked.ids, chat.session.engine.model.config);
+    for (; !asked.borders.empty(); asked.borders.pop_back()) {
+        const std::vector<int> held(tokens.begin(), tokens.begin() + (int64_t)asked.borders.back());
+        const size_t place = place_of(tokenizer, held, asked.ids);
+        if (place == SIZE_MAX) continue;
+        asked.ids.erase(asked.ids.begin(), asked.ids.begin() + (int64_t)place);
+        asked.ids.insert(asked.ids.begin(), held.begin(), held.end());
+        break;
+    }
+    const std::string end = text.text.substr(0, text.text.find_last_not_of(" \n") + 1);
+    for (auto &[begins, ends] : thoughts)
+        if (end.size() >= strlen(begins) && end.compare(end.size() - strlen(begins), SIZE_MAX, begins) == 0)
+            asked.end_of_thought = ends;
     return asked;
+}
+
+inline std::vector<Message> messages_of(const Chat &chat, size_t dropped) {
+    std::vector<Message> messages;
+    if (const std::string &system = chat.options.system; !system.empty())
+        messages.push_back({"system", marked(chat.form, system, "--system")});
+    for (size_t i = dropped; i < chat.turns.size(); i++) {
+        messages.push_back(chat.turns[i].said);
+        messages.push_back({"assistant", chat.turns[i].answer});
+    }
+    messages.pop_back();  // the last answer is to come
+    return messages;
+}
+
+// Takes turns back that got an empty answer, which some templates refuse. False: there is none.
+inline bool drop_unanswered(Chat &chat) {
+    auto empty = [&](const Turn &turn) { return turn.answer.empty() && &turn != &chat.turns.back(); };
+    const auto left = std::remove_if(chat.turns.begin(), chat.turns.end() - 1, empty);
+    if (left == chat.turns.end() - 1) return false;
+    chat.turns.erase(left, chat.turns.end() - 1);
+    chat.asked.dropped = 0;
+    note("the template takes no empty answer: turns without one are taken back");
+    return true;
 }
 
 // Where the context has no room for the conversation and an answer, the oldest turns are dropped, if that is wanted. Of
 // an answer it is -n tokens, but a quarter of the context at most: otherwise a large -n would drop all.
-inline Asked ask(const Chat &chat) {
+inline Asked ask(Chat &chat) {
     const Options &o = chat.options;
     const bool drops = o.when_full == "drop";
     const int limit = chat.session.limit, room = drops ? std::min(o.count, limit / 4) : 1;
     const bool more = limit < chat.session.engine.model.config.context;  // is what -c may ask for
     for (size_t dropped = chat.asked.dropped;; dropped++) {
-        const std::vector<Turn> turns(chat.turns.begin() + (int64_t)dropped, chat.turns.end());
-        Asked asked = with_ids(chat, render(chat.form, o.system, turns), dropped);
+        Rendered text;
+        try {
+            text = render(chat.form, messages_of(chat, dropped));
+        } catch (const Error &) {
+            if (drop_unanswered(chat)) return ask(chat);
+            throw;
+        }
+        Asked asked = with_ids(chat, text, dropped);
         if ((int64_t)asked.ids.size() + room <= limit) return asked;
-        if (!drops || turns.size() < 2)
+        if (!drops || chat.turns.size() - dropped < 2)
             throw Error(formatted("the context is full: %zu tokens %s, it holds %d: %s", asked.ids.size(),
                                   drops ? "and an answer of this turn alone" : "with this turn", limit,
                                   drops  ? more ? "raise -c" : "shorten it"
@@ -87,28 +152,43 @@ inline int keep_same(Cache &cache, const std::vector<int> &held, const std::vect
 
 // ---- A turn --------------------------------------------------------------------------------------------------------
 
-// The text of an answer behind its prompt. One that ends within a character loses the ids of its last one: so many
-// `count` then.
-inline std::string answer_of(const Session &session, size_t &count) {
-    auto text_of = [&](size_t end) {
-        return decode(session.tokenizer.get(), {session.tokens.begin(), session.tokens.begin() + (int64_t)end});
-    };
-    const size_t begin = text_of((size_t)session.prompt).size();
-    for (;; count--) {
-        const std::string all = text_of(count), text = all.substr(std::min(begin, all.size()));
-        const bool broken = text.size() >= 3 && text.substr(text.size() - 3) == "\xef\xbf\xbd";  // U+FFFD
-        if (!broken || (int)count <= session.prompt) return text;
-    }
-}
-
-// Takes the answer that stands behind the prompt. What a template gets of it is its text by itself, as it would be
-// decoded elsewhere: without the blank that a word of SentencePiece begins with, which the template writes.
+// Takes an answer of so many tokens of the conversation. The template gets its text with its special tokens, and marks
+// before what only spells one: by itself, as it would be decoded elsewhere, without the blank that a word of
+// SentencePiece begins with, which the template writes; a plain text goes on as it is. An answer that ends within a
+// character loses the ids of its last one; one that ends at a stop text, those that reach into it.
 inline void take_answer(Chat &chat, size_t count) {
-    chat.asked.all += marked(chat.form, answer_of(chat.session, count), "the answer");
+    const Tokenizer *tokenizer = chat.session.tokenizer.get();
     const std::vector<int> &tokens = chat.session.tokens;
-    const std::vector<int> own(tokens.begin() + chat.session.prompt, tokens.begin() + (int64_t)count);
-    chat.turns.back().answer = decode(chat.session.tokenizer.get(), own);
-    chat.asked.borders.push_back({chat.asked.all.size(), count});
+    const size_t prompt = (size_t)chat.session.prompt, from = is_plain(chat) ? 0 : prompt;
+    auto text_of = [&](size_t end) {
+        return decode(tokenizer, {tokens.begin() + (int64_t)from, tokens.begin() + (int64_t)end}, false);
+    };
+    const size_t before = text_of(prompt).size();
+    std::string text = text_of(count);
+    auto broken = [&] { return text.size() >= 3 && text.substr(text.size() - 3) == "\xef\xbf\xbd"; };  // U+FFFD
+    while (broken() && count > prompt) text = text_of(--count);
+    text.resize(before + Writer::find_first(chat.options.stops, text.substr(std::min(before, text.size()))).first);
+    while (count > prompt && text_of(count).size() > text.size()) count--;
+
+    TextStream stream(tokenizer, false);
+    std::string run;
+    chat.turns.back().answer.clear();
+    auto take = [&](const std::string &special) {
+        chat.turns.back().answer += marked(chat.form, run, "the answer") + special, run.clear();
+    };
+    size_t others = before;  // bytes of the prompt, of which a token's may come with the next
+    for (size_t i = from; i < count; i++) {
+        const std::string piece = stream.next(tokens[i]);
+        run += piece.substr(std::min(others, piece.size()));
+        others -= std::min(others, piece.size());
+        const std::string special =
+            tokenizer_is_special(tokenizer, tokens[i]) ? tokenizer_token(tokenizer, tokens[i]) : "";
+        if (special.empty() || run.size() < special.size()) continue;
+        if (run.compare(run.size() - special.size(), SIZE_MAX, special) != 0) continue;
+        run.resize(run.size() - special.size()), take(special);
+    }
+    run += stream.flush() + text.substr(std::min(text.size(), text_of(count).size())), take("");
+    chat.asked.borders.push_back(count);
 }
 
 // Answers the last turn. What it says of it: on the terminal a line, with --json all.
@@ -121,14 +201,23 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
     const int dropped = (int)(asked.dropped - chat.asked.dropped);
     session.tokens = asked.ids, session.prompt = (int)asked.ids.size();
     chat.asked = asked;
+    char last = '\n';
     auto show = [&](const std::string &piece) {
+        if (!piece.empty()) last = piece.back();
         if (!chat.options.json) fwrite(piece.data(), 1, piece.size(), stdout), flush_output();
     };
     session.drafter.counts = {};  // those of this turn
-    Writer writer(session.tokenizer.get(), session.tokens);
-    const Generation result = generate(session, chat.options, std::move(writer), dump, show);
-    if (result.text.empty() || result.text.back() != '\n') show("\n");
+    Writer writer(session.tokenizer.get(), is_plain(chat) ? session.tokens : std::vector<int>{}, chat.options.stops);
+    for (auto &[begins, ends] : thoughts) writer.thoughts[begins] = ends;
+    const std::vector<std::string> dimmed = split(painted("2", "|"), '|');
+    writer.dim = dimmed[0], writer.bright = dimmed[1], writer.end_of_thought = asked.end_of_thought;
+    if (!asked.end_of_thought.empty()) show(writer.dim);
+    Generation result = generate(session, chat.options, std::move(writer), dump, show);
+    if (last != '\n') show("\n");
     const size_t ends = result.stop == "end id" ? 1 : 0;  // what ends an answer is not of it
+    const std::string ending = ends ? decode(session.tokenizer.get(), {session.tokens.back()}) : "";
+    if (const size_t place = result.text.rfind(ending); place + ending.size() == result.text.size())
+        result.text.resize(place);
     take_answer(chat, session.tokens.size() - ends);
 
     Report report;
@@ -136,8 +225,10 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
     report.show("read", result.prefilled, ", read %d").add("prompt_tokens", session.prompt);
     const std::vector<int> tokens(session.tokens.begin() + session.prompt, session.tokens.end());
     if (chat.options.temperature > 0) report.add("seed", (long long)chat.options.seed);
-    report.add("prompt_ids", asked.ids).add("tokens", tokens).add("text", chat.turns.back().answer);
-    report.add("stop", result.stop).add("tokens_per_second", result.decoded / result.decode_seconds);
+    report.add("prompt_ids", asked.ids).add("tokens", tokens).add("text", result.text);
+    report.add("thought", result.thought)
+        .add("stop", result.stop)
+        .add("tokens_per_second", result.decoded / result.decode_seconds);
     report.add("forgotten", held - kept, held > kept ? formatted(", forgot %d", held - kept) : "");
     report.add("dropped_turns", dropped, dropped ? ", dropped " + counted(dropped, "turn") : "");
     const double first = result.prefill_seconds;
@@ -155,42 +246,75 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
 // ---- The picture of a cache ----------------------------------------------------------------------------------------
 
 // A line for each kind of layers, of at most 64 marks: rows that hold a position of the conversation (#), some of which
-// do (+), and that are free (.). A ring begins again on the left; pages lie where there was one.
-inline std::string picture_of(const Cache &cache) {
+// do (+), and that are free (.). A ring begins again on the left; pages lie where there was one. In fewer columns than
+// that there are fewer marks, and their legend is below them where it leaves none room.
+inline std::string picture_of(const Cache &cache, size_t columns) {
     std::string all;
     for (const Store &store : cache.stores) {
-        const int64_t rows = store.view.keys.rows_per_layer, width = std::max<int64_t>(1, (rows + 63) / 64);
-        std::vector<int> held((size_t)(rows / width + 1), 0);
         const int length = cache.lengths[0], first = std::min(length, first_kept(cache, store, 0));
+        const int64_t rows = store.view.keys.rows_per_layer;
+        const std::string legend =
+            formatted("%d positions from %d on, in %lld rows", length - first, first, (long long)rows);
+        const size_t name = 11, whole = name + 2 + legend.size();
+        const bool below = columns < whole + 16;
+        const int64_t most =
+            (int64_t)std::max<size_t>(1, std::min<size_t>(64, columns - std::min(columns, below ? name : whole)));
+        const int64_t width = std::max<int64_t>(1, (rows + most - 1) / most);
+        std::vector<int> held((size_t)(rows / width + 1), 0);
         for (int t = first; t < length; t++) held[(size_t)(row_of(store, 0, t) / width)]++;
         std::string marks;
         for (int64_t i = 0; i * width < rows; i++)
             marks += held[i] >= std::min(width, rows - i * width) ? '#' : held[i] ? '+' : '.';
-        all += formatted("%-10s %s  %d positions from %d on, in %lld rows\n", name_of(store.layout), marks.c_str(),
-                         length - first, first, (long long)rows);
+        all += formatted("%-10s %s%s%s\n", name_of(store.layout), marks.c_str(), below ? "\n" : "  ",
+                         wrapped(legend, columns).c_str());
     }
     return all;
 }
 
 // ---- What is typed -------------------------------------------------------------------------------------------------
 
-// A line from a pipe; on a terminal with editing and a history, where Ctrl-C gives it up. False at the end. A Ctrl-C is
-// meant for the answer or the line during which it is typed, and for no other.
-inline bool next_line(std::string &line, bool on_terminal) {
+// What is typed: a line, or with `whole` a text between two """, of which no line is a command.
+struct Typed {
+    std::string text = "";
+    bool there = true, given_up = false, whole = false;
+};
+
+// A line from a pipe; on a terminal with editing and a history, where Ctrl-C gives it up. A Ctrl-C is meant for the
+// answer or the line during which it is typed, and for no other: also one that came while a pipe had no line.
+inline Typed next_line(bool on_terminal, const char *prompt) {
     interrupts = 0;
-    bool there;
+    Typed typed;
     if (on_terminal) {
-        const std::unique_ptr<char, decltype(&free)> typed(readline("> "), free);
-        there = typed || interrupted();
-        line = typed ? typed.get() : "";
-        if (!line.empty()) add_history(line.c_str());
-        if (!typed) fputs("\n", stderr);
+        const std::unique_ptr<char, decltype(&free)> line(readline(prompt), free);
+        typed.given_up = !line && interrupted();
+        typed.there = line || typed.given_up;
+        typed.text = line ? line.get() : "";
+        if (!typed.text.empty()) add_history(line.get());
+        if (!line) fputs("\n", stderr);
     } else {
-        there = (bool)std::getline(std::cin, line);
-        line.erase(line.find_last_not_of('\r') + 1);
+        typed.there = (bool)std::getline(std::cin, typed.text);
+        typed.text.erase(typed.text.find_last_not_of('\r') + 1);
     }
     interrupts = 0;
-    return there;
+    return typed;
+}
+
+inline Typed next_message(bool on_terminal) {
+    const std::string mark = "\"\"\"";
+    Typed typed = next_line(on_terminal, "> ");
+    if (typed.text.compare(0, 3, mark) != 0) return typed;
+    std::string all = typed.text.substr(3);
+    auto ends = [&] { return all.size() >= 3 && all.compare(all.size() - 3, 3, mark) == 0; };
+    while (!ends()) {
+        typed = next_line(on_terminal, "... ");
+        if (typed.given_up) return typed;
+        if (!typed.there)
+            fail("a text that begins with %s: its end is missing, expected %s", mark.c_str(), mark.c_str());
+        all += (all.empty() ? "" : "\n") + typed.text;
+    }
+    all.resize(all.size() - 3);
+    if (!all.empty() && all.back() == '\n') all.pop_back();
+    return {all, true, false, true};
 }
 
 // ---- llm chat ------------------------------------------------------------------------------------------------------
@@ -199,40 +323,59 @@ inline Chat open_chat(Options options) {
     if (options.chat_template.empty() && !options.has("-m")) options.chat_template = "plain";  // was not tuned for chat
     Session session = open_model(options);
     const Tokenizer *tokenizer = session.tokenizer.get();
-    ChatTemplate form = open_template(options.directory, options.chat_template, tokenizer);
+    ChatTemplate form =
+        open_template(options.directory, options.chat_template, tokenizer, options.system, options.template_arguments);
     Chat chat{std::move(session), std::move(form), options};
     Config &config = chat.session.engine.model.config;
     for (int i = 0; is_plain(chat) && i < tokenizer_before(tokenizer); i++)  // no template says what a text begins with
         chat.form.before += tokenizer_token(tokenizer, encode(tokenizer, "")[i]);
-    // What the template writes behind an answer ends it also where no config says so.
-    const std::string by_template(chat.form.end.size(), 0);
-    const std::vector<int> ends = encode(tokenizer, chat.form.end, "the template", by_template.data());
+    // What the template writes after an answer ends it also where no config says so.
+    const std::string end = is_plain(chat) ? "\n" : chat.form.end;
+    const std::vector<int> ends = encode(tokenizer, {end, std::string(end.size(), '\0')}, "the template");
     auto ending = std::find_if(ends.begin(), ends.end(), [&](int id) { return tokenizer_is_special(tokenizer, id); });
     if (is_plain(chat)) ending = ends.end() - !ends.empty();
     if (ending != ends.end())
         config.end_ids.push_back(*ending);
-    else
+    else if (config.end_ids.empty() || !options.chat_template.empty())  // its own may leave that to the model
         note("no special token ends an answer: is the template the model's?");
-    const int limit = options.when_full == "ring" ? INT_MAX
-                      : options.context           ? limit_of(options, config, 0, false)
-                                                  : std::min(config.context, 8192);
+    int usual = std::min(config.context, 8192), original = config.context;
+    for (const Kind &kind : config.kinds)
+        if (!kind.rope.long_factors.empty()) original = std::min(original, kind.rope.original_context);
+    const bool ring = options.when_full == "ring";
+    if (original < usual && !ring && !options.context)
+        note(
+            formatted("the context is %d positions, for which this model has frequencies of its own (longrope): -c %d "
+                      "goes further, with those for longer texts from the first token on",
+                      original, usual));
+    if (ring && !options.has("-n")) chat.options.count = config.context;  // or an answer might never end
+    const int limit = ring              ? INT_MAX
+                      : options.context ? limit_of(options, config, 0, false)
+                                        : std::min(usual, original);
     open_caches(options, chat.session, options.caches(), limit);
     return chat;
 }
 
-// What a line that begins with / does; true: the last turn is to be answered.
-inline bool obey(Chat &chat, const std::string &line) {
-    if (line == "/cache") {
-        fputs(chat.session.caches.empty() ? "no cache\n" : picture_of(chat.session.caches[0]).c_str(), stderr);
-    } else if (line != "/undo" && line != "/again") {
-        if (line != "/help") note(formatted("%.80s is unknown; a blank before it makes it a text", line.c_str()));
+constexpr const char *chat_commands = "/undo /again /clear /cache /help /bye /quit /exit";
+inline std::string suggestion(const std::string &word, const std::string &known);  // flags.h
+
+// What a command does; true: the last turn is to be answered.
+inline bool obey(Chat &chat, const std::string &command) {
+    if (command == "/cache") {
+        const std::string picture =
+            chat.session.caches.empty() ? "no cache\n" : picture_of(chat.session.caches[0], columns_of(stderr));
+        fputs(picture.c_str(), stderr);
+    } else if (command == "/clear") {
+        chat.turns.clear(), chat.asked.dropped = 0;
+    } else if (command == "/help") {
         fputs(
             "/undo   takes the last turn back\n/again  answers it anew: otherwise, if --temp is above 0\n"
-            "/cache  shows where its rows are\n/bye    ends the chat; Ctrl-C ends an answer\n",
+            "/clear  takes all turns back\n/cache  shows where its rows are\n"
+            "/bye    ends the chat, as /quit and /exit do; Ctrl-C ends an answer\n"
+            "\"\"\"     begins and ends a text of several lines\n",
             stderr);
     } else if (chat.turns.empty()) {
         note("there is no turn");
-    } else if (line == "/undo") {
+    } else if (command == "/undo") {
         chat.turns.pop_back();
         chat.asked.dropped = 0;  // as many turns as fit come again
         note(counted((int64_t)chat.turns.size(), "turn is", "turns are") + " left");
@@ -244,6 +387,26 @@ inline bool obey(Chat &chat, const std::string &line) {
     return false;
 }
 
+// Takes what was typed; true: the last turn is to be answered. A word that is no command is a text, as /no_think is for
+// some models, but not where a command was misspelled.
+inline bool take_line(Chat &chat, const Typed &typed) {
+    const std::string &text = typed.text, word = text.substr(0, text.find_last_not_of(' ') + 1);
+    if (!typed.whole && has(chat_commands, word)) return obey(chat, word);
+    if (const std::string meant = suggestion(word, chat_commands); !typed.whole && word[0] == '/' && !meant.empty()) {
+        note(formatted("%.80s is unknown%s A blank before it makes it a text; /help says what there is", word.c_str(),
+                       meant.c_str()));
+        return false;
+    }
+    if (text.empty()) return false;
+    if (chat.options.json && !typed.whole && strchr("\"{", text[0])) {
+        const Json json = parse_line("this line", text[0] == '{' ? text : "{\"content\": " + text + "}");
+        chat.turns.push_back({message_of(chat.form, {"this line", json.get()})});
+    } else {
+        chat.turns.push_back({{"user", marked(chat.form, text, "this turn")}});
+    }
+    return true;
+}
+
 inline int run_chat(const Options &options) {
     const bool on_terminal = isatty(0);
     const char *set = setlocale(LC_CTYPE, "");  // for what is typed
@@ -253,13 +416,14 @@ inline int run_chat(const Options &options) {
     Chat chat = open_chat(options);
     LogitsFile dump(options, chat.session.engine.model.config.vocabulary);
     if (on_terminal) begin_work(), note("/help says what else there is");
-    for (std::string line; next_line(line, on_terminal) && line != "/bye";) {
+    while (true) {
+        const Typed typed = next_message(on_terminal);
+        const std::string word = typed.text.substr(0, typed.text.find_last_not_of(' ') + 1);
+        if (!typed.there || (!typed.whole && has("/bye /quit /exit", word))) break;
         const std::vector<Turn> before = chat.turns;
-        if (line[0] == '/') line.erase(line.find_last_not_of(' ') + 1);
-        if (line.empty() || (line[0] == '/' && !obey(chat, line))) continue;
-        if (line[0] != '/') chat.turns.push_back({line, ""});
         std::string problem;
         try {
+            if (!take_line(chat, typed)) continue;
             const Report report = answer(chat, dump.add());
             const std::string said = options.json ? report.json() : painted("2", report.text, 2);
             fputs((said + "\n").c_str(), options.json ? stdout : stderr);

@@ -59,12 +59,16 @@ inline const std::vector<Flag> &flags() {
         {"--system", "TEXT", talk, &O::system, "what the model is told before the first turn"},
         {"--template", "NAME", talk, &O::chat_template,
          "the form of turns (default: the checkpoint's own): one of weights_tools/chat_templates, or FILE.jinja"},
-        {"-n --predict", "N", "generate chat diff", Int{&O::count, -1, 1e9},
+        {"--template-arg", "NAME=VALUE", talk, &O::template_arguments,
+         "a variable of the template, as enable_thinking=false: JSON, or else a text; may be given several times"},
+        {"-n --predict", "N", talk, Int{&O::count, -1, 1e9},
+         "tokens of an answer at most (default: until an end id or until the context is full)"},
+        {"-n --predict", "N", "generate diff", Int{&O::count, -1, 1e9},
          "tokens to generate at most (default 256); -1: until an end id or until the context is full"},
         {"-n --predict", "N", "bench", Int{&O::count, 1, 1e9}, "tokens to generate (default 64; with --draft 256)"},
         {"-n --predict", "N", many, Int{&O::count, 1, 1e9},
          "tokens of a request that does not say how many (default 256)"},
-        {"--stop", "TEXT", "generate", &O::stops,
+        {"--stop", "TEXT", "generate chat", &O::stops,
          "ends the text before this one, or at the special token spelled so; may be given several times"},
         {"--ignore-eos", "", "generate diff batch", &O::ignore_end, "go on after an end id"},
         {"--temp", "T or auto", drawn, Real{&O::temperature, 0, 1000},
@@ -511,6 +515,7 @@ inline Options parse_options(const std::vector<std::string> &words) {
         if (!options.has("--pass-tokens")) options.pass_tokens = std::max(512, options.sequences);
     }
     if (command == "chat") {
+        if (!options.has("-n")) options.count = -1;
         const bool ring = !options.layouts.empty() && std::holds_alternative<Ring>(options.layouts[0]);
         if (options.when_full == "ring" && !options.has("--cache")) options.layouts = {Ring{}};
         if (ring && !options.has("--when-full")) options.when_full = "ring";

@@ -76,6 +76,7 @@ struct Options {
     int draft_tokens = 4;                     // at most, in a pass
 
     std::string system, chat_template, when_full = "stop";  // chat
+    std::vector<std::string> template_arguments = {};       // chat: NAME=VALUE
 
     double tolerance = -1;                                                        // diff; -1: by the cache's types
     std::string against = "naive";                                                // diff: what is held to be right

@@ -13,9 +13,9 @@
 #include "../base/usable.h"
 #include "report.h"
 
-// One turn: what the user says, and what the model answered; the last one is not answered yet.
-struct Turn {
-    std::string user, answer;
+// One message of a conversation. role: "system", "user", "assistant", or another one that the template knows.
+struct Message {
+    std::string role, content;  // with its marks: see marked()
 };
 
 // A text as a model reads it. `typed`: of a special token's spelling that comes from outside the template the
@@ -50,8 +50,36 @@ struct ChatTemplate {
     }
 };
 
-// `asked`: as --template has it; "": the checkpoint's own.
-inline ChatTemplate open_template(const std::string &directory, const std::string &asked, const Tokenizer *tokenizer) {
+// What comes from outside has a mark before each special token's spelling, and another after it. A template takes them
+// for letters, which it never looks for; where it cuts a text at the spelling, one of them may stay alone. A letter
+// that is one of them, and NUL, which ends texts of cJSON, come after the first as a letter.
+const char mark = '\1', nul = '\2', end_mark = '\3';
+inline size_t special_at(const ChatTemplate &with, const std::string &text, size_t at) {  // bytes of the longest, or 0
+    size_t most = 0;
+    for (const std::string &special : with.specials)
+        if (special[0] == text[at] && text.compare(at, special.size(), special) == 0)
+            most = std::max(most, special.size());
+    return most;
+}
+inline std::string marked(const ChatTemplate &with, const std::string &text, const char *what) {
+    require_utf8(what, text);
+    std::string result;
+    std::multiset<size_t> ends;
+    for (size_t i = 0; i <= text.size(); i++) {
+        result += std::string(ends.count(i), end_mark);
+        if (i == text.size()) break;
+        const size_t special = special_at(with, text, i);
+        if (special) ends.insert(i + special);
+        if (special || (text[i] != nul && (uint8_t)text[i] <= end_mark)) result += mark;
+        result += text[i] == '\0' ? nul : text[i];
+    }
+    return result;
+}
+
+// `asked`: as --template has it; "": the checkpoint's own. `arguments`: NAME=VALUE, variables of the template. What
+// ends an answer is found with the system text that the conversation will have: "" if there is none.
+inline ChatTemplate open_template(const std::string &directory, const std::string &asked, const Tokenizer *tokenizer,
+                                  const std::string &system = "", const std::vector<std::string> &arguments = {}) {
     const std::string script = file_of_project("weights_tools/chat_template.py");
     if (!file_exists(script)) fail("%s: is not there, expected it beside the program", script.c_str());
     int ends[2];  // ours and its
@@ -72,57 +100,86 @@ inline ChatTemplate open_template(const std::string &directory, const std::strin
     ChatTemplate opened{child, {fdopen(ends[0], "r"), end_program}};
     for (int id = 0; id < tokenizer_size(tokenizer); id++)
         if (tokenizer_is_special(tokenizer, id)) opened.specials.push_back(tokenizer_token(tokenizer, id));
+    opened.ask(Report().add("system", marked(opened, system, "--system")).add("arguments", arguments).json());
     opened.end = opened.text("end");
     return opened;
 }
 
-// What comes from outside has a mark before each special token's spelling, and before a mark. A template takes it for a
-// letter, which it never looks for; one that cuts texts within a spelling may leave it elsewhere. NUL, which ends texts
-// of cJSON, is another letter behind a mark.
-const char mark = '\1', nul = '\2';
-inline std::string marked(const ChatTemplate &with, const std::string &text, const char *what) {
-    require_utf8(what, text);
-    std::string result;
-    for (size_t i = 0; i < text.size(); i++) {
-        auto is_here = [&](const std::string &special) {
-            return special[0] == text[i] && text.compare(i, special.size(), special) == 0;
-        };
-        const bool special = std::any_of(with.specials.begin(), with.specials.end(), is_here);
-        if (special || text[i] == mark || text[i] == '\0') result += mark;
-        result += text[i] == '\0' ? nul : text[i];
-    }
-    return result;
-}
-
-// A text without its marks, and what they marked.
-inline Rendered unmarked(const std::string &text) {
+// A text without its marks, and what is between two.
+inline Rendered unmarked(const ChatTemplate &with, const std::string &text) {
     Rendered all;
+    std::vector<size_t> begins;
+    std::set<size_t> ends;
     for (size_t i = 0; i < text.size(); i++) {
-        const bool is_mark = text[i] == mark;
-        if (is_mark && ++i == text.size()) break;
-        all.text += is_mark && text[i] == nul ? '\0' : text[i];
-        all.typed += is_mark && text[i] != nul && text[i] != mark;
+        const bool letter = text[i] == mark && i + 1 < text.size() && (uint8_t)text[i + 1] <= end_mark;
+        if (letter)
+            i++, all.text += text[i] == nul ? '\0' : text[i];
+        else if (text[i] == mark)
+            begins.push_back(all.text.size());
+        else if (text[i] == end_mark)
+            ends.insert(all.text.size());
+        else
+            all.text += text[i];
     }
+    all.typed.assign(all.text.size(), 0);
+    for (size_t at : begins)
+        for (const std::string &special : with.specials)
+            if (all.text.compare(at, special.size(), special) == 0 && ends.count(at + special.size()))
+                all.typed[at] = 1;
     return all;
 }
 
-inline Report message(const ChatTemplate &with, const std::string &role, const std::string &text, const char *what) {
-    return Report().add("role", role).add("content", marked(with, text, what));
+// What begins and ends a thought, in the models that write any.
+constexpr const char *thoughts[][2] = {{"<think>", "</think>"},
+                                       {"[THINK]", "[/THINK]"},
+                                       {"<|channel>", "<channel|>"},
+                                       {"<thought>", "</thought>"},
+                                       {"<reasoning>", "</reasoning>"},
+                                       {"<seed:think>", "</seed:think>"},
+                                       {"<|START_THINKING|>", "<|END_THINKING|>"},
+                                       {"<|inner_prefix|>", "<|inner_suffix|>"}};
+
+// A message that comes from outside: of a request, or a line of llm chat. Without a role it is the user's.
+inline Message message_of(const ChatTemplate &with, const Section &from) {
+    from.refuse_others("role content", "no other keys than role and content");
+    if (!from.find("content")) fail("%s: content is missing, expected a text", from.name.c_str());
+    return {from.text("role", "user"), marked(with, from.text("content", ""), from.name.c_str())};
 }
 
-// The conversation up to where the model's next answer begins, with its marks.
-inline std::string render(const ChatTemplate &with, const std::vector<Report> &messages) {
-    with.ask(Report().list("messages", messages).json());
-    return with.before + with.text("text");
-}
-// The same of turns. system: "" if none is given.
-inline std::string render(const ChatTemplate &with, const std::string &system, const std::vector<Turn> &turns) {
-    std::vector<Report> messages;
-    auto add = [&](const char *role, const std::string &text, const char *what = "this turn") {
-        messages.push_back(message(with, role, text, what));
+// The conversation up to where the model's next answer begins, without its marks. Where there are any, the text is that
+// of the conversation without them: a template may take what stands before white space that it would trim, or cut a
+// text at a special token. The marks then only tell which special tokens of it come from outside.
+inline Rendered render(const ChatTemplate &with, const std::vector<Message> &messages) {
+    auto ask = [&](bool marks) {
+        std::vector<Report> all;
+        for (const Message &each : messages) {
+            std::string content;
+            for (size_t i = 0; i < each.content.size(); i++) {
+                const char c = each.content[i];
+                const bool letter = c == mark && (uint8_t)each.content[i + 1] <= end_mark;
+                if (marks || letter || (c != mark && c != end_mark)) content += c;
+                if (letter) content += each.content[++i];
+            }
+            all.push_back(Report().add("role", each.role).add("content", content));
+        }
+        with.ask(Report().list("messages", all).json());
+        return unmarked(with, with.before + with.text("text"));
     };
-    if (!system.empty()) add("system", system, "--system");
-    for (const Turn &turn : turns) add("user", turn.user), add("assistant", turn.answer);
-    messages.pop_back();  // the last answer is to come
-    return render(with, messages);
+    const Rendered found = ask(true);
+    auto any = [](const Message &each) { return each.content.find(mark) != std::string::npos; };
+    if (std::none_of(messages.begin(), messages.end(), any)) return found;
+    auto places = [&](const std::string &text) {
+        std::vector<size_t> all;
+        for (size_t i = 0; i < text.size(); i++)
+            if (special_at(with, text, i)) all.push_back(i);
+        return all;
+    };
+    Rendered plain = ask(false);
+    const std::vector<size_t> from = places(found.text), to = places(plain.text);
+    if (from.size() != to.size()) fail("the chat template cuts a special token that was typed: leave it out");
+    for (size_t i = 0; i < to.size(); i++) plain.typed[to[i]] = found.typed[from[i]];
+    return plain;
+}
+inline std::vector<int> encode(const Tokenizer *tokenizer, const Rendered &text, const char *what) {
+    return encode(tokenizer, text.text, what, text.typed.data());
 }

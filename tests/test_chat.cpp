@@ -131,6 +131,10 @@ static Chat plain_chat() {
     return open_chat(options);
 }
 
+static void say(Chat &chat, const std::string &text) {
+    chat.turns.push_back({{"user", marked(chat.form, text, "this turn")}});
+}
+
 // What the next turn's ids are, after `answer` was generated as these ids behind the turns so far.
 static Tokens ids_after(Chat &chat, const Tokens &answer, const std::string &user) {
     const Asked asked = ask(chat);
@@ -138,7 +142,7 @@ static Tokens ids_after(Chat &chat, const Tokens &answer, const std::string &use
     chat.asked = asked;
     for (int id : answer) chat.session.tokens.push_back(id);
     take_answer(chat, chat.session.tokens.size());
-    chat.turns.push_back({user, ""});
+    say(chat, user);
     return ask(chat).ids;
 }
 
@@ -162,21 +166,22 @@ TEST_CASE("an answer keeps the ids that were generated, also those that its text
     Tokens letters;  // "village", a letter each
     for (const char *letter : {"Ġ", "v", "i", "l", "l", "a", "g", "e"})
         letters.push_back(tokenizer_find(tokenizer, letter));
-    chat.turns.push_back({"There was a small", ""});
+    say(chat, "There was a small");
     const Tokens ids = ids_after(chat, letters, "Tom lived there.");
     const Tokens asked = encode(tokenizer, "There was a small");
     REQUIRE(ids.size() > asked.size() + letters.size());
     CHECK(std::equal(letters.begin(), letters.end(), ids.begin() + (int64_t)asked.size()));
     CHECK(text_of(chat, ids) == "There was a small village\nTom lived there.");
     chat.turns.pop_back();
-    chat.turns.back() = {"There was a small cat", ""};  // taken back, and said otherwise: ids of the text
+    chat.turns.pop_back();
+    say(chat, "There was a small cat");  // taken back, and said otherwise: ids of the text
     CHECK(ask(chat).ids == encode(tokenizer, "There was a small cat"));
 }
 
 TEST_CASE("an answer that ends with a token of the next turn's beginning stays whole, and so does what follows") {
     Chat chat = plain_chat();
     const Tokenizer *tokenizer = chat.session.tokenizer.get();
-    chat.turns.push_back({"One", ""});
+    say(chat, "One");
     const Tokens answer = ids_behind(chat, " two.\n");
     const Tokens ids = ids_after(chat, answer, "Three");
     CHECK(text_of(chat, ids) == "One two.\n\nThree");
@@ -189,12 +194,12 @@ TEST_CASE("a template that ends with a space, and one that writes a space before
         scratch,
         "{% for m in messages %}{{ ('User: ' if m.role == 'user' else 'Assistant: ') + m.content + '\\n' }}{% endfor %}"
         "{{ 'Assistant: ' if add_generation_prompt }}");
-    chat.turns.push_back({"Hi", ""});
+    say(chat, "Hi");
     const Tokens answer = ids_behind(chat, "village");
     Tokens ids = ids_after(chat, answer, "Bye");
     CHECK(text_of(chat, ids) == "User: Hi\nAssistant: village\nUser: Bye\nAssistant: ");
     CHECK(std::search(ids.begin(), ids.end(), answer.begin(), answer.end()) == ids.begin() + chat.session.prompt);
-    CHECK(chat.asked.borders.size() == 2);  // nothing was encoded anew
+    CHECK(ask(chat).borders.size() == 1);  // nothing was encoded anew
 
     chat = plain_chat();
     char error[200];
@@ -202,13 +207,14 @@ TEST_CASE("a template that ends with a space, and one that writes a space before
     REQUIRE(chat.session.tokenizer);
     chat.session.engine.model.config.vocabulary = 1 << 20;
     spill(scratch / "tokenizer_config.json", R"({"bos_token": "<s>", "eos_token": "</s>"})");
+    chat.options.chat_template = "mistral";
     chat.form = open_template(scratch.str(), "mistral", chat.session.tokenizer.get());
-    chat.turns.push_back({"sea", ""});
+    say(chat, "sea");
     const int word = tokenizer_find(chat.session.tokenizer.get(), "▁return");
     REQUIRE(word >= 0);
     ids = ids_after(chat, {word}, "and");
     CHECK(chat.turns[0].answer == "return");  // and not with the blank
-    CHECK(chat.asked.borders.size() == 2);
+    CHECK(ask(chat).borders.size() == 1);
     CHECK(ids[chat.session.prompt] == word);
     CHECK(std::count(ids.begin(), ids.end(), tokenizer_find(chat.session.tokenizer.get(), "<s>")) == 1);
     CHECK(std::count(ids.begin(), ids.end(), tokenizer_find(chat.session.tokenizer.get(), "</s>")) == 1);
@@ -220,18 +226,18 @@ TEST_CASE("an answer that ends within a character ends before it") {
     const Tokens whole = encode(tokenizer, " a😀");  // four tokens of a byte each
     for (int missing = 1; missing <= 3; missing++) {
         Chat fresh = plain_chat();
-        fresh.turns.push_back({"It says", ""});
+        say(fresh, "It says");
         const Tokens ids = ids_after(fresh, part(whole, 1, (int)whole.size() - missing), "Yes");
         CHECK(fresh.turns[0].answer == " a");
         CHECK(text_of(fresh, ids) == "It says a\nYes");
     }
-    chat.turns.push_back({"It says", ""});
+    say(chat, "It says");
     CHECK(text_of(chat, ids_after(chat, part(whole, 1, (int)whole.size()), "Yes")) == "It says a😀\nYes");
 }
 
 TEST_CASE("what begins a text stands there once, and a user cannot type it") {
     Chat chat = plain_chat();
-    chat.turns.push_back({"<|endoftext|>Once <|endoftext|>", ""});
+    say(chat, "<|endoftext|>Once <|endoftext|>");
     const Tokens ids = ask(chat).ids;
     CHECK(ids[0] == 0);
     CHECK(std::count(ids.begin(), ids.end(), 0) == 1);
@@ -242,13 +248,194 @@ TEST_CASE("a special token that a template wrote is not kept where somebody type
     const Scratch scratch;
     Chat chat = chat_with(
         scratch, "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|endoftext|>{% endif %}{% endfor %}");
-    chat.turns.push_back({"Hi", ""});
+    say(chat, "Hi");
     ids_after(chat, ids_behind(chat, " you"), "Bye");
-    chat.turns = {{"Hi<|endoftext|> you", ""}};
+    chat.turns.clear();
+    say(chat, "Hi<|endoftext|> you");
     const Tokens ids = ask(chat).ids;
     CHECK(text_of(chat, ids) == "Hi<|endoftext|> you");
     CHECK(std::count(ids.begin(), ids.end(), 0) == 1);
     CHECK(ids.back() == 0);
+}
+
+// A chat with a tokenizer of the fixtures, in whose file some texts are others; "plain", or a template's text.
+static Chat chat_of(const Scratch &scratch, const std::string &name, const std::string &program,
+                    const std::vector<std::pair<std::string, std::string>> &others = {}) {
+    Chat chat = plain_chat();
+    std::string json = slurp("tests/fixtures/tokenizers/" + name + ".json");
+    for (auto &[from, to] : others)
+        for (size_t at; (at = json.find(from)) != std::string::npos;) json.replace(at, from.size(), to);
+    char error[200];
+    chat.session.tokenizer.reset(tokenizer_parse(json.data(), json.size(), name.c_str(), error, sizeof error));
+    REQUIRE_MESSAGE(chat.session.tokenizer, std::string(error));
+    chat.session.engine.model.config.vocabulary = 1 << 20;
+    const bool plain = program == "plain";
+    chat.options.chat_template = plain ? "plain" : "";
+    if (!plain) spill(scratch / "own.jinja", program);
+    chat.form = open_template(scratch.str(), plain ? "plain" : scratch / "own.jinja", chat.session.tokenizer.get());
+    return chat;
+}
+
+// The ids of the whole text, for comparison.
+static Tokens whole_ids(Chat &chat) {
+    return encode(chat.session.tokenizer.get(), render(chat.form, messages_of(chat, 0)), "the whole");
+}
+
+TEST_CASE("what follows an answer has the ids that it has in the whole text, with every tokenizer (Llama 2's blank)") {
+    const Scratch scratch;
+    const Words forms = {
+        "plain",
+        "{% for m in messages %}{{ '<s>[INST] ' + m.content.strip() + ' [/INST]' if m.role == 'user' else ' ' + "
+        "m.content.strip() + ' </s>' }}{% endfor %}",
+        "{% for m in messages %}{{ '### ' + m.role + ':\\n' + m.content + '\\n\\n' }}{% endfor %}### assistant:\n",
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "<|im_start|>assistant\n"};
+    Random random{seed_of_run()};
+    CAPTURE(random.state);
+    const Words pieces = {"sea", " the", "\n", "é", "  ", " mill", ".", " x", "\n\n", "😀", "1"};
+    auto some_text = [&] {
+        std::string text = "a";
+        for (int i = below(random, 5); i > 0; i--) text += pieces[below(random, (int)pieces.size())];
+        return text;
+    };
+    int same = 0, kept = 0, turns = 0;
+    for (const char *name :
+         {"gemma", "gpt2", "llama2", "llama3", "metaspace", "mistral", "phi4", "qwen2", "smollm2", "tekken"})
+        for (const std::string &form : forms) {
+            CAPTURE(name);
+            CAPTURE(form);
+            Chat chat = chat_of(scratch, name, form);
+            const Tokenizer *tokenizer = chat.session.tokenizer.get();
+            for (int conversation = 0; conversation < 4; conversation++) {
+                chat.turns.clear(), chat.asked = {}, chat.session.tokens.clear();
+                say(chat, some_text());
+                for (int turn = 0; turn < 4; turn++, turns++) {
+                    const std::string text = some_text();
+                    Tokens answer = encode(tokenizer, {text, std::string(text.size(), 0)}, "an answer");
+                    const Tokens before = ask(chat).ids;
+                    if (below(random, 2)) {  // as the tokenizer has it at this place, if it begins there
+                        chat.turns.back().answer = text;
+                        say(chat, "x");
+                        const Tokens whole = whole_ids(chat);
+                        chat.turns.pop_back();
+                        const size_t end = before.size();
+                        if (whole.size() > end && std::equal(before.begin(), before.end(), whole.begin()))
+                            answer = part(whole, (int)end, (int)end + 1 + below(random, (int)(whole.size() - end)));
+                        answer.erase(std::find_if(answer.begin(), answer.end(),
+                                                  [&](int id) { return tokenizer_is_special(tokenizer, id); }),
+                                     answer.end());
+                    }
+                    const Tokens ids = ids_after(chat, answer, some_text()), whole = whole_ids(chat);
+                    CHECK(decode(tokenizer, ids, false) == decode(tokenizer, whole, false));
+                    const Tokens held = part(chat.session.tokens, 0, (int)chat.asked.borders.back());
+                    const bool agrees =
+                        held.size() <= whole.size() && std::equal(held.begin(), held.end(), whole.begin());
+                    if (agrees) CHECK(ids == whole);
+                    same += agrees, kept += !agrees && !ask(chat).borders.empty();
+                }
+            }
+        }
+    CHECK((same > turns / 4 && kept > turns / 20));
+}
+
+TEST_CASE("Llama 2: one blank before </s>, and a plain text goes on with the blank that the answer begins with") {
+    const Scratch scratch;
+    Chat chat =
+        chat_of(scratch, "llama2",
+                "{% for m in messages %}{{ '<s>[INST] ' + m.content.strip() + ' [/INST]' if m.role == 'user' else "
+                "' ' + m.content.strip() + ' </s>' }}{% endfor %}");
+    const Tokenizer *tokenizer = chat.session.tokenizer.get();
+    const int word = tokenizer_find(tokenizer, "▁return"), blank = tokenizer_find(tokenizer, "▁");
+    const int end = tokenizer_find(tokenizer, "</s>");
+    say(chat, "sea");
+    Tokens ids = ids_after(chat, {word}, "and");
+    CHECK(ids == whole_ids(chat));
+    const auto ends = std::find(ids.begin(), ids.end(), end);
+    REQUIRE(ends - ids.begin() > 2);
+    CHECK((ends[-1] == blank && ends[-2] == word));
+
+    chat = chat_of(scratch, "llama2", "plain");
+    say(chat, "sea");
+    ids = ids_after(chat, {word}, "and");
+    CHECK(ids == whole_ids(chat));
+    CHECK(decode(chat.session.tokenizer.get(), ids) == "sea return\nand");
+    CHECK(ids[chat.session.prompt] == word);
+}
+
+TEST_CASE(
+    "a template sees an answer with its special tokens, and leaves its thought out; what only spells them is text") {
+    const Scratch scratch;
+    Chat chat = chat_of(scratch, "qwen2",
+                        "{% for m in messages %}{{ ' U:' + m.content if m.role == 'user' else ' A:' + "
+                        "m.content.split('[/THINK]')[-1] | trim + '<|endoftext|>' }}{% endfor %} A:",
+                        {{"<|im_start|>", "[THINK]"}, {"<|im_end|>", "[/THINK]"}});
+    const Tokenizer *tokenizer = chat.session.tokenizer.get();
+    const int begin = tokenizer_find(tokenizer, "[THINK]"), end = tokenizer_find(tokenizer, "[/THINK]");
+    REQUIRE((tokenizer_is_special(tokenizer, begin) && tokenizer_is_special(tokenizer, end)));
+    auto of = [&](const std::string &text) {  // typed: its special tokens are letters
+        return encode(tokenizer, {text, std::string(text.size(), 1)}, "");
+    };
+    Tokens answer = {begin};
+    scene::append(answer, of("hm <|endoftext|>")), answer.push_back(end), scene::append(answer, of("\n Hello"));
+    say(chat, "hi");
+    Tokens ids = ids_after(chat, answer, "yo");
+    CHECK(decode(tokenizer, ids, false) == " U:hi A:Hello<|endoftext|> U:yo A:");
+    CHECK(std::count(ids.begin(), ids.end(), begin) == 0);
+    CHECK(ids == whole_ids(chat));
+    ids = ids_after(chat, of("[THINK]a[/THINK] <|endoftext|> b"), "ja");  // no thought: letters
+    CHECK(decode(tokenizer, ids, false) == " U:hi A:Hello<|endoftext|> U:yo A:<|endoftext|> b<|endoftext|> U:ja A:");
+    int found = 0;
+    for (int id : ids) found += tokenizer_is_special(tokenizer, id);
+    CHECK(found == 2);
+
+    Writer writer(tokenizer, {}, {});
+    for (auto &[begins, ends] : thoughts) writer.thoughts[begins] = ends;
+    writer.dim = "<", writer.bright = ">";
+    std::string shown;
+    for (int id : answer) shown += writer.next(id);
+    shown += writer.flush();
+    CHECK(shown == "<[THINK]hm <|endoftext|>[/THINK]>\n Hello");
+    CHECK((writer.thought == "hm <|endoftext|>" && writer.text == "\n Hello"));
+}
+
+TEST_CASE("a thought is apart from the text: it begins before any other text, however tokens cut its marks") {
+    const TokenizerPointer tokenizer = load_tokenizer("weights_tools/builtin");
+    const struct {
+        std::string said, text, thought, within;
+    } cases[] = {{"<think>a b</think> c", " c", "a b", ""},
+                 {"\n <think>a</think><think>b</think>c", "\n c", "ab", ""},
+                 {"c <think>a</think>", "c <think>a</think>", "", ""},
+                 {"<thi c", "<thi c", "", ""},
+                 {"<thi", "<thi", "", ""},
+                 {"a</think>c", "c", "a", "</think>"},
+                 {"<think>a</thi", "", "a</thi", ""},
+                 {"<think>a b @@ c", "", "a b ", ""},
+                 {"[THINK]a</think>b[/THINK]c", "c", "a</think>b", ""}};
+    for (auto &[said, text, thought, within] : cases) {
+        CAPTURE(said);
+        Writer writer(tokenizer.get(), {}, {"@@"});
+        for (auto &[begins, ends] : thoughts) writer.thoughts[begins] = ends;
+        writer.end_of_thought = within;
+        const Tokens ids = encode(tokenizer.get(), said);
+        for (size_t i = 1; i < ids.size() && !writer.stopped; i++) writer.next(ids[i]);
+        writer.flush();
+        CHECK(writer.text == text);
+        CHECK(writer.thought == thought);
+    }
+}
+
+TEST_CASE("a turn that got an empty answer is taken back where the template refuses one, and kept where it does not") {
+    const Scratch scratch;
+    const std::string refuses = "{% for m in messages %}{{ raise_exception('empty') if not m.content }}{% endfor %}";
+    for (const bool refused : {true, false}) {
+        Chat chat =
+            chat_with(scratch, (refused ? refuses : "") + "{% for m in messages %}{{ m.content }}.{% endfor %}");
+        say(chat, "one");
+        ids_after(chat, {}, "two");
+        CHECK(chat.turns.size() == (refused ? 1 : 2));
+        CHECK(text_of(chat, ask(chat).ids) == (refused ? "two." : "one..two."));
+        CHECK(ask(chat).borders.size() == (refused ? 0 : 1));
+    }
 }
 
 TEST_CASE("special tokens that somebody typed are text, in each tokenizer; the others stay tokens") {
@@ -357,6 +544,98 @@ TEST_CASE("turns can be taken back and answered anew") {
     CHECK((number(drawn[0], "seed") == 5 && number(drawn[1], "seed") == 6));
 }
 
+TEST_CASE("a message of several lines, of JSON, a word that is no command; /clear, /quit and /exit") {
+    const TokenizerPointer tokenizer = load_tokenizer("weights_tools/builtin");
+    auto prompts = [&](const std::string &lines) {
+        std::vector<std::string> all;
+        for (const Json &turn : chat(lines, {"-n", "1", "--stop", "@"}))
+            all.push_back(decode(tokenizer.get(), ids(turn, "prompt_ids")));
+        return all;
+    };
+    auto first = [&](const std::string &lines) { return prompts(lines).at(0); };
+    CHECK(first("\"\"\"one\ntwo\"\"\"\n") == "one\ntwo");
+    CHECK(first("\"\"\"\none\n\ntwo\n\"\"\"\n") == "one\n\ntwo");
+    CHECK(first("\"\"\"/bye\"\"\"\n") == "/bye");
+    CHECK(first("\"\"\"\n/undo\r\n{\n\"\"\"\r\n") == "/undo\n{");
+    CHECK(first("\"one\\ntwo \\u00e9\"\n") == "one\ntwo é");
+    CHECK(first("{\"role\": \"user\", \"content\": \"/bye\"}\n") == "/bye");
+    CHECK(first("/no_think\n") == "/no_think");
+    CHECK(first("/think about it\n") == "/think about it");
+    const std::vector<std::string> clear = prompts("One\n/clear\nTwo\n/quit\nThree\n");
+    CHECK((clear.size() == 2 && clear[1] == "Two"));
+    CHECK(prompts("One\n/exit\nTwo\n").size() == 1);
+    Scratch scratch;
+    Setting setting;
+    setting.input = scratch / "lines";
+    auto refused = [&](const std::string &lines, const Words &parts) {
+        spill(scratch / "lines", lines);
+        check_refused(run({"chat", "--json", "-t", "1"}, setting), parts);
+    };
+    refused("\"\"\"one\n", {"\"\"\"", "its end is missing"});
+    refused("\"one\n", {"this line: not valid JSON"});
+    refused("{\"content\": 3}\n", {"this line: content is 3, expected a text"});
+    refused("\"\\u0000\"\n", {"this line: \\u0000 ends a text"});
+    refused("caf\xe9\n", {"this turn: byte 3, 0xE9, is not UTF-8"});
+}
+
+TEST_CASE(
+    "an answer ends before a stop text, which the next turn does not see; else with the context, not after 256 "
+    "tokens") {
+    const Words end = {"--stop", " the"};
+    const std::vector<Json> whole = chat(story, {"-n", "40"}), cut = chat(story, Words{"-n", "40"} + end);
+    const std::string all = text(whole[0], "text");
+    REQUIRE(contains(all, " the"));
+    CHECK(text(cut[0], "text") == all.substr(0, all.find(" the")));
+    CHECK(text(cut[0], "stop") == "stop");
+    const TokenizerPointer tokenizer = load_tokenizer("weights_tools/builtin");
+    const std::vector<std::string> said = split(story, '\n');
+    CHECK(
+        contains(decode(tokenizer.get(), ids(cut[1], "prompt_ids")), said[0] + text(cut[0], "text") + "\n" + said[1]));
+    CHECK(number(cut[1], "kept") == number(cut[0], "prompt_tokens") + (double)ids(cut[0], "tokens").size() - 1);
+    Scratch scratch;
+    spill(scratch / "lines", "Once upon a time\n");
+    Setting setting;
+    setting.input = scratch / "lines";
+    const Outcome result = run({"chat", "--json", "-t", "1", "--template", "chatml", "-c", "500"}, setting);
+    REQUIRE_MESSAGE(result.status == 0, result);
+    const Json turn = parse_json("a turn", result.out);
+    CHECK(text(turn, "stop") == "context full");
+    CHECK(ids(turn, "tokens").size() > 256);
+}
+
+TEST_CASE("a thought that the template begins is apart in the JSON, and a variable of the template can leave it out") {
+    Scratch scratch;
+    spill(scratch / "lines", "Hi\n");
+    spill(scratch / "own.jinja", "{{ messages[-1].content }}{{ '<think>\\n' if enable_thinking is not defined }}");
+    Setting setting;
+    setting.input = scratch / "lines";
+    const Words base = {"chat", "-t", "1", "-n", "9", "--template", scratch / "own.jinja"};
+    const Json thinks = parse_json("a turn", run(base + Words{"--json"}, setting).out);
+    CHECK((text(thinks, "text") == "" && text(thinks, "thought") != ""));
+    const Words off = {"--template-arg", "enable_thinking=false"};
+    const Json says = parse_json("a turn", run(base + off + Words{"--json"}, setting).out);
+    CHECK((text(says, "text") != "" && text(says, "thought") == ""));
+    CHECK(number(says, "prompt_tokens") < number(thinks, "prompt_tokens"));
+    CHECK(contains(run(base, setting).out, text(thinks, "thought")));
+    check_refused(run(base + Words{"--template-arg", "x"}, setting), {"--template-arg x: expected NAME=VALUE"});
+}
+
+TEST_CASE("a Ctrl-C that came while a pipe had no line ends no answer") {
+    Scratch scratch;
+    // Waits until the first answer is written, and then until the program sleeps, as it reads the next line.
+    const Outcome result =
+        run_shell("cd " + scratch.str() + " && mkfifo lines && { " + fs::absolute(program_path()).string() +
+                  " chat --json -t 1 -n 5 <lines >out & } && exec 3>lines && echo Hi >&3 && "
+                  "until [ -s out ]; do sleep 0.01; done; "
+                  "until grep -q '^State:.S' /proc/$!/status; do sleep 0.01; done; "
+                  "kill -INT $! && echo Hi >&3 && exec 3>&- && wait $! && cat out");
+    REQUIRE_MESSAGE(result.status == 0, result);
+    const Words turns = split(result.out, '\n');
+    REQUIRE(turns.size() == 3);
+    CHECK(text(parse_json("a turn", turns[1]), "stop") != "interrupted");
+    CHECK(number(parse_json("a turn", turns[1]), "turn") == 2);
+}
+
 TEST_CASE("lines that end as on Windows are the same lines; /bye ends the chat") {
     const std::vector<Json> turns = chat("Once upon\r\n/again \r\n/bye\r\nTom\r\n", {"-n", "5"});
     REQUIRE(turns.size() == 2);
@@ -453,6 +732,27 @@ TEST_CASE("a long chat of drafts is the same chat") {
 }
 
 const Words on_terminal = {program_path(), "chat", "--template", "chatml"};
+
+TEST_CASE("/cache is drawn within the terminal's columns") {
+    for (int columns : {120, 100, 60, 30}) {
+        Terminal terminal(on_terminal + words_of("-n 5 -c 200"), columns);
+        REQUIRE(terminal.wait_for("> "));
+        terminal.type("Once upon a time\n");
+        REQUIRE(terminal.wait_for("kept 0"));
+        terminal.type("/cache\n");
+        REQUIRE(terminal.wait_for("rows"));
+        std::string row, seen = terminal.seen;
+        seen.erase(std::remove(seen.begin(), seen.end(), '\r'), seen.end());
+        for (const std::string &line : split(seen, '\n')) {
+            if (contains(line, "contiguous ")) row = line;
+            if (contains(line, "#") || contains(line, "rows")) CHECK((int)line.size() <= columns);
+        }
+        CHECK(contains(row, "#"));
+        CHECK(contains(row, "rows") == (columns > 60));
+        terminal.type("\x04");
+        CHECK(terminal.status() == 0);
+    }
+}
 
 TEST_CASE("Ctrl-C ends an answer, or a line, but not the chat; a line is edited; Ctrl-D ends it") {
     Terminal terminal(on_terminal + words_of("-n 1000000 --when-full ring"));  // an answer without end

@@ -5,6 +5,9 @@
 
 #include "files.h"
 
+struct Turn {
+    std::string user, answer;
+};
 using Turns = std::vector<Turn>;
 
 const Section &whole() {
@@ -18,12 +21,21 @@ const Tokenizer *builtin() {
     return tokenizer.get();
 }
 
-ChatTemplate opened(const std::string &directory, const std::string &asked = "") {
-    return open_template(directory, asked, builtin());
+ChatTemplate opened(const std::string &directory, const std::string &asked = "", const std::string &system = "",
+                    const std::vector<std::string> &arguments = {}) {
+    return open_template(directory, asked, builtin(), system, arguments);
 }
 
+// What is said comes from outside, the answers, too.
 Rendered rendered(const ChatTemplate &with, const std::string &system, const Turns &turns) {
-    return unmarked(render(with, system, turns));
+    std::vector<Message> messages;
+    auto add = [&](const char *role, const std::string &text, const char *what = "this turn") {
+        messages.push_back({role, marked(with, text, what)});
+    };
+    if (!system.empty()) add("system", system, "--system");
+    for (const Turn &turn : turns) add("user", turn.user), add("assistant", turn.answer);
+    messages.pop_back();
+    return render(with, messages);
 }
 
 struct Conversation {
@@ -157,7 +169,6 @@ TEST_CASE("a template by its name, or of a file") {
     };
     CHECK(hello("chatml") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n");
     CHECK(opened(bare.str(), "chatml").end == "<|im_end|>\n");
-    CHECK(opened(bare.str(), "plain").end == "\n");
     for (const std::string asked : {"alpaca", "chatml llama3", "../chat_templates/chatml"})
         check_contains(error_of([&] { hello(asked); }), "--template " + asked, "chatml", "zephyr", "FILE.jinja");
     check_contains(error_of([&] { hello(""); }), bare.str(), "no chat template is there", "--template NAME",
@@ -170,8 +181,114 @@ TEST_CASE("a template by its name, or of a file") {
     CHECK(hello("llama2") == "<B>[INST] Hi [/INST]");
     CHECK(hello("zephyr") == "<|user|>\nHi<E>\n<|assistant|>\n");
     CHECK(opened(bare.str(), "llama2").end == " <E>");
-    spill(bare / "tokenizer_config.json", R"({"bos_token": {"content": "<C>", "lstrip": false}})");
-    CHECK(hello("mistral") == "<C>[INST] Hi[/INST]");  // what stands in tokenizer_config.json counts
+    // It counts, as in Transformers 5, unless tokenizer_config.json tells all tokens itself.
+    const auto mistral = [&](const std::string &config) {
+        spill(bare / "tokenizer_config.json", config);
+        return hello("mistral");
+    };
+    CHECK(mistral(R"({"bos_token": {"content": "<C>", "lstrip": false}})") == "<B>[INST] Hi[/INST]");
+    CHECK(mistral(R"({"bos_token": "<C>", "eos_token": "</C>", "added_tokens_decoder": {}})") == "<C>[INST] Hi[/INST]");
+}
+
+TEST_CASE(
+    "special tokens with names are variables, those of an object of extra ones, too; null is none (as in "
+    "Transformers)") {
+    const Scratch bare;
+    spill(
+        bare / "all.jinja",
+        "{{ [bos_token, image_token, think_token, q, pad_token, count_token] | join(' ') }} {{ messages[0].content }}");
+    const auto with = [&](const std::string &config) {
+        spill(bare / "tokenizer_config.json", config);
+        return rendered(opened(bare.str(), bare / "all.jinja"), "", {{"Hi", ""}}).text;
+    };
+    CHECK(with(R"({"image_token": "<I>", "extra_special_tokens": {"think_token": "<T>", "q": {"content": "<Q>"}},
+                   "pad_token": "<P>", "count_token": 3})") == " <I> <T> <Q> <P>  Hi");
+    CHECK(with(R"({"image_token": "<I>", "extra_special_tokens": {"image_token": "<J>"}})") == " <J>     Hi");
+    CHECK(with(R"({"image_token": "<I>", "extra_special_tokens": ["<T>"]})") == " <I>     Hi");
+    CHECK(
+        with(
+            R"({"additional_special_tokens": {"q": "<Q>"}, "model_specific_special_tokens": {"think_token": "<T>"}})") ==
+        "  <T> <Q>   Hi");
+    spill(bare / "special_tokens_map.json", R"({"bos_token": "<B>", "pad_token": null})");
+    CHECK(with(R"({"bos_token": null, "pad_token": "<P>"})") == "<B>      Hi");
+    CHECK(with(R"({"bos_token": null, "pad_token": "<P>", "added_tokens_decoder": {}})") == "    <P>  Hi");
+}
+
+TEST_CASE("--template-arg: variables of the template, as JSON or a text") {
+    const Scratch bare;
+    spill(bare / "own.jinja",
+          "{{ messages[0].content }}{{ ' thinks' if enable_thinking is not defined or enable_thinking }}"
+          "{{ [n, name, bos_token] | tojson }}{% if tools %}{{ tools[0].name }}{% endif %}");
+    spill(bare / "tokenizer_config.json", R"({"bos_token": "<B>"})");
+    const auto with = [&](const std::vector<std::string> &arguments) {
+        return rendered(opened(bare.str(), bare / "own.jinja", "", arguments), "", {{"Hi", ""}}).text;
+    };
+    CHECK(with({"n=1", "name=x"}) == "Hi thinks[1, \"x\", \"<B>\"]");
+    CHECK(with({"enable_thinking=false", "n=[2]", "name=a=b", "bos_token="}) == "Hi[[2], \"a=b\", \"\"]");
+    CHECK(with({"n=null", "name=\"é\"", "tools=[{\"name\": \"f\"}]"}) == "Hi thinks[null, \"é\", \"<B>\"]f");
+    for (const char *wrong : {"n", "=1", "a b=1", "messages=1", "add_generation_prompt=false"})
+        check_contains(error_of([&] { with({wrong}); }), "--template-arg ", "expected");
+}
+
+TEST_CASE(
+    "what ends an answer: with the system text, also where it is written between turns only; else it is not known") {
+    const Scratch bare;
+    const std::string each = "{% for m in messages %}<{{ m.role }}>{{ m.content }}";
+    const auto end = [&](const std::string &program, const std::string &system = "") {
+        spill(bare / "own.jinja", program);
+        return opened(bare.str(), bare / "own.jinja", system).end;
+    };
+    CHECK(end(each + "{{ '' if loop.last else '<E>' }}{% endfor %}") == "<E><user>y");
+    CHECK(end(each + "{{ '\n' if loop.last else '<E>\n' }}{% endfor %}") == "<E>\n<user>y\n");
+    CHECK(end(each + "<E>{% endfor %}") == "<E>");
+    const std::string wants =
+        "{% if messages[0].role != 'system' %}{{ raise_exception('a system message first') }}{% endif %}";
+    CHECK(end(wants + each + "<E>{% endfor %}", "Be brief.") == "<E>");
+    CHECK(end(wants + each + "<E>{% endfor %}") == "");  // refused: the first turn says why
+    check_contains(error_of([&] {
+                       rendered(opened(bare.str(), bare / "own.jinja"), "", {{"Hi", ""}});
+                   }),
+                   "own.jinja: a system message first", "--template NAME or FILE.jinja");
+    const std::string alternates = "{% if messages | length != 1 %}{{ raise_exception('one') }}{% endif %}";
+    CHECK(end(alternates + each + "{% endfor %}") == "");
+}
+
+TEST_CASE("a mark does not stand between a text and the white space that a template trims; it still marks (Gemma 4)") {
+    const Scratch bare;
+    spill(bare / "own.jinja",
+          "{% macro without(t) %}{% set n = namespace(r='') %}{% for p in t.split('<end>') %}"
+          "{% set n.r = n.r + p.split('<begin>')[0] %}{% endfor %}{{ n.r | trim }}{% endmacro %}"
+          "{% for m in messages %}<begin>{{ without(m.content) if m.role == 'assistant' else m.content | trim }}{% "
+          "endfor %}");
+    ChatTemplate with = opened(bare.str(), bare / "own.jinja");
+    with.specials = {"<begin>", "<end>"};
+    const Rendered text = rendered(with, "", {{" <end>Hi ", "<begin>hm<end> \n Hello <end>"}, {"<begin>", ""}});
+    CHECK(text.text == "<begin><end>Hi<begin>Hello<begin><begin>");
+    std::string typed(text.text.size(), '\0');
+    typed[7] = typed[typed.size() - 7] = '\1';  // what the user typed
+    CHECK(text.typed == typed);
+    const std::string nothing("a\0 \1", 4);
+    CHECK(rendered(with, "", {{nothing + "<end>", ""}}).text == "<begin>" + nothing + "<end>");
+    spill(bare / "cuts.jinja", "{{ messages[0].content }}{{ messages[0].content[1:] }}");
+    with = opened(bare.str(), bare / "cuts.jinja");
+    with.specials = {"<begin>"};
+    CHECK(rendered(with, "", {{"a<begin>", ""}}).typed == std::string("\0\1\0\0\0\0\0\0\1\0\0\0\0\0\0", 15));
+    check_contains(error_of([&] { rendered(with, "", {{"<begin>", ""}}); }), "cuts a special token that was typed");
+}
+
+TEST_CASE("a message of a request has a role and a content, and may be of any role") {
+    const ChatTemplate with = opened("weights_tools/builtin", "chatml");
+    const auto message = [&](const std::string &json) {
+        const Json root = parse_json("line 3", json);
+        return message_of(with, {"line 3", root.get()});
+    };
+    CHECK(message(R"({"content": "Hi"})").role == "user");
+    const Rendered text =
+        render(with, {message(R"({"role": "tool", "content": "3"})"), message(R"({"content": "Hi"})")});
+    CHECK(text.text == "<|im_start|>tool\n3<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n");
+    for (const char *wrong : {R"({"role": "user"})", R"({"content": 3})", R"({"role": 3, "content": ""})",
+                              R"({"content": "x", "name": "Tom"})"})
+        check_contains(error_of([&] { message(wrong); }), "line 3: ", "expected");
 }
 
 TEST_CASE(
@@ -218,7 +335,10 @@ TEST_CASE("broken files get a line") {
     check_contains(error_of([&] { opened(bare.str(), "chatml"); }), "SOURCE_DATE_EPOCH=noon", "seconds");
     unsetenv("SOURCE_DATE_EPOCH");
     spill(beside, "{{ tools | length }}{{ messages[-1].content }}");
-    check_contains(refusal(), beside + ": TypeError", "--template NAME or FILE.jinja");
+    check_contains(error_of([&] {
+                       rendered(opened(bare.str()), "", {{"Hi", ""}});
+                   }),
+                   beside + ": TypeError", "--template NAME or FILE.jinja");
 }
 
 TEST_CASE(
@@ -258,7 +378,8 @@ TEST_CASE(
     check_contains(refusal("silent"), place + ": it does not write what was said");
     kill(with.child, SIGKILL);
     for (int i = 0; i < 2; i++) check_contains(refusal("good"), "program ended", "python3");
-    spill(place, "{% if messages[0].content == 'C' %}{{ ([[messages | length] * 1000] * 30000) | sum(start=[]) }}{% endif %}");
+    spill(place,
+          "{% if messages[0].content == 'C' %}{{ ([[messages | length] * 1000] * 30000) | sum(start=[]) }}{% endif %}");
     const ChatTemplate slow = opened(bare.str());  // in C code, which hears of no time
     check_contains(error_of([&] { rendered(slow, "", {{"C", ""}}); }), "program ended", "a template to end");
     CHECK(slow.end == "");

@@ -3,10 +3,11 @@
 
     chat_template.py DIR [TEMPLATE]     llm chat starts it, and asks it at each turn
 
-TEMPLATE is a name of chat_templates/ beside this file or a FILE.jinja; without one it is the checkpoint's own. First
-comes a line {"end": what the template writes behind an answer}. Then each line {"messages": [{"role", "content"}, ...]}
-of standard input gets a line {"text": the conversation, up to where the next answer begins}. Where that cannot be, it is
-{"error": why}. The date is that of the start, or of SOURCE_DATE_EPOCH.
+TEMPLATE is a name of chat_templates/ next to this file or a FILE.jinja; without one it is the checkpoint's own. The
+first line of standard input is {"system": text or "", "arguments": ["NAME=VALUE", ...]}; its answer is {"end": what the
+template writes after an answer}. Then each line {"messages": [{"role", "content"}, ...]} gets a line {"text": the
+conversation, up to where the next answer begins}. Where that cannot be, it is {"error": why}. The date is that of the
+start, or of SOURCE_DATE_EPOCH.
 
 A template is a program of somebody else's: it runs in Jinja2's sandbox, with three seconds for a text and two gigabytes.
 """
@@ -30,7 +31,7 @@ except ImportError:
     sys.exit()
 
 NAMED = pathlib.Path(__file__).parent / "chat_templates"
-ANSWER = "\2"  # stands for an answer: no template takes it for white space
+ANSWER = "\2"  # in place of an answer: no template takes it for white space
 SECONDS, BYTES = 3, 2 << 30
 
 
@@ -115,20 +116,38 @@ def find_program(directory, config, asked):
 
 
 def special_tokens(config, beside):
-    """bos_token and the like: a text, or an object that has it."""
-    tokens = {}
-    for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
-        found = config.get(name + "_token") or beside.get(name + "_token")
-        found = found.get("content") if isinstance(found, dict) else found
-        if isinstance(found, str):
-            tokens[name + "_token"] = found
-    return tokens
+    """The variables that Transformers 5 makes of special tokens: all named ..._token, and those of an object of extra
+    ones. special_tokens_map.json counts where tokenizer_config.json has no added_tokens_decoder; null is no token."""
+    config = config if "added_tokens_decoder" in config else {**config, **beside}
+    named = {name: token for name, token in config.items() if name.endswith("_token")}
+    extra = config.get("extra_special_tokens", config.get("additional_special_tokens"))
+    for more in (config.get("model_specific_special_tokens"), extra):
+        named.update(more if isinstance(more, dict) else {})
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def read_arguments(given):
+    """NAME=VALUE of --template-arg: a value is JSON, or else a text."""
+    arguments = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals or not name.isidentifier():
+            refuse(f"--template-arg {each[:80]}: expected NAME=VALUE")
+        if name in ("messages", "add_generation_prompt"):
+            refuse(f"--template-arg {name}: the conversation sets it, expected another name")
+        try:
+            arguments[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            arguments[name] = value
+    return arguments
 
 
 class Template:
-    def __init__(self, directory, asked):
+    def __init__(self, directory, asked, system, arguments):
         config = read_object(directory / "tokenizer_config.json")
-        self.tokens = special_tokens(config, read_object(directory / "special_tokens_map.json"))
+        tokens = special_tokens(config, read_object(directory / "special_tokens_map.json"))
+        self.variables = {**tokens, "tools": None, "documents": None, **read_arguments(arguments)}
         program, self.place = find_program(directory, config, asked)
         try:
             today = datetime.datetime.fromtimestamp(int(os.environ.get("SOURCE_DATE_EPOCH", time.time())))
@@ -140,10 +159,20 @@ class Template:
         environment.globals.update(raise_exception=refuse, strftime_now=today.strftime, namespace=Namespace)
         self.cure = ": --template NAME or FILE.jinja takes another one"
         self.program = self.guarded(lambda: environment.from_string(program))
-        said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
-        text = self.text(said, add_generation_prompt=False)
-        self.end_of_answer = text.rpartition(ANSWER)[2] if ANSWER in text else ""
-        self.cure = ""
+        self.end_of_answer = self.find_end(system)
+
+    def find_end(self, system):
+        """What follows an answer: at the end, or where that is white space before a user's turn, as some templates end
+        a turn only when another one comes. "" where the template refuses both conversations."""
+        said = [{"role": "system", "content": system}] if system else []
+        said += [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
+        for more in [], [{"role": "user", "content": "y"}]:
+            with contextlib.suppress(jinja2.TemplateError):
+                text = self.text(said + more, add_generation_prompt=False)
+                end = text.rpartition(ANSWER)[2] if ANSWER in text else ""
+                if end.strip() or more:
+                    return end
+        return ""
 
     def guarded(self, work):
         """What the template gives within its time, or refuses."""
@@ -161,7 +190,7 @@ class Template:
 
     def text(self, messages, **more):
         def render():
-            text = self.program.render(messages=messages, tools=None, documents=None, **self.tokens, **more)
+            text = self.program.render(messages=messages, **self.variables, **more)
             if "\0" in text or len(text) > 1 << 24:
                 refuse("it writes a NUL" if "\0" in text else "it writes more than 2^24 letters")
             text.encode()  # no lone surrogates
@@ -172,6 +201,7 @@ class Template:
         text = self.text(messages, add_generation_prompt=True)
         if messages[-1]["content"].strip() not in text:
             refuse(f"{self.place}: it does not write what was said")
+        self.cure = ""  # it runs: what it refuses from now on is the conversation
         return text
 
 
@@ -195,7 +225,8 @@ def main():
     found = []
 
     def open_template():
-        found.append(Template(pathlib.Path(sys.argv[1]), "".join(sys.argv[2:])))
+        asked = json.loads(sys.stdin.buffer.readline())
+        found.append(Template(pathlib.Path(sys.argv[1]), "".join(sys.argv[2:]), asked["system"], asked["arguments"]))
         return {"end": found[0].end_of_answer}
     if "error" in answer(open_template):
         return
