@@ -141,8 +141,8 @@ constexpr const char *thoughts[][2] = {{"<think>", "</think>"},
 
 // A message that comes from outside: of a request, or a line of llm chat. Without a role it is the user's.
 inline Message message_of(const ChatTemplate &with, const Section &from) {
-    from.refuse_others("role content", "no other keys than role and content");
-    if (!from.find("content")) fail("%s: content is missing, expected a text", from.name.c_str());
+    from.refuse_others("role content", "role and content alone");
+    from.need("content");
     return {from.text("role", "user"), marked(with, from.text("content", ""), from.name.c_str())};
 }
 
