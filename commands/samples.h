@@ -62,7 +62,7 @@ inline int run_samples(const Options &options) {
     }
     if (!options.json) fputs(texts.c_str(), stdout), flush_output();
     Report report = prompt_of(session.tokens, session.prompt);
-    report.list("samples", rows).show("device", engine.name(), "");
+    report.list("samples", rows).add("device", engine.name());
     report.say("\n" + counted(generated, "token")).show("seconds", prefill_seconds + seconds, " in %.3g s\n");
     Report prefill = phase("prefill", prefill_seconds > 0 ? session.prompt : 0, prefill_seconds, 0);
     Report decode = phase("decode", decoded, seconds, 0);

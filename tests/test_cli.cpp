@@ -856,6 +856,10 @@ TEST_CASE("-c is the number of positions stored: with 5 of them one token follow
         CHECK(ids(sample, "tokens").size() == 1);
         CHECK(text(sample, "stop") == "context full");
     }
+    spill(scratch / "r.jsonl", R"({"ids": [0, 80, 81, 82, 83]})");
+    const Outcome batch = run_well(words_of("batch -c 5 -t 1 --ignore-eos -f " + (scratch / "r.jsonl")));
+    const Json request = parse_json("a line", split(batch.out, '\n')[0]);
+    CHECK((ids(request, "tokens").size() == 1 && text(request, "stop") == "context full"));
     CHECK(number(run_json(Words{"diff"} + line + words_of("--kv f32")), "compared") == 1);
     CHECK(number(run_json(Words{"diff"} + line + words_of("--kv f32 --draft ngram")), "compared") == 1);
 }

@@ -342,7 +342,7 @@ TEST_CASE("flags that other programs have: what does the same here, or that noth
              {"generate -ngl 99", "-ngl: unknown flag; the whole model is on one device: --device"},
              {"generate -cnv", "llm chat is for conversations"},
              {"generate -i", "llm chat is for conversations"},
-             {"generate --reverse-prompt x", "here it is --stop"},
+             {"tokenize --reverse-prompt x", "; here it is --stop, which belongs to: generate"},
              {"generate --repeat-penalty 1.1", "--min-p"},
              {"generate --repetition_penalty 1.1", "--min-p"},
              {"generate -hf x/y", "nothing is downloaded"},
