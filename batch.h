@@ -44,8 +44,8 @@ struct Schedule {
     Cache &cache;
     int pass_tokens = 512;                // of a pass at most, and no fewer than sequences
     bool optimistic = false;              // admission by what is needed now
-    bool prefix_first = false;            // --order prefix: of those who wait, who has most tokens known comes first,
-    int patience = 16;                    // but who was overtaken so often comes before all
+    bool prefix_first = false;            // --order prefix: the waiting request with most pages known comes in first,
+    int patience = 16;                    // but one that was overtaken so often comes before all
     Drafter drafter = {};                 // guesses nothing unless --draft says who does
     std::deque<Request *> waiting = {};   // in the order that they came
     std::vector<Request *> running = {};  // in the order that they came
@@ -161,10 +161,10 @@ inline void leave(Schedule &schedule, Request &request) {
     schedule.changed = true;
 }
 
-// Who of those that wait may come in next: the first. Or with prefix_first the one with the longest known beginning, in
-// pages, of equals the first (SGLang's cache-aware order): its pages are used before others push them out. Why not
-// always: a request that begins as no other does would wait as long as such ones come. So `patience` is its limit. Why
-// only the first 128: each is looked up in the trie whenever one is let in.
+// The waiting request that may come in next: the first. With prefix_first it is the one with the most known pages, the
+// first of equals (SGLang's cache-aware order), so that these are used before other requests push them out. A request
+// that begins as no other does would wait as long as such requests come: `patience` limits that. Only the first 128 are
+// compared, since each costs a walk through the trie whenever one is let in.
 inline std::deque<Request *>::iterator next_to_admit(Schedule &schedule) {
     auto best = schedule.waiting.begin();
     if (!schedule.prefix_first || !schedule.cache.pages || (*best)->overtaken >= schedule.patience) return best;
@@ -268,7 +268,7 @@ inline void take_token(Request &request, const Config &config, bool ignore_end, 
     if (request.writer->stopped) request.stop = "stop";
 }
 
-// What fails here is the fault of this request, and ends it.
+// Calls what(). An error in it ends this request, and no other one.
 template <class Do>
 void blamed(Request &request, Do what) {
     try {
@@ -279,7 +279,7 @@ void blamed(Request &request, Do what) {
 }
 
 // Computes a pass. Requests whose tokens were all read get their next one; show(request) is told of each that ends.
-// What is wrong with the logits of one, or with guesses at its tokens, ends that one alone.
+// A request whose logits are not finite, or whose guesses fail, ends with that error; the others go on.
 template <class Show>
 void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass, bool ignore_end, Show show) {
     Cache &cache = schedule.cache;
