@@ -136,6 +136,7 @@ inline void forget_pages(const Mapping &file) {
 inline std::string read_file(const std::string &path, size_t limit) {
     Mapping file = map_file(path);
     size_t size = file.get_deleter().size;
+    if (const char *instead = instead_of_file(file.get(), size)) fail("%s: %s", path.c_str(), instead);
     if (size > limit) fail("%s: is %zu bytes long, expected at most %zu", path.c_str(), size, limit);
     return std::string(file.get(), size);
 }
@@ -258,7 +259,7 @@ struct Section {
             if (cJSON_IsNumber(item) && item->valuedouble >= low && item->valuedouble <= high)
                 found.push_back(item->valuedouble);
         if (!cJSON_IsArray(list) || (int)found.size() != count || cJSON_GetArraySize(list) != count)
-            refuse(key, list, formatted("a list of %d numbers from %g to %g", count, low, high));
+            refuse(key, list, "a list of " + counted(count, "number") + formatted(" from %g to %g", low, high));
         return found;
     }
     bool flag(const char *key, bool otherwise) const {

@@ -1,13 +1,23 @@
-// Python's json writes NaN, Infinity and -Infinity, which JSON has not: what stands in their place for a reader that
-// has JSON alone. For C, too, as tokenizer_json.c reads files that Python wrote.
+// What readers of a checkpoint's files, in C and C++, have in common: files that are something else, and numbers of
+// Python's. Its json writes NaN, Infinity and -Infinity, which JSON has not.
 #ifndef PYTHON_H
 #define PYTHON_H
 
 #include <stdbool.h>
 #include <string.h>
+#include <strings.h>
 
-// In as many bytes, so that an error names the place it has in the file: for Infinity a number that overflows, for NaN
-// `nan`, of 3 bytes. `json`: (length), and a NUL behind it. Texts keep the words.
+// The end of a line about a file that is something else, whatever it should be; NULL: it is none of these.
+static inline const char *instead_of_file(const char *text, size_t length) {
+    if (length >= 23 && !memcmp(text, "version https://git-lfs", 23))
+        return "is a Git LFS pointer, not the file itself: run `git lfs pull` where it came from";
+    if (length >= 14 && (!strncasecmp(text, "<!doctype html", 14) || !strncasecmp(text, "<html", 5)))
+        return "is a web page, not the file itself: fetch it again (on huggingface.co: /resolve/, not /blob/)";
+    return NULL;
+}
+
+// Replaced in as many bytes, so that an error names the place it has in the file: for Infinity a number that overflows,
+// for NaN `nan`, of 3 bytes. `json`: (length), and a NUL behind it. Texts keep the words.
 static inline void replace_python_numbers(char *json, size_t length, const char *nan) {
     bool inside = false;  // a text
     for (size_t i = 0; i < length; i++) {

@@ -90,11 +90,10 @@ inline void check_coverage(const TensorTable &table, const char *data, size_t da
 
 // The tensors of one file, given as its bytes in memory; nothing behind the header is read.
 inline TensorTable parse_safetensors(const std::string &name, const char *bytes, size_t size) {
-    const char lfs[] = "version https://git-lfs";
-    if (size >= sizeof lfs - 1 && memcmp(bytes, lfs, sizeof lfs - 1) == 0)
-        fail("%s: is a Git LFS pointer, not the weights: run `git lfs pull` where it came from", name.c_str());
+    if (const char *instead = instead_of_file(bytes, size)) fail("%s: %s", name.c_str(), instead);
     uint64_t header_bytes = 0;
-    if (size < sizeof header_bytes) fail("%s: is %zu bytes long, too short for a safetensors file", name.c_str(), size);
+    if (size < sizeof header_bytes)
+        fail("%s: is %s long, too short for a safetensors file", name.c_str(), counted((int64_t)size, "byte").c_str());
     memcpy(&header_bytes, bytes, sizeof header_bytes);
     const size_t rest = size - sizeof header_bytes, most = std::min(rest, max_json_bytes);
     if (header_bytes > most)

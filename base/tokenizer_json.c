@@ -76,6 +76,8 @@ Bytes read_file(const char *path, Error *error) {
         append(error, &text, part, got);
     if (ferror(file)) fail(error, "%s", strerror(errno));
     fclose(file);
+    const char *instead = error->failed ? NULL : instead_of_file(text.data, text.length);
+    if (instead) fail(error, "%s", instead);
     return text;
 }
 

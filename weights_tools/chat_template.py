@@ -71,10 +71,17 @@ def out_of_time(*_):
     raise TimeoutError(f"it takes longer than {SECONDS} s")
 
 
+def read_text(path):
+    text = path.read_text(encoding="utf-8")
+    if text.startswith("version https://git-lfs"):
+        refuse(f"{path}: is a Git LFS pointer, not the file itself: run `git lfs pull` where it came from")
+    return text
+
+
 def read_object(path):
     """A file of the checkpoint; {} where it is not there."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        found = json.loads(read_text(path)) if path.exists() else {}
     except (ValueError, RecursionError, OSError) as error:
         refuse(f"{path}: not valid JSON: {error}" if not isinstance(error, OSError) else f"{path}: {error.strerror}")
     if not isinstance(found, dict):
@@ -86,7 +93,7 @@ def read_program(path):
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             refuse(f"{path}: is not a regular file")
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except OSError as error:
         refuse(f"{path}: {error.strerror}")
     except UnicodeDecodeError as error:
