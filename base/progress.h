@@ -65,6 +65,11 @@ inline void prepare_process() {
         leave_nothing();
         _exit(130);  // asked twice
     });
+    signal(SIGBUS, [](int) {  // a page of a mapped file is no longer there
+        leave_nothing();
+        const char line[] = "llm: a file that is read was cut meanwhile, or its disk fails: fetch the model again\n";
+        _exit(write(2, line, sizeof line - 1) < 0 ? 1 : 2);
+    });
     auto end = [](int number) { leave_nothing(), signal(number, SIG_DFL), raise(number); };
     for (int number : {SIGTERM, SIGHUP, SIGPIPE})
         if (signal(number, end) == SIG_IGN) signal(number, SIG_IGN);

@@ -452,6 +452,16 @@ TEST_CASE("a long value does not push the reason out of the line") {
 
 // ---- Text and tables in so many columns ----------------------------------------------------------------------
 
+TEST_CASE("a signal takes all files that are not complete, and no other") {
+    Scratch scratch;
+    auto count = [&] { return std::distance(fs::directory_iterator(scratch.path), fs::directory_iterator()); };
+    PartFile first(scratch / "first", "--a"), second(scratch / "second", "--b");
+    PartFile(scratch / "third", "--c").finish();
+    CHECK(count() == 3);
+    leave_nothing();
+    CHECK((count() == 1 && fs::exists(scratch / "third")));
+}
+
 TEST_CASE("lines are broken at blanks, where they are too long") {
     CHECK(wrapped("one two\n\nthree four five\n", 9) == "one two\n\nthree\nfour five\n");
     CHECK(wrapped("one two", 7) == "one two");
