@@ -134,8 +134,8 @@ inline int64_t peak_pages(const Schedule &schedule, const PagePool &pool) {
 inline void require_fit(const Schedule &schedule, const Request &request) {
     auto require = [&](int takes, const char *what, int there, const char *flag) {
         if (takes > there)
-            fail("%s: %d tokens and %d more take %d %s %d: shorten it, or raise %s", request.id.c_str(), request.prompt,
-                 request.count, takes, what, there, flag);
+            fail("%s: %s and %d more take %d %s %d: shorten it, or raise %s", request.id.c_str(),
+                 counted(request.prompt, "token").c_str(), request.count, takes, what, there, flag);
     };
     const int positions = request.positions();
     require(positions, "positions, a sequence has", limit_of(schedule.cache), "-c");

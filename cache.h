@@ -395,14 +395,14 @@ inline Cache open_cache(Memory &memory, const std::vector<CacheShape> &shapes, L
 inline void require_room(const Cache &cache, int sequence, int count) {
     int first = cache.lengths.at(sequence), limit = limit_of(cache);
     if (count > limit - first)
-        fail("the cache holds %d positions, %lld are needed: shorten the prompt or raise -c", limit,
+        fail("the cache holds %s, %lld are needed: shorten the prompt or raise -c", counted(limit, "position").c_str(),
              (long long)first + count);
     for (size_t kind = 0; cache.pages && kind < cache.stores.size(); kind++) {
         const PagePool &pool = cache.pages->pools[kind];
         const int pages = cache.pages->needed((int)kind, sequence, first, first + count);
         if (!pool.window && pages > pool.available())
-            fail("the cache has %d free pages of %d positions, %d are needed: end a sequence, or make the pool larger",
-                 pool.available(), pool.page, pages);
+            fail("the cache has %s of %s, %d are needed: end a sequence, or make the pool larger",
+                 counted(pool.available(), "free page").c_str(), counted(pool.page, "position").c_str(), pages);
     }
 }
 

@@ -92,7 +92,7 @@ inline RopeScaling read_scaling(const Section &config, const Section &rope, cons
     RopeScaling to;
     (type == "proportional" ? to.turned : to.rotary) = rope.number("partial_rotary_factor", 0, 1, part);
     const int rotary = (int)(width * to.rotary);
-    if (rotary % 2) fail("%s: of a head %d numbers turn, expected an even number", name, rotary);
+    if (rotary % 2) fail("%s: in a head %d of %d numbers turn, expected an even number", name, rotary, width);
     if (rope.find("factor") || type == "llama3" || type == "linear") to.factor = rope.number("factor", 1e-6, 1e6);
     if (type == "linear" || (type == "proportional" && to.factor != 1)) to.kind = RopeScaling::linear;
     const bool yarn = type == "yarn", longrope = type == "longrope";

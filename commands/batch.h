@@ -168,8 +168,8 @@ inline std::vector<std::unique_ptr<Request>> read_requests(const Options &option
                      printable(request.id).c_str(), lines[request.id]);
             const int64_t positions = (int64_t)request.prompt + request.count - 1;
             if (positions > limit && !endless)
-                fail("%s: %d tokens and %d more take %lld positions, a sequence has %d: shorten it%s", name.c_str(),
-                     request.prompt, request.count, (long long)positions, limit,
+                fail("%s: %s and %d more take %lld positions, a sequence has %d: shorten it%s", name.c_str(),
+                     counted(request.prompt, "token").c_str(), request.count, (long long)positions, limit,
                      limit < config.context ? " or raise -c" : "");
             request.writer = std::make_unique<Writer>(session.tokenizer.get(), request.tokens, request.stops);
             requests.push_back(std::make_unique<Request>(std::move(request)));
@@ -275,8 +275,8 @@ struct BatchRun {
             formatted("%zu running, %zu waiting, %zu of %zu ended, %.0f tokens/s", schedule.running.size(),
                       schedule.waiting.size(), ended, requests.size(), (double)tokens / (time - start));
         if (pool)
-            line += formatted(", %d of %zu pages held, %lld tokens found", pool->used(), pool->references.size(),
-                              (long long)hits);
+            line += formatted(", %d of %zu pages held, %s found", pool->used(), pool->references.size(),
+                              counted(hits, "token").c_str());
         show_progress(line);
     }
 
@@ -305,10 +305,11 @@ struct BatchRun {
         Report all;
         all.add("requests", (int)requests.size(), counted((int64_t)requests.size(), "request") + ", ");
         all.add("prompt_tokens", prompts);
-        all.show("tokens", (long long)generated, "%lld tokens").show("seconds", seconds, " in %.3g s: ");
+        all.add("tokens", (long long)generated, counted(generated, "token")).show("seconds", seconds, " in %.3g s: ");
         all.show("tokens_per_second", (double)generated / seconds, "%.1f tokens/s\n").add("passes", passes);
         all.show("hit_tokens", (long long)found, "%lld of ").say(counted(prompts, "prompt token"));
-        all.show("preemptions", (long long)preemptions, " were found in the cache; %lld preemptions\n");
+        all.add("preemptions", (long long)preemptions, " were found in the cache; ")
+            .say(counted(preemptions, "preemption") + "\n");
         all.add("errors", errors);
         if (errors) all.say(counted(errors, "request") + " ended by an error, which its line says\n");
         all.show("seconds_to_first_token_p50", percentile(to_first, 50), "the first token after %.3g s (median), ");

@@ -254,7 +254,7 @@ inline std::string picture_of(const Cache &cache, size_t columns) {
         const int length = cache.lengths[0], first = std::min(length, first_kept(cache, store, 0));
         const int64_t rows = store.view.keys.rows_per_layer;
         const std::string legend =
-            formatted("%d positions from %d on, in %lld rows", length - first, first, (long long)rows);
+            counted(length - first, "position") + formatted(" from %d on, in ", first) + counted(rows, "row");
         const size_t name = 11, whole = name + 2 + legend.size();
         const bool below = columns < whole + 16;
         const int64_t most =

@@ -87,7 +87,7 @@ inline std::string measured(const DiffResult &result) {
     std::string said = breaks ? "breaks it: " : good ? "as good as f16: " : "";
     said += good ? "changes less than a word in 3,000" : formatted("changes a word in %g", every);
     if (breaks) said += formatted(", perplexity + %.0f %%", 100 * std::expm1(result.kl));
-    if (result.dropped) said += formatted("; up to %d positions were dropped", result.dropped);
+    if (result.dropped) said += "; up to " + counted(result.dropped, "position was", "positions were") + " dropped";
     return said;
 }
 

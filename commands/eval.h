@@ -85,7 +85,8 @@ inline std::vector<EvalText> eval_texts(const Options &options, const std::strin
         texts.push_back(read_story(where, line, tokenizer));
         size_t tokens = texts.back().tokens.size();
         if (tokens < 2 || tokens > context)
-            fail("%s: has %zu tokens, expected 2 to the %zu of the context", where.c_str(), tokens, context);
+            fail("%s: has %s, expected 2 to the %zu of the context", where.c_str(),
+                 counted((int64_t)tokens, "token").c_str(), context);
     }
     return texts;
 }

@@ -489,10 +489,10 @@ void Scene::walk(int steps, uint64_t seed) {
             int free = is_paged ? (int)cache.stores[0].pool->free.size() : needed;
             std::string part;
             if (needed > free)
-                part = std::to_string(free) + " free pages of " + std::to_string(page) + " positions, " +
-                       std::to_string(needed) + " are needed";
+                part = counted(free, "free page") + " of " + counted(page, "position") + ", " + std::to_string(needed) +
+                       " are needed";
             if (!is_ring && length + count > s.capacity)
-                part = "holds " + std::to_string(s.capacity) + " positions, " + std::to_string(length + count);
+                part = "holds " + counted(s.capacity, "position") + ", " + std::to_string(length + count);
             int other = below(s.sequences);
             if (!part.empty()) {
                 REQUIRE(refused([&] { grow(cache, sequence, count); }, part));

@@ -167,9 +167,8 @@ TEST_CASE("a pool that runs out in the middle of a pass: all sequences or none, 
                 const Tokens before = tables_of(small, false);
                 auto check_refused = [&](auto pass, int pages) {
                     CHECK(error_of(pass) ==
-                          formatted("the cache has %d free pages of %d positions, %d are needed: end a sequence, or "
-                                    "make the pool larger",
-                                    pages - 1, page, pages));
+                          formatted("the cache has %s of %s, %d are needed: end a sequence, or make the pool larger",
+                                    counted(pages - 1, "free page").c_str(), counted(page, "position").c_str(), pages));
                     CHECK(tables_of(small, false) == before);
                     check_pages(small);
                 };
