@@ -16,6 +16,7 @@
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <utility>
@@ -203,6 +204,7 @@ constexpr Family families[] = {
 // multi-query           one KV head, where a config is silent
 // swa-heads             of layers with a window must be said
 // hybrid                is what layers with attention are called;  all-attend: beside what else a layer has
+// attention_chunk_size  of layers that RoPE turns: a query sees its own chunk of the text alone
 constexpr Family others[] = {
     //                     heads kv  dim v. context window
     {"", "mixtral phimoe",     0,  8,   0, 0, 131072,   -1, 0},
@@ -214,7 +216,9 @@ constexpr Family others[] = {
     {"", "mimo_v2_flash",      0,  0,   0, 0,      0,    0, 0, -1, -1, 0, 0, "swa-heads"},
     {"", "falcon_h1",          0,  0,   0, 0,      0,    0, 0, -1, -1, 0, 0, "all-attend"},
     {"", "zamba zamba2",       0,  0,   0, 0,      0,    0, 0, -1, -1, 0, 0, "hybrid"},
-    {"", "ernie4_5 gemma3n_text glm glm4 gpt_oss helium internlm3 llama4_text minimax_m2 nemotron_h qwen3_5_text "
+    {"", "llama4_text",        0,  0,   0, 0,      0, 8192, 0, -1, -1, 0, 0,
+     "own-width attention_chunk_size no_rope_layers"},
+    {"", "ernie4_5 gemma3n_text glm glm4 gpt_oss helium internlm3 minimax_m2 nemotron_h qwen3_5_text "
      "qwen3_5_moe_text qwen3_next seed_oss vaultgemma", 0, 0, 0, 0, 0, 0, 0, -1, -1, 0, 0, "own-width"},
 };
 // clang-format on
@@ -246,7 +250,8 @@ constexpr struct {
     {"GPT", "LlamaForCausalLM", "learned positions and LayerNorm"},
 };
 
-// `text`: in it, the config of the text model, of one that also sees or hears and has another name.
+// `text`: in it, the config of the text model, of one that also sees or hears and has another name. A base model,
+// without a head of its own (Qwen3Model, as embedding models are published), is one whose head is tied.
 inline const Family &find_family(const Section &config, const Section &text) {
     std::string model_type = config.text("model_type", ""), wanted = model_type, known;
     const cJSON *list = config.find("architectures");
@@ -257,13 +262,14 @@ inline const Family &find_family(const Section &config, const Section &text) {
     if (wanted.empty()) config.need("architectures");
     std::string types;  // of the text models of a wrapper
     for (const Family &family : families) {
-        known += (known.empty() ? "" : " ") + std::string(family.architecture);
-        std::string name = family.architecture, type = family.model_type;
+        known += " " + std::string(family.architecture, strlen(family.architecture) - strlen("ForCausalLM"));
+        std::string type = family.model_type, name = family.architecture, stem = name.substr(0, name.find("ForCausal"));
+        std::string base = stem + (type.find("_text") == std::string::npos ? "Model" : "TextModel");
         if (text.object) {
-            type = name = family.wrapper, name += "ForConditionalGeneration";
+            type = stem = family.wrapper, name = stem + "ForConditionalGeneration", base = stem + "Model";
             std::transform(type.begin(), type.end(), type.begin(), ::tolower);
         }
-        if (wanted != (list ? name : type)) continue;
+        if (wanted != (list ? name : type) && !(list && wanted == base)) continue;
         types += (types.empty() ? "" : " ") + std::string(family.model_type);
         if (text.object && text.text("model_type", family.model_type) != family.model_type) continue;
         if (!model_type.empty() && model_type != type)
@@ -276,8 +282,8 @@ inline const Family &find_family(const Section &config, const Section &text) {
     for (const auto &other : nearest_families)
         if (wanted.rfind(other.begins, 0) == 0)
             nearest = formatted(": nearest is %s, without its %s", other.family, other.differs);
-    fail("%s: architecture %s is not supported%s; supported are %s", config.name.c_str(), printable(wanted).c_str(),
-         nearest.c_str(), known.c_str());
+    fail("%s: architecture %s is not supported%s", config.name.c_str(), printable(wanted).c_str(),
+         (nearest.empty() ? "; supported are" + known + ", each ForCausalLM" : nearest).c_str());
 }
 
 // What other architectures compute differently and no tensor shows: Granite, Cohere, MiniCPM, Falcon-H1 scale
@@ -408,7 +414,9 @@ inline std::vector<bool> read_turning(const Section &config, const Family &famil
         config.need("num_local_experts"), config.need("layer_types");  // or there are 8, and no layer attends
     }
     if (!family.has("no_rope_layers")) return turning;
-    const std::vector<const cJSON *> listed = config.by_layer("no_rope_layers", layers, " of 0 and 1");
+    const cJSON *list = config.find("no_rope_layers");
+    std::vector<const cJSON *> listed;  // [], as Llama 4 is published, is no list
+    if (!cJSON_IsArray(list) || list->child) listed = config.by_layer("no_rope_layers", layers, " of 0 and 1");
     const int every = config.integer("no_rope_layer_interval", 1, max_layers, 4);
     for (size_t i = 0; i < turning.size(); i++) {
         if (!listed.empty() && !is_whole(listed[i], 0, 1)) config.refuse("no_rope_layers", listed[i], "0 or 1 in it");
@@ -419,7 +427,9 @@ inline std::vector<bool> read_turning(const Section &config, const Family &famil
 
 // Mistral: every layer slides. Qwen: only with use_sliding_window, and then the layers from max_window_layers on. Gemma
 // and Granite: by a pattern. SmolLM3: those that RoPE does not turn. Some may name other layers in layer_types.
-inline std::vector<int> read_windows(const Section &config, const Family &family, const std::vector<bool> &turning) {
+// A window as long as the context is none: no text of the model's is longer (Phi-4-mini: 262,144 of 131,072).
+inline std::vector<int> read_windows(const Section &config, const Family &family, const std::vector<bool> &turning,
+                                     int context) {
     const int layers = (int)turning.size();
     const bool mixes = family.has("some-slide"), asked = mixes && !family.pattern, qwen = asked && family.window > 0;
     int window = 0;
@@ -451,6 +461,7 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
                  config.name.c_str());
     }
     if (family.has("gemma4")) windows.back() = 0;  // whatever the config says, the last sees everything
+    for (int &back : windows) back = back < context ? back : 0;
     return windows;
 }
 
@@ -473,7 +484,7 @@ inline std::vector<bool> read_convolutions(const Section &config, int layers) {
         convolves[i] = word == "conv";
     }
     if (std::count(convolves.begin(), convolves.end(), false) == 0)
-        fail("%s: all %d layers are convolutions, expected one with attention at least", config.name.c_str(), layers);
+        fail("%s: all layers are convolutions, expected one with attention at least", config.name.c_str());
     return convolves;
 }
 
@@ -495,7 +506,7 @@ inline void read_layers_of_lfm2(const Section &config, const Family &family, Kin
 inline void read_layers(const Section &config, const Family &family, const Kind &common, Config &out) {
     const bool gemma4 = family.has("gemma4");
     const std::vector<bool> turning = read_turning(config, family, out.layers);
-    const std::vector<int> windows = read_windows(config, family, turning);
+    const std::vector<int> windows = read_windows(config, family, turning, out.context);
     const int own = out.layers - config.integer("num_kv_shared_layers", 0, out.layers - 1, 0);
     const Section by_layer = config.section("per_layer_config");
     std::vector<Section> of_layer((size_t)out.layers, {config.name, nullptr});  // "05" is layer 5
@@ -581,12 +592,7 @@ inline void read_factors(const Section &config, const Family &family, Config &ou
     if (config.flag("use_double_wide_mlp", false)) out.shared_ffn = 2 * out.ffn;
 }
 
-// From the two texts in memory; `generation_text` may be empty: no such file. Names are for messages.
-inline Config parse_config(const std::string &name, const std::string &text, const std::string &generation_name,
-                           const std::string &generation_text) {
-    Json root = parse_json(name, text, /*as_python=*/true), generation_root;
-    if (!generation_text.empty()) generation_root = parse_json(generation_name, generation_text, true);
-    const Section whole{name, root.get()}, generation{generation_name, generation_root.get()};
+inline Config read_config(const Section &whole, const Section &generation) {
     const Section text_config = whole.section("text_config"), &config = text_config.object ? text_config : whole;
 
     Config out;
@@ -626,22 +632,45 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     return out;
 }
 
-// What to do about a directory that holds no config.json, by what was given in its place.
+// From the two texts in memory; `generation_text` may be empty: no such file. Names are for messages.
+inline Config parse_config(const std::string &name, const std::string &text, const std::string &generation_name,
+                           const std::string &generation_text) {
+    Json root = parse_json(name, text, /*as_python=*/true), generation_root;
+    if (!generation_text.empty()) generation_root = parse_json(generation_name, generation_text, true);
+    return read_config({name, root.get()}, {generation_name, generation_root.get()});
+}
+
+// What to do about what was given as a directory and holds no config.json, by what is found in its place.
 inline std::string directory_cure(const std::string &given) {
+    const std::string fetch =
+        ": fetch the checkpoint that it was made from, with its safetensors, and name its directory";
     const size_t slash = given.find('/');
-    if (std::filesystem::path(given).extension() == ".gguf")
-        return "GGUF is not read here: fetch the checkpoint it was made from, with its safetensors, and name its "
-               "directory";
-    // models--org--name of the hub's cache, or its snapshots.
-    std::string all = given.substr(0, given.find_last_not_of('/') + 1);
-    if (std::filesystem::path(all).filename() != "snapshots") all = join_path(given, "snapshots");
+    const std::filesystem::path path = given;
     std::error_code none;
-    if (std::filesystem::directory_iterator snapshots(all, none); !none) {
-        std::string found;
-        for (const auto &entry : snapshots)
-            if (file_exists(entry.path() / "config.json")) found = std::max(found, entry.path().string());
-        return found.empty() ? "it holds no whole snapshot: fetch it again" : "give its snapshot: -m " + found;
+    if (path.extension() == ".gguf") return "GGUF is not read here" + fetch;
+    if (given[0] == '~') return "a shell does not replace ~ within quotes: write $HOME, or leave the quotes out";
+    if (std::filesystem::is_regular_file(path, none))
+        return "it is a file: give its directory" +
+               (path.has_parent_path() ? ", -m " + path.parent_path().string() : ", -m .");
+    // models--org--name of the hub's cache, or its snapshots.
+    const std::string all = given.substr(0, given.find_last_not_of('/') + 1);
+    const std::string snapshots =
+        std::filesystem::path(all).filename() == "snapshots" ? all : join_path(all, "snapshots");
+    if (std::filesystem::is_directory(snapshots, none)) {
+        std::string best, main;
+        for (const auto &entry : std::filesystem::directory_iterator(snapshots, none))
+            if (file_exists(entry.path() / "config.json")) best = std::max(best, entry.path().string());
+        std::ifstream(join_path(snapshots, "../refs/main")) >> main;  // names the one that was fetched last
+        if (!main.empty() && file_exists(join_path(join_path(snapshots, main), "config.json")))
+            best = join_path(snapshots, main);
+        return best.empty() ? "it holds no whole snapshot: fetch it again" : "give its snapshot: -m " + best;
     }
+    if (file_exists(path / "adapter_config.json"))
+        return "it holds an adapter (LoRA): merge it into its base model, with merge_and_unload() of peft, and save "
+               "that";
+    for (const auto &entry : std::filesystem::directory_iterator(path, none))
+        if (entry.path().extension() == ".gguf")
+            return "it holds GGUF, " + entry.path().filename().string() + ", which is not read here" + fetch;
     if (slash && slash != std::string::npos && given.find('/', slash + 1) == std::string::npos && given[0] != '.' &&
         slash + 1 < given.size() && !file_exists(given))
         return "no such directory; of the hub: `hf download " + given + " --local-dir " + given.substr(slash + 1) +
@@ -694,8 +723,8 @@ struct Binder {
         const std::string name = named(llama_name);
         const StoredTensor *stored = find(llama_name);
         if (!stored)
-            fail("%s: tensor %s is missing, config.json asks for it (%s, %d layers)", table.name.c_str(), name.c_str(),
-                 model.config.family->architecture, model.config.layers);
+            fail("%s: tensor %s is missing, config.json asks for it (%s, %s)", table.name.c_str(), name.c_str(),
+                 model.config.family->architecture, counted(model.config.layers, "layer").c_str());
         if (stored->shape != shape)
             fail("%s: tensor %s has shape %s, config.json asks for %s", stored->file.c_str(), name.c_str(),
                  printable(json_of(stored->shape)).c_str(), json_of(shape).c_str());
@@ -849,14 +878,19 @@ inline void bind_embedding_and_head(Binder &binder, Model &model) {
 inline void refuse_unused(Binder &binder) {
     const Config &config = binder.model.config;
     size_t beside = 0;
+    std::set<std::string> parts;
+    for (const std::string &name : binder.taken) parts.insert(name.substr(0, name.find('.') + 1));
     for (const auto &[name, tensor] : binder.table.tensors) {
         if (binder.taken.count(name) || name.find("rotary_emb.") != std::string::npos) continue;
-        if (name.rfind(binder.prefix, 0) == 0 || name.rfind(binder.head, 0) == 0)
-            fail("%s: tensor %s is none of a %s with %d layers: config.json must name the architecture it belongs to",
-                 tensor.file.c_str(), printable(name).c_str(), config.family->architecture, config.layers);
+        const std::string part = name.substr(0, name.find('.') + 1);  // of a base model's "layers." and the like
+        const bool own = binder.prefix.empty() ? parts.count(part) > 0 : name.rfind(binder.prefix, 0) == 0;
+        if (own || name.rfind(binder.head, 0) == 0)
+            fail("%s: tensor %s is none of a %s with %s: config.json must name the architecture it belongs to",
+                 tensor.file.c_str(), printable(name).c_str(), config.family->architecture,
+                 counted(config.layers, "layer").c_str());
         if (beside++ == 0) binder.model.beside = printable(name);
     }
-    if (beside > 1) binder.model.beside += formatted(" and %zu others", beside - 1);
+    if (beside > 1) binder.model.beside += " and " + counted((int64_t)beside - 1, "other");
 }
 
 // Points the model's tensors into the table's; the caller keeps what the table points into alive.
@@ -864,9 +898,11 @@ inline Model bind_weights(Config config, const TensorTable &table) {
     Model model;
     model.config = std::move(config);
     Binder binder{table, model};
-    for (const char *prefix : {"model.language_model.", "language_model.model."}) {  // of a part of a larger model
-        const auto at = table.tensors.lower_bound(prefix);
-        if (at != table.tensors.end() && at->first.rfind(prefix, 0) == 0) binder.prefix = prefix;
+    // Of a part of a larger model; of a base model, alone or as a part.
+    for (const char *prefix : {"", "language_model.", "model.", "language_model.model.", "model.language_model."}) {
+        const auto at = table.tensors.lower_bound(prefix + std::string("layers."));
+        if (at != table.tensors.end() && at->first.rfind(prefix + std::string("layers."), 0) == 0)
+            binder.prefix = prefix;
     }
     if (binder.find("language_model.lm_head.weight")) binder.head = "language_model.lm_head.";
     bind_embedding_and_head(binder, model);

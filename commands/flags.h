@@ -104,7 +104,7 @@ inline const std::vector<Flag> &flags() {
         {"--swa-full", "", caches, &O::keep_all,
          "layers that look back over a window keep all positions (to measure what the window saves)"},
         {"--window", "N", caches, Int{&O::window, 1, 1 << 24},
-         "ring: positions that stay visible (default: as far as any of the model's layers looks back)"},
+         "ring: positions that stay visible (default: as far as any of the model's layers looks back, at most -c)"},
         {"--sinks", "N", caches, Int{&O::sinks, 0, 1 << 16},
          "ring: first positions that stay visible too, fewer than --window (default 4; 0 where all layers slide)"},
         {"--when-full", "stop|drop|ring", talk, &O::when_full,

@@ -23,7 +23,7 @@ inline Engine open_engine(const Options &options, const std::string &directory, 
 }
 
 // What a cache for this model is made for. Unless --window says less, a ring sees what the layers see that look back
-// furthest: their sliding window, or as far as the model was trained to.
+// furthest: their sliding window, or as far as the model was trained to; and no further than -c says that texts go.
 inline std::vector<CacheShape> cache_shapes(const Options &options, const std::vector<Kind> &kinds, int context,
                                             int capacity) {
     CacheShape shape;
@@ -31,13 +31,14 @@ inline std::vector<CacheShape> cache_shapes(const Options &options, const std::v
     shape.sequences = options.sequences;
     shape.page = options.page;
     if (options.pool) shape.pages = std::max(1, options.pool / options.page);
-    const int widest = widest_window(kinds);
+    if (options.context) context = context ? std::min(context, options.context) : options.context;
+    const int widest = std::min(context, widest_window(kinds));
     shape.sinks = options.sinks >= 0 ? options.sinks : widest ? 0 : std::min(4, (context - 1) / 2);
     int all = widest ? widest : std::max(1, context - shape.sinks);
     shape.window = options.window ? options.window : all;
     if (shape.sinks >= shape.window)
-        fail("--sinks %d: a window of %d positions, expected fewer sinks than that: lower --sinks or raise --window",
-             shape.sinks, shape.window);
+        fail("--sinks %d: a window of %s, expected fewer sinks than that: lower --sinks or raise --window", shape.sinks,
+             counted(shape.window, "position").c_str());
     std::vector<CacheShape> shapes;
     for (const Kind &kind : kinds) {
         shape.layers = kind.layers, shape.kv_heads = kind.kv_heads;
@@ -128,7 +129,8 @@ inline TokenizerPointer open_tokenizer(const Options &options, const std::string
 // likeliest; with it, by 50 at most where it does not say. Temperature 0: there is no such file, or it draws none.
 inline Sampler sampler_of(const std::string &directory) {
     const std::string name = join_path(directory, "generation_config.json");
-    const Json root = file_exists(name) ? parse_json(name, read_file(name, max_json_bytes), /*as_python=*/true) : Json();
+    Json root;
+    if (file_exists(name)) root = parse_json(name, read_file(name, max_json_bytes), /*as_python=*/true);
     const Section own{name, root.get()};
     if (!own.flag("do_sample", false)) return {};
     return {own.number("temperature", 0, 1000, 1), own.number("top_p", 0, 1, 1), own.number("min_p", 0, 1, 0),

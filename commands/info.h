@@ -14,11 +14,13 @@ inline void add_config(Report &report, const Model &model, int window, int token
     report.add("weight_bytes", model.weight_bytes, " in " + in_units((double)model.weight_bytes) + "\n");
     report.add("hidden", config.hidden, formatted("  layers         %d, %d wide", config.layers, config.hidden));
     report.show("ffn", config.ffn, ", ffn %d").add("head_dim", kind.key_width);
-    report.show("heads", config.heads, ", %d query heads\n").add("window", window);
+    report.add("heads", config.heads, ", " + counted(config.heads, "query head") + "\n").add("window", window);
     report.show("rope_theta", kind.rope_theta, "  RoPE           theta %g");
     report.add("rope_scaling", rope, ", scaling " + rope + "\n");
     report.show("vocabulary", config.vocabulary, "  vocabulary     %d");
-    report.show("tokenizer_size", tokenizer_ids, " (tokenizer: %d), end ids:");
+    report.add("tokenizer_size", tokenizer_ids,
+               tokenizer_ids ? formatted(" (tokenizer: %d), end ids:", tokenizer_ids)
+                             : " (no tokenizer.json: fetch it, or give prompts as --ids), end ids:");
     report.add("end_ids", config.end_ids);
     for (int id : config.end_ids) report.say(" " + std::to_string(id));
 }
@@ -69,7 +71,8 @@ inline int run_info(const Options &options) {
     if (several) report.say(formatted(" of %zu kinds", sizes.kinds.size()));
     if (windowed) report.say(formatted("; %d of the layers look back %d", windowed, furthest));
     if (convolving)
-        report.say(formatted("; %d of %d layers are short convolutions of %d positions", convolving, layers, taps));
+        report.say(formatted("; %d of %d layers are short convolutions of %s", convolving, layers,
+                             counted(taps, "position").c_str()));
     const std::vector<Report> kinds =
         kinds_of(sizes.kinds, sizes.rows, stores_of(shapes, f16.layout), f16, sizes.context);
     const std::string indent(17, ' ');

@@ -216,6 +216,26 @@ inline std::string layout_line(const std::vector<CacheShape> &shapes, const Layo
     return std::string(name_of(layout)) + ": " + joined(parts, ";\n  ") + "\n";
 }
 
+// Which types take more than a larger one, and why; "" if none does.
+inline std::string larger_line(const std::vector<CacheShape> &shapes, const std::vector<CacheChoice> &caches) {
+    auto bits = [](const Precision &type) { return std::visit([](auto of) { return of.bits; }, type); };
+    auto larger = [&](const CacheChoice &a, const CacheChoice &b) {
+        return a.layout.index() == b.layout.index() &&
+               bits(a.type_k) + bits(a.type_v) < bits(b.type_k) + bits(b.type_v) &&
+               full_bytes(shapes, a).total() > full_bytes(shapes, b).total();
+    };
+    std::set<std::string> names;
+    for (const CacheChoice &a : caches)
+        for (const CacheChoice &b : caches)
+            if ((has_blocks(a.type_k) || has_blocks(a.type_v)) && larger(a, b)) names.insert(types_of(a));
+    if (names.empty()) return "";
+    const int width = shapes[0].key_width, rest = width % group_size;
+    return joined({names.begin(), names.end()}, ", ") +
+           formatted(": more than a larger type, as %d positions are stored together, the newest ones at f16%s\n",
+                     group_size,
+                     rest ? formatted(", and %d numbers as %d", width, width - rest + group_size).c_str() : "");
+}
+
 inline int run_memory(const Options &options) {
     MemoryQuestion question = memory_question(options);
     const CacheShape &shape = question.shapes[0];
@@ -241,7 +261,7 @@ inline int run_memory(const Options &options) {
              options.budget, least);
     Report report;
     add_question(report, question, named, options);
-    report.say("\n").table("results", rows);
+    report.say("\n").table("results", rows).say(larger_line(question.shapes, caches));
     report.say(
         "\nmetadata: scales, zero points, padding, page tables, f16 blocks, sinks, spare rows; % of the payload\n");
     report.say("smaller: how many times, than f32\na token: a position in all layers, K and V with their scales\n");

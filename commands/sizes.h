@@ -21,7 +21,7 @@ inline bool has_part(const std::string &text, const char *parts) {
 // New architectures come with keys of their own, and a size that leaves one out is wrong without a word. So a key that
 // sounds like attention or layers must be one that is read here, or of a sort that no size follows from; or it asks for
 // nothing. `mixed`: the config says which layers attend, so those of the others do not matter.
-inline void refuse_unknown_shape(const Section &config, bool mixed) {
+inline void refuse_unknown_shape(const Section &config, const Family &family, bool mixed) {
     const std::string read =
         "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads num_heads "
         "num_key_value_heads num_kv_heads n_kv_heads n_head_kv kv_n_heads multi_query_group_num head_dim kv_channels "
@@ -51,7 +51,7 @@ inline void refuse_unknown_shape(const Section &config, bool mixed) {
                                "mamba ssm state lru linear_ conv window_size window_pattern global_attn attn_alpha "
                                "attn_beta attention_hidden_size adapter")) ||
             (key == "attention_chunk_size" && window && item->valuedouble == window->valuedouble);  // MiMo: the same
-        if (!shape || harmless || is_neutral(item, 0) || has(read, key)) continue;
+        if (!shape || harmless || is_neutral(item, 0) || has(read, key) || family.has(item->string)) continue;
         fail("%s: %s is %s: what that does to the size of a cache is not known here", config.name.c_str(),
              printable(key).c_str(), printable(item).c_str());
     }
@@ -67,8 +67,8 @@ struct LayerWords {
     bool repeats;
 };
 constexpr LayerWords layer_words[] = {
-    {"layer_types", "full_attention attention indexed_attention deepseek_sparse_attention", "sliding_attention",
-     "linear_attention mamba mamba2 conv recurrent moe mlp", false},
+    {"layer_types", "full_attention attention indexed_attention deepseek_sparse_attention",
+     "sliding_attention chunked_attention", "linear_attention mamba mamba2 conv recurrent moe mlp", false},
     {"layers_block_type", "full_attention attention", "sliding_attention", "linear_attention mamba mamba2 moe mlp",
      false},
     {"attention_layers", "global", "local", "", false},    // GPT-Neo
@@ -125,6 +125,11 @@ inline std::vector<Sees> layers_named(const Section &config, const Family &famil
             if (layer > layers) in.refuse(known.key, in.find(known.key), "a list of layers");
             sees[(size_t)(layer % layers)] = known.named;
         }
+        return sees;
+    }
+    if (family.has("attention_chunk_size")) {  // Llama 4; null: all layers see everything
+        for (bool turns : read_turning(config, family, layers))
+            sees.push_back(turns && !config.has_null("attention_chunk_size") ? Sees::window : Sees::all);
         return sees;
     }
     const bool period = config.find("attn_layer_period");  // Jamba; the other is Qwen3-Next's
@@ -186,20 +191,23 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
             if (config.find(key)) return config.integer(key, 1, most);
         return config.integer(*keys.begin(), 1, most, otherwise);
     };
-    const int layers = size({"num_hidden_layers", "n_layer", "n_layers", "num_layers"}, max_layers, if_7b(32));
+    const int blocks = (int)items_of(config.find("layers_block_type")).size();  // Nemotron 3 counts its layers by it
+    const int layers = size({"num_hidden_layers", "n_layer", "n_layers", "num_layers"}, max_layers,
+                            blocks ? std::optional<int>(blocks) : if_7b(32));
     out.context = size({"max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length",
                         "model_max_length"},
                        1 << 30, known.context);
     std::vector<Sees> sees = layers_named(config, known, layers);
-    refuse_unknown_shape(config, !sees.empty() || known.has("all-attend"));
+    refuse_unknown_shape(config, known, !sees.empty() || known.has("all-attend"));
 
     Kind all, local;
     int &window = local.window = config.has_null("sliding_window") ? 0 : std::max(0, known.window);
-    for (const char *key : {"window_size", "attention_window_size", "sliding_window_size", "sliding_window"})
+    for (const char *key :
+         {"attention_chunk_size", "window_size", "attention_window_size", "sliding_window_size", "sliding_window"})
         if (config.find(key)) window = config.integer(key, 0, 1 << 30);
     if (numbers && (sees.empty() || known.has("some-slide"))) {
         sees.clear();
-        for (int back : read_windows(config, known, read_turning(config, known, layers))) {
+        for (int back : read_windows(config, known, read_turning(config, known, layers), out.context)) {
             sees.push_back(back ? Sees::window : Sees::all);
             if (back) window = back;
         }
@@ -229,7 +237,7 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
         if (!config.has_null("num_key_value_heads") && known.kv_heads) kv_heads = known.kv_heads;
         if (inside && !numbers && !config.has_null("num_key_value_heads")) kv_heads = {};
         const Section attention = config.section("attn_config");  // MPT, DBRX
-        if (attention.object) refuse_unknown_shape(attention, false);
+        if (attention.object) refuse_unknown_shape(attention, {}, false);
         const bool multi_query = config.flag("multi_query", known.has("multi-query"));
         const bool one = (multi_query && !config.flag("new_decoder_architecture", false)) ||
                          attention.text("attn_type", "") == "multiquery_attention";
@@ -287,14 +295,18 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
 
 inline CacheSizes read_cache_sizes(const std::string &name, const std::string &text) {
     CacheSizes out;
-    try {
-        Config c = parse_config(name, text, "", "");
-        return {c.family->architecture, "", "", c.context, c.kinds, c.rows};
-    } catch (const Error &error) {
-        out.why_not = error.what();
-    }
     Json root = parse_json(name, text, /*as_python=*/true);
     Section config{name, root.get()};
+    for (bool again : {false, true}) {  // what is quantized does not run, and has the cache of what it was made from
+        try {
+            const Config c = read_config(config, {"", nullptr});
+            return {c.family->architecture, out.why_not, "", c.context, c.kinds, c.rows};
+        } catch (const Error &error) {
+            if (!again) out.why_not = error.what();
+        }
+        for (cJSON *section : {root.get(), cJSON_GetObjectItemCaseSensitive(root.get(), "text_config")})
+            cJSON_DeleteItemFromObjectCaseSensitive(section, "quantization_config");
+    }
     const cJSON *names = config.find("architectures");
     bool named = cJSON_IsArray(names) && cJSON_IsString(names->child), inside = false;
     try {

@@ -537,7 +537,8 @@ TEST_CASE("info says what the config says") {
         double row = number(root, "kv_heads") * number(root, "head_dim");
         CHECK(number(root, "cache_bytes_per_token_f16") == 2 * 2 * number(root, "layers") * row);
         std::string out = run_well(arguments).out;
-        check_contains(out, "\n  architecture   " + text(root, "architecture"), "\n  will it run    yes: ");
+        check_contains(out, "\n  architecture   " + text(root, "architecture"), "\n  will it run    yes: ",
+                       " (no tokenizer.json: fetch it, or give prompts as --ids), end ids:");
     }
     Scratch scratch;  // what only config.json has wrong, where generation_config.json says it right
     const std::string copy = copy_of(models + "llama_bias", scratch);
@@ -1412,7 +1413,9 @@ TEST_CASE("checkpoints that cannot be used") {  // all that can be wrong with on
     };
     const std::vector<Case> cases{
         {model, [](auto &d) { fs::remove_all(d); }, {"No such file or directory"}},
-        {model, [](auto &d) { fs::remove_all(d), spill(d, "x"); }, {"Not a directory; expected the directory"}},
+        {model,
+         [](auto &d) { fs::remove_all(d), spill(d, "x"); },
+         {"Not a directory; it is a file: give its directory, -m "}},
         {model,
          [](auto &d) { fs::remove(d + "/config.json"); },
          {"config.json: cannot open it: No such file or directory; expected the directory"}},
@@ -1436,6 +1439,22 @@ TEST_CASE("checkpoints that cannot be used") {  // all that can be wrong with on
     }
 }
 
+TEST_CASE("weights that are cut while they are read end the program with a line, and leave no unfinished file") {
+    Scratch scratch;
+    const std::string cut = copy_of(builtin, scratch), dumped = scratch / "dumped.npy";
+    Terminal terminal({program_path(), "generate", "-m", cut, "-p", "Once", "-n", "-1", "--ignore-eos", "--cache",
+                       "ring", "--dump-logits", dumped});
+    REQUIRE(terminal.wait_for("Once", 60));
+    auto files = [&] { return std::distance(fs::directory_iterator(scratch.path), fs::directory_iterator()); };
+    CHECK(files() == 2);  // the model's folder, and the unfinished file
+    fs::resize_file(cut + "/model.safetensors", 100);
+    while (terminal.read_more()) continue;
+    CHECK(terminal.status() == 2);
+    check_contains(terminal.seen,
+                   "llm: a file that is read was cut meanwhile, or its disk fails: fetch the model again");
+    CHECK(files() == 1);
+}
+
 TEST_CASE("what is no directory of a checkpoint is named with its cure; old spellings run") {
     Scratch scratch;
     const std::string root = scratch / "models--a--b", snapshot = root + "/snapshots/0123";
@@ -1452,6 +1471,34 @@ TEST_CASE("what is no directory of a checkpoint is named with its cure; old spel
     fs::copy(model, snapshot);
     for (const char *end : {"", "/", "/snapshots", "/snapshots/"})
         refused(root + end, {root, "give its snapshot: -m " + snapshot});
+    fs::create_directories(root + "/snapshots/9876"), spill(root + "/snapshots/9876/config.json", "{}");
+    fs::create_directories(root + "/refs"), spill(root + "/refs/main", "0123");  // the one that was fetched last
+    for (const char *end : {"", "/snapshots/"}) refused(root + end, {"give its snapshot: -m " + snapshot});
+    spill(root + "/refs/main", "9876\n");
+    refused(root, {"give its snapshot: -m " + root + "/snapshots/9876"});
+    refused(snapshot + "/model.safetensors", {"it is a file: give its directory, -m " + snapshot});
+    refused("~/models/a", {"~/models/a", "a shell does not replace ~ within quotes: write $HOME"});
+    const std::string other = scratch / "other";
+    fs::create_directories(other), spill(other + "/a.Q4_K_M.gguf", "GGUF");
+    refused(other, {"it holds GGUF, a.Q4_K_M.gguf, which is not read here: fetch the checkpoint"});
+    spill(other + "/adapter_config.json", "{}");
+    refused(other, {"it holds an adapter (LoRA): merge it into its base model"});
+    // A file that is another thing, by any command that reads it.
+    const std::string pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 11422654\n",
+                      page = "<!DOCTYPE html>\n<html class=\"\"><head></head></html>\n";
+    for (const std::string file : {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                                   "model.safetensors", "chat_template.jinja"}) {
+        const std::string damaged = copy_of(builtin, scratch);
+        const Words line = Words{file == "chat_template.jinja" ? "chat" : "generate", "-m", damaged} +
+                           (file == "chat_template.jinja" ? Words{} : Words{"-p", "x"});
+        spill(damaged + "/" + file, pointer);
+        check_refused(run(line),
+                      {damaged + "/" + file + ": is a Git LFS pointer, not the file itself: run `git lfs pull`"});
+        spill(damaged + "/" + file, page);
+        if (line[0] == "generate")
+            check_refused(run(line), {damaged + "/" + file + ": is a web page, not the file itself: fetch it again"});
+        fs::remove_all(damaged);
+    }
     spill(snapshot + "/tokenizer.model", "x");
     for (const std::string command : {"generate", "tokenize", "diff"}) {
         Outcome outcome = run({command, "-m", snapshot, "-p", "x"});

@@ -484,6 +484,52 @@ TEST_CASE("windows of any config.json: what is read, what a ring sees, what info
         run_line("info " + of).out, "2 layers of 2 kinds; 1 of the layers look back 4096\n",
         "1 layer x 2 KV heads x 16 numbers, looking back 4096: 4096 of 32768 positions, 512 KiB + 64 KiB of");
     CHECK(number(memory(of + " --cache ring"), "window") == 32764);
+    // Phi-4-mini: a window longer than the context is none, in a ring as elsewhere.
+    spill(config, "{\"model_type\": \"mistral\", \"sliding_window\": 262144, " + sizes + "}");
+    CHECK(number(memory(of + " --cache ring"), "window") == 32764);
+    CHECK(number(memory(of + " --cache ring"), "sinks") == 4);
+    CHECK(!contains(run_line("info " + of).out, "look"));
+}
+
+TEST_CASE("-c says how long texts are: a ring sees no further, of a model, of a shape, of layers that slide") {
+    Scratch scratch;
+    spill(scratch / "config.json", R"({"model_type": "mistral", "sliding_window": 64, "hidden_size": 64,
+        "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 300, "num_hidden_layers": 2})");
+    const struct {
+        std::string flags;
+        int window, sinks;
+    } cases[] = {{"", 1276, 4},
+                 {"-c 100", 96, 4},
+                 {"-c 100 --window 50", 50, 4},
+                 {"-c 100 --sinks 8", 92, 8},
+                 {"-c 2k", 1276, 4},  // no further than the model was made for
+                 {"-c 1", 1, 0},
+                 {"--layers 2 --kv-heads 2 --head-dim 16 -c 100", 96, 4},
+                 {"-c 100 -m " + scratch.str(), 64, 0},
+                 {"-c 50 -m " + scratch.str(), 50, 0}};
+    for (const auto &[flags, window, sinks] : cases) {
+        const Json root = memory(flags + " --cache ring");
+        CAPTURE(flags);
+        CHECK((number(root, "window") == window && number(root, "sinks") == sinks));
+    }
+}
+
+TEST_CASE("where a smaller type takes more than a larger one, a line says why; elsewhere there is none") {
+    auto line = [](const std::string &flags) {
+        const std::string out = run_line("memory " + flags).out;
+        const size_t at = out.find(": more than a larger type");
+        const size_t begin = at == std::string::npos ? at : out.rfind('\n', at) + 1;
+        return at == std::string::npos ? "" : out.substr(begin, out.find('\n', at) - begin);
+    };
+    const std::string shape = "--layers 2 --kv-heads 2 --head-dim ", why =
+                                                                         ": more than a larger type, as 32 positions "
+                                                                         "are stored together, the newest ones at f16";
+    CHECK(line(shape + "16 -c 1024") == "int4" + why + ", and 16 numbers as 32");
+    CHECK(line(shape + "40 -c 10k --cache ring") == "int4" + why + ", and 40 numbers as 64");
+    CHECK(line(shape + "32 -c 30") == "int2, int4" + why);
+    CHECK(line(shape + "128 -c 1024") == "");
+    CHECK(line(shape + "16 -c 1024 --kv f16,int8,int2") == "");
+    CHECK(line(shape + "16 -c 1024 -ctk int8 -ctv int4,int8") == "int8/int4" + why + ", and 16 numbers as 32");
 }
 
 TEST_CASE("a config whose cache is not known has no size, and says which flags give a shape") {
@@ -574,7 +620,10 @@ TEST_CASE("the sizes of models that people download, from their config.json") {
 // LFM2-1.2B: 6 layers of 8 KV heads of 64; the 10 others keep 3 states of 2,048 numbers in f32, and rows to spare.
 TEST_CASE("a state has one size: LFM2-1.2B from its config.json") {
     Scratch scratch;
-    spill(scratch / "config.json", R"({"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2",
+    std::string form;
+    SUBCASE("as published") {}
+    SUBCASE("quantized, where it does not run") { form = R"("quantization_config": {"quant_method": "awq"}, )"; }
+    spill(scratch / "config.json", "{" + form + R"("architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2",
         "block_ff_dim": 12288, "conv_L_cache": 3, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048,
         "max_position_embeddings": 128000, "num_attention_heads": 32, "num_hidden_layers": 16,
         "num_key_value_heads": 8, "rope_theta": 1000000.0, "vocab_size": 65536})");
