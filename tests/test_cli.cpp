@@ -1419,7 +1419,7 @@ TEST_CASE("checkpoints that cannot be used") {  // all that can be wrong with on
         {model,
          [](auto &d) { fs::remove(d + "/config.json"); },
          {"config.json: cannot open it: No such file or directory; expected the directory"}},
-        {model, [](auto &d) { replace(d + "/config.json", "Qwen3For", "Qwen9For"); }, {"Qwen9For", "Qwen3For"}},
+        {model, [](auto &d) { replace(d + "/config.json", "Qwen3For", "Qwen9For"); }, {"Qwen9For", " Qwen3 "}},
         {model, [](auto &d) { replace(d + "/config.json", "_size\": 64", "_size\": 65"); }, {"[64, 32]", "[65, 32]"}},
         {model, cut_off("model.safetensors", 500), {"model.safetensors", "cut off"}},
         {model, [](auto &d) { spill(d + "/tokenizer.json", "{\"model\": 7}"); }, {"tokenizer.json", "model"}},

@@ -234,7 +234,7 @@ TEST_CASE("generate reports the same bytes for a cache that it filled") {
         std::string choice = std::string(" --cache ") + name_of(layout) + " --kv " + name_of(type);
         std::string place = std::holds_alternative<Ring>(layout) ? "" : " -c 105";
         Json real = run_json("generate --ids 1,2,3 -t 1 --ignore-eos -n 102" + choice + place);
-        Json formula = memory("-c 105" + choice);
+        Json formula = memory(choice + place);
         for (const std::string &key : Words{"bytes", "payload_bytes", "metadata_bytes"}) {
             CHECK(number(real, "cache." + key) == number(formula, key));
             CHECK(number(real, "cache." + key) == cell(formula, name_of(layout), name_of(type), key));
@@ -525,7 +525,7 @@ TEST_CASE("where a smaller type takes more than a larger one, a line says why; e
                                                                          ": more than a larger type, as 32 positions "
                                                                          "are stored together, the newest ones at f16";
     CHECK(line(shape + "16 -c 1024") == "int4" + why + ", and 16 numbers as 32");
-    CHECK(line(shape + "40 -c 10k --cache ring") == "int4" + why + ", and 40 numbers as 64");
+    CHECK(line(shape + "36 -c 10k --cache ring") == "int4" + why + ", and 36 numbers as 64");
     CHECK(line(shape + "32 -c 30") == "int2, int4" + why);
     CHECK(line(shape + "128 -c 1024") == "");
     CHECK(line(shape + "16 -c 1024 --kv f16,int8,int2") == "");
@@ -683,7 +683,7 @@ TEST_CASE("generate and show report the same kinds as the formula, for caches th
                 CAPTURE(choice);
                 std::string place = std::holds_alternative<Ring>(layout) ? "" : " -c 105";
                 Json real = run_json("generate --ids 3,4,5 -t 1 --ignore-eos -n 102" + choice + place);
-                Json formula = memory("-c 105" + choice);
+                Json formula = memory(choice + place);
                 Words keys = words_of("layers shared_layers kv_heads key_width value_width window");
                 if (!std::holds_alternative<Paged>(layout))  // of which generate counts the pages that are used
                     keys = keys + words_of("rows bytes payload_bytes metadata_bytes");
