@@ -94,7 +94,7 @@ inline const std::vector<Flag> &flags() {
         {"-ctv --cache-type-v", "TYPE", caches, &O::types_v, "cache type of V alone"},
         {"-c --ctx-size", "N", "generate diff", Int{&O::context, 1, 1 << 30},
          holds + "prompt + N, at most the model's context)"},
-        {"-c --ctx-size", "N", talk, Int{&O::context, 1, 1 << 30}, holds + "the model's context, at most 8k)"},
+        {"-c --ctx-size", "N", talk, Int{&O::context, 1, 1 << 30}, holds + "the model's context, at most 8k, with longrope its original one)"},
         {"-c --ctx-size", "N", "eval show batch", Int{&O::context, 1, 1 << 30}, holds + "what is asked for)"},
         {"-c --ctx-size", "N", shape, Int{&O::context, 1, 1 << 30}, holds + "the model's context)"},
         {"--page", "N", caches, Int{&O::page, 1, 1 << 16},

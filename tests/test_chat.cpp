@@ -620,6 +620,27 @@ TEST_CASE("a thought that the template begins is apart in the JSON, and a variab
     check_refused(run(base + Words{"--template-arg", "x"}, setting), {"--template-arg x: expected NAME=VALUE"});
 }
 
+TEST_CASE(
+    "without -c a chat holds as much as a model was trained for at first, and says how to go further (longrope)") {
+    Scratch scratch;
+    fs::copy("tests/fixtures/models/phi3_longrope_short", scratch / "model");
+    spill(scratch / "model/tokenizer.json",
+          R"({"added_tokens": [], "normalizer": null, "pre_tokenizer": null, "post_processor": null,
+              "decoder": {"type": "Fuse"}, "model": {"type": "BPE", "merges": [], "vocab": {"a": 3, "b": 4, "\n": 6}}})");
+    spill(scratch / "lines", "ab\n");
+    Setting setting;
+    setting.input = scratch / "lines";
+    const Words base = {"chat", "-m", scratch / "model", "--template", "plain", "--json", "-t", "1", "-n", "3"};
+    const Outcome usual = run(base, setting), small = run(base + words_of("-c 128"), setting);
+    REQUIRE_MESSAGE(usual.status == 0, usual);
+    check_contains(usual.err, "the context is 128 positions", "-c 512 goes further");
+    CHECK(small.err == "");
+    CHECK(ids(parse_json("a turn", usual.out), "tokens") == ids(parse_json("a turn", small.out), "tokens"));
+    const Outcome large = run(base + words_of("-c 512"), setting);
+    check_contains(large.err, "frequencies for texts beyond 128");
+    CHECK(!contains(large.err, "goes further"));
+}
+
 TEST_CASE("a Ctrl-C that came while a pipe had no line ends no answer") {
     Scratch scratch;
     // Waits until the first answer is written, and then until the program sleeps, as it reads the next line.
@@ -768,11 +789,27 @@ TEST_CASE("Ctrl-C ends an answer, or a line, but not the chat; a line is edited;
     REQUIRE(terminal.wait_for("> "));
     terminal.type("/cache\n");
     REQUIRE(terminal.wait_for("ring  "));
-    terminal.type("\x1b[A\x1b[A\n");  // two lines before: the first turn again
+    terminal.type("\x1b[A\x1b[A\n");                    // two lines before: the first turn again
     REQUIRE(terminal.wait_for("Once in a time", 300));  // and some of the answer
     terminal.type("\x03", /*at_once=*/true);
     REQUIRE(terminal.wait_for("kept "));
     CHECK(!contains(terminal.seen, "kept 0,"));
+    terminal.type("\x04");
+    CHECK(terminal.status() == 0);
+}
+
+TEST_CASE("a thought is dimmed on a terminal, with its marks, and the text is not") {
+    Scratch scratch;
+    spill(scratch / "own.jinja", "{{ messages[-1].content }}{{ '<think>' if messages[0].content == 'Think' }}");
+    Terminal terminal({program_path(), "chat", "--template", scratch / "own.jinja", "-n", "5"});
+    for (const char *line : {"Think", "Hi"}) {
+        if (line[0] == 'H') terminal.type("/clear\n");
+        terminal.type(std::string(line) + "\n");
+        REQUIRE(terminal.wait_for("kept "));
+        const std::string said = terminal.seen.substr(0, terminal.seen.find("kept "));
+        const size_t first = said.find("\x1b[2m"), second = said.find("\x1b[2m", first + 1);
+        CHECK((second != std::string::npos) == (line[0] == 'T'));  // the line about the turn is dimmed, too
+    }
     terminal.type("\x04");
     CHECK(terminal.status() == 0);
 }
