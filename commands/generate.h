@@ -7,7 +7,9 @@
 #include "report.h"
 
 [[noreturn]] inline void refuse(const std::string &flag, const std::string &value, const std::string &why) {
-    fail("%s%s%.80s: %s", flag.c_str(), value.empty() ? "" : " ", value.c_str(), why.c_str());
+    size_t size = std::min<size_t>(80, value.size());
+    while (size < value.size() && (value[size] & 0xc0) == 0x80) size--;  // whole characters
+    fail("%s%s%s: %s", flag.c_str(), value.empty() ? "" : " ", value.substr(0, size).c_str(), why.c_str());
 }
 
 // `least`: bytes of weights that are worth a thread of their own.

@@ -445,7 +445,7 @@ TEST_CASE("help and tables fit the terminal: what is too wide comes below, and n
              {"memory --budget 1GiB --bandwidth 100", words_of("payload metadata total layer read tokens/s fits")},
              {"show -p 'Once upon a time' --layer 1 --kv int8", words_of("position key value softmax error channel")},
              {"eval --repeats 1 --kv int4 -t 1 --ids 1,2,3,4,5", words_of("cache K B/token perplex. KL tokens/s")},
-             {"info", {}},
+             {"info", {}, 200, true},  // how much memory is free
              {"diff -p 'Once upon a time' -n 20 --kv f32,f16,fp8,int8,int4", {}, 200, true},
              {"diff -p 'Once upon a time' -n 20 --kv f32", words_of("step naive cached id logit diff KL ms text"), 200,
               true},
@@ -1194,6 +1194,9 @@ TEST_CASE("an error is the only line, whatever there was to note before; bytes t
     check_contains(run_well(marked).err, "byte order mark", "-t 256: taken as ");
     check_refused(run(marked + Words{"-c", "99999"}), {"-c 99999: this model was made for"});
     check_refused(run({"generate", "-p", "x", "--s\xff\xc3\xa9"}), {"--s\\xff\xc3\xa9: unknown flag"});
+    std::string many = "x";
+    for (int i = 0; i < 90; i++) many += "\xc3\xa9";
+    check_refused(run({"generate", "-p", "x", "-n", many}), {"-n " + many.substr(0, 79) + ": expected"});  // not within a character
     check_refused(run({"generate", "-f", scratch / "\xe2\x82"}), {"/\\xe2\\x82: No such file"});
     check_refused(run({"generate", "-p", "x", "-m", scratch / "\xfe"}), {"\\xfe"});
 }
@@ -1755,7 +1758,7 @@ TEST_CASE("Ctrl-C is heard within a pass of seconds: what there is is said, with
         {Words{"generate", "-ub", "8000"} + line, "tokens/s, ", {"text stop", "list tokens", "object prefill"}},
         {Words{"generate", "--cache", "none"} + line, "naive pass: ", {"text stop", "list tokens"}},
         {Words{"diff", "-n", "3"} + line, "naive pass: ", {}},
-        {Words{"show"} + line, "prefill: ", {"list tokens", "bool interrupted"}},
+        {Words{"show"} + line, "prefill: ", {"list prompt", "bool interrupted"}},
         {Words{"bench", "--prefill", "8000", "--depth", "0", "-m", scratch / "long", "-t", "1"},
          "prefill: ",
          {"list results", "bool interrupted"}},
