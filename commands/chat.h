@@ -1,6 +1,6 @@
 // llm chat: a conversation. The cache holds the turns before, so a turn reads what is new of it, and no more:
 //
-//   turn 1   <user> Hi <end> <model>                                  read; Hello is decoded behind it
+//   turn 1   <user> Hi <end> <model>                                  read; then Hello is decoded
 //   turn 2   <user> Hi <end> <model> Hello <end> <user> Bye <end> <model>
 //            ------------- kept ----------- ---------- read ------------
 //
@@ -38,7 +38,7 @@ struct Chat {
     Asked asked = {};
 };
 
-// Of a model that was not tuned for chat: its answer is the rest of a line.
+// The model was not tuned for chat: its answer is the rest of a line.
 inline bool is_plain(const Chat &chat) { return chat.options.chat_template == "plain"; }
 
 // ---- The ids of a turn ---------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 // A conversation as the text that a model was tuned on. A checkpoint brings its chat template as a program, in Jinja's
-// language. Who runs it otherwise than Jinja does writes nearly the right text, gets worse answers, and is not told
-// why. So Jinja runs it, in a process of its own: weights_tools/chat_template.py.
+// language. An imitation of Jinja writes nearly the right text; the answers get worse, and no message says why. So
+// Jinja itself runs it, in a process of its own: weights_tools/chat_template.py.
 #pragma once
 
 #include <fcntl.h>
@@ -24,13 +24,13 @@ struct Rendered {
     std::string text, typed;
 };
 
-// The program that runs a template: it writes a line of JSON, and then one for each line that it reads. And the special
-// tokens that nobody else may write.
+// The program that runs a template: it writes a line of JSON for each line that it reads. And the special tokens, which
+// only a template and the model may write.
 struct ChatTemplate {
     pid_t child;
     std::shared_ptr<FILE> channel;  // both ways; closed, it ends the program
     std::vector<std::string> specials = {};
-    std::string before = "", end = "";  // what stands before all that it writes; what it writes behind an answer
+    std::string before = "", end = "";  // comes before all that it writes; what it writes after an answer
 
     void ask(const std::string &question) const {
         const auto before = signal(SIGPIPE, SIG_IGN);  // if it is gone, text() says so
@@ -105,7 +105,7 @@ inline ChatTemplate open_template(const std::string &directory, const std::strin
     return opened;
 }
 
-// A text without its marks, and what is between two.
+// A text without its marks, and which special tokens had one on either side.
 inline Rendered unmarked(const ChatTemplate &with, const std::string &text) {
     Rendered all;
     std::vector<size_t> begins;
@@ -146,9 +146,9 @@ inline Message message_of(const ChatTemplate &with, const Section &from) {
     return {from.text("role", "user"), marked(with, from.text("content", ""), from.name.c_str())};
 }
 
-// The conversation up to where the model's next answer begins, without its marks. Where there are any, the text is that
-// of the conversation without them: a template may take what stands before white space that it would trim, or cut a
-// text at a special token. The marks then only tell which special tokens of it come from outside.
+// Renders the conversation up to where the model's next answer begins. Where texts have marks, it is rendered without
+// them, too, and that text counts: a mark may keep a template from trimming white space, or stay alone where the
+// template cuts a text at a special token. The marks then only tell which special tokens come from outside.
 inline Rendered render(const ChatTemplate &with, const std::vector<Message> &messages) {
     auto ask = [&](bool marks) {
         std::vector<Report> all;

@@ -9,7 +9,7 @@ template writes after an answer}. Then each line {"messages": [{"role", "content
 conversation, up to where the next answer begins}. Where that cannot be, it is {"error": why}. The date is that of the
 start, or of SOURCE_DATE_EPOCH.
 
-A template is a program of somebody else's: it runs in Jinja2's sandbox, with three seconds for a text and two gigabytes.
+A template is a program that a stranger wrote: it runs in Jinja2's sandbox, with three seconds for a text and two gigabytes.
 """
 import contextlib
 import datetime
@@ -101,7 +101,7 @@ def read_program(path):
 
 
 def find_program(directory, config, asked):
-    """A template and where it stands."""
+    """A template and its place, as messages call it."""
     if asked.endswith(".jinja"):
         return read_program(pathlib.Path(asked)), asked
     names = sorted(path.stem for path in NAMED.glob("*.jinja"))
@@ -187,7 +187,7 @@ class Template:
             signal.alarm(SECONDS)
             signal.setitimer(signal.ITIMER_PROF, 2 * SECONDS)  # ends this process: C code hears of no exception
             return work()
-        except Exception as error:  # of somebody else's program: any
+        except Exception as error:  # a stranger's program may raise any
             what = "" if isinstance(error, jinja2.TemplateError) else type(error).__name__ + " "
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             refuse(f"{self.place}{line}: {what}{error}".rstrip() + self.cure)
