@@ -319,7 +319,7 @@ def check_cache(scratch):
     page = Page(ROOT / "docs/cache.py", scratch)
     status, lines = page.run("python3 docs/cache.py", LIMIT)
     page.expect(status == 0, 1, f"status {status}")
-    page.check_console([], 0, lines)
+    page.check_console([], 0, lines, Exercises([], scratch))
     return page.problems
 
 
