@@ -258,7 +258,8 @@ def naive_and_cached(llm):
     for points, style in ((naive, "naive"), (cached, "cached")):
         picture.line([axes.at(*point) for point in points], f"line s-{style}")
         x, y = axes.at(*points[-1])
-        picture.text(x + 12, y + 5, f"{style} {points[-1][1]:.2g} ms", style + " bold")
+        time = points[-1][1]
+        picture.text(x + 12, y + 5, f"{style} {time:{'.0f' if time >= 10 else '.2g'}} ms", style + " bold")
     picture.text(20, 370, "Built-in model, llm diff -n 600.", "small")
     return picture
 
