@@ -147,10 +147,10 @@ inline void leave_out(const Options &options, const Error &error, int &wrong) {
 
 // All requests of the file, in the order that they come. Lines that are wrong end the program before anything runs;
 // with --keep-going they are said and left out, and `wrong` counts them.
-inline std::vector<std::unique_ptr<Request>> read_requests(const Options &options, const Session &session, int &wrong) {
+inline std::vector<std::unique_ptr<Request>> read_requests(const Options &options, Session &session, int &wrong) {
     std::vector<std::unique_ptr<Request>> requests;
     std::map<std::string, int> lines;  // by id
-    const Config &config = session.engine.model.config;
+    Config &config = session.engine.model.config;
     const bool endless = std::holds_alternative<Ring>(options.layouts[0]);
     const int limit = options.context ? options.context : config.context;
     if (limit > config.context)
@@ -178,6 +178,8 @@ inline std::vector<std::unique_ptr<Request>> read_requests(const Options &option
         }
     }
     if (reader.any_text) note_template(options.directory);
+    if (const int end = reader.form ? end_id(*reader.form, session.tokenizer.get()) : -1; end >= 0)
+        config.end_ids.push_back(end);
     if (requests.empty()) fail("%s: no request is there, expected a JSON object a line", options.prompt_file.c_str());
     std::stable_sort(requests.begin(), requests.end(), [](auto &a, auto &b) { return a->at < b->at; });
     for (size_t i = 0; i < requests.size(); i++) requests[i]->number = (int)i;

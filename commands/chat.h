@@ -329,13 +329,10 @@ inline Chat open_chat(Options options) {
     Config &config = chat.session.engine.model.config;
     for (int i = 0; is_plain(chat) && i < tokenizer_before(tokenizer); i++)  // no template says what a text begins with
         chat.form.before += tokenizer_token(tokenizer, encode(tokenizer, "")[i]);
-    // What the template writes after an answer ends it also where no config says so.
-    const std::string end = is_plain(chat) ? "\n" : chat.form.end;
-    const std::vector<int> ends = encode(tokenizer, {end, std::string(end.size(), '\0')}, "the template");
-    auto ending = std::find_if(ends.begin(), ends.end(), [&](int id) { return tokenizer_is_special(tokenizer, id); });
-    if (is_plain(chat)) ending = ends.end() - !ends.empty();
-    if (ending != ends.end())
-        config.end_ids.push_back(*ending);
+    const std::vector<int> line_end = encode(tokenizer, {"\n", std::string(1, '\0')}, "the template");
+    const int end = !is_plain(chat) ? end_id(chat.form, tokenizer) : line_end.empty() ? -1 : line_end.back();
+    if (end >= 0)
+        config.end_ids.push_back(end);
     else if (config.end_ids.empty() || !options.chat_template.empty())  // its own may leave that to the model
         note("no special token ends an answer: is the template the model's?");
     int usual = std::min(config.context, 8192), original = config.context;

@@ -183,3 +183,10 @@ inline Rendered render(const ChatTemplate &with, const std::vector<Message> &mes
 inline std::vector<int> encode(const Tokenizer *tokenizer, const Rendered &text, const char *what) {
     return encode(tokenizer, text.text, what, text.typed.data());
 }
+
+// The special token that a template writes after an answer, or -1. It ends an answer also where no config says so.
+inline int end_id(const ChatTemplate &with, const Tokenizer *tokenizer) {
+    for (int id : encode(tokenizer, {with.end, std::string(with.end.size(), '\0')}, "the template"))
+        if (tokenizer_is_special(tokenizer, id)) return id;
+    return -1;
+}

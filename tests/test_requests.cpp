@@ -380,6 +380,23 @@ TEST_CASE(
             "name is \"b\", expected role and content alone");
 }
 
+TEST_CASE("an answer to messages ends where the template ends one, also where no config says so") {
+    Scratch scratch;
+    const std::string tuned = scratch / "tuned";
+    fs::copy("weights_tools/builtin", tuned);
+    const int dot = ids(run_json({"tokenize", "-p", "."}), "ids").back();  // is a special token there
+    spill(tuned + "/tokenizer.json",
+          replaced(slurp(tuned + "/tokenizer.json"), "\"added_tokens\": [",
+                   "\"added_tokens\": [{\"id\": " + std::to_string(dot) +
+                       ", \"content\": \".\", \"single_word\": false, \"lstrip\": false, \"rstrip\": false, "
+                       "\"normalized\": false, \"special\": true},"));
+    spill(tuned + "/chat_template.jinja", "{% for m in messages %}{{ m['content'] + '.' }}{% endfor %}");
+    Batch batch("{\"id\": \"m\", \"messages\": [{\"role\": \"user\", \"content\": \"Tom went home\"}]}\n",
+                {"-m", tuned});
+    CHECK(text(batch.requests["m"], "stop") == "end id");
+    CHECK(ids(batch.requests["m"], "tokens").back() == dot);
+}
+
 TEST_CASE("--help of batch says what a request may hold") {
     const std::string help = run_well({"batch", "--help"}).out;
     for (const char *key : {"id: text or whole number", "messages: list", "stop: text or list of texts", "salt: text"})
