@@ -13,6 +13,7 @@ decodes the strings below with it. Files:
                     shown, and skipped; null where that is the string itself
 """
 
+import hashlib
 import json
 import random
 import sys
@@ -130,6 +131,15 @@ def random_strings(count, seed):
 def strings():
     random_ones = [text.replace("\0", NUL) for text in random_strings(20, 1)]
     return LANGUAGES + EMOJI + MARKS + SPACES + NUMBERS + CODE + CONTROL + ADDED + ODD + random_ones
+
+
+def odd_texts():
+    """A thousand and more: those above, and random characters and bytes."""
+    return [text for text in [*strings(), *random_strings(450, 2)] if NUL not in text]
+
+
+def checksum(ids):
+    return hashlib.sha256(json.dumps([list(map(int, each)) for each in ids]).encode()).hexdigest()
 
 
 # -------------------------------------------------------------------------------------------------- the shapes
