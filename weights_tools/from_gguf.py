@@ -348,6 +348,7 @@ def write_tensors(file, config, directory, dtype):
             index[names[name]] = place
             total += stored[-1].nbytes
         safetensors.serialize_file(tensors, directory / place, metadata={"format": "pt"})
+        (directory / place).chmod(0o644)
     if len(shards) > 1:
         write_json(directory / "model.safetensors.index.json", dict(metadata=dict(total_size=total), weight_map=index))
     return total
