@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""A real model (make smollm2) against Transformers (weights_tools/make_real_goldens.py), and its caches, batches, drafts and
+turns against each other. Run by `make test-real`, from the repository's root, with ./llm built.
+"""
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "weights_tools"))
+from make_tokenizer_fixtures import odd_texts
+
+MODEL = ["-m", "models/SmolLM2-135M-Instruct"]
+GOLDEN = json.loads((ROOT / "tests/fixtures/real.json").read_text())
+# What each type of a cache costs this model: KL to the f32 cache, in nats, mean over 48 tokens that follow the first text.
+KL = {}
+LAYOUTS, TYPES = ("contiguous", "paged", "ring"), ("f32", "f16", "bf16", "fp8", "int8", "int4", "int2")
+
+
+def llm(*arguments, text=None, good=(0,)):
+    done = subprocess.run(["./llm", *map(str, arguments)], cwd=ROOT, input=text, capture_output=True, text=True)
+    assert done.returncode in good, (arguments, done.returncode, done.stderr[-500:])
+    return done
+
+
+def said(*arguments, **more):
+    return json.loads(llm(*arguments, "--json", **more).stdout)
+
+
+def ids(_):
+    for text, expected in zip(odd_texts(), GOLDEN["ids"]):
+        found = said("tokenize", *MODEL, "-p", text)["ids"]
+        assert found == expected, (text, found, expected)
+
+
+def largest_logits(scratch):
+    """The twenty likeliest tokens, in their order but where two are closer than float32 can tell, and their logits."""
+    for text in GOLDEN["texts"]:
+        listed = ",".join(map(str, text["ids"]))
+        llm("generate", *MODEL, "--ids", listed, "-n", 0, "--kv", "f32", "--dump-logits", scratch / "logits.npy")
+        rows = np.load(scratch / "logits.npy", mmap_mode="r")
+        for position, tokens, logits in zip(text["positions"], text["tokens"], text["logits"]):
+            row = rows[position]
+            error = np.abs(row[tokens] - logits).max()
+            assert error < 1e-3, f"position {position}: a logit is {error} off"
+            best = np.sort(row)[::-1][:20]
+            assert np.abs(best - logits).max() < 1e-3, f"position {position}: other tokens are likelier"
+
+
+def greedy(_):
+    for case in GOLDEN["greedy"]:
+        listed = ",".join(map(str, case["ids"]))
+        for cache in ("none", "contiguous"):
+            flags = ["--cache", cache] + (["--kv", "f32"] if cache != "none" else ["-n", 20])
+            found = said("generate", *MODEL, "--ids", listed, "-n", 100, "--ignore-eos", *flags)["tokens"]
+            assert found == case["next"][:len(found)], (cache, found, case["next"])
+
+
+def chat(_):
+    lines = "".join(turn["user"] + "\n" for turn in GOLDEN["chat"])
+    kept = llm("chat", *MODEL, "--json", "-n", 32, "--kv", "f32", text=lines).stdout
+    for turn, expected in zip(map(json.loads, kept.splitlines()), GOLDEN["chat"]):
+        assert turn["prompt_ids"] == expected["prompt_ids"], (turn["prompt_ids"], expected["prompt_ids"])
+        assert turn["tokens"] == expected["tokens"], (turn["tokens"], expected["tokens"])
+
+
+def turns(scratch):
+    """A turn has the bits that it has where all of the conversation is read again, and its draft's."""
+    def rows(*flags):
+        lines = "".join(turn["user"] + "\n" for turn in GOLDEN["chat"])
+        found = llm("chat", *MODEL, "--json", "-n", 12, *flags, text=lines).stdout
+        return [[json.loads(line)[key] for key in ("prompt_ids", "tokens", "text")] for line in found.splitlines()]
+
+    usual = rows("--kv", "f32")
+    assert rows("--cache", "none") == usual
+    assert rows("--kv", "f32", "--draft", "ngram") == usual
+    assert rows("--kv", "f32", "--cache", "paged") == usual
+
+
+def caches(_):
+    text = GOLDEN["texts"][0]["text"]
+    kinds = ["--cache", ",".join(LAYOUTS), "--kv", ",".join(TYPES)]
+    found = said("diff", *MODEL, "--against", "full", "-p", text, "-n", 48, "--ignore-eos", *kinds, good=(0, 1))
+    for cache in found["caches"]:
+        layout, kind = cache["cache"]["layout"], cache["cache"]["type_k"]
+        kl = float(np.mean([step["kl"] for step in cache["steps"]]))
+        if kind == "f32":
+            assert cache["identical"] and cache["max_abs_logit_diff"] == 0, (layout, cache["verdict"])
+        else:
+            assert abs(kl / KL[kind] - 1) <= 0.1, f"{layout} {kind}: KL {kl:.3e}, expected {KL[kind]:.3e}"
+
+
+def batches(scratch):
+    """Each request in company has the bits that it has alone; drafts change nothing."""
+    requests = [dict(id=str(i), prompt=text["text"], n=24, seed=i, temp=i % 2) for i, text in enumerate(GOLDEN["texts"] * 2)]
+    (scratch / "requests.jsonl").write_text("".join(json.dumps(request) + "\n" for request in requests))
+    for more in ([], ["--draft", "ngram"], ["--cache", "paged", "--kv", "int8"]):
+        done = llm("batch", *MODEL, "-f", scratch / "requests.jsonl", "--against", "alone", *more)
+        assert json.loads(done.stdout.splitlines()[-1])["same_alone"] == len(requests), done.stdout[-500:]
+
+
+def main():
+    cases = [ids, largest_logits, greedy, chat, turns, caches, batches]
+    failed = 0
+    for case in cases:
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                case(pathlib.Path(scratch))
+            except AssertionError as wrong:
+                failed += 1
+                print(f"{case.__name__}: {wrong}")
+    print(f"[doctest] test cases: {len(cases)} | {len(cases) - failed} passed | {failed} failed")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
