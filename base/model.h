@@ -642,12 +642,11 @@ inline Config parse_config(const std::string &name, const std::string &text, con
 
 // What to do about what was given as a directory and holds no config.json, by what is found in its place.
 inline std::string directory_cure(const std::string &given) {
-    const std::string fetch =
-        ": fetch the checkpoint that it was made from, with its safetensors, and name its directory";
+    const std::string cure = ": weights_tools/from_gguf.py FILE DIR makes a directory of it";
     const size_t slash = given.find('/');
     const std::filesystem::path path = given;
     std::error_code none;
-    if (path.extension() == ".gguf") return "GGUF is not read here" + fetch;
+    if (path.extension() == ".gguf") return "GGUF is not read here" + cure;
     if (given[0] == '~') return "a shell does not replace ~ within quotes: write $HOME, or leave the quotes out";
     if (std::filesystem::is_regular_file(path, none))
         return "it is a file: give its directory" +
@@ -670,7 +669,7 @@ inline std::string directory_cure(const std::string &given) {
                "that";
     for (const auto &entry : std::filesystem::directory_iterator(path, none))
         if (entry.path().extension() == ".gguf")
-            return "it holds GGUF, " + entry.path().filename().string() + ", which is not read here" + fetch;
+            return "it holds GGUF, " + entry.path().filename().string() + ", which is not read here" + cure;
     if (slash && slash != std::string::npos && given.find('/', slash + 1) == std::string::npos && given[0] != '.' &&
         slash + 1 < given.size() && !file_exists(given))
         return "no such directory; of the hub: `hf download " + given + " --local-dir " + given.substr(slash + 1) +

@@ -320,7 +320,15 @@ inline Typed next_message(bool on_terminal) {
 // ---- llm chat ------------------------------------------------------------------------------------------------------
 
 inline Chat open_chat(Options options) {
-    if (options.chat_template.empty() && !options.has("-m")) options.chat_template = "plain";  // was not tuned for chat
+    if (options.chat_template.empty() && !options.has("-m")) {  // the built-in model was not tuned for chat
+        const std::string real = file_of_project("models/SmolLM2-135M-Instruct");
+        if (file_exists(join_path(real, "config.json"))) {
+            options.directory = real;
+        } else {
+            options.chat_template = "plain";
+            note("this model goes on with a text: `make smollm2` fetches one that answers, and chat takes it then");
+        }
+    }
     Session session = open_model(options);
     const Tokenizer *tokenizer = session.tokenizer.get();
     ChatTemplate form =

@@ -569,7 +569,7 @@ TEST_CASE("a message of several lines, of JSON, a word that is no command; /clea
     setting.input = scratch / "lines";
     auto refused = [&](const std::string &lines, const Words &parts) {
         spill(scratch / "lines", lines);
-        check_refused(run({"chat", "--json", "-t", "1"}, setting), parts);
+        check_refused(run({"chat", "--json", "-t", "1", "--template", "plain"}, setting), parts);
     };
     refused("\"\"\"one\n", {"\"\"\"", "its end is missing"});
     refused("\"one\n", {"this line: not valid JSON"});

@@ -1465,7 +1465,7 @@ TEST_CASE("what is no directory of a checkpoint is named with its cure; old spel
         for (const Words &command : {Words{"generate", "-p", "x"}, {"info"}, {"tokenize", "-p", "x"}, {"memory"}})
             program::check_refused(run(command + Words{"-m", given}), parts);
     };
-    refused("some/model.gguf", {"some/model.gguf/", "GGUF is not read here", "safetensors"});
+    refused("some/model.gguf", {"some/model.gguf/", "GGUF is not read here", "weights_tools/from_gguf.py"});
     refused("Qwen/Qwen3-0.6B", {"`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, then -m Qwen3-0.6B"});
     refused("./Qwen/Qwen3-0.6B", {"expected the directory that holds config.json"});
     refused("models/a/b", {"expected the directory that holds config.json"});
@@ -1483,7 +1483,7 @@ TEST_CASE("what is no directory of a checkpoint is named with its cure; old spel
     refused("~/models/a", {"~/models/a", "a shell does not replace ~ within quotes: write $HOME"});
     const std::string other = scratch / "other";
     fs::create_directories(other), spill(other + "/a.Q4_K_M.gguf", "GGUF");
-    refused(other, {"it holds GGUF, a.Q4_K_M.gguf, which is not read here: fetch the checkpoint"});
+    refused(other, {"it holds GGUF, a.Q4_K_M.gguf, which is not read here: weights_tools/from_gguf.py"});
     spill(other + "/adapter_config.json", "{}");
     refused(other, {"it holds an adapter (LoRA): merge it into its base model"});
     // A file that is another thing, by any command that reads it.

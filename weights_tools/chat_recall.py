@@ -20,7 +20,7 @@ def talk(llm, story, flags):
     questions = story["questions"]
     told = story["text"][: min(q["question_char"] for q in questions)].rstrip("\n").split("\n")
     lines = told + [q["question"] for q in questions]
-    result = subprocess.run([llm, "chat", "--json", *flags], input="\n".join(lines) + "\n", capture_output=True,
+    result = subprocess.run([llm, "chat", "--template", "plain", "--json", *flags], input="\n".join(lines) + "\n", capture_output=True,
                             text=True, check=True)
     return [json.loads(line) for line in result.stdout.splitlines()]
 
