@@ -161,6 +161,22 @@ TEST_CASE("layouts agree bit for bit, and a sequence has its bits alone and in a
     }
 }
 
+TEST_CASE("a fork on the card goes on with the bits of the text that it is a copy of") {
+    Engine card = on_card("llama_gqa_9_on_3");
+    for (const Precision &type : {Precision(F16{}), Precision(Int4{})})
+        for (const Place &place : {Place{}, ring(33, 2), paged(32)}) {
+            CAPTURE(std::string(name_of(type)) + " " + place.name());
+            Cache cache = cache_for(card, type, type, 80, place, 2);
+            prefill(card, cache, 0, random_tokens(card, 41));
+            fork(cache, 0, 1);
+            for (int token = 1; token < 26; token++) {
+                const Vector both = decode(card, cache, {0, 1}, {token, token});
+                const auto half = both.begin() + (std::ptrdiff_t)both.size() / 2;
+                CHECK(reference::same_bits(Vector(both.begin(), half), Vector(half, both.end())));
+            }
+        }
+}
+
 // ---- Recorded steps ----------------------------------------------------------------------------------------
 
 // Requests of the first `prompt` tokens and one more, together; then one that begins with all that the first one has.
