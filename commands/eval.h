@@ -254,7 +254,8 @@ inline std::vector<EvalResult> open_results(const Options &options, Engine &engi
         Options with = options;
         if (window) with.window = window, with.sinks = sinks;
         const char *activations = options.activations == "f32" ? "" : results.empty() ? "f32" : "bf16";
-        results.push_back({{}, open_cache(with, engine, choice, capacity), activations});
+        Cache cache = open_cache(with, engine, choice, capacity);  // in the braces g++ 12 -O3 warns
+        results.push_back({{}, std::move(cache), activations});
     };
     auto is_reference = [](const CacheChoice &choice) {
         return std::holds_alternative<Contiguous>(choice.layout) && types_of(choice) == "f32";
