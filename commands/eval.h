@@ -254,8 +254,9 @@ inline std::vector<EvalResult> open_results(const Options &options, Engine &engi
         Options with = options;
         if (window) with.window = window, with.sinks = sinks;
         const char *activations = options.activations == "f32" ? "" : results.empty() ? "f32" : "bf16";
-        Cache cache = open_cache(with, engine, choice, capacity);  // in the braces g++ 12 -O3 warns
-        results.push_back({{}, std::move(cache), activations});
+        EvalResult &result = results.emplace_back();  // g++ 12 -O3 takes what braces make for uninitialized
+        result.cache = open_cache(with, engine, choice, capacity);
+        result.activations = activations;
     };
     auto is_reference = [](const CacheChoice &choice) {
         return std::holds_alternative<Contiguous>(choice.layout) && types_of(choice) == "f32";
