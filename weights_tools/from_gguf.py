@@ -23,9 +23,13 @@ import shutil
 import struct
 import sys
 
-import gguf
-import numpy as np
-import safetensors
+try:
+    import gguf
+    import numpy as np
+    import safetensors
+except ImportError as missing:
+    sys.exit(f"from_gguf: {missing.name} is not installed: pip install -r weights_tools/requirements-gguf.txt, or take "
+             "build/python/bin/python, which `make smollm2` makes")
 
 SHARD = 4 << 30  # bytes of one safetensors file at most
 TORCH_NAMES = dict(bf16="bfloat16", f16="float16", f32="float32")
