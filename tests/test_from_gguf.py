@@ -83,8 +83,9 @@ def changed(name, path, **changes):
 
 def unknown_things(scratch):
     word, whole, real = ([kind] for kind in (gguf.GGUFValueType.STRING, gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32))
+    words = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING]
     there, path = scratch / "model", scratch / "changed.gguf"
-    for words, changes in [
+    for expected, changes in [
             (["architecture mamba is not known", "qwen3"], dict(arch="mamba")),
             (["tokenizer.ggml.pre is klingon", "smollm"], dict(keys={"tokenizer.ggml.pre": ("klingon", word)})),
             (["tokenizer.ggml.model is t5"], dict(keys={"tokenizer.ggml.model": ("t5", word)})),
@@ -94,8 +95,10 @@ def unknown_things(scratch):
             (["qwen3.block_count is 0"], dict(keys={"qwen3.block_count": (0, whole)})),
             (["bos_token_id is 70000"], dict(keys={"tokenizer.ggml.bos_token_id": (70000, whole)})),
             (["tensor blk.0.attn_rotten.weight is not known"], dict(names={"blk.0.attn_q.weight": "blk.0.attn_rotten.weight"})),
+            (["tokenizer.ggml.merges has 'a klingon'"], dict(keys={"tokenizer.ggml.merges": (["a klingon"], words)})),
+            (["tensor blk.0.weight is not known"], dict(names={"blk.0.attn_q.weight": "blk.0.weight"})),
             (["token_embd.weight is missing"], dict(without=["token_embd.weight"]))]:
-        check_refused(changed("qwen3", path, **changes), there, *words)
+        check_refused(changed("qwen3", path, **changes), there, *expected)
         path.unlink()
 
 

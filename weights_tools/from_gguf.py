@@ -285,7 +285,7 @@ CONSUMED = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 def name_of(name, file):
     stem, _, part = name.rpartition(".")
     if stem.startswith("blk."):
-        _, layer, stem = stem.split(".", 2)
+        layer, _, stem = stem[len("blk."):].partition(".")
         known = {**LAYER, **ARCHITECTURES[file.arch][3]}.get(stem)
         stem = known and f"model.layers.{layer}.{known}"
     else:
@@ -443,6 +443,10 @@ def tokenizer_of(file, config):
             raise Wrong(f"tokenizer.ggml.pre is {pre}, which is not known here; known are {' '.join(PRE_TOKENIZERS)}")
         steps, normalizer, whole_words, opens = PRE_TOKENIZERS[pre]
         merges = file.need("tokenizer.ggml.merges", list)
+        for merge in map(str, merges):
+            parts = merge.split(" ")
+            if len(parts) != 2 or not {*parts, "".join(parts)} <= vocab.keys():
+                raise Wrong(f"tokenizer.ggml.merges has {merge[:40]!r}, expected two tokens that make a third: damaged")
         whole |= dict(normalizer=normalizer, pre_tokenizer=dict(type="Sequence", pretokenizers=steps), decoder=byte_level(True),
                       model=bpe(vocab, merges, ignore_merges=whole_words))
     elif model == "llama":
