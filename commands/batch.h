@@ -307,17 +307,21 @@ struct BatchRun {
         Report all;
         all.add("requests", (int)requests.size(), counted((int64_t)requests.size(), "request") + ", ");
         all.add("prompt_tokens", prompts);
-        all.add("tokens", (long long)generated, counted(generated, "token")).show("seconds", seconds, " in %.3g s: ");
+        all.add("tokens", (long long)generated, counted(generated, "token")).add("seconds", seconds, " in " + in_digits(seconds) + " s: ");
         all.show("tokens_per_second", (double)generated / seconds, "%.1f tokens/s\n").add("passes", passes);
         all.show("hit_tokens", (long long)found, "%lld of ").say(counted(prompts, "prompt token"));
         all.add("preemptions", (long long)preemptions, " were found in the cache; ")
             .say(counted(preemptions, "preemption") + "\n");
         all.add("errors", errors);
         if (errors) all.say(counted(errors, "request") + " ended by an error, which its line says\n");
-        all.show("seconds_to_first_token_p50", percentile(to_first, 50), "the first token after %.3g s (median), ");
-        all.show("seconds_to_first_token_p99", percentile(to_first, 99), "%.3g s (p99); ");
-        all.show("seconds_between_tokens_p50", percentile(between, 50), "the next one after %.3g s (median), ");
-        all.show("seconds_between_tokens_p99", percentile(between, 99), "%.3g s (p99)\n");
+        const auto add_times = [&](const std::string &key, const char *what, const std::vector<double> &times,
+                                   const char *after) {
+            const double median = percentile(times, 50), most = percentile(times, 99);
+            const std::string shown = in_digits(median) + " s (median), " + in_digits(most) + " s (p99)" + after;
+            all.add((key + "_p50").c_str(), median).add((key + "_p99").c_str(), most, times.empty() ? "" : what + shown);
+        };
+        add_times("seconds_to_first_token", "the first token after ", to_first, between.empty() ? "\n" : "; ");
+        add_times("seconds_between_tokens", "the next one after ", between, "\n");
         Report of;
         add_names(of, &cache, "cache %s", ", K %s", ", V %s: ");
         of.add("peak_bytes", most_bytes, in_units(most_bytes));

@@ -232,7 +232,7 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
     report.add("forgotten", held - kept, held > kept ? formatted(", forgot %d", held - kept) : "");
     report.add("dropped_turns", dropped, dropped ? ", dropped " + counted(dropped, "turn") : "");
     const double first = result.prefill_seconds;
-    const std::string after = tokens.empty() ? "" : formatted(", first token after %.3g ms", first * 1e3);
+    const std::string after = tokens.empty() ? "" : ", first token after " + in_digits(first * 1e3) + " ms";
     report.add("seconds_to_first_token", first, after);
     Report guesses = about_draft(session.drafter), about = about_cache(session.engine.model.config, cache);
     guesses.text.clear();

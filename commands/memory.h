@@ -95,7 +95,7 @@ inline double tokens_in(double budget, const std::vector<CacheShape> &shapes, co
 // ---- The table ----
 
 inline std::string in_figures(double number) {
-    return number > 0 && number < 0.005 ? "~0" : formatted(number < 999.5 ? "%.3g" : "%.0f", number);
+    return number > 0 && number < 0.005 ? "~0" : in_digits(number);
 }
 
 // Refuses what no page table, or no double, can tell.

@@ -8,12 +8,15 @@
 
 // ---- Numbers and words ---------------------------------------------------------------------------------------------
 
+// Three digits, or all of those before the point: 0.0123, 45.1, 1050.
+inline std::string in_digits(double number) { return formatted(number < 999.5 ? "%.3g" : "%.0f", number); }
+
 // Three digits and a unit: "1.25 GiB".
 inline std::string in_units(double bytes) {
     const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
     int unit = 0;
     for (; bytes >= 1023.5 && unit < 5; unit++) bytes /= 1024;
-    return formatted(bytes < 999.5 ? "%.3g %s" : "%.0f %s", bytes, units[unit]);
+    return in_digits(bytes) + " " + units[unit];
 }
 
 inline std::string joined(const std::vector<std::string> &items, const char *between) {

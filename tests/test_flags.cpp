@@ -546,3 +546,10 @@ TEST_CASE("--version says what this is and how it was built") {
     check_contains(version, "llm 1.", "built with", "CUDA");
     CHECK(std::count(version.begin(), version.end(), '\n') == 1);
 }
+
+TEST_CASE("a number has three digits, and none becomes 1.05e+03") {
+    CHECK(in_digits(0.01234) == "0.0123");
+    CHECK(in_digits(45.14) == "45.1");
+    CHECK(in_digits(999.4) == "999");
+    CHECK(in_digits(1050.4) == "1050");
+}
