@@ -216,8 +216,8 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
     if (last != '\n') show("\n");
     const size_t ends = result.stop == "end id" ? 1 : 0;  // what ends an answer is not of it
     const std::string ending = ends ? decode(session.tokenizer.get(), {session.tokens.back()}) : "";
-    if (const size_t place = result.text.rfind(ending); place + ending.size() == result.text.size())
-        result.text.resize(place);
+    const size_t rest = result.text.size() - std::min(result.text.size(), ending.size());
+    if (result.text.compare(rest, SIZE_MAX, ending) == 0) result.text.resize(rest);
     take_answer(chat, session.tokens.size() - ends);
 
     Report report;

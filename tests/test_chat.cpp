@@ -618,6 +618,11 @@ TEST_CASE("a thought that the template begins is apart in the JSON, and a variab
     CHECK(number(says, "prompt_tokens") < number(thinks, "prompt_tokens"));
     CHECK(contains(run(base, setting).out, text(thinks, "thought")));
     check_refused(run(base + Words{"--template-arg", "x"}, setting), {"--template-arg x: expected NAME=VALUE"});
+    // What ends an answer within a thought is not looked for in the text, which is shorter.
+    spill(scratch / "lines", "The end. <think>\n");
+    const Outcome plain = run({"chat", "-t", "1", "-n", "100", "--template", "plain", "--json"}, setting);
+    REQUIRE_MESSAGE(plain.status == 0, plain);
+    CHECK(text(parse_json("a turn", plain.out), "stop") == "end id");
 }
 
 TEST_CASE(
