@@ -143,7 +143,9 @@ constexpr const char *thoughts[][2] = {{"<think>", "</think>"},
 inline Message message_of(const ChatTemplate &with, const Section &from) {
     from.refuse_others("role content", "role and content alone");
     from.need("content");
-    return {from.text("role", "user"), marked(with, from.text("content", ""), from.name.c_str())};
+    const std::string role = from.text("role", "user");  // has no marks, so it must need none
+    if (marked(with, role, "role") != role) from.refuse("role", from.find("role"), "no special token in it");
+    return {role, marked(with, from.text("content", ""), from.name.c_str())};
 }
 
 // Renders the conversation up to where the model's next answer begins. Where texts have marks, it is rendered without
