@@ -243,7 +243,7 @@ struct BatchRun {
 
     // A line of what it has, as soon as it ends.
     void end(Request &request) {
-        if (request.stop == "interrupted") request.text += request.writer->flush();  // no stop follows
+        if (has("interrupted error", request.stop)) request.text += request.writer->flush();  // no stop follows
         const double time = now() - start;
         const auto middle = request.tokens.begin() + request.prompt;
         generated += request.tokens.end() - middle, found += std::max(0, request.known);

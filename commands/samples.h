@@ -43,7 +43,7 @@ inline int run_samples(const Options &options) {
         }
     } catch (Interrupted) {
         for (Request &sample : samples)
-            if (sample.stop.empty()) sample.stop = "interrupted";
+            if (sample.stop.empty()) sample.text += sample.writer->flush(), sample.stop = "interrupted";
     }
     const double seconds = now() - start;
     std::string prompt, texts;
