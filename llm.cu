@@ -67,7 +67,8 @@ inline int expect_positions(Engine &engine, int positions) {
 inline std::string why_no_pairs(double gain) {
     if (gain == 0) return "this processor has no instruction for it (AVX512_BF16)";
     if (gain > 0.9) return "";
-    return formatted("this processor does %.2f times as many products a second in bf16 as in f32, so it is slower", gain);
+    return formatted("this processor does %.2f times as many products a second in bf16 as in f32, so it is slower",
+                     gain);
 }
 
 // A model on a machine. `weights`: stored (where the file has them, if the machine can read that), copied or int8.

@@ -17,7 +17,7 @@ static inline const char *instead_of_file(const char *text, size_t length) {
 }
 
 // Replaced in as many bytes, so that an error names the place it has in the file: for Infinity a number that overflows,
-// for NaN `nan`, of 3 bytes. `json`: (length), and a NUL behind it. Texts keep the words.
+// for NaN `nan`, of 3 bytes. `json`: (length), and then a NUL. Texts keep the words.
 static inline void replace_python_numbers(char *json, size_t length, const char *nan) {
     bool inside = false;  // a text
     for (size_t i = 0; i < length; i++) {

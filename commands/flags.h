@@ -94,7 +94,8 @@ inline const std::vector<Flag> &flags() {
         {"-ctv --cache-type-v", "TYPE", caches, &O::types_v, "cache type of V alone"},
         {"-c --ctx-size", "N", "generate diff", Int{&O::context, 1, 1 << 30},
          holds + "prompt + N, at most the model's context)"},
-        {"-c --ctx-size", "N", talk, Int{&O::context, 1, 1 << 30}, holds + "the model's context, at most 8k, with longrope its original one)"},
+        {"-c --ctx-size", "N", talk, Int{&O::context, 1, 1 << 30}, 
+         holds + "the model's context, at most 8k, with longrope its original one)"},
         {"-c --ctx-size", "N", "eval show batch", Int{&O::context, 1, 1 << 30}, holds + "what is asked for)"},
         {"-c --ctx-size", "N", shape, Int{&O::context, 1, 1 << 30}, holds + "the model's context)"},
         {"--page", "N", caches, Int{&O::page, 1, 1 << 16},
@@ -364,7 +365,8 @@ inline void check_together(const Options &o) {
     const int texts = o.has("-p") + o.has("-f") + o.has("--ids");
     refuse_if(o.has("-ctk") || o.has("-ctv"), "--kv", "is the type of K and V: keep it, or -ctk and -ctv");
     refuse_if(o.standard_set, "--cache --kv -ctk -ctv --page --window --sinks", "--all is a set of its own: drop one");
-    refuse_if(o.naive && in("diff eval memory batch"), "--cache", "llm " + o.command + " is about caches: " + layout_names());
+    refuse_if(o.naive && in("diff eval memory batch"), "--cache",
+              "llm " + o.command + " is about caches: " + layout_names());
     refuse_if(o.naive, "--samples -np", "several texts share a cache, which --cache none has not: drop one of the two");
     refuse_if(o.forks(), "--dump-logits", "is for one text: drop --samples or --dump-logits");
     const bool texts_drawn = in("generate") && o.forks();

@@ -317,8 +317,8 @@ void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> pr
     m.wait();
 }
 
-// Seconds for many products of registers of Numbers with themselves: the least of some tries, each of them 0.1 ms. There
-// are more chains than the latency of one product covers.
+// Seconds for many products of registers of Numbers with themselves: the least of some tries, each of them 0.1 ms.
+// There are more chains than the latency of one product covers.
 template <class Number>
 double product_seconds() {
     constexpr int chains = 12, rounds = 20000;

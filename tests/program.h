@@ -128,7 +128,7 @@ public:
         if (count > 0) seen.append(buffer, (size_t)count);
         return count > 0;
     }
-    // Reads until `until` stands there and so many characters do, or its patience is at its end.
+    // Reads until `until` and so many characters are there, or its patience is at its end.
     bool wait_for(const std::string &until, size_t size = 0) {
         const auto end = std::chrono::steady_clock::now() + Setting().patience;
         pollfd ready = {terminal_, POLLIN, 0};

@@ -1196,7 +1196,8 @@ TEST_CASE("an error is the only line, whatever there was to note before; bytes t
     check_refused(run({"generate", "-p", "x", "--s\xff\xc3\xa9"}), {"--s\\xff\xc3\xa9: unknown flag"});
     std::string many = "x";
     for (int i = 0; i < 90; i++) many += "\xc3\xa9";
-    check_refused(run({"generate", "-p", "x", "-n", many}), {"-n " + many.substr(0, 79) + ": expected"});  // not within a character
+    // Not cut within a character.
+    check_refused(run({"generate", "-p", "x", "-n", many}), {"-n " + many.substr(0, 79) + ": expected"});
     check_refused(run({"generate", "-f", scratch / "\xe2\x82"}), {"/\\xe2\\x82: No such file"});
     check_refused(run({"generate", "-p", "x", "-m", scratch / "\xfe"}), {"\\xfe"});
 }

@@ -12,7 +12,7 @@ using Tokens = std::vector<int>;
 
 // ---- A random walk against a plain memory ------------------------------------------------------------------------
 
-// A memory of labels stands for the rows: position t of a sequence holds a label of its salt and its tokens 0 .. t.
+// A memory of labels in place of the rows: position t of a sequence holds a label of its salt and its tokens 0 .. t.
 // Whatever a sequence sees must read as if it had been computed alone, and by one of its own salt.
 struct Walk {
     reference::Random random;
