@@ -304,7 +304,12 @@ inline Typed next_message(bool on_terminal) {
     Typed typed = next_line(on_terminal, "> ");
     if (typed.text.compare(0, 3, mark) != 0) return typed;
     std::string all = typed.text.substr(3);
-    auto ends = [&] { return all.size() >= 3 && all.compare(all.size() - 3, 3, mark) == 0; };
+    auto ends = [&] {
+        const std::string cut = all.substr(0, all.find_last_not_of(" \t") + 1);  // blanks after the mark are not seen
+        const bool closed = cut.size() >= 3 && cut.compare(cut.size() - 3, 3, mark) == 0;
+        if (closed) all = cut;
+        return closed;
+    };
     while (!ends()) {
         typed = next_line(on_terminal, "... ");
         if (typed.given_up) return typed;

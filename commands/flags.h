@@ -477,8 +477,8 @@ inline std::string read_text(const std::string &name) {
     const size_t limit = S_ISCHR(status.st_mode) ? 1 << 20 : 1 << 28;  // a device such as /dev/zero has no end
     std::string text;
     char part[1 << 16];
-    for (size_t count; text.size() <= limit && (count = fread(part, 1, sizeof part, file.get())) > 0;)
-        text.append(part, count);
+    while (text.size() <= limit && !feof(file.get()) && !ferror(file.get()))  // one Ctrl-D ends what is typed
+        text.append(part, fread(part, 1, sizeof part, file.get()));
     if (ferror(file.get())) refuse("-f", name, std::string(strerror(errno)) + ", expected a file or a pipe");
     if (text.size() > limit) refuse("-f", name, formatted("is longer than %zu MiB, expected a text", limit >> 20));
     if (has("\xff\xfe \xfe\xff", text.substr(0, 2)))

@@ -557,6 +557,7 @@ TEST_CASE("a message of several lines, of JSON, a word that is no command; /clea
     CHECK(first("\"\"\"\none\n\ntwo\n\"\"\"\n") == "one\n\ntwo");
     CHECK(first("\"\"\"/bye\"\"\"\n") == "/bye");
     CHECK(first("\"\"\"\n/undo\r\n{\n\"\"\"\r\n") == "/undo\n{");
+    CHECK(first("\"\"\"one\ntwo\n\"\"\" \t\n") == "one\ntwo");
     CHECK(first("\"one\\ntwo \\u00e9\"\n") == "one\ntwo é");
     CHECK(first("{\"role\": \"user\", \"content\": \"/bye\"}\n") == "/bye");
     CHECK(first("/no_think\n") == "/no_think");

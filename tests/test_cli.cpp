@@ -1742,6 +1742,12 @@ static Pressed press(const Words &arguments, const std::string &after, int press
     return result;
 }
 
+TEST_CASE("one Ctrl-D ends a text that is typed") {
+    Terminal terminal({program_path(), "generate", "-n", "1", "-f", "-"});
+    terminal.type("Once upon\n\4", true);
+    CHECK(terminal.wait_for("stopped: length"));
+}
+
 TEST_CASE("Ctrl-C is heard within a pass of seconds: what there is is said, with status 130; progress is erased") {
     // The built-in checkpoint takes many seconds for 8,000 tokens at once.
     Scratch scratch;
