@@ -378,8 +378,8 @@ inline bool obey(Chat &chat, const std::string &command) {
         chat.turns.clear(), chat.asked.dropped = 0;
     } else if (command == "/help") {
         fputs(
-            "/undo   takes the last turn back\n/again  answers it anew: otherwise, if --temp is above 0\n"
-            "/clear  takes all turns back\n/cache  shows where its rows are\n"
+            "/undo   takes the last turn back\n/again  answers it again, differently if --temp is above 0\n"
+            "/clear  takes all turns back\n/cache  shows where the cache has its rows\n"
             "/bye    ends the chat, as /quit and /exit do; Ctrl-C ends an answer\n"
             "\"\"\"     begins and ends a text of several lines\n",
             stderr);

@@ -40,6 +40,7 @@ inline const std::vector<Flag> &flags() {
     using Ints = Range<std::vector<int>>;
     using Real = Range<double>;
     const char *all = "generate chat diff eval bench batch memory show tokenize info",
+               *others = "generate diff eval bench batch memory show tokenize info",
                *run = "generate chat diff eval bench batch", *many = "batch";
     const char *texts = "generate diff bench show tokenize", *drawn = "generate chat bench",
                *timed = "generate chat diff bench batch", *talk = "chat";
@@ -48,8 +49,10 @@ inline const std::vector<Flag> &flags() {
     const std::string naive = "none (the naive path) or ", holds = "positions the cache holds (default: ";
     // clang-format off
     static const std::vector<Flag> table = {
-        {"-m --model", "DIR", all, &O::directory, "a Hugging Face directory (default: the built-in checkpoint)",
+        {"-m --model", "DIR", others, &O::directory, "a Hugging Face directory (default: the built-in checkpoint)",
          "Text"},
+        {"-m --model", "DIR", talk, &O::directory,
+         "a Hugging Face directory (default: the one of `make smollm2`, or else the built-in checkpoint)", "Text"},
         {"-p --prompt", "TEXT", texts, &O::prompt, "the prompt; empty: it starts from the token that opens a text"},
         {"-f --file", "FILE", texts, &O::prompt_file, "the prompt " + from_file},
         {"-f --file", "FILE", "eval", &O::prompt_file, "the text " + from_file},
@@ -72,8 +75,8 @@ inline const std::vector<Flag> &flags() {
          "ends the text before this one, or at the special token spelled so; may be given several times"},
         {"--ignore-eos", "", "generate diff batch", &O::ignore_end, "go on after an end id"},
         {"--temp", "T or auto", drawn, Real{&O::temperature, 0, 1000},
-         "temperature; 0 takes the likeliest token (default 0); auto: with --top-k and the like as the model's "
-         "generation_config.json asks", "Sampling"},
+         "temperature; 0 takes the likeliest token (default 0); auto: temperature, --top-k and the like that the "
+         "model's generation_config.json asks for", "Sampling"},
         {"--top-k", "N", drawn, Int{&O::top_k, 0, 1 << 30},
          "sample from the N likeliest tokens; 0 (default): from all"},
         {"--top-p", "P", drawn, Real{&O::top_p, 0, 1},
@@ -94,12 +97,12 @@ inline const std::vector<Flag> &flags() {
         {"-ctv --cache-type-v", "TYPE", caches, &O::types_v, "cache type of V alone"},
         {"-c --ctx-size", "N", "generate diff", Int{&O::context, 1, 1 << 30},
          holds + "prompt + N, at most the model's context)"},
-        {"-c --ctx-size", "N", talk, Int{&O::context, 1, 1 << 30}, 
+        {"-c --ctx-size", "N", talk, Int{&O::context, 1, 1 << 30},
          holds + "the model's context, at most 8k, with longrope its original one)"},
-        {"-c --ctx-size", "N", "eval show batch", Int{&O::context, 1, 1 << 30}, holds + "what is asked for)"},
+        {"-c --ctx-size", "N", "eval show batch", Int{&O::context, 1, 1 << 30}, holds + "as many as are needed)"},
         {"-c --ctx-size", "N", shape, Int{&O::context, 1, 1 << 30}, holds + "the model's context)"},
         {"--page", "N", caches, Int{&O::page, 1, 1 << 16},
-         "paged: positions per page (default 16; 32 where int4 or int2 share)"},
+         "paged: positions per page (default 16; 32 where texts share pages of int4 or int2)"},
         {"--pool", "N", many, Int{&O::pool, 1, 1 << 30},
          "paged: positions in all pages together (default: enough for each of -np to be as long as the longest)"},
         {"--swa-full", "", caches, &O::keep_all,
@@ -119,7 +122,7 @@ inline const std::vector<Flag> &flags() {
         {"--order", "fcfs|prefix", many, &O::order,
          "who comes in next: the first (default), or the longest known beginning; no one is overtaken over 16 times"},
         {"-s --seed", "SEED", many, Range<int64_t>{&O::seed, -1, 0x1p53},
-         "of the first line, and one more for each line after it (default -1: drawn)"},
+         "the seed of the first line; each next line has one more (default -1: drawn)"},
         {"--keep-going", "", many, &O::keep_going, "say which lines are wrong, and run the others"},
         {"--against", "alone", many, &O::against, "each request also alone, and whether its logits have the same bits"},
         {"--against", "naive|full", "diff", &O::against,
@@ -149,7 +152,8 @@ inline const std::vector<Flag> &flags() {
         {"-ub --ubatch-size", "N", "generate chat diff eval bench", Int{&O::chunk, 1, 1 << 20},
          "tokens of a prefill pass (default 512)"},
         {"--draft", "DIR", timed, &O::draft,
-         "a small model with the same tokenizer guesses tokens, which a pass then checks; or ngram: the text before"},
+         "guesses tokens, which a pass then checks: a small model with the same tokenizer, or the word ngram, which "
+         "looks for the last tokens earlier in the text"},
         {"--draft-tokens", "N", timed, Int{&O::draft_tokens, 1, 1024}, "guesses of a pass at most (default 4)"},
         {"--draft-rule", "exact|leviathan", "generate chat bench", &O::draft_rule,
          "exact: the text is the same as without (default); leviathan: another one of the same distribution"},
@@ -202,6 +206,7 @@ constexpr Command commands[] = {
 constexpr const char *elsewhere[][2] = {
     {"temperature", "--temp"},
     {"n-predict num-predict max-tokens max-new-tokens", "-n"},
+    {"max-length", "-n counts new tokens, -c the prompt's, too"},
     {"ctx n-ctx num-ctx max-model-len", "-c"},
     {"b batch-size", "-ub is for tokens of a prefill pass, --batch for sequences (llm memory)"},
     {"num-threads num-thread", "-t"},
@@ -310,7 +315,9 @@ struct ReadValue {
         char *end;
         double number = strtod(value.c_str(), &end);
         if (*end || !(number >= to.least && number <= to.most))
-            refuse(name, value, formatted("expected a number from %g to %g", to.least, to.most));
+            refuse(name, value,
+                   formatted("expected a number from %g to %g%s", to.least, to.most,
+                             has(flag.argument, "auto") ? ", or auto" : ""));
         options.*to.field = number;
     }
     void operator()(double Options::*field) const {
@@ -407,12 +414,13 @@ inline void check_together(const Options &o) {
 
 // ---- The command line ----------------------------------------------------------------------------------------
 
-// Whether so many letters changed, added or dropped make one word the other (Levenshtein 1966).
+// Whether so many letters changed, added or dropped, or neighbours swapped, make one word the other (Damerau 1964).
 inline bool is_near(const char *a, const char *b, size_t edits) {
     for (; *a && *a == *b; a++) b++;
     if (!*a && !*b) return true;
     return edits > 0 && ((*a && *b && is_near(a + 1, b + 1, edits - 1)) || (*a && is_near(a + 1, b, edits - 1)) ||
-                         (*b && is_near(a, b + 1, edits - 1)));
+                         (*b && is_near(a, b + 1, edits - 1)) ||
+                         (*a && *b && a[0] == b[1] && a[1] == b[0] && is_near(a + 2, b + 2, edits - 1)));
 }
 
 // "; did you mean --cache?" where one of the known words is two letters off at most, and a third of this one.
@@ -427,7 +435,7 @@ inline const Flag &known_flag(const std::string &name, const std::string &comman
     const Flag *found = find_flag(name, command);
     if (found && has(found->commands, command)) return *found;
     if (found) refuse(name, "", "llm " + command + " has no such flag; it belongs to: " + commands_with(name));
-    if (name[0] != '-') refuse(name, "", "expected a flag; a prompt goes behind -p, in quotes if it has spaces");
+    if (name[0] != '-') refuse(name, "", "expected a flag; a prompt goes after -p, in quotes if it has spaces");
     std::string plain = name.substr(std::min(name.size(), name.find_first_not_of('-'))), known, why;
     std::replace(plain.begin(), plain.end(), '_', '-');
     for (auto &[words, hint] : elsewhere) {
@@ -501,7 +509,9 @@ inline Options parse_options(const std::vector<std::string> &words) {
     std::string known;
     for (const Command &each : commands) known += std::string(known.empty() ? "" : " ") + each.name;
     if (!has(known, command))
-        refuse(command, "", "expected one of: " + known + suggestion(command, known) + " (llm --help says more)");
+        refuse(command, "",
+               "expected one of: " + known + (find_flag(command) ? ", then the flags" : suggestion(command, known)) +
+                   " (llm --help says more)");
     for (size_t at = 1; at < words.size(); at++) read_flag(options, words, at);
     if (options.help) return options;
     if (command == "bench" && !options.has("-n") && options.draft.empty()) options.count = 64;
@@ -587,6 +597,8 @@ inline void print_help(const Options &options) {
         print_wrapped("  " + joined(split(flag.names), ", ") + " " + flag.argument,
                       flag.help + (list ? "; several as a,b" : ""), 31);
     }
+    if (of == "chat")
+        print_wrapped("", "\nIn the chat /help shows its commands; \"\"\" begins and ends a turn of several lines.", 0);
     if (of == "batch") {
         puts("A line of -f is a request, a JSON object. It has a prompt, and what else is needed of:");
         for (const RequestKey &key : request_keys)

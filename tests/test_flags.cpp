@@ -318,6 +318,8 @@ TEST_CASE("what is near is suggested, what is not is not") {
              {"info --mode x", "did you mean --model?"},
              {"memory --bandwith 5", "did you mean --bandwidth?"},
              {"generate --chace ring", "did you mean --cache?"},
+             {"ifno", "did you mean info?"},  // two neighbours swapped are one mistake
+             {"-p Hello", "show tokenize info, then the flags (llm --help says more)"},
              {"generate --foo", "--foo: unknown flag (llm generate --help lists all)"},
              {"generate -x", "-x: unknown flag (llm"},
              {"generate -", "-: unknown flag (llm"},
@@ -342,6 +344,7 @@ TEST_CASE("flags that other programs have: what does the same here, or that noth
              {"generate -ngl 99", "-ngl: unknown flag; the whole model is on one device: --device"},
              {"generate -cnv", "llm chat is for conversations"},
              {"generate -i", "llm chat is for conversations"},
+             {"generate --max-length 9", "-n counts new tokens, -c the prompt's, too"},
              {"tokenize --reverse-prompt x", "; here it is --stop, which belongs to: generate"},
              {"generate --repeat-penalty 1.1", "--min-p"},
              {"generate --repetition_penalty 1.1", "--min-p"},
