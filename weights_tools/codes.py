@@ -30,6 +30,8 @@ class Model:
     """A checkpoint, and its forward pass over a whole text in float64."""
 
     def __init__(self, directory):
+        if not (directory / "config.json").is_file():
+            sys.exit(f"codes.py: {directory / 'config.json'}: no such file")
         config = json.loads((directory / "config.json").read_text())
         kind, rope = config.get("model_type"), config.get("rope_scaling") or config.get("rope_parameters") or {}
         if kind not in ("llama", "qwen2", "qwen3") or rope.get("rope_type", "default") != "default" or (
