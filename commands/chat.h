@@ -324,15 +324,17 @@ inline Typed next_message(bool on_terminal) {
 
 // ---- llm chat ------------------------------------------------------------------------------------------------------
 
+// The model without -m: the built-in one; for a chat one that was tuned for it, if `make smollm2` has fetched that.
+inline std::string usual_model(const Options &options) {
+    const std::string real = file_of_project("models/SmolLM2-135M-Instruct");
+    const bool answers = options.command == "chat" && options.chat_template.empty();
+    return answers && file_exists(join_path(real, "config.json")) ? real : file_of_project("weights_tools/builtin");
+}
+
 inline Chat open_chat(Options options) {
-    if (options.chat_template.empty() && !options.has("-m")) {  // the built-in model was not tuned for chat
-        const std::string real = file_of_project("models/SmolLM2-135M-Instruct");
-        if (file_exists(join_path(real, "config.json"))) {
-            options.directory = real;
-        } else {
-            options.chat_template = "plain";
-            note("this model goes on with a text: `make smollm2` fetches one that answers, and chat takes it then");
-        }
+    if (options.chat_template.empty() && options.directory == file_of_project("weights_tools/builtin")) {
+        options.chat_template = "plain";  // it was not tuned for chat
+        note("this model goes on with a text: `make smollm2` fetches one that answers, and chat takes it then");
     }
     Session session = open_model(options);
     const Tokenizer *tokenizer = session.tokenizer.get();

@@ -538,7 +538,7 @@ inline Options parse_options(const std::vector<std::string> &words) {
     const bool given = options.has("-p") || options.has("-f") || options.has("--ids");
     if (piped && !given && has("generate diff show tokenize batch", command))
         options.given["-f"] = options.prompt_file = "-";
-    if (!options.has("-m")) options.directory = file_of_project("weights_tools/builtin");
+    if (!options.has("-m")) options.directory = usual_model(options);
     if (options.temperature < 0) take_sampler(options);
     check_together(options);
     if (!options.has("-m") && !options.has("--layers") && !file_exists(options.directory))
