@@ -24,6 +24,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BLOCK = 32  # positions, or channels, that share a scale in int4 and int2
 
 
+def refuse(problem):
+    print(f"codes.py: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
 # ---- The model -------------------------------------------------------------------------------------------------
 
 class Model:
@@ -31,13 +36,13 @@ class Model:
 
     def __init__(self, directory):
         if not (directory / "config.json").is_file():
-            sys.exit(f"codes.py: {directory / 'config.json'}: no such file")
+            refuse(f"{directory / 'config.json'}: no such file")
         config = json.loads((directory / "config.json").read_text())
         kind, rope = config.get("model_type"), config.get("rope_scaling") or config.get("rope_parameters") or {}
         if kind not in ("llama", "qwen2", "qwen3") or rope.get("rope_type", "default") != "default" or (
                 config.get("use_sliding_window")):
-            sys.exit(f"codes.py: {directory}: is a {kind} or has scaled RoPE or a window, expected a llama, qwen2 or "
-                     "qwen3 without")
+            refuse(f"{directory}: is a {kind} or has scaled RoPE or a window, expected a llama, qwen2 or "
+                   "qwen3 without")
         self.layers, self.heads = config["num_hidden_layers"], config["num_attention_heads"]
         self.kv_heads = config.get("num_key_value_heads", self.heads)
         self.width = config.get("head_dim") or config["hidden_size"] // self.heads
@@ -235,7 +240,7 @@ CODES = {
 def ids_of(directory, flags):
     said = subprocess.run([ROOT / "llm", "tokenize", "-m", directory, *flags, "--json"], capture_output=True, text=True)
     if said.returncode:
-        sys.exit(f"codes.py: {said.stderr.strip()}")
+        refuse(f"{said.stderr.strip()}")
     return json.loads(said.stdout)["ids"]
 
 
@@ -272,7 +277,7 @@ def main():
     if (flags.m is None) != (flags.f is None):
         parser.error("-m DIR and -f TEXT come together")
     if not (ROOT / "llm").is_file():
-        sys.exit(f"codes.py: {ROOT / 'llm'}: no such file: make builds it")
+        refuse(f"{ROOT / 'llm'}: no such file: make builds it")
     if flags.m:
         models = [(flags.m.name, Model(flags.m), [ids_of(flags.m, ["-f", flags.f])[:flags.n]])]
     else:
@@ -280,7 +285,7 @@ def main():
     for name, _, texts in models:
         shortest = min(map(len, texts))
         if shortest <= flags.first:
-            sys.exit(f"codes.py: {name}: a text has {shortest} tokens, expected more than --from {flags.first}")
+            refuse(f"{name}: a text has {shortest} tokens, expected more than --from {flags.first}")
     right = [[log_probabilities(model.forward(text, exact)[flags.first:]) for text in texts]
              for _, model, texts in models]
     print(" " * 40 + "".join(f"{name:>24}" for name, _, _ in models))
