@@ -201,6 +201,7 @@ public:
         }
         std::vector<Node *> &path = paths[sequence];
         for (; (int)path.size() > length / pools[0].page; path.pop_back()) drop(path.back());
+        if (length == 0) salts[sequence].clear();
     }
 
 private:
