@@ -307,7 +307,8 @@ struct BatchRun {
         Report all;
         all.add("requests", (int)requests.size(), counted((int64_t)requests.size(), "request") + ", ");
         all.add("prompt_tokens", prompts);
-        all.add("tokens", (long long)generated, counted(generated, "token")).add("seconds", seconds, " in " + in_digits(seconds) + " s: ");
+        all.add("tokens", (long long)generated, counted(generated, "token"));
+        all.add("seconds", seconds, " in " + in_digits(seconds) + " s: ");
         all.show("tokens_per_second", (double)generated / seconds, "%.1f tokens/s\n").add("passes", passes);
         all.show("hit_tokens", (long long)found, "%lld of ").say(counted(prompts, "prompt token"));
         all.add("preemptions", (long long)preemptions, " were found in the cache; ")
@@ -318,7 +319,8 @@ struct BatchRun {
                                    const char *after) {
             const double median = percentile(times, 50), most = percentile(times, 99);
             const std::string shown = in_digits(median) + " s (median), " + in_digits(most) + " s (p99)" + after;
-            all.add((key + "_p50").c_str(), median).add((key + "_p99").c_str(), most, times.empty() ? "" : what + shown);
+            all.add((key + "_p50").c_str(), median);
+            all.add((key + "_p99").c_str(), most, times.empty() ? "" : what + shown);
         };
         add_times("seconds_to_first_token", "the first token after ", to_first, between.empty() ? "\n" : "; ");
         add_times("seconds_between_tokens", "the next one after ", between, "\n");

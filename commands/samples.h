@@ -63,7 +63,8 @@ inline int run_samples(const Options &options) {
     if (!options.json) fputs(texts.c_str(), stdout), flush_output();
     Report report = prompt_of(session.tokens, session.prompt);
     report.list("samples", rows).add("device", engine.name());
-    report.say("\n" + counted(generated, "token")).add("seconds", prefill_seconds + seconds, " in " + in_digits(prefill_seconds + seconds) + " s\n");
+    const double all = prefill_seconds + seconds;
+    report.say("\n" + counted(generated, "token")).add("seconds", all, " in " + in_digits(all) + " s\n");
     Report prefill = phase("prefill", prefill_seconds > 0 ? session.prompt : 0, prefill_seconds, 0);
     Report decode = phase("decode", decoded, seconds, 0);
     prefill.text.clear(), decode.text.clear();
