@@ -66,6 +66,8 @@ NVCCFLAGS := -std=c++17 -O3 -Werror all-warnings --extended-lambda --expt-relaxe
   -Xcompiler $(subst $(empty) ,$(comma),-O3 $(HOST) -Wall -Wextra -Werror)
 CUDA_LIBS := -Xlinker -rpath,$(NVCC:/bin/nvcc=/lib64)
 STORY := $(wildcard *.h base/*.h) layers.cu attention.cu
+# The compiler lists what a file includes: that is compiled anew when one of them changes, and nothing else is.
+DEPENDS = -MMD -MP -MT $@ -MF $@.d
 SOURCES := llm.cu $(STORY) $(wildcard commands/*.h fast/*.h fast/*.cu)
 TOKENIZER := build/tokenizer.o build/tokenizer_json.o
 # The fast twins of the CPU and the tokenizer: compiled once, for the program and its tests.
@@ -78,7 +80,7 @@ MACOS_CHECKS := $(addprefix build/macos/,llm.cu plain/llm.cu fast/attend.cpp fas
 FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 
 # Changes when the compilers, the flags or the machine do, so that nothing is linked from two worlds.
-FLAGS := $(NVCC) $(CC) $(CXX) $(KERNEL_CXX) $(CXXFLAGS) $(CFLAGS) $(shell echo '$(sort $(MACROS))' | cksum)
+FLAGS := $(DEPENDS) $(NVCC) $(CC) $(CXX) $(KERNEL_CXX) $(CXXFLAGS) $(CFLAGS) $(shell echo '$(sort $(MACROS))' | cksum)
 $(shell mkdir -p build/asan build/gpu build/simd; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
 
 .PHONY: all run plain read smollm2 test test-real docs-check test-explorer asan fuzz test-simd check-macos test-gpu \
@@ -220,23 +222,26 @@ found:
 llm: build/llm.o $(OBJECTS)
 	$(if $(NVCC),$(NVCC) -ccbin $(CXX) -Xcompiler "$(OPENMP)",$(CXX) $(OPENMP)) $^ $(LIBS) $(if $(NVCC),$(CUDA_LIBS)) -o $@
 
-build/llm.o: $(SOURCES) build/flags
+build/llm.o: llm.cu build/flags
 	@echo "compiling takes one to three minutes$(if $(NVCC),$(comma) and some more for the GPU)"
-	$(if $(NVCC),$(NVCC) -ccbin $(CXX) $(NVCCFLAGS),$(CXX) $(CXXFLAGS) -x c++) -c llm.cu -o $@
+	$(if $(NVCC),$(NVCC) -ccbin $(CXX) $(NVCCFLAGS),$(CXX) $(CXXFLAGS) -x c++) $(DEPENDS) -c llm.cu -o $@
 
-build/%.o build/asan/%.o: fast/%.cpp $(wildcard fast/*.h) $(STORY) build/flags
-	$(CXX) $(CXXFLAGS) $(if $(findstring asan,$@),$(SANITIZE)) -c $< -o $@
+build/%.o build/asan/%.o: fast/%.cpp build/flags
+	$(CXX) $(CXXFLAGS) $(DEPENDS) $(if $(findstring asan,$@),$(SANITIZE)) -c $< -o $@
 
-llm-plain: $(SOURCES) $(TOKENIZER) build/flags
-	$(CXX) $(CXXFLAGS) -DPLAIN -x c++ llm.cu -x none $(TOKENIZER) $(LIBS) -o $@
+build/llm-plain.o: llm.cu build/flags
+	$(CXX) $(CXXFLAGS) $(DEPENDS) -DPLAIN -x c++ -c llm.cu -o $@
+
+llm-plain: build/llm-plain.o $(TOKENIZER)
+	$(CXX) $(OPENMP) $^ $(LIBS) -o $@
 
 build/tokenizer.o: tokenizer.c
 build/tokenizer_json.o: base/tokenizer_json.c
 $(TOKENIZER): $(wildcard base/tokenizer*.h) base/python.h build/flags
 	$(CC) $(CFLAGS) -c $(filter %.c,$^) -o $@
 
-build/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) $(OBJECTS) build/flags
-	$(TEST_CXX) $(CXXFLAGS) -O1 $< $(OBJECTS) $(LIBS) -o $@
+build/test_%: tests/test_%.cpp $(OBJECTS) build/flags
+	$(TEST_CXX) $(CXXFLAGS) -O1 $(DEPENDS) $< $(OBJECTS) $(LIBS) -o $@
 
 build/test_%: TEST_CXX := $(CXX)
 
@@ -305,14 +310,14 @@ build/macos/%: $(SOURCES) tokenizer.c $(wildcard base/* fast/*) build/flags | bu
 	mv $@.i $@
 
 # The same tests for a real card.
-build/gpu/%.o: tests/%.cpp $(SOURCES) $(wildcard tests/*.h) build/flags
-	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) -x cu -c $< -o $@
+build/gpu/%.o: tests/%.cpp build/flags
+	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(DEPENDS) -x cu -c $< -o $@
 
 build/gpu/%: build/gpu/%.o $(OBJECTS)
 	$(NVCC) -ccbin $(CXX) $< $(OBJECTS) -Xcompiler "$(OPENMP)" $(LIBS) $(CUDA_LIBS) -o $@
 
-build/asan/llm: $(SOURCES) $(OBJECTS:build/%=build/asan/%)
-	$(CXX) $(CXXFLAGS) $(SANITIZE) -x c++ llm.cu -x none $(OBJECTS:build/%=build/asan/%) $(LIBS) -o $@
+build/asan/llm: llm.cu $(OBJECTS:build/%=build/asan/%)
+	$(CXX) $(CXXFLAGS) $(SANITIZE) $(DEPENDS) -x c++ llm.cu -x none $(OBJECTS:build/%=build/asan/%) $(LIBS) -o $@
 	ln -sfn ../../weights_tools build/asan/weights_tools  # llm looks for its built-in checkpoint beside itself
 
 build/asan/tokenizer.o: tokenizer.c
@@ -320,8 +325,8 @@ build/asan/tokenizer_json.o: base/tokenizer_json.c
 $(TOKENIZER:build/%=build/asan/%): $(wildcard base/tokenizer*.h) base/python.h build/flags
 	$(CC) $(CFLAGS) $(SANITIZE) -c $(filter %.c,$^) -o $@
 
-build/asan/test_%: tests/test_%.cpp $(SOURCES) $(wildcard tests/*.h) $(OBJECTS:build/%=build/asan/%)
-	$(CXX) $(CXXFLAGS) $(SANITIZE) $< $(OBJECTS:build/%=build/asan/%) $(LIBS) -o $@
+build/asan/test_%: tests/test_%.cpp $(OBJECTS:build/%=build/asan/%)
+	$(CXX) $(CXXFLAGS) $(SANITIZE) $(DEPENDS) $< $(OBJECTS:build/%=build/asan/%) $(LIBS) -o $@
 
 # The fuzzed parsers, with clang's sanitizers, libFuzzer and its count of branches reached.
 FUZZ := -O1 -g -fno-sanitize-recover=all
@@ -329,3 +334,5 @@ build/fuzz_%: tests/fuzz_%.cpp tokenizer.c $(wildcard base/*) build/flags
 	clang -std=c11 $(FUZZ) -fsanitize=fuzzer-no-link,address,undefined -c tokenizer.c -o $@.o
 	clang -std=c11 $(FUZZ) -fsanitize=fuzzer-no-link,address,undefined -c base/tokenizer_json.c -o $@.json.o
 	clang++ -std=c++17 $(FUZZ) -fsanitize=fuzzer,address,undefined $< $@.o $@.json.o $(LIBS) -o $@
+
+-include $(wildcard build/*.d build/asan/*.d build/gpu/*.d)

@@ -18,7 +18,7 @@ static std::string text_before(const std::string &text, const Words &stops) {
 TEST_CASE("a text stops before the first stop text, however its tokens cut it, and shows nothing that may begin one") {
     const TokenizerPointer tokenizer = load_tokenizer("weights_tools/builtin");
     Random random{seed_of_run()};
-    CAPTURE(random.state);
+    CAPTURE(seed_of_run());
     auto some_text = [&](int least, int most) {
         std::string text;
         const Words letters = {"a", "b", " ", "é"};
@@ -80,7 +80,7 @@ static Tokens next_turn(Engine &engine, const Tokens &before, Random &random) {
 
 TEST_CASE("a turn behind others has the bits of one that read all, in every layout, precision and kind of layers") {
     Random random{seed_of_run()};
-    CAPTURE(random.state);
+    CAPTURE(seed_of_run());
     int kept = 0, anew = 0, cut = 0;
     auto check = [&](Engine &engine, const Precision &type_k, const Precision &type_v, const Place &place) {
         CAPTURE(std::string(name_of(type_k)) + " " + name_of(type_v) + " " + place.name());
@@ -291,7 +291,7 @@ TEST_CASE("what follows an answer has the ids that it has in the whole text, wit
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
         "<|im_start|>assistant\n"};
     Random random{seed_of_run()};
-    CAPTURE(random.state);
+    CAPTURE(seed_of_run());
     const Words pieces = {"sea", " the", "\n", "é", "  ", " mill", ".", " x", "\n\n", "😀", "1"};
     auto some_text = [&] {
         std::string text = "a";

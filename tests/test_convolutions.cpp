@@ -42,7 +42,7 @@ TEST_CASE(
     const Tokens tokens = random_tokens(engine, 140);
     const Vector naive = naive_rows(engine, tokens);
     Random random{seed_of_run()};
-    CAPTURE(random.state);
+    CAPTURE(seed_of_run());
     for (const Precision &type_k : all_of<Precision>())
         for (const Precision &type_v : {type_k, Precision(F16{})})
             for (const Place &place : places) {

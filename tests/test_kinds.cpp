@@ -49,7 +49,7 @@ TEST_CASE("every pair of precisions: chunks, steps, company, pages and rings hav
     const Tokens tokens = random_tokens(engine, 130);
     const int total = (int)tokens.size();
     Random random{seed_of_run()};
-    CAPTURE(random.state);
+    CAPTURE(seed_of_run());
     for_each_pair([&](const Precision &type_k, const Precision &type_v) {
         if (left_out()) return;
         const Vector whole = cached(engine, type_k, type_v, keeping_all({}), tokens, 512, total);
