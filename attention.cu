@@ -1,10 +1,10 @@
-// Attention: the equation; what a query sees of a cache; the equation over that; and how a pass is stored.
+// Attention: the equation; what a query sees of a cache; the equation over that; how a pass is stored.
 //
 //   o = softmax(q K^T / sqrt(D)) V        for each query head; K and V of the positions the query may see
 //
-// A query at position p sees 0 .. p, or what `Visible` (cache.h) says of windows and sinks. With grouped queries
+// A query at position p sees positions 0 .. p, or fewer where `Visible` (cache.h) has a window. With grouped queries
 // (Ainslie et al. 2023, GQA), query head h reads KV head h / (heads / kv_heads). Some models learn a sink for each
-// query head: a score without a value, which takes its part of the softmax (OpenAI 2025, gpt-oss).
+// query head: a score without a value, which takes its share of the softmax (OpenAI 2025, gpt-oss).
 #pragma once
 
 #include "cache.h"
@@ -14,18 +14,18 @@
 
 namespace plain {
 
-// One query over `count` positions, whose keys and values are `stride` numbers apart. Each score is computed twice, for
-// the largest one and for its weight: so that no score is kept. `team`: the threads that share a query's channels. On
-// the CPU it is one thread, and these are plain loops.
+// One query over `count` positions, whose keys and values are `stride` numbers apart. Computes each score twice, first
+// to find the largest, then for its weight, so no score needs memory. `team`: the threads that share the channels of a
+// query. On the CPU a team is one thread, and these are plain loops.
 template <class Team>
 HOST_DEVICE void attend_equation(float *out,           // (width)
                                  const float *query,   // (width)
                                  const float *keys,    // (count, width)
                                  const float *values,  // (count, width)
                                  int count, int stride, int width,
-                                float scale,  // 1 / sqrt(D) in most models
-                                float sink,   // the head's learned one, or -INFINITY
-                                Team team) {
+                                 float scale,  // 1 / sqrt(D) in most models
+                                 float sink,   // the head's learned sink, or -INFINITY
+                                 Team team) {
     auto score = [&](int t) {
         float sum = 0;
         for (int c = team.first(); c < width; c += team.step()) sum += query[c] * keys[(int64_t)t * stride + c];
@@ -47,21 +47,22 @@ HOST_DEVICE void attend_equation(float *out,           // (width)
 
 // ---- What a query sees -------------------------------------------------------------------------------------
 //
-// Four words that cache.h and precision.h explain in full. Codes: small whole numbers that stand for a row's numbers. A
-// block: 32 positions that int4 and int2 encode together. The residual block: the newest positions of a sequence, kept
-// at f16 until there are 32. A ring: a cache that keeps the last positions, its window, and the first few, the sinks.
+// Four words that cache.h and precision.h explain in full. Codes: small whole numbers that encode the numbers of a row.
+// A block: 32 positions that int4 and int2 encode together. The residual block: the newest positions of a sequence,
+// kept at f16 until there are 32. A ring: a cache that keeps the last positions, its window, and the first, its sinks.
 //
-// A query reads a short list of segments: positions that follow one another, in one kind of memory. So the query at
+// A query reads a short list of segments: consecutive positions in one kind of memory. For example, the query at
 // position 100 of an int4 cache, decoded by itself, reads
 //
 //   [0, 96)      blocks of 32, as codes              the cache's rows
 //   [96, 100)    the newest block so far, at f16     the residual block
 //   [100, 101)   its own key and value               this pass's vectors
 //
-// and of an f16 cache all of [0, 101) from its rows; of a ring of 40 positions with 3 sinks [0, 3), the sinks, and then
-// [61, 101); on the naive path [0, 101) from this pass's vectors. Attention is one loop over segments of any kind.
+// In an f16 cache it reads all of [0, 101) from stored rows. In a ring with a window of 40 and 3 sinks it reads [0, 3),
+// the sinks, then [61, 101). On the naive path it reads [0, 101) from this pass's vectors. Attention is one loop over
+// segments of any kind.
 
-// Keys or values of a pass: (rows, kv_heads, width).
+// The keys or the values of this pass: (tokens, kv_heads, width).
 struct PassVectors {
     float *start;
     int heads, width;
@@ -70,11 +71,11 @@ struct PassVectors {
     }
 };
 
-// Where the keys or the values of a segment are: those of position t in row layout.row(sequence, t). A Choice is one of
-// the types of a list, in a form that a kernel can take (base/choice.h).
+// Where the keys or the values of a segment are: position t is in row layout.row(sequence, t). A Choice is one of a
+// list of types, in a form that a kernel can take (base/choice.h).
 struct Source {
     const char *start;  // row 0 of a layer and KV head
-    size_t stride;      // bytes from a row to the next one's
+    size_t stride;      // bytes from one row to the next
     int width;
     Choice<Precision> type;
     Choice<Layout> layout;
@@ -84,8 +85,8 @@ struct Source {
     }
 };
 
-// Positions [begin, end). When they are read, keys are rotated (layers.cu, rotary positions) by `shift` positions more,
-// or, if they are unrotated, by their own position and `shift`: so sinks come to stand just before a window that moved.
+// Positions [begin, end). A key is rotated (layers.cu, rotary positions) when it is read: by `shift` positions, or by
+// its own position + `shift` if it is stored unrotated. This puts the sinks just before a window that moved.
 struct Segment {
     int begin, end;
     Source keys, values;
@@ -93,7 +94,7 @@ struct Segment {
     bool unrotated = false;
 };
 
-// All that a query sees, from the first position to the last: at most sinks, stored rows, residual block, own vectors.
+// All that a query sees, in the order of positions: at most sinks, stored rows, residual block, own vectors.
 struct Segments {
     Segment list[4];
     int count = 0;
@@ -103,29 +104,29 @@ struct Segments {
     }
 };
 
-// The sources of a layer and KV head. What is not the cache's rows is read as if it were a cache, too: by a layout in
-// which position t has the right row, and a precision that reads its numbers.
+// The sources of a layer and KV head. Each is read like a cache, even where it is none: with a layout that gives the
+// row of position t, and a precision that reads the numbers.
 struct HeadRows {
     const CacheView &cache;
     int layer, kv_head;
     PassVectors own_keys, own_values;
 
-    // The cache's rows, as they are.
+    // The rows of the cache.
     HOST_DEVICE Source stored(const CacheRows &rows, const Choice<Precision> &type, int sequence) const {
         return in(rows, type, cache.layout, sequence);
     }
-    // A sequence's residual block: position t in row t % 32 of its 32, as in a ring of 32 slots.
+    // The residual block of a sequence: a ring of 32 slots, so position t is in slot t % 32.
     HOST_DEVICE Source residual(const CacheRows &rows, int sequence) const {
         Ring ring;
         ring.slots = group_size;
         return in(rows, Choice<Precision>::of(F16{}), Choice<Layout>::of(ring), sequence);
     }
-    // A sequence's sinks: sink t in row t of its own.
+    // The sinks of a sequence: a contiguous cache that holds sink t in row t.
     HOST_DEVICE Source sink(const CacheRows &rows, int sequence) const {
         return in(rows, Choice<Precision>::of(F32{}), Choice<Layout>::of(Contiguous{cache.sinks}), sequence);
     }
-    // The pass's vectors. Position t is in row span.row + t - span.position of the pass, so `start` is where position 0
-    // would be. That may lie before the vectors: a sum of whole numbers, as no pointer may point there.
+    // This pass's vectors. Position t is token span.row + t - span.position of the pass, so `start` is the address that
+    // position 0 would have. It may lie before the vectors. C++ allows no such pointer, so whole numbers are added.
     HOST_DEVICE Source own(const PassVectors &vectors, const Span &span) const {
         const int64_t first = (int64_t)(span.row - span.position) * vectors.heads + kv_head;
         const char *start = (const char *)((int64_t)vectors.start + first * vectors.width * (int64_t)sizeof(float));
@@ -141,14 +142,15 @@ private:
     }
 };
 
-// Adds what the queries of a span see, without sinks: from the first one's first position to the last one's own. Where
-// a precision has blocks, the span lies in one block of 32, which its queries read at f16; all before it is in codes:
+// Adds what the queries of a span see, without sinks: from the first position that the first query sees to the last
+// query's own. Where a precision has blocks, the span lies within one block of 32. Its queries read that block at f16
+// and all before it as codes:
 //
 //   0               block            span.first      span.position    end
 //   |  stored rows  |  residual block  |  this pass's own vectors      |
 //
-// What lies before `first`, where a window begins, is cut off. Where the pass began before the block, all of the block
-// is its own. If K has blocks and V has not (or the other way round), V is read from its stored rows in all three.
+// Positions before `first`, where a window begins, are cut off. If the pass began before the block, all of the block is
+// this pass's own. If K has blocks and V has none, V is read from stored rows in all three; likewise the reverse.
 HOST_DEVICE inline void add_rows(Segments &seen, const HeadRows &head, const Span &span, const Visible &visible) {
     const CacheView &cache = head.cache;
     const int first = visible.first(span.position), end = span.position + span.count;
@@ -170,8 +172,8 @@ HOST_DEVICE inline void add_rows(Segments &seen, const HeadRows &head, const Spa
     add(block > span.first ? block : span.first, end, new_keys, new_values);
 }
 
-// Adds the sinks, where positions between them and the window of the query at span.position were dropped. On the naive
-// path they are vectors of the pass, rotated to their own positions.
+// Adds the sinks, if positions between them and the window of the query at span.position were dropped. On the naive
+// path the sinks are vectors of this pass, rotated to their own positions.
 HOST_DEVICE inline void add_sinks(Segments &seen, const HeadRows &head, const Span &span, const Visible &visible) {
     if (visible.sinks == 0 || !visible.dropped(span.position)) return;
     const bool cached = head.cache.keys.data;
@@ -187,16 +189,16 @@ struct Attention {
     float *out;                // (count, query_heads, value_width)
     const float *query;        // (count, query_heads, D), rotated
     PassVectors keys, values;  // of this pass: (count, kv_heads, width), the keys rotated
-    CacheView cache;           // without memory on the naive path: there is no past, all is in this pass
-    int layer;                 // of its kind's store
+    CacheView cache;           // on the naive path without memory: there is no past, all is in this pass
+    int layer;                 // its index in the store of its kind
     Visible visible;
     Heads heads;
-    float scale;   // what scores are multiplied with
-    Tensor sinks;  // (1, query_heads): learned ones, absent in most models
+    float scale;   // scores are multiplied by it
+    Tensor sinks;  // (1, query_heads): learned sinks, absent in most models
     HOST_DEVICE float sink(int query_head) const { return sinks.data ? number_of(sinks, query_head) : -INFINITY; }
 };
 
-// That of a layer, with the store of its kind.
+// What the attention of `layer` reads and writes; its cache is the store of its kind.
 inline Attention attention_of(const Activations &a, const Model &model, int layer, const std::vector<Store> &stores) {
     const Config &config = model.config;
     const LayerRows &rows = config.rows[layer];
@@ -212,14 +214,14 @@ inline Attention attention_of(const Activations &a, const Model &model, int laye
 
 namespace plain {
 
-// Of the positions so far: the largest score, and the sum of e^(score - max_score). It begins with a learned sink, or
+// The positions so far: their largest score, and the sum of e^(score - max_score). It begins with a learned sink, or
 // with nothing.
 struct Softmax {
     float max_score = -INFINITY, sum = 0;
     HOST_DEVICE static Softmax begin(float sink) { return {sink, sink > -INFINITY ? 1.0f : 0.0f}; }
 };
 
-// Number `channel` of the key at position t, rotated where the segment asks for it, as in layers.cu:
+// Number `channel` of the key at position t, rotated as the segment says, with the formula of layers.cu:
 //   k_i cos - k_(i + half) sin      for the first of a pair, with half = rotary / 2
 //   k_i cos + k_(i - half) sin      for the second
 template <class Format>
@@ -234,8 +236,8 @@ HOST_DEVICE float key_number(const Segment &segment, int t, int channel, const f
     return number(channel) * cosf(angle) + other * sinf(angle);
 }
 
-// One query goes on over one more segment, a position after the other: whenever a larger score comes, what was summed
-// up so far is rescaled (Milakov and Gimelshein 2018, online softmax). `out` is not yet divided by the sum.
+// Adds one more segment to a query's softmax and `out`, position by position. A new largest score rescales all that was
+// summed before (Milakov and Gimelshein 2018, online softmax). `out` is not yet divided by the sum.
 template <class Team>
 HOST_DEVICE void attend_segment(Softmax &softmax, float *out, const float *query, const Segment &segment, float scale,
                                 const float *frequencies, int rotary, Team team) {
@@ -258,8 +260,8 @@ HOST_DEVICE void attend_segment(Softmax &softmax, float *out, const float *query
     }
 }
 
-// Attention of one query head of one token. Where all that it sees stands side by side, which is on the naive path, it
-// is the equation as it stands.
+// Attention of one query head of one token. On the naive path all that it sees is consecutive in memory, so it is the
+// equation alone.
 template <class Team>
 HOST_DEVICE void attend_query(const Attention &task, const Pass &pass, int row, int head, Team team) {
     const Span &span = pass.spans[row];
@@ -294,16 +296,16 @@ void attention(M &m, const Attention &task, const Pass &pass) {
 
 // ---- Short convolutions ------------------------------------------------------------------------------------
 //
-// A layer may have no keys (Liquid AI 2025, LFM2). It computes b, c and v, as wide as x, and for each of their numbers
+// A layer may have no keys (Liquid AI 2025, LFM2). It computes b, c and v, as wide as x, and for each channel
 //
 //   u_t = b_t v_t,   o_t = c_t (taps[0] u_(t - L + 1) + ... + taps[L - 1] u_t + bias)
 //
-// with taps of that number's own; before position 0, u is 0. What it keeps of the past is a state of L - 1 vectors u,
-// however long the text is. Here u is stored as a key is, in a row of its position, and the layer looks back L: so all
-// that a cache does with rows, sharing, cutting and giving back, it does with states.
+// Each channel has its own taps; before position 0, u is 0. The past that it needs is L - 1 vectors u, however long the
+// text is. Here u is stored like a key, in the row of its position, and the layer has a window of L. So sharing, going
+// back and giving pages back work for these states as for any rows.
 
-// c is in task.query, u in task.keys and, on the cached path, in the store's rows, which are f32: both have the same
-// bits. Sums go from the first tap to the last, so those of a token are the same however it came about.
+// c is in task.query, u in task.keys and, on the cached path, in the rows of the store. These are f32, so both paths
+// have the same bits. Sums go from the first tap to the last, so a token's sums do not depend on the chunk it came in.
 template <class M>
 void short_convolution(M &m, const Attention &task, const Pass &pass, const LayerWeights &w) {
     constexpr int piece = 256;  // channels of an item
@@ -333,16 +335,16 @@ void short_convolution(M &m, const Attention &task, const Pass &pass, const Laye
 
 // ---- Storing -----------------------------------------------------------------------------------------------
 //
-// store_rows() before the queries of a pass read, keep_residual() after. Where a precision has blocks of 32, a block is
-// encoded when its last position comes; until then its positions are in the residual block:
+// store_rows() runs before the queries of a pass read, keep_residual() after. Where a precision has blocks of 32, a
+// block is encoded when its last position comes; until then its positions are in the residual block:
 //
 //   a prompt of 40 positions   store_rows encodes 0 .. 31
 //                              attention: the query at 33 reads these as codes, 32 and 33 from the pass's vectors
 //                              keep_residual keeps 32 .. 39
 //   the token at 63, later     store_rows encodes 32 .. 63: 32 .. 62 from the residual block, 63 from the pass
 
-// Encodes the key or value of one position (a span of 1) into its row, or with the last position of a block the whole
-// block into its 32 rows: values position by position, keys transposed, some channels of all positions in each row
+// Encodes the key or value of one position (a span of 1) into its row. Where a precision has blocks, the last position
+// of a block encodes all 32 rows: a row of values holds its position, a row of keys some channels of all 32 positions
 // (precision.h, GroupedRow).
 template <bool keys, class Team>
 HOST_DEVICE void store_vector(const CacheView &cache, int layer, const Span &span, int kv_head, const PassVectors &own,
@@ -357,7 +359,7 @@ HOST_DEVICE void store_vector(const CacheView &cache, int layer, const Span &spa
         } else if (span.position % group_size == group_size - 1) {
             const int block = span.position - (group_size - 1);  // its first position
             const char *kept = residual.at(layer, (int64_t)span.sequence * group_size, kv_head);
-            auto number = [&](int t, int channel) -> float {  // all as f16 has them: earlier passes', and this one's
+            auto number = [&](int t, int channel) -> float {  // rounded to f16, of earlier passes and of this one
                 if (block + t < span.first) return F16::number(kept + t * residual.stride(), channel);
                 return own.at(span, block + t, kv_head)[channel];
             };
@@ -368,8 +370,8 @@ HOST_DEVICE void store_vector(const CacheView &cache, int layer, const Span &spa
     (keys ? cache.type_k : cache.type_v).visit(store);
 }
 
-// Keeps a sink in its row of its own, at f32. Its key is turned back by the angles of its position, cos_sin (rotary),
-// as if it had never been rotated.
+// Stores a sink in the sinks' own rows, at f32. Its key is rotated back by the angles of its position, cos_sin
+// (rotary), so it is stored unrotated.
 template <class Team>
 HOST_DEVICE void store_sink(const CacheView &cache, int layer, const Span &span, int kv_head, const float *key,
                             const float *value, const float *cos_sin, int rotary, Team team) {
@@ -398,9 +400,9 @@ HOST_DEVICE void store_position(const CacheView &cache, int layer, const Span &s
                    values.at(span, span.position, kv_head), cos_sin, rotary, team);
 }
 
-// Keeps a position of its sequence's newest block at f16, in the residual block. Why not in store_position(): what
-// earlier passes left there of an older block is still read by the pass. Why not as codes, anew with each position: a
-// block's scales change as it fills, and what was rounded once would be rounded again.
+// Stores a position at f16 in the residual block, if it is in its sequence's newest block. Why not in store_position():
+// this pass still reads the older block that earlier passes left there. Why not encode the block again with each
+// position: its scales change as it fills, and numbers rounded once would be rounded again.
 template <class Team>
 HOST_DEVICE void keep_position(const CacheView &cache, int layer, const Span &span, int kv_head,
                                const PassVectors &keys, const PassVectors &values, Team team) {
@@ -414,7 +416,7 @@ HOST_DEVICE void keep_position(const CacheView &cache, int layer, const Span &sp
     keep(cache.residual_values, values);
 }
 
-// Rounds vector `item` of some, in place.
+// Rounds vector `item` of `vectors` (items, width) to f16, in place.
 template <class Team>
 HOST_DEVICE void round_to_f16(float *vectors, int64_t item, int width, Team team) {
     for (int64_t i = item * width + team.first(); i < (item + 1) * width; i += team.step()) {
@@ -424,8 +426,8 @@ HOST_DEVICE void round_to_f16(float *vectors, int64_t item, int width, Team team
     }
 }
 
-// Stores the pass's keys and values in the cache's rows, before its queries read. What a residual block would keep at
-// f16 is rounded first, in place: so this pass's queries see it as later ones will.
+// Stores the keys and values of a pass in the rows of the cache, before its queries read. Vectors that a residual block
+// may keep at f16 are rounded first, in place, so this pass's queries see them as later ones will.
 template <class M>
 void store_rows(M &m, const Attention &task, const Pass &pass) {
     int heads = task.heads.kv;
@@ -441,7 +443,7 @@ void store_rows(M &m, const Attention &task, const Pass &pass) {
     });
 }
 
-// Keeps the newest block of each sequence at f16, after the queries of the pass have read.
+// Stores the newest block of each sequence at f16, after the queries of the pass have read.
 template <class M>
 void keep_residual(M &m, const Attention &task, const Pass &pass) {
     if (!task.cache.residual_keys.data && !task.cache.residual_values.data) return;
@@ -452,7 +454,7 @@ void keep_residual(M &m, const Attention &task, const Pass &pass) {
     });
 }
 
-// Runs body(), a pass's operations, which all who compute call. `passes` and `stores` are those of each kind.
+// Runs body(), the operations of a pass, which every thread calls. `passes` and `stores` have one entry for each kind.
 template <class M, class Body>
 void run(M &m, const std::vector<Pass> &, const std::vector<Store> &, Body body) {
     m.run(body);
