@@ -1,14 +1,14 @@
 // The KV cache: where does position 37 live. Layouts, then the bytes that their rows take, then growing and going back.
 //
 // A row is one position's vector of one KV head of one layer. A layout says in which row a position is, a precision
-// (precision.h) what bytes a row takes. K and V lie in memory of their own, each as rows of row_bytes in the order
-// (layer, row, kv_head). Of 3 tokens, 2 KV heads and 4 numbers in bf16, 8 bytes a row:
+// (precision.h) how a row is stored as bytes. K and V have memory of their own: rows of row_bytes in the order
+// (layer, row, kv_head). With 2 KV heads and 4 numbers in bf16, 8 bytes a row,
 //   token 1, head 1 is at bytes (1 * 2 + 1) * 8 = 24 .. 31
-// Each kind of layers (base/kinds.h, Kind) has a store: a layout and rows of its own. The formula is a sum over kinds;
-// where layers look back over a window, that is their capacity:
+// Each kind of layers (base/kinds.h, Kind) has a store: its own layout and rows. Bytes are a sum over kinds; where
+// layers look back over a window, the capacity is the window:
 //   bytes = 2 * sequences * capacity * layers * kv_heads * head_dim * bytes_per_number
-// Another layout is one struct and one entry of `Layout` below: flags, help, messages, the choice at run time, tables
-// and tests go through that list. docs/09_make_your_own.md adds one step by step.
+// To add a layout, write one struct and list it in `Layout` below: flags, help, messages, the choice at run time,
+// tables and tests go through that list. docs/09_make_your_own.md adds one step by step.
 #pragma once
 
 #include <climits>
@@ -22,7 +22,7 @@
 
 // ---- Layout: which row holds position t of sequence s ------------------------------------------------------
 
-// What the store of a kind of layers is made for. The widths of K and V are apart: they need not be the same.
+// The size of a kind's store. Keys and values need not have the same width.
 struct CacheShape {
     int layers = 0, kv_heads = 0;
     int key_width = 0, value_width = 0;  // numbers in a row
@@ -30,30 +30,30 @@ struct CacheShape {
     int page = 16;                       // paged: positions per page
     int pages = 0;                       // paged: in all; 0: enough for every sequence at its capacity
     int window = 1024, sinks = 4;        // ring
-    int local = 0;  // positions that these layers look back, and no more are kept; 0: all positions are
+    int local = 0;  // positions that these layers look back, and no more are kept; 0: all positions are kept
     int taps = 0;   // of convolutions, whose rows are states: base/kinds.h, Kind
 };
 
-// What a query at `position` sees: everything before it, or the last `window` positions and the first `sinks`. Once
-// positions between the two are dropped, the sinks stand just before the window, with their keys rotated to there: no
-// distance is larger than window + sinks.
+// What a query at `position` sees: all positions up to its own, or the last `window` and the first `sinks`. Once
+// positions between the two are dropped, the keys of the sinks are rotated to the positions just before the window, so
+// no distance is larger than window + sinks.
 struct Visible {
     int window = 0, sinks = 0;  // window 0: everything
     HOST_DEVICE bool dropped(int position) const { return window && position >= window + sinks; }
     // First position of the window; 0 while it reaches back to the sinks.
     HOST_DEVICE int first(int position) const { return dropped(position) ? position - window + 1 : 0; }
-    // By how many positions the sinks have moved.
+    // How many positions the sinks have moved.
     HOST_DEVICE int shift(int position) const { return dropped(position) ? first(position) - sinks : 0; }
 };
 
-// Each sequence has `capacity` rows of its own, reserved from the start: the simplest layout, and the one that
-// keeps memory for positions that may never come.
+// Each sequence has `capacity` rows of its own, reserved from the start. The simplest layout; it keeps memory for
+// positions that may never come.
 struct Contiguous {
     static constexpr const char *name = "contiguous";
     int capacity = 0;  // positions per sequence
     void open(const CacheShape &shape) { capacity = shape.capacity; }
     HOST_DEVICE int64_t row(int sequence, int position) const { return (int64_t)sequence * capacity + position; }
-    // From this position on, so many positions have rows that follow one another.
+    // How many positions from this one on have consecutive rows.
     HOST_DEVICE int run(int position) const { return capacity - position; }
     int64_t rows(const CacheShape &shape) const { return (int64_t)shape.sequences * capacity; }
     int limit() const { return capacity; }  // positions a sequence can grow to
@@ -61,8 +61,8 @@ struct Contiguous {
     HOST_DEVICE Visible visible(int layer_window) const { return {layer_window, 0}; }
 };
 
-// Positions of one pass where a window alone is kept: an eighth of it, in whole blocks of 32. More would need more rows
-// to spare, fewer would use each weight too seldom. The window of a convolution is 3 or 4: there it is 128.
+// Most tokens of a pass where only a window is kept: window / 8 in whole blocks of 32, from 32 to 512. More would need
+// more spare rows; fewer would read the weights more often. A convolution's window is 3 or 4, so it takes 128.
 constexpr int chunk_beside(int window, bool convolution = false) {
     if (convolution) return 128;
     return std::min(512, std::max(group_size, window / 8 / group_size * group_size));
@@ -75,10 +75,10 @@ struct Paged {
     static constexpr const char *name = "paged";
     int page = 16;                   // P
     int capacity = 0;                // positions per sequence
-    int window = 0;                  // pages that lie wholly behind it are given back; 0: none is
+    int window = 0;                  // pages wholly before it are given back; 0: none is
     int pass = INT_MAX;              // positions a sequence may grow by in one pass
     int64_t pages_per_sequence = 0;  // entries of a sequence's table
-    const int *table = nullptr;      // (sequence, pages_per_sequence): physical page, or -1 where none was handed out
+    const int *table = nullptr;      // (sequence, pages_per_sequence): physical page, or -1 if none was handed out
     void open(const CacheShape &shape) {
         page = shape.page;
         capacity = shape.capacity;
@@ -93,7 +93,7 @@ struct Paged {
     int64_t rows(const CacheShape &shape) const { return pages(shape) * page; }
     int limit() const { return capacity; }
     int chunk() const { return pass; }
-    // Behind a window as many as it and a pass may touch, so that there is always one.
+    // Pages in the pool. With a window: as many as the window and one pass may touch, so that grow() always finds one.
     int64_t pages(const CacheShape &shape) const {
         const int64_t touched = ((int64_t)window + chunk() + group_size - 2) / page + 2;
         if (window) return shape.sequences * std::min<int64_t>(pages_per_sequence, touched);
@@ -102,14 +102,15 @@ struct Paged {
     HOST_DEVICE Visible visible(int layer_window) const { return {layer_window, 0}; }
 };
 
-// The last `window` positions and the first `sinks` (Xiao et al. 2024, StreamingLLM): a sequence goes on without end.
-// Position t is in row t % slots, where position t - slots was. Why not `window` slots: all of a pass is stored before
-// its first query reads, and must not overwrite what that one sees. With a window of 40, 3 sinks, and a pass of 32:
-//   0 .. 41    what the query at 42 sees before itself. No query sees more in the ring: 42 is the last one for which
-//              nothing is dropped, and until then the sinks are read from the ring like all others.
-//   42 .. 73   a pass that begins there: in all 74 rows at least, 96 in whole blocks of 32
-// A key in the window keeps the rotation of its own position: only the distance to the query counts. The sinks, which
-// stand just before a window that moves, have rows of their own, too (CacheView::sink_keys), and are rotated when read.
+// Keeps the last `window` positions and the first `sinks` (Xiao et al. 2024, StreamingLLM), so a sequence can go on
+// without end. Position t is in row t % slots, where position t - slots was. Why not `window` slots: a whole pass is
+// stored before its first query reads, and must not overwrite what that query sees. With a window of 40, 3 sinks and a
+// pass of 32:
+//   0 .. 41    what the query at 42 sees before itself. No query sees more of the ring: 42 is the last for which
+//              nothing is dropped, and until then the sinks are read from the ring like any position.
+//   42 .. 73   a pass that begins there: in all at least 74 rows, which is 96 in whole blocks of 32
+// A key in the window keeps the rotation of its own position, as only the distance to the query counts. The sinks move
+// with the window, so they have rows of their own, too (CacheView::sink_keys), and are rotated when read.
 struct Ring {
     static constexpr const char *name = "ring";
     int window = 0, sinks = 0;
@@ -127,7 +128,7 @@ struct Ring {
     int64_t rows(const CacheShape &shape) const { return (int64_t)shape.sequences * slots; }
     int limit() const { return most; }
     int chunk() const { return pass; }
-    // A layer that looks back no further than the ring needs no sinks: it never saw what the ring drops.
+    // A layer that looks back no further than the ring needs no sinks: it never sees what the ring drops.
     HOST_DEVICE Visible visible(int layer_window) const {
         return layer_window && layer_window <= window ? Visible{layer_window, 0} : Visible{window, sinks};
     }
@@ -135,9 +136,9 @@ struct Ring {
 
 using Layout = std::variant<Contiguous, Paged, Ring>;
 
-// The layout of a kind's store, where `layout` is that of the layers that see everything. Layers that look back over a
-// window keep what they can see, and room for a pass: in a ring without sinks, unless all positions take fewer rows; or
-// in pages, of which those behind the window are given back. No ring drops what a convolution sees.
+// The layout of a kind's store; `layout` is that of the layers that see everything. Layers that look back over a window
+// keep what they can see, and room for a pass: in a ring without sinks, unless all positions take fewer rows; or in
+// pages, where those before the window are given back. No ring drops what a convolution sees.
 inline Layout open_layout(CacheShape shape, Layout layout) {
     const bool paged = std::holds_alternative<Paged>(layout), ring = std::holds_alternative<Ring>(layout);
     if (ring && shape.taps) shape.local = shape.taps, shape.window = std::max(shape.window, shape.taps);
@@ -171,19 +172,19 @@ struct CacheRows {
     HOST_DEVICE char *at(int layer, int64_t row, int kv_head) const {
         return data + row * stride() + (layer * rows_per_layer * kv_heads + kv_head) * row_bytes;
     }
-    HOST_DEVICE size_t stride() const { return kv_heads * row_bytes; }  // bytes from a row to the next one's
+    HOST_DEVICE size_t stride() const { return kv_heads * row_bytes; }  // bytes from one row to the next
     size_t bytes(int layers) const { return (size_t)layers * (size_t)rows_per_layer * stride(); }
 };
 
-// What operations are told of a cache, on both machines.
+// What the operations of a pass know of a store, on both machines.
 struct CacheView {
     Choice<Layout> layout;
     Choice<Precision> type_k, type_v;
     CacheRows keys, values;  // without memory on the naive path
-    // Where a precision quantizes blocks of 32 positions: each sequence's residual block, its newest positions at f16;
+    // Where a precision has blocks of 32 positions: each sequence's residual block, its newest positions at f16, with
     // position t in row sequence * 32 + t % 32.
     CacheRows residual_keys, residual_values;
-    // Of a ring the sinks at f32, keys not rotated; sink t in row sequence * sinks + t.
+    // A ring's sinks at f32, keys not rotated; sink t in row sequence * sinks + t.
     CacheRows sink_keys, sink_values;
     int sinks = 0;
     HOST_DEVICE int64_t row_of(int sequence, int position) const {
@@ -191,14 +192,14 @@ struct CacheView {
     }
 };
 
-// The rows of all layers of a kind. Without memory it is the naive path's: nothing is stored, and the layout says what
-// a query sees.
+// The rows of all layers of a kind. The naive path's has no memory: it stores nothing, and its layout says what a query
+// sees.
 struct Store {
     CacheShape shape = {};
     Layout layout = {};
     CacheView view = {};
-    PagePool *pool = nullptr;   // of a paged one, in Cache::pages
-    int *page_table = nullptr;  // where the machine reads it: a copy of pool->table
+    PagePool *pool = nullptr;   // where it is paged: its pool in Cache::pages
+    int *page_table = nullptr;  // the machine's copy of pool->table
 };
 
 // What is asked for.
@@ -207,15 +208,15 @@ struct CacheChoice {
     Precision type_k, type_v;
 };
 
-// It moves, and is not copied: two would share their memory.
+// It can be moved, not copied: two copies would share their memory.
 struct Cache : CacheChoice {
     std::vector<Store> stores;                 // (kind)
-    std::unique_ptr<Pages> pages;              // of paged ones: who holds which
+    std::unique_ptr<Pages> pages;              // where it is paged: which sequence holds which page
     std::vector<int> lengths;                  // (sequence): positions that are filled
     std::vector<int> reached;                  // (sequence): the most that were filled since it was empty
-    std::vector<std::shared_ptr<void>> owned;  // the memory of all of them
+    std::vector<std::shared_ptr<void>> owned;  // the memory of all stores
     Memory *memory = nullptr;                  // the machine's
-    std::function<void(const PageEvent &)> tell = nullptr;  // what happens to pages, if somebody wants to know
+    std::function<void(const PageEvent &)> tell = nullptr;  // called with each event of a page, if it is set
 };
 
 // Whether positions are encoded 32 together, in blocks.
@@ -225,7 +226,7 @@ inline int64_t row_of(const Store &store, int sequence, int position) {
     return std::visit([&](auto &layout) { return layout.row(sequence, position); }, store.layout);
 }
 
-// The least of what the stores answer, each by its layout.
+// The least of answer(layout) over the layouts of all stores.
 template <class Answer>
 int least_of(const Cache &cache, Answer answer) {
     int least = INT_MAX;
@@ -241,9 +242,8 @@ inline int chunk_of(const Cache &cache) {
 
 // ---- How many bytes ------------------------------------------------------------------------------------------
 
-// Bytes of a cache. Payload: the numbers at their precision, the formula on top of this file. Metadata: all that is
-// needed beside them, which is scales, zero points, residual blocks at f16, sinks at f32, page tables, and where only a
-// window is kept its rows to spare.
+// Bytes of a cache. Payload: the numbers at their precision, by the formula on top of this file. Metadata: all else,
+// which is scales, zero points, residual blocks at f16, sinks at f32, page tables, and the spare rows of a window.
 struct CacheBytes {
     double payload = 0, metadata = 0;
     double total() const { return payload + metadata; }
@@ -257,12 +257,12 @@ inline int kept_by(const Layout &layout) {
     return paged && paged->window ? paged->window : INT_MAX;
 }
 
-// What a store's numbers are kept at: as is asked for, but states at f32. There are few, so rounding saves nothing.
+// The precision of a store: the one asked for, but f32 for states. States are few, so rounding them saves nothing.
 inline Precision precision_of(const CacheShape &shape, const Precision &asked) {
     return shape.taps ? Precision(F32{}) : asked;
 }
 
-// What a store of `rows` rows takes; `rows` of a layer, all sequences together.
+// Bytes of a store with `rows` rows in each layer, all sequences together.
 inline CacheBytes bytes_of(const CacheShape &shape, const Layout &layout, const Precision &type_k,
                            const Precision &type_v, double rows) {
     CacheBytes bytes;
@@ -284,7 +284,7 @@ inline CacheBytes bytes_of(const CacheShape &shape, const Layout &layout, const 
     return bytes;
 }
 
-// Rows of a layer now: of a paged store those of the pages that were handed out, of the others all.
+// Rows of a layer now: in a paged store those of the pages handed out, in any other all.
 inline int64_t rows_now(const Store &store) {
     return store.pool ? (int64_t)store.pool->used() * store.pool->page : store.view.keys.rows_per_layer;
 }
@@ -299,7 +299,8 @@ inline CacheBytes bytes_of(const Cache &cache) {
 
 // ---- Opening ---------------------------------------------------------------------------------------------------
 
-// The pools of paged stores, and each page table twice: where the host counts pages, and where the machine reads rows.
+// Opens the pools of paged stores, and each page table twice: for the host, which hands out pages, and for the machine,
+// which reads rows.
 inline void open_page_tables(Cache &cache) {
     std::vector<PagePool> pools;
     for (const Store &store : cache.stores) {
@@ -327,14 +328,14 @@ inline void open_page_tables(Cache &cache) {
     }
 }
 
-// `what` is said where memory cannot be had.
+// Reserves the memory of a store; `what` names it in the error if there is too little.
 inline void open_store(Cache &cache, Store &store, const std::string &what) {
     const CacheShape &shape = store.shape;
     const int64_t rows = rows_of(shape, store.layout), sequences = shape.sequences;
     CacheView &view = store.view;
     const Precision type_k = precision_of(shape, cache.type_k), type_v = precision_of(shape, cache.type_v);
     view.layout = store.layout, view.type_k = type_k, view.type_v = type_v;
-    auto open = [&](const Precision &type, int width, int64_t count) {  // so many rows of each layer
+    auto open = [&](const Precision &type, int width, int64_t count) {  // count: rows of each layer
         CacheRows rows = {nullptr, row_bytes(type, width), width, shape.kv_heads, count};
         if (count == 0 || width == 0) return rows;
         const char *cure = "lower -c or --window, or free some";
@@ -353,7 +354,7 @@ inline void open_store(Cache &cache, Store &store, const std::string &what) {
     }
 }
 
-// What a cache of some shapes takes with all its rows.
+// Bytes of a cache of these shapes, all its rows counted.
 inline CacheBytes full_bytes(const std::vector<CacheShape> &shapes, const CacheChoice &cache) {
     CacheBytes bytes;
     for (const CacheShape &shape : shapes) {
@@ -363,7 +364,7 @@ inline CacheBytes full_bytes(const std::vector<CacheShape> &shapes, const CacheC
     return bytes;
 }
 
-// An empty cache, with a store for each kind of layers. Its memory is a machine's, which lives longer.
+// Returns an empty cache, with a store for each kind of layers. Its memory belongs to a machine, which must outlive it.
 inline Cache open_cache(Memory &memory, const std::vector<CacheShape> &shapes, Layout layout, Precision type_k,
                         Precision type_v) {
     Cache cache;
@@ -390,8 +391,8 @@ inline Cache open_cache(Memory &memory, const std::vector<CacheShape> &shapes, L
 
 // ---- Growing and going back --------------------------------------------------------------------------------
 
-// Fails unless the cache has room for `count` more positions of a sequence. Where pages behind a window are given back,
-// there is one for each pass.
+// Fails unless the cache has room for `count` more positions of a sequence. Where pages before a window are given back,
+// the pool always has enough.
 inline void require_room(const Cache &cache, int sequence, int count) {
     int first = cache.lengths.at(sequence), limit = limit_of(cache);
     if (count > limit - first)
@@ -406,15 +407,15 @@ inline void require_room(const Cache &cache, int sequence, int count) {
     }
 }
 
-// Copies `count` rows of each layer from row `from` on to row `to` on. On a card no byte goes through the host, and the
-// host does not wait: each prefix that is found may be copied, and each text that parts from another.
+// Copies `count` rows of each layer, from row `from` to row `to`. On a GPU the host neither sees the bytes nor waits:
+// each prefix hit may need a copy, and each text that leaves another.
 inline void copy_rows(Memory &memory, const CacheRows &rows, int layers, int64_t from, int64_t to, int64_t count) {
     for (int layer = 0; rows.data && layer < layers; layer++)
         memory.write(rows.at(layer, to, 0), rows.at(layer, from, 0), count * rows.stride());
 }
 
-// Does with rows what was decided about pages, in that order; and the machine's table of a sequence follows, for its
-// positions [begin, end).
+// Copies rows as pages.h decided, event by event, then updates the machine's page table of a sequence, for positions
+// [begin, end).
 inline void carry_out(Cache &cache, int sequence, int begin, int end) {
     if (cache.pages->events.empty()) return;
     for (const PageEvent &event : cache.pages->events) {
@@ -433,9 +434,9 @@ inline void carry_out(Cache &cache, int sequence, int begin, int end) {
     }
 }
 
-// Makes room for `count` more positions of a sequence and returns the first of them; they are then to be stored. Why
-// not position by position, as they are stored: a pass gets all its pages or none, and what cannot be had is refused
-// before anything is computed. Where layers keep a window, `count` is that of one pass, at most chunk_of(cache).
+// Makes room for `count` more positions of a sequence and returns the first of them; the caller then stores them. Why
+// not one by one as they are stored: a pass gets all its pages or none, and is refused before anything is computed.
+// Where layers keep a window, `count` is that of one pass, at most chunk_of(cache).
 inline int grow(Cache &cache, int sequence, int count) {
     require_room(cache, sequence, count);
     const int first = cache.lengths[sequence], end = cache.lengths[sequence] += count;
@@ -447,7 +448,7 @@ inline int grow(Cache &cache, int sequence, int count) {
     return first;
 }
 
-// A sequence has `length` positions, no more than before: the pages of the others go back to the pool.
+// Cuts a sequence to `length` positions, and gives the pages of the others back to the pool.
 inline void give_back(Cache &cache, int sequence, int length) {
     const int from = std::exchange(cache.lengths.at(sequence), length);
     if (!cache.pages) return;
@@ -455,20 +456,20 @@ inline void give_back(Cache &cache, int sequence, int length) {
     carry_out(cache, sequence, length, length);
 }
 
-// The first position of a sequence that a store still holds. Those before it were overwritten in a ring, or their pages
-// were given back: if a block of codes lost one of its pages, nothing is left of it.
+// The first position of a sequence that a store still holds. Earlier ones were overwritten in a ring, or their pages
+// were given back. A block of codes that lost one of its pages is lost as a whole.
 inline int first_kept(const Cache &cache, const Store &store, int sequence) {
     if (auto *ring = std::get_if<Ring>(&store.layout)) return std::max(0, cache.reached[sequence] - ring->slots);
     const int first = store.pool ? store.pool->first[sequence] * store.pool->page : 0;
     return blocks_of(cache) ? (first + group_size - 1) / group_size * group_size : first;
 }
 
-// Forgets the positions of a sequence from `length` on, and some before them where it must. Returns how many are left:
-// the caller reads the others again, and then the cache is as if it had never been longer. Two things are not undone:
-//   a full block   has only codes, so it goes whole: of an int4 cache of 70 positions, cut to 40, 32 are left. Cut to
+// Forgets the positions of a sequence from `length` on, and sometimes earlier ones. Returns how many are left: the
+// caller reads the others again, and then the cache is as if it had never been longer. Two things cannot be undone:
+//   a full block   has only codes, so it goes as a whole. An int4 cache of 70 positions, cut to 40, has 32 left. Cut to
 //                  66 it has 66: the third block, [64, 70), is still at f16
-//   a window       that moved on overwrote what came before it, or gave it back. If the next query sees some of that,
-//                  all positions go:
+//   a window       that moved overwrote the positions before it, or gave them back. If the next query sees one of
+//                  them, all positions go:
 //                    ----|--------------|---------------------------|-------------|
 //                        first_kept <=  what the next query sees    length        reached
 inline int rewind(Cache &cache, int sequence, int length) {
@@ -485,8 +486,8 @@ inline int rewind(Cache &cache, int sequence, int length) {
 
 // ---- Sharing -------------------------------------------------------------------------------------------------
 
-// Gives an empty sequence what is known of its tokens, from pages of other sequences with the same salt: so many of
-// the first ones need not be computed, 0 where there are no pages.
+// Takes the prefix hit of `tokens`: an empty sequence gets the pages of others that began with these tokens and `salt`.
+// Returns how many tokens need not be computed; 0 where the cache is not paged.
 inline int find_known(Cache &cache, int sequence, const std::vector<int> &tokens, const std::string &salt = "") {
     if (!cache.pages) return 0;
     const int known = cache.pages->find(sequence, tokens, salt);
@@ -495,21 +496,21 @@ inline int find_known(Cache &cache, int sequence, const std::vector<int> &tokens
     return known;
 }
 
-// Where 32 positions are stored together, pages that are shared hold whole blocks of them: what ends within a block is
+// Where 32 positions are stored together, a shared page must hold whole blocks: one that ends within a block would be
 // written again, as codes, when the block is full.
 inline bool can_share_pages(const Cache &cache) {
     return cache.pages && !(blocks_of(cache) && cache.pages->pools[0].page % group_size);
 }
 
-// Others may find the first `length` positions of a sequence, whose tokens are these: all its full pages.
+// Lets other sequences find the full pages of a sequence's first `length` positions, which hold these tokens.
 inline void publish(Cache &cache, int sequence, const std::vector<int> &tokens, int length) {
     if (!can_share_pages(cache)) return;
     cache.pages->publish(sequence, tokens, length);
     carry_out(cache, sequence, 0, length);
 }
 
-// Calls use(store, rows, row, count) for all that a cache holds of a sequence's positions [begin, end): `count` rows of
-// keys or values that follow one another, in each layer of a store. These are the stored rows, as the layout has them
+// Calls use(store, rows, row, count) for all that a cache holds of a sequence's positions [begin, end): `count`
+// consecutive rows of keys or values, in each layer of a store. They are the stored rows, in the order of the layout
 // (all of a block of codes); the residual block, with position t in row t % 32 of the sequence's 32; and the sinks.
 template <class Use>
 void for_each_range(const Cache &cache, int sequence, int begin, int end, Use use) {
@@ -533,8 +534,8 @@ void for_each_range(const Cache &cache, int sequence, int begin, int end, Use us
     }
 }
 
-// An empty sequence gets all that another one has. Pages are shared, and copied by the first to write into one; all
-// other rows are copied.
+// Gives an empty sequence all that another one has. Pages are shared, until one of the two copies a page to write into
+// it. All other rows are copied now.
 inline void fork(Cache &cache, int from, int to) {
     const int length = cache.lengths.at(from);
     if (cache.pages && !can_share_pages(cache))
@@ -556,13 +557,13 @@ inline void fork(Cache &cache, int from, int to) {
 
 // ---- All of a pass or nothing --------------------------------------------------------------------------------
 
-// Calls pass(), which lets sequences grow and stores their new positions: all of them or none. If it fails, for want of
-// pages or by Ctrl-C, each sequence has its old length and pages again, and may go on. What the failed pass overwrote
+// Calls pass(), which grows sequences and stores their new positions: all of them or none. If it fails, for lack of
+// pages or by Ctrl-C, each sequence has its old length and pages again, and can go on. What the failed pass overwrote
 // needs no copy:
-//   rows after the old length    are written anew before they are read
-//   a ring's rows to spare       held what is not seen from there on, as pages did that were given back; `reached`
+//   rows after the old length    are written again before they are read
+//   spare rows of a ring         held positions that no later query sees, like pages that were given back; `reached`
 //                                stays, so rewind() knows of them
-//   a residual block             keeps its positions while a pass that begins within a block ends in it, too
+//   a residual block             keeps its positions, as a pass that begins within a block ends in it, too
 //                                (tokens_of_pass); if the old length ends a block, it is not read any more
 template <class Pass>
 auto all_or_nothing(Cache &cache, Pass pass) {

@@ -1,12 +1,12 @@
 // How is a row stored: as numbers, as codes with a scale, as groups of codes.
 //
-// A row is one position's vector of one KV head of one layer: `width` numbers, which a precision turns into bytes. It
-// says how many bytes a row takes, encodes one, and reads one number of it; it does not know where the row lies.
+// A row is one position's vector of one KV head of one layer: `width` numbers, which a precision stores as bytes. The
+// precision says how many bytes a row takes, encodes it, and reads one number of it. It does not know where rows are.
 //
-// Another precision is one struct and one entry of `Precision` below: the flags, their help and error messages, the
-// choice at run time, the tables and the tests go through that list. docs/09_make_your_own.md adds one step by step.
+// To add a precision, write one struct and list it in `Precision` below: flags, help, error messages, the choice at run
+// time, tables and tests go through that list. docs/09_make_your_own.md adds one step by step.
 //
-// A number that is not finite, or too large for its scale, makes all that share the scale NaN: better seen than wrong.
+// If a number is not finite, or too large for its scale, all that share the scale become NaN: better seen than wrong.
 #pragma once
 
 #include <cfloat>
@@ -20,8 +20,8 @@
 
 // ---- Numbers -----------------------------------------------------------------------------------------------
 
-// Numbers one after another, in a format that the machine converts itself. With u, the unit roundoff (half the
-// distance from 1 to the next number), a stored number is off by at most u times itself.
+// Numbers one after another, in a format that the machine converts itself. A stored number is off by at most u times
+// itself, where u is the unit roundoff, half the distance from 1 to the next number.
 template <class Number>
 struct PlainRow {
     static constexpr bool blocks = false;
@@ -35,17 +35,16 @@ struct PlainRow {
 
 // ---- Codes, one scale a row ---------------------------------------------------------------------------------
 //
-// An f16 scale stands at the beginning of a row. The largest magnitude of the row becomes the code `largest`, and a
-// number is code * scale / divisor. Why a divisor: f16 has no positive number below 2^-24. With a stored scale that is
-// `divisor` times as large, rows must be that much smaller before their scale gets there.
+// A row begins with an f16 scale. The largest magnitude of the row becomes the code `largest`, and a number is
+// code * scale / divisor. Why a divisor: f16 has no positive number below 2^-24, and a stored scale that is `divisor`
+// times as large reaches that limit only with rows that are `divisor` times as small.
 HOST_DEVICE inline f16 scale_of_row(const char *row) {
     f16 scale;
     memcpy(&scale, row, sizeof scale);  // rows of an odd width are not aligned
     return scale;
 }
 
-// Writes the scale of `values`, and returns the distance of two codes, which a number is divided by; 0: all codes are
-// 0.
+// Writes the scale of `values` and returns the distance of two codes, by which numbers are divided; 0: all codes are 0.
 template <class Values, class Team>
 HOST_DEVICE inline float encode_scale(char *row, const Values &values, int width, int largest, int divisor, Team team) {
     float max = 0;
@@ -61,7 +60,7 @@ HOST_DEVICE inline float encode_scale(char *row, const Values &values, int width
     return step;
 }
 
-// Codes of a byte or more, with one scale before them. With the scale rounded up no code is cut off, and a number is
+// Codes of a byte or more, with one scale before them. The scale is rounded up, so no code is cut off, and a number is
 // off by at most half the distance of two codes: for int8 scale / 2, where scale <= max|x| / 127 * (1 + 2^-10) + 2^-24.
 template <class Code, int largest, int divisor = 1>
 struct ScaledRow {
@@ -84,13 +83,13 @@ struct fp8 {  // e4m3 (Micikevicius et al. 2022, FP8 Formats): 1 sign, 4 exponen
     uint8_t bits;
 };
 
-// The same bits are an f16 2^8 times as small, but for NaN, which fp8 keeps in the place of 480.
+// The same bits are an f16 that is 2^8 times as small, except for NaN, which fp8 has in the place of 480.
 HOST_DEVICE inline float to_float(fp8 x) {
     if ((x.bits & 0x7f) == 0x7f) return bit_cast<float>(0x7fc00000u);
     return 256 * to_float(f16{(uint16_t)((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)});
 }
 
-// What is too large becomes 448, infinity too. NaN stays NaN.
+// A number that is too large becomes 448, infinity too. NaN stays NaN.
 HOST_DEVICE inline void from_float(fp8 &to, float x) {
     uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
     bool nan = magnitude > 0x7f800000, large = magnitude >= 0x43e00000;
@@ -109,8 +108,8 @@ struct ScaleAndZero {
     f16 scale, zero;
 };
 
-// 32 whole numbers of 2 or 4 bits. A byte holds numbers that are far apart, so that a register of bytes, shifted, is a
-// register of neighbours: with 4 bits byte i has the numbers i and i + 16, with 2 bits i, i + 8, i + 16 and i + 24.
+// 32 whole numbers of 2 or 4 bits. A byte holds numbers that are far apart, so one shift of a register of bytes gives a
+// register of neighbours. With 4 bits byte i has the numbers i and i + 16; with 2 bits i, i + 8, i + 16 and i + 24.
 template <int bits>
 struct Packed {
     static constexpr int count = 32, largest = (1 << bits) - 1, size = 4 * bits;
@@ -119,9 +118,9 @@ struct Packed {
     HOST_DEVICE void set(int i, int code) { bytes[i % size] |= (uint8_t)(code << bits * (i / size)); }  // was 0
 };
 
-// 32 numbers that share an f16 scale and an f16 zero point: x ~ zero + scale * code, codes from 0 to 2^bits - 1. The
-// zero point is rounded down and the scale up, so a number is off by at most scale / 2, where scale <= (max - min +
-// |min| * 2^-10 + 2^-24) / (2^bits - 1) * (1 + 2^-10) + 2^-24.
+// 32 numbers that share an f16 scale and an f16 zero point: x ~ zero + scale * code, with codes from 0 to 2^bits - 1.
+// The zero point is rounded down and the scale up, so a number is off by at most scale / 2, where
+//   scale <= (max - min + |min| * 2^-10 + 2^-24) / (2^bits - 1) * (1 + 2^-10) + 2^-24
 constexpr int group_size = 32;
 
 template <int bits>
@@ -131,7 +130,7 @@ struct Group {
     HOST_DEVICE float number(int i) const { return to_float(both.zero) + to_float(both.scale) * (float)codes.code(i); }
 };
 
-// The group of `count` <= 32 numbers x(0), x(1), ...
+// Returns the group of the `count` <= 32 numbers x(0), x(1), ...
 template <int bits, class Numbers>
 HOST_DEVICE inline Group<bits> quantize(Numbers x, int count) {
     float low = FLT_MAX, high = -FLT_MAX;
@@ -160,19 +159,18 @@ HOST_DEVICE inline Group<bits> quantize(Numbers x, int count) {
     return group;
 }
 
-// Groups of 32, as KIVI (Liu et al. 2024): values per token, keys per channel, because a few channels of the keys are
-// much larger than the others at every token. They fill rows like any others: neither pages nor rings need to know.
+// Groups of 32, as in KIVI (Liu et al. 2024): values per token, keys per channel, because a few channels of keys are
+// much larger than the others at every token. Groups fill rows like any other codes, so pages and rings work unchanged.
 //
 // A row of values is n = ceil(width / 32) groups, each of 32 channels of its token. Keys are quantized 32 positions at
-// a time: a group is one channel at 32 positions. Such a block takes the rows of its 32 positions, and lies in them
-// transposed: row i holds, for all 32 positions, the channels [i * n, i * n + n). With D = 64, so n = 2, positions 32
-// to 63 are stored as
+// a time: a group is one channel at 32 positions. Such a block is stored transposed in the rows of its 32 positions:
+// row i holds the channels [i * n, i * n + n) of all 32. With D = 64, so n = 2, positions 32 to 63 are stored as
 //            keys                                    values
 //   row 32   channels 0, 1 of positions 32 .. 63     position 32: channels 0 .. 31, channels 32 .. 63
 //   row 33   channels 2, 3 of positions 32 .. 63     position 33: channels 0 .. 31, channels 32 .. 63
 //   ...
 //   row 63   channels 62, 63 of positions 32 .. 63   position 63: channels 0 .. 31, channels 32 .. 63
-// Until its 32 positions are there, a block's keys and values are kept at f16, in the sequence's residual block
+// Until a block has its 32 positions, its keys and values are kept at f16 in the sequence's residual block
 // (CacheView::residual_keys, residual_values).
 template <int bits>
 struct GroupedRow {
@@ -181,7 +179,7 @@ struct GroupedRow {
     HOST_DEVICE static int groups(int width) { return (width + group_size - 1) / group_size; }
     HOST_DEVICE static size_t row_bytes(int width) { return groups(width) * sizeof(G); }
     HOST_DEVICE static const G &group(const char *row, int i) { return ((const G *)row)[i]; }
-    // Encodes row i of a block; number(t, channel) is that of the block's position t.
+    // Encodes row i of a block; number(t, channel) is a number of the block's position t.
     template <bool keys, class Numbers, class Team>
     HOST_DEVICE static void encode_row(char *row, int i, const Numbers &number, int width, Team team) {
         const int n = groups(width);
@@ -199,8 +197,7 @@ struct GroupedRow {
     HOST_DEVICE static float number(const char *row, int channel) {
         return group(row, channel / group_size).number(channel % group_size);
     }
-    // Channel c of a block's keys is in row row_of_channel(c) of the block; there key_number() reads that of the
-    // block's position t.
+    // The row of a block that holds a channel of its keys; key_number() reads there the number of its position t.
     HOST_DEVICE static int row_of_channel(int channel, int width) { return channel / groups(width); }
     HOST_DEVICE static float key_number(const char *row, int t, int channel, int width) {
         return group(row, channel % groups(width)).number(t);
@@ -209,9 +206,9 @@ struct GroupedRow {
 
 // ---- The precisions ------------------------------------------------------------------------------------------
 //
-// code_bits: of a number alone. bits: with its share of scales and zero points, 128 numbers a row. With u,
-// unit_roundoff, a stored number is off by at most u times itself; where numbers share a scale, u (1 + 2^-10) times the
-// largest of them.
+// code_bits: bits of a number alone. bits: with its share of scales and zero points, for rows of 128 numbers. A stored
+// number is off by at most unit_roundoff times itself; where numbers share a scale, by unit_roundoff (1 + 2^-10) times
+// the largest of them.
 struct F32 : PlainRow<float> {
     static constexpr const char *name = "f32";
     static constexpr double code_bits = 32, bits = 32, unit_roundoff = 0x1p-24;
@@ -224,7 +221,7 @@ struct BF16 : PlainRow<bf16> {
     static constexpr const char *name = "bf16";
     static constexpr double code_bits = 16, bits = 16, unit_roundoff = 0x1p-8;
 };
-struct FP8 : ScaledRow<fp8, 448, 256> {  // rows of up to 114,632
+struct FP8 : ScaledRow<fp8, 448, 256> {  // magnitudes of up to 114,632
     static constexpr const char *name = "fp8";
     static constexpr double code_bits = 8, bits = 8.125, unit_roundoff = 0x1p-4;
 };
@@ -256,8 +253,8 @@ inline double row_payload(const Precision &type, int width) {
     return std::visit([&](auto format) { return std::ceil(decltype(format)::code_bits * width / 8); }, type);
 }
 
-// Number `channel` of the key (keys) or the value of position t, as it reads; row_at(i) is the row of position i. Where
-// a format has blocks, that of t is full.
+// Number `channel` of the key (keys) or the value of position t, dequantized; row_at(i) is the row of position i. Where
+// a format has blocks, the block of t is full.
 template <bool keys, class Format, class RowAt>
 HOST_DEVICE float stored_number(RowAt row_at, int t, int channel, int width) {
     if constexpr (keys && Format::blocks) {
@@ -268,10 +265,10 @@ HOST_DEVICE float stored_number(RowAt row_at, int t, int channel, int width) {
     }
 }
 
-// The largest number that a type stores as a number. Blocks keep their newest positions at f16.
+// The largest number that reads back as a finite one. Types with blocks keep the newest positions at f16: it is f16's.
 inline float largest_of(const Precision &type) {
     auto of = [](auto format) {
-        auto stored = [&](uint32_t magnitude) {  // as it reads
+        auto stored = [&](uint32_t magnitude) {  // as it reads back
             float x = bit_cast<float>(magnitude);
             std::vector<char> row(format.row_bytes(1));
             format.encode(row.data(), &x, 1);
