@@ -227,7 +227,7 @@ struct BatchRun {
         Report event, pieces;
         int tokens = 0;
         for (const Piece &piece : pass) tokens += piece.count, pieces.add(piece.request->id.c_str(), piece.count);
-        event.add("event", std::string("pass")).add("tokens", tokens).add("pieces", pieces);
+        event.add("event", std::string("pass")).add("count", tokens).add("pieces", pieces);
         event.add("running", (int)schedule.running.size()).add("waiting", (int)schedule.waiting.size());
         tell(event.add("pages", schedule.held));
     }
@@ -261,6 +261,8 @@ struct BatchRun {
         line.add("preemptions", request.preemptions);
         line.add("seconds_to_first_token", request.times.empty() ? NAN : to_first.back());
         line.add("seconds", time >= request.at ? time - request.at : NAN);
+        const std::vector<double> &times = request.times;
+        line.add("tokens_per_second", times.size() > 1 ? (double)(times.size() - 1) / (times.back() - times[0]) : NAN);
         erase_progress();
         puts(line.json().c_str());
         flush_output();
@@ -313,7 +315,7 @@ struct BatchRun {
         all.show("hit_tokens", (long long)found, "%lld of ").say(counted(prompts, "prompt token"));
         all.add("preemptions", (long long)preemptions, " were found in the cache; ")
             .say(counted(preemptions, "preemption") + "\n");
-        all.add("errors", errors);
+        all.add("failed", errors);
         if (errors) all.say(counted(errors, "request") + " ended by an error, which its line says\n");
         const auto add_times = [&](const std::string &key, const char *what, const std::vector<double> &times,
                                    const char *after) {

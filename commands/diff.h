@@ -187,6 +187,7 @@ inline void add_result(Report &report, const DiffResult &result, const Config &c
     report.add((against + "_seconds").c_str(), result.reference_seconds,
                formatted("time        %s %.3f s", against.c_str(), result.reference_seconds));
     report.show("cached_seconds", result.cached_seconds, ", cached %.3f s").say(result.faster() + "\n");
+    report.add("tokens_per_second", 1e3 / median(result.later(&DiffStep::cached_seconds)));  // without step 0
     if (result.steps.size() > 8)
         report.say("growth      " + growth(against, result.later(&DiffStep::reference_seconds)) + " ms a token, " +
                    growth("cached", result.later(&DiffStep::cached_seconds)) + " (medians, first and last quarter)\n");

@@ -175,7 +175,7 @@ inline int run_bench_draft(const Options &options) {
         line.show("expected_tokens_per_pass", row.expected_tokens(), "%9.2f", "expected");
         line.show("check_cost", check, "%7.2f", "check").show("guess_cost", guess, "%7.2f", "guess");
         line.show("predicted", predicted, "%8.2f x", "predicted").show("measured", measured, "%8.2f x", "measured");
-        line.add("right", shares, "   " + by_guess, "   right, of the first guess, the second, ...");
+        line.add("shares_right", shares, "   " + by_guess, "   right, of the first guess, the second, ...");
         line.add("share_right", row.share()).add("share_with_guesses", row.with());
         table.push_back(line.add("paused", row.counts.paused));
     }
@@ -233,7 +233,7 @@ inline int run_diff_draft(const Options &options) {
             const Drafter::Checked &pass = session.drafter.log.back();
             const auto guesses = pass.guesses.begin(), wrong = guesses + pass.right, end = pass.guesses.end();
             Report line;
-            line.show("position", size, "%9d  ", "position  ").add("guesses", pass.guesses);
+            line.show("position", size, "%9d  ", "position  ").add("guessed", pass.guesses);
             line.add("accepted", pass.right, formatted("%3d of %-3zu ", pass.right, pass.guesses.size()),
                      "right      ");
             std::string words = painted("32", said({guesses, wrong}));
@@ -259,7 +259,7 @@ inline int run_diff_draft(const Options &options) {
                   formatted("a logit is %.3g off", difference);
     Report report = prompt_of(tokens, session.prompt);
     report.add("compared", compared, "\ncompared " + counted(compared, "token") + ", stopped: " + stop + "\n");
-    report.show("device", engine.name(), "device   %s\n").list("passes", passes);
+    report.show("device", engine.name(), "device   %s\n").list("steps", passes);
     report.add("draft", about_draft(session.drafter)).add("identical", same_tokens == compared);
     report.add("max_abs_logit_diff", difference);
     report.add("verdict", verdict, "verdict  " + painted(good ? "32" : "31", verdict) + "\n");

@@ -106,7 +106,7 @@ inline void add_attention(Report &report, Session &session, const Options &optio
         line.show("weight", one.weight, "%9.4f  ", "softmax  ");
         rows.push_back(line.say(std::string((size_t)std::lround(24 * one.weight), '#')));
     }
-    report.table("positions", rows);
+    report.table("seen", rows);
     report.add("output", output, "output  " + first_of(output) + "   the sum of weight x value\n");
 }
 
@@ -252,7 +252,7 @@ inline int run_show(const Options &given) {
     std::vector<Report> tokens;
     for (int token : session.tokens) {
         Report row;
-        row.show("position", texts.size(), "%8zu", "position").show("id", token, "%8d  ", "id  ");
+        row.show("position", texts.size(), "%8zu", "position").show("token", token, "%8d  ", "id  ");
         texts.push_back('"' + on_one_line(stream.next(token)) + '"');
         tokens.push_back(row.add("text", texts.back(), texts.back(), "text"));
     }
@@ -272,8 +272,8 @@ inline int run_show(const Options &given) {
             report.list("kinds", kinds).say(kinds.size() > 1 ? "\nKinds of layers\n" : "").say(lines_of(kinds, ""));
             report.say(formatted("\nThe row of position %d, KV head %d, layer %d\n", last, kv_head, options.layer));
             report.add("place", place_of(cache->stores[config.rows[options.layer].kind], last + 1, last));
-            report.add("key", stored_report(session, options.layer, kv_head, /*keys=*/true));
-            report.add("value", stored_report(session, options.layer, kv_head, /*keys=*/false));
+            report.add("stored_key", stored_report(session, options.layer, kv_head, /*keys=*/true));
+            report.add("stored_value", stored_report(session, options.layer, kv_head, /*keys=*/false));
             Cache exact =
                 open_cache(options, session.engine, {options.caches()[0].layout, F32{}, F32{}}, session.limit);
             prefill_pass(session.engine, exact, 0, session.tokens);

@@ -117,7 +117,7 @@ def chapter_10():
     requests = [dict(name=name, read=read, write=write) for name, read, write in
                 (("A", 5, 10), ("B", 18, 3), ("C", 11, 4), ("D", 3, 3))]  # docs/requests.jsonl
     for pieces in passes(requests, 2, 8):
-        print(f'{{"event": "pass", "tokens": {sum(pieces.values())}, "pieces": {json.dumps(pieces)}, ...')
+        print(f'{{"event": "pass", "count": {sum(pieces.values())}, "pieces": {json.dumps(pieces)}, ...')
 
 
 if __name__ == "__main__":

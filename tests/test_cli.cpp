@@ -308,6 +308,9 @@ TEST_CASE("diff: times a token are medians, and how many times faster leaves out
         std::sort(times.begin() + begin, times.begin() + begin + count);
         return times[begin + count / 2];
     };
+    std::vector<double> seconds;
+    for (int i = 1; i < 41; i++) seconds.push_back(number(root, formatted("steps.%d.cached_seconds", i)));
+    CHECK(number(root, "tokens_per_second") == doctest::Approx(1 / middle(seconds, 0, 40)));
     double times, growth[4];
     REQUIRE(sscanf(shown.out.substr(shown.out.find(" s, cached ")).c_str(), " s, cached %*f s, %lf x without step 0",
                    &times) == 1);

@@ -17,6 +17,7 @@ A chapter is two screens at most, and ends with the one sentence to keep. And do
 the numbers of ./llm; and docs/read.html is what docs/read.py writes now, with each line of the story once.
 """
 import html.parser
+import json
 import os
 import pathlib
 import re
@@ -383,9 +384,58 @@ def check_book(scratch):
     return problems[:9]
 
 
+def json_type(value):
+    if isinstance(value, list):
+        return "list of objects" if value and isinstance(value[0], dict) else "list of numbers"
+    return {bool: "true or false", str: "text", dict: "object"}.get(type(value), "number")
+
+
+def check_json(scratch):
+    """Each key that a command prints has the type of docs/json.md, and each key there is printed by a command."""
+    page = (ROOT / "docs/json.md").read_text()
+    named = {key: kind for kind, keys in re.findall(r"^\| (\w[\w ]*) \| (`.*)\|$", page, re.M)
+             for key in re.findall("`(.*?)`", keys)}
+    prompt = "-p Once -n 4 "
+    lines = {"generate": [f"{prompt} --draft ngram --temp 1", f"{prompt} --samples 2 --temp 1 --cache paged", prompt],
+             "diff": [prompt, f"{prompt} --kv f16,int2 --against full", f"{prompt} --draft ngram"],
+             "bench": ["-n 4 --depth 8 --prefill 8 --repeats 1 --cache none,paged", "-n 8 --draft ngram --repeats 1"],
+             "eval": ["--repeats 1 --kv f16"], "show": ["-p Once", "-p Once --cache paged", "-p Once --cache ring"],
+             "memory": ["", "--layers 4 --kv-heads 2 --head-dim 64 -c 100 --budget 1GiB --bandwidth 10"],
+             "info": ["", "-m tests/fixtures/models/gemma3"], "tokenize": ["-p Once"],
+             "chat": [f"{prompt[8:]} --template plain --draft ngram --temp 1 <<< Once"],
+             "batch": ["-f docs/requests.jsonl -n 4 --draft ngram --against alone --events events && cat events",
+                       "-f docs/two.jsonl --page 4 --pool 24 --admission optimistic --events events && cat events"]}
+    problems, seen = [], set()
+
+    def look(command, found):
+        for key, value in found.items():
+            kind = json_type(value)
+            expected = named.get(key, "number")
+            if key == "tokens":
+                expected = "list of numbers" if "stop" in found or "guessed" in found else "number"
+            good = value is None or kind == expected or (value == [] and expected.startswith("list"))
+            problems.extend([] if good else [f"docs/json.md: {command}: {key} is a {kind}, the page says {expected}"])
+            seen.add(key)
+            inner = value if kind == "list of objects" else [value] if kind == "object" and key != "pieces" else []
+            for each in inner:
+                look(command, each)
+    for command, flags in ((command, flags) for command in lines for flags in lines[command]):
+        done = subprocess.run(["bash", "-c", f"./llm {command} --json {flags}"], cwd=scratch, capture_output=True,
+                              text=True)
+        try:
+            objects = [json.loads(done.stdout)]
+        except ValueError:
+            objects = [json.loads(line) for line in done.stdout.splitlines()]
+        problems += [] if objects else [f"docs/json.md: {command} {flags}: {done.stderr.strip()}"]
+        for found in objects:
+            look(f"{command} {flags}", found)
+    seen |= {"interrupted", "error"}
+    return problems + [f"docs/json.md: no command prints {key}" for key in named if key not in seen]
+
+
 def main():
     paths = [pathlib.Path(page).resolve() for page in sys.argv[1:] if not page.startswith("-")] or PAGES
-    extra = [check_numpy, check_cache, check_book]
+    extra = [check_numpy, check_cache, check_json, check_book]
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
         scratch = pathlib.Path(scratch)

@@ -66,6 +66,9 @@ TEST_CASE("each request has the text that generate gives it, and the summary cou
             CHECK(text(batch.requests.at(id).get(), "stop") == text(alone, "stop"));
             CHECK(batch.of(id, "seconds") >= batch.of(id, "seconds_to_first_token"));
             CHECK(batch.of(id, "seconds_to_first_token") > 0);
+            const double later = (double)ids(alone, "tokens").size() - 1;
+            const double least = later / (batch.of(id, "seconds") - batch.of(id, "seconds_to_first_token"));
+            CHECK(batch.of(id, "tokens_per_second") >= least);
             tokens += (double)ids(alone, "tokens").size();
         }
         CHECK(number(batch.summary, "requests") == 3);
@@ -171,7 +174,7 @@ TEST_CASE("--events: each page that is handed out is released as often as it was
         counts[what]++;
         if (what == "take" || what == "share") held[number(event, "page")]++;
         if (what == "release") REQUIRE(--held[number(event, "page")] >= 0);
-        if (what == "pass") tokens += number(event, "tokens");
+        if (what == "pass") tokens += number(event, "count");
         CHECK(number(event, "seconds") >= last);
         last = number(event, "seconds");
     }
@@ -339,7 +342,7 @@ TEST_CASE("a request whose logits are not finite ends with its error; the others
             CHECK((text(batch.requests[id], "stop") == "length" && ids(batch.requests[id], "tokens").size() == 6));
             CHECK(!at(batch.requests[id], "error"));
         }
-        CHECK((number(batch.summary, "errors") == 1 && number(batch.summary, "same_alone") == 3));
+        CHECK((number(batch.summary, "failed") == 1 && number(batch.summary, "same_alone") == 3));
         CHECK(!slurp(events).empty());
         check_contains(batch.outcome.err, "1 request ended by an error, which its line says");
     }
@@ -583,8 +586,8 @@ TEST_CASE("diff --draft: a line a pass, held against the text without guesses; e
         const Json json = run_json(words);
         Ids tokens;
         int accepted = 0, passes = 0;
-        for (const cJSON *pass : items_of(at(json, "passes"))) {
-            const Ids drafted = ids(pass, "guesses"), own = ids(pass, "tokens");
+        for (const cJSON *pass : items_of(at(json, "steps"))) {
+            const Ids drafted = ids(pass, "guessed"), own = ids(pass, "tokens");
             const int right = (int)number(pass, "accepted");
             CHECK(right == (int)own.size() - 1);
             CHECK(std::equal(own.begin(), own.begin() + right, drafted.begin()));
@@ -617,7 +620,7 @@ TEST_CASE("bench --draft: for each number of guesses what a pass brings and cost
                 const double a = number(row, "share_right");
                 CHECK(expected == doctest::Approx((1 - std::pow(a, rows + 1)) / (1 - a)).epsilon(0.03));
                 double still = 1, right = 0, tried = 0;
-                for (const cJSON *share : items_of(at(row, "right")))
+                for (const cJSON *share : items_of(at(row, "shares_right")))
                     tried += still, still *= share->valuedouble, right += still;
                 CHECK(brought == doctest::Approx(1 + right).epsilon(0.03));
                 CHECK(a == doctest::Approx(right / tried).epsilon(0.03));

@@ -63,7 +63,7 @@ TEST_CASE("scores, weights and output are what the equation gives for the number
             Found all =
                 show(prompt(37) + cache + Words{"--layer", std::to_string(layer), "--head", std::to_string(head)});
             CHECK(all["kv_head"] == head / group);
-            Found seen = all["positions"];
+            Found seen = all["seen"];
             CHECK(seen.size() == (cache[1] == "ring" ? 9 + 2 : 37));
             double total = 0, output[width] = {}, sum = 0, largest = 0;
             for (int i = 0; i < seen.size(); i++) total += std::exp(seen[i]["score"]);
@@ -91,7 +91,7 @@ TEST_CASE("a query with numbers that are exactly 0 is explained: layer 0 of the 
     CHECK(zeros == 24);
     check_contains(said({}), "\n        24 of 32 are exactly 0", "head 0 looks 1 back", "--layer 1");
     check_contains(said({"--head", "3"}), "head 3 looks 4 back");
-    Found seen = show(prompt(9) + Words{"--head", "3"})["positions"];
+    Found seen = show(prompt(9) + Words{"--head", "3"})["seen"];
     CHECK(seen[8 - 4]["weight"] > 0.5);  // and so it does
     CHECK(!contains(said({"--layer", "1"}), "exactly 0"));
     std::string other = said({"-m", "weights_tools/builtin"});  // may be another's
@@ -102,9 +102,9 @@ TEST_CASE("the naive path and an f32 cache show the same numbers; --position is 
     Words head{"--layer", "2", "--head", "1"};
     Found naive = show(prompt(20) + head + caches[0]),
           cached = show(prompt(30) + head + caches[1] + Words{"--position", "19"});
-    REQUIRE(naive["positions"].size() == cached["positions"].size());
+    REQUIRE(naive["seen"].size() == cached["seen"].size());
     for (int i = 0; i < 20; i++)
-        CHECK(std::fabs(naive["positions"][i]["weight"] - cached["positions"][i]["weight"]) < 1e-5);
+        CHECK(std::fabs(naive["seen"][i]["weight"] - cached["seen"][i]["weight"]) < 1e-5);
     for (int i = 0; i < cached["errors"].size(); i++) CHECK(cached["errors"][i]["relative_error"] < 1e-6);
 }
 
@@ -126,7 +126,7 @@ TEST_CASE("a row is where the formula says, and its bytes read as shown") {
             CHECK(row == 20);
             rows = 64;
         }
-        for (const char *side : {"key", "value"}) {
+        for (const char *side : {"stored_key", "stored_value"}) {
             Found stored = all[side];
             std::string hex = stored["hex"].text();
             CHECK(stored["byte"] == ((3 * rows + row) * kv_heads + 1) * (width + 2));
@@ -142,15 +142,16 @@ TEST_CASE("a row is where the formula says, and its bytes read as shown") {
 
 TEST_CASE("int4: the newest positions are at f16, and a block of 32 becomes codes with its last one") {
     Found newest = show(prompt(31) + Words{"--kv", "int4"}), full = show(prompt(32) + Words{"--kv", "int4"});
-    CHECK(newest["key"]["in_residual_block"] == 1);
-    for (int c = 0; c < width; c++)
-        CHECK(newest["key"]["reads_as"][c] == doctest::Approx(f16_of(newest["key"]["hex"].text(), 2 * c)));
-    CHECK(full["key"]["in_residual_block"] == 0);
-    CHECK(full["key"]["bytes"] == 4 + 16);  // scale and zero point, 32 codes
-    std::string hex = full["value"]["hex"].text();
+    const Found key = newest["stored_key"];
+    CHECK(key["in_residual_block"] == 1);
+    for (int c = 0; c < width; c++) CHECK(key["reads_as"][c] == doctest::Approx(f16_of(key["hex"].text(), 2 * c)));
+    CHECK(full["stored_key"]["in_residual_block"] == 0);
+    CHECK(full["stored_key"]["bytes"] == 4 + 16);  // scale and zero point, 32 codes
+    std::string hex = full["stored_value"]["hex"].text();
     for (int c = 0; c < width; c++) {  // of values a group is the channels of one position
         double code = byte_of(hex, 4 + c % 16) >> c / 16 * 4 & 15;
-        CHECK(full["value"]["reads_as"][c] == doctest::Approx(f16_of(hex, 2) + f16_of(hex, 0) * code).epsilon(1e-5));
+        const double number = f16_of(hex, 2) + f16_of(hex, 0) * code;
+        CHECK(full["stored_value"]["reads_as"][c] == doctest::Approx(number).epsilon(1e-5));
     }
 }
 

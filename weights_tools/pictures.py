@@ -141,7 +141,7 @@ def head(llm):
     for i, row in enumerate(rows):
         for j in range(4):
             x, y = 185 + j * 110, 98 + i * 52
-            weight = row["positions"][j]["weight"] if j <= i else 0
+            weight = row["seen"][j]["weight"] if j <= i else 0
             picture.box(x, y, 100, 42, "cached" if j <= i else "empty",
                         f'fill-opacity="{0.12 + 0.88 * weight:.3g}"' if j <= i else "")
             if j <= i:
@@ -269,7 +269,7 @@ def one_row_appended(llm):
     found = llm.show(4, "--kv", "f32")
     for side, x in (("key", 150), ("value", 410)):
         picture.text(x, 80, f"{side}s: {side[0].upper()}", "bold")
-        for i, row in enumerate(found["positions"]):
+        for i, row in enumerate(found["seen"]):
             y = 90 + i * 40
             picture.box(x, y, 230, 34, "cached" if i == 4 else "soft")
             numbers = "  ".join(f"{number:7.4f}" for number in row[side][:2]) + "  .."
@@ -396,7 +396,7 @@ def kinds(llm):
     for i, name in enumerate(("a local layer", "a global layer")):
         shown = llm("show", "-m", "tests/fixtures/models/gemma3", "--ids", ids, "--layer", str(i), "--head", "0",
                     "--cache", "paged", "--page", "4")
-        weights = {one["position"]: one["weight"] for one in shown["positions"]}
+        weights = {one["position"]: one["weight"] for one in shown["seen"]}
         table, y, most = shown["place"]["page_table"], 58 + i * 140, max(weights.values())
         picture.text(20, y + 14, f"{name} sees {len(weights)} of 72", "bold")
         left = 20 + min(weights) // 4 * 42.2 + min(weights) % 4 * 10 - 2
@@ -455,7 +455,7 @@ def residues(llm):
 def int4_block(llm):
     picture = Picture("int4 keys: the 32 positions of a channel share a scale", 412)
     ids = ",".join(map(str, range(3, 43)))
-    exact = llm("show", "-m", "tests/fixtures/huge_keys", "--ids", ids, "--kv", "f32")["positions"]
+    exact = llm("show", "-m", "tests/fixtures/huge_keys", "--ids", ids, "--kv", "f32")["seen"]
     picture.text(20, 74, "channel", "small")
     picture.text(90, 74, "positions 0 .. 31: codes from 0 to 15", "small")
     picture.text(548, 74, "their scale", "small")
@@ -486,7 +486,7 @@ def int4_block(llm):
 def blocks_of_32(llm):
     picture = Picture("A block of int4 keys is turned: a stored row holds a channel", 426)
     words = ("show", "--ids", ",".join(map(str, range(1, 33))), "--layer", "2", "--head", "4", "--kv", "f32")
-    column = [row["key"][5] for row in llm(*words)["positions"]]
+    column = [row["key"][5] for row in llm(*words)["seen"]]
     top, side, left, right, low, high = 92, 8.5, 60, 500, min(column), max(column)
     bottom, x, y = top + 32 * side, left + 5 * side, top + 5 * side
     picture.text(left, 62, "computed: a row is a position", "bold")
@@ -616,7 +616,7 @@ def three_batches(llm):
                     ended.append(event["id"])
                 elif event["event"] == "pass":  # the events of its ends came before
                     cells = [name and (name, reads[name], reads[name]) for name in place]
-                    assert sum(cell[1] for cell in cells if cell) == event["tokens"], "not the tokens that the pass says"
+                    assert sum(cell[1] for cell in cells if cell) == event["count"], "not the tokens that the pass says"
                     for row, cell in zip(rows, cells):
                         row.append(cell)
                     reads = dict.fromkeys(reads, 1)
