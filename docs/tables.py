@@ -51,7 +51,7 @@ def main():
         if sys.argv[2:] and str(number) not in sys.argv[2:]:
             continue
         held = len({page for table in tables.values() for page in table})
-        print(f"{number:4} {event['tokens']:6} {held:5}  " + "   ".join(map(str.ljust, line, widths)).rstrip())
+        print(f"{number:4} {event['count']:6} {held:5}  " + "   ".join(map(str.ljust, line, widths)).rstrip())
 
 
 if __name__ == "__main__":
