@@ -108,11 +108,8 @@ def definitions():
 
 
 DEFINED = definitions()
-FIRST = {}  # (file, name): the line where a page has the anchor #name
-for name_, places_ in DEFINED.items():
-    for file_, line_, kind_ in places_:
-        if kind_ != "member":
-            FIRST.setdefault((file_, name_), line_)
+FIRST = {(file, name): line for name, places in DEFINED.items() for file, line, kind in reversed(places)
+         if kind != "member"}  # the line where a page has the anchor #name
 
 
 def link(name, shown, file, *kinds):
@@ -283,7 +280,7 @@ def text_page(file, copies):
             path = os.path.normpath(os.path.join(os.path.dirname(file), to)) if to else file
             if not re.match(r"\w+:", to):
                 token.attrs[name] = address(path) + hash_ + anchor
-                copies |= {path} - set(TEXT)
+                copies |= {path} - TEXT.keys()
     return parser.renderer.render(tokens, parser.options, env), headings
 
 
