@@ -38,7 +38,7 @@ TAGS = {"//": "i", "/*": "i", "#": "i", "'": "u", '"': "u"}  # by how a word of 
 WORD = r"""|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])+'|[A-Za-z_]\w*|\d[\w.]*|[<>&]"""
 TOKEN = {"cpp": re.compile(r"//.*|/\*.*?\*/|^#\w+" + WORD), "python": re.compile("#.*" + WORD)}
 # In a comment: what is between backticks; files, functions and members; what else has an underscore.
-NAME = re.compile(r"`([^`]+)`|(?<![\w/.])((?:[\w/]+\.(?:h|cu|cpp|c|py|md)(?!\w))|\w+(?:::\w+)*\(\)|\w+(?:::\w+)+|"
+NAME = re.compile(r"`([^`]+)`|(?<![\w/.])((?:[\w/]+\.(?:h|cu|cpp|c|py|md|json)(?!\w))|\w+(?:::\w+)*\(\)|\w+(?:::\w+)+|"
                   r"\w{2,}_\w{2,})|[<>&]")
 
 
@@ -83,7 +83,7 @@ def title(file):
     """HTML: a page's heading, or the name of a source file and how its first comment begins."""
     if file.endswith(".md"):
         return escape(re.search(r"(?m)^# (.*)", TEXT[file])[1].replace("`", ""))
-    says = re.match(r"// (.+?)(?=[:;.,]\s| \(|\n)", TEXT[file])
+    says = re.match(r"// (.{,50}?(?=[:;.]\s| \(|\n)|.+?(?=[:;.,]\s| \(|\n))", TEXT[file])
     return f"<code>{file}</code>" + (f" <small>{escape(says[1])}</small>" if says else "")
 
 
