@@ -17,6 +17,8 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -695,16 +697,113 @@ inline Config load_config(const std::string &directory) {
 
 // ---- Config + tensors = Model --------------------------------------------------------------------------------------
 
+// Where a tensor comes from.
+struct Part {
+    int first = 0, all = 0;  // rows from `first` on of a matrix of `all` rows; 0: a matrix of its own
+};
+struct Origin {
+    std::string name;            // Llama's, below "model."; "": it is in no file, and each number is 1
+    std::vector<int64_t> shape;  // of a vector its width
+    bool matrix = false;         // every token is multiplied with it
+    Part part = {};              // also of the bias of such a matrix
+    bool norm = false;           // RMSNorm multiplies with it, all of it times `scale`
+    double scale = 1;
+};
+inline Origin norm_of(const std::string &name, int width, double scale = 1) {
+    return {name + ".weight", {width}, false, {}, /*norm=*/true, scale};
+}
+inline bool has(const Config &config, const char *word) { return config.family && config.family->has(word); }
+
+// Each tensor of a layer, once: visit(tensor, whether this layer has it, its origin). Loading and moving them and
+// counting operations all go through this list.
+template <class Layer, class Visit>
+void visit_layer(Layer &w, const Config &config, int index, Visit &visit) {
+    const Kind &kind = config.kind(index);
+    const bool own = config.rows[(size_t)index].own, convolves = kind.taps > 0, attends = !convolves;
+    const int hidden = config.hidden, more = config.per_layer, width = kind.key_width;
+    const int query = (convolves ? 1 : config.heads) * width, kv = kind.kv_heads * width;
+    const std::string layer = "layers." + std::to_string(index) + ".", mlp = layer + "mlp.";
+    const std::string mixer = layer + (convolves ? "conv." : "self_attn.");
+    auto linear = [&](auto &to, bool here, const std::string &name, int outputs, int inputs, bool bias,
+                      Part part = {}) {
+        visit(to.weight, here, Origin{name + ".weight", {outputs, inputs}, /*matrix=*/true, part});
+        visit(to.bias, here && bias, Origin{name + ".bias", {outputs}, false, part});
+    };
+
+    // Some files have query, key and value in one matrix; of a convolution they are C, B and x, in another order.
+    const bool bias = convolves ? config.convolution_bias : config.qkv_bias;
+    const bool output_bias = convolves ? config.convolution_bias : config.output_bias;
+    const std::string joint = convolves ? "in_proj" : has(config, "fused-qkv") ? "qkv_proj" : "";
+    auto input = [&](auto &to, bool here, const char *name, int outputs, int first) {
+        if (joint.empty()) return linear(to, here, mixer + name, outputs, hidden, bias);
+        linear(to, here, mixer + joint, outputs, hidden, bias, {first, query + 2 * kv});
+    };
+    input(w.query, true, "q_proj", query, convolves ? kv : 0);
+    input(w.key, own, "k_proj", kv, convolves ? 0 : query);
+    input(w.value, own, config.keys_are_values && !kind.window ? "k_proj" : "v_proj", kv, query + kv);
+    visit(w.query_norm, attends && has(config, "head-norms"), norm_of(mixer + "q_norm", width));
+    visit(w.key_norm, attends && has(config, "head-norms") && own, norm_of(mixer + "k_norm", width));
+    visit(w.value_norm, attends && has(config, "value-norms") && own, Origin{"", {width}});
+    visit(w.all_query_norm, has(config, "all-norms"), norm_of(mixer + "q_norm", query));
+    visit(w.all_key_norm, has(config, "all-norms"), norm_of(mixer + "k_norm", kv));
+    visit(w.sinks, has(config, "sinks"), Origin{mixer + "sinks", {config.heads}});
+    visit(w.taps, convolves, Origin{mixer + "conv.weight", {hidden, 1, kind.taps}});
+    visit(w.taps_bias, convolves && bias, Origin{mixer + "conv.bias", {hidden}});
+    linear(w.output, true, mixer + "o_proj", hidden, query, output_bias);
+
+    const int ffn = !own && config.shared_ffn ? config.shared_ffn : config.ffn;
+    const bool both = has(config, "fused-mlp");
+    const std::string gate = both ? "gate_up_proj" : "gate_proj", up = both ? gate : "up_proj";
+    linear(w.gate, true, mlp + gate, ffn, hidden, config.mlp_bias, both ? Part{0, 2 * ffn} : Part{});
+    linear(w.up, true, mlp + up, ffn, hidden, config.mlp_bias, both ? Part{ffn, 2 * ffn} : Part{});
+    linear(w.down, true, mlp + "down_proj", hidden, ffn, config.mlp_bias);
+
+    // Where there are norms after, Llama's name for the one before the MLP is that of another one.
+    const bool before = !has(config, "no-norms-before"), after = has(config, "norms-after");
+    visit(w.attention_norm, before, norm_of(layer + "input_layernorm", hidden));
+    const char *mlp_norm = after ? "pre_feedforward_layernorm" : "post_attention_layernorm";
+    visit(w.mlp_norm, before, norm_of(layer + mlp_norm, hidden));
+    visit(w.attention_out_norm, after, norm_of(layer + "post_attention_layernorm", hidden));
+    visit(w.mlp_out_norm, after, norm_of(layer + "post_feedforward_layernorm", hidden));
+
+    auto &second = w.per_layer;
+    const Part mine = {index * more, config.layers * more};
+    linear(second.projection, more, "per_layer_model_projection", more, hidden, false, mine);
+    linear(second.gate, more, layer + "per_layer_input_gate", more, hidden, false);
+    linear(second.output, more, layer + "per_layer_projection", hidden, more, false);
+    visit(second.out_norm, more, norm_of(layer + "post_per_layer_input_norm", hidden));
+}
+
+// And each of a model. The second embedding of tokens and what the first adds to it come to
+// (embedding * sqrt(P) + RMSNorm(projection)) / sqrt(2): what both are divided by is in Config::layer_scale, and put
+// into the norm's weights here.
+template <class M, class Visit>
+void visit_tensors(M &model, Visit visit) {
+    const Config &config = model.config;
+    const int hidden = config.hidden, more = config.per_layer;
+    visit(model.embedding, true, Origin{"embed_tokens.weight", {config.vocabulary, hidden}});
+    visit(model.head, true, Origin{"lm_head.weight", {config.vocabulary, hidden}, /*matrix=*/true});
+    visit(model.layer_embedding, more,
+          Origin{"embed_tokens_per_layer.weight", {config.layer_vocabulary, config.layers * more}});
+    visit(model.layer_norm, more, norm_of("per_layer_projection_norm", more, std::sqrt(0.5)));
+    for (int i = 0; i < config.layers; i++) visit_layer(model.layers[(size_t)i], config, i, visit);
+    visit(model.final_norm, true, norm_of("norm", hidden, config.logit_scale));
+}
+
 // Takes tensors out of the table by name, with the shape the config asks for.
 struct Binder {
     const TensorTable &table;
     Model &model;
-    std::string prefix = "model.", head = "lm_head.";
-    std::set<std::string> taken = {};
-    Linear layer_projection = {};  // (layers * P, hidden): the projections of all layers (PerLayer)
+    std::string outer = "", prefix = "model.";  // of lm_head, and of all else
+    std::map<std::string, Tensor> taken = {};
 
-    // The family's name of a tensor, from Llama's: of each part, between dots, that has another one there.
+    // The name in this file, from Llama's: a family has others for some parts between dots, and where the head is the
+    // embedding, a file may have either.
     std::string named(std::string name) const {
+        const std::string embedding = "embed_tokens.weight", head = "lm_head.weight";
+        if (model.config.tied && (name == embedding || name == head))
+            name = table.tensors.count(outer + head) ? head : embedding;
+        name = (name.rfind("lm_head.", 0) == 0 ? outer : prefix) + name;
         for (const std::string &pair : split(model.config.family->names)) {
             const size_t length = pair.find('=');
             const size_t at = ("." + name + ".").find("." + pair.substr(0, length) + ".");
@@ -712,22 +811,19 @@ struct Binder {
         }
         return name;
     }
-    const StoredTensor *find(const std::string &name) const {
-        auto found = table.tensors.find(named(name));
-        return found == table.tensors.end() ? nullptr : &found->second;
-    }
     // Bytes that live as long as the model.
     char *room(size_t bytes) { return model.copies.emplace_back(new char[bytes]).get(); }
     Tensor take(const std::string &llama_name, const std::vector<int64_t> &shape) {
         const std::string name = named(llama_name);
-        const StoredTensor *stored = find(llama_name);
+        const auto found = table.tensors.find(name);
+        const StoredTensor *stored = found == table.tensors.end() ? nullptr : &found->second;
         if (!stored)
             fail("%s: tensor %s is missing, config.json asks for it (%s, %s)", table.name.c_str(), name.c_str(),
                  model.config.family->architecture, counted(model.config.layers, "layer").c_str());
         if (stored->shape != shape)
             fail("%s: tensor %s has shape %s, config.json asks for %s", stored->file.c_str(), name.c_str(),
                  printable(json_of(stored->shape)).c_str(), json_of(shape).c_str());
-        taken.insert(name);
+        if (taken.count(name)) return taken.at(name);
         const std::vector<std::string> types = {"F32", "F16", "BF16"};  // in the order of DType
         const auto type = std::find(types.begin(), types.end(), stored->dtype);
         if (type == types.end())
@@ -738,137 +834,29 @@ struct Binder {
             tensor.data = memcpy(room(stored->bytes), stored->data, stored->bytes);
         model.weight_bytes += (int64_t)stored->bytes;
         model.parameters += tensor.rows * tensor.cols;
-        return tensor;
+        return taken[name] = tensor;
     }
     // A vector of float32 that is in no file as it is.
     template <class Number>
-    Tensor made(int width, Number number) {
+    Tensor made(int64_t width, Number number) {
         float *copy = (float *)room((size_t)width * sizeof(float));
-        for (int i = 0; i < width; i++) copy[i] = number(i);
+        for (int64_t i = 0; i < width; i++) copy[i] = number(i);
         return {copy, DType::f32, 1, width};
     }
-    // What RMSNorm multiplies with, all of it times `scale`. Gemma 3 stores what is to be added to 1.
-    Tensor norm(const std::string &name, int width, double scale = 1) {
-        const Tensor stored = take(name + ".weight", {width});
-        const float one = model.config.family->has("one-plus");
-        if (one == 0 && scale == 1) return stored;
-        return made(width, [&](int i) { return (one + number_of(stored, i)) * (float)scale; });
-    }
-    Linear linear(const std::string &name, int outputs, int inputs, bool bias) {
-        return {take(name + ".weight", {outputs, inputs}), bias ? take(name + ".bias", {outputs}) : Tensor{}};
+    // Gemma 3 stores what is to be added to 1.
+    void operator()(Tensor &to, bool here, const Origin &from) {
+        if (!here) return;
+        if (from.name.empty()) return void(to = made(from.shape[0], [](int64_t) { return 1.0f; }));
+        std::vector<int64_t> shape = from.shape;
+        if (from.part.all) shape[0] = from.part.all;
+        to = take(from.name, shape);
+        int64_t &length = shape.size() == 1 ? to.cols : to.rows, row = shape.size() == 1 ? 1 : to.cols;
+        to.data = (const char *)to.data + from.part.first * row * dtype_bytes(to.type), length = from.shape[0];
+        const float one = from.norm && model.config.family->has("one-plus");
+        if (one == 0 && from.scale == 1) return;
+        to = made(to.cols, [&, stored = to](int64_t i) { return (one + number_of(stored, i)) * (float)from.scale; });
     }
 };
-
-// Rows [first, first + rows) of a matrix, and of its bias.
-inline Linear rows_of(Linear all, int64_t first, int64_t rows) {
-    auto skip = [](Tensor &tensor, int64_t numbers) {
-        if (tensor.data) tensor.data = (const char *)tensor.data + numbers * dtype_bytes(tensor.type);
-    };
-    skip(all.weight, first * all.weight.cols), skip(all.bias, first);
-    all.weight.rows = rows, all.bias.cols = all.bias.data ? rows : 0;
-    return all;
-}
-
-// The second embedding of tokens, and what the first adds to it: (embedding * sqrt(P) + RMSNorm(projection)) / sqrt(2).
-// What both are divided by is in Config::layer_scale, and put into the norm's weights here.
-inline void bind_layer_embedding(Binder &binder, Model &model) {
-    const int width = model.config.per_layer, all = width * model.config.layers, hidden = model.config.hidden;
-    if (width == 0) return;
-    const std::string first = binder.prefix + "per_layer_";
-    model.layer_embedding =
-        binder.take(binder.prefix + "embed_tokens_per_layer.weight", {model.config.layer_vocabulary, all});
-    binder.layer_projection = binder.linear(first + "model_projection", all, hidden, false);
-    model.layer_norm = binder.norm(first + "projection_norm", width, std::sqrt(0.5));
-}
-
-// What of a layer reads n and writes o: its attention.
-inline void bind_attention(Binder &binder, const Config &config, int index, const std::string &layer,
-                           LayerWeights &out) {
-    const std::string attention = layer + "self_attn.";
-    const Family &family = *config.family;
-    const Kind &kind = config.kind(index);
-    const bool own = config.rows[(size_t)index].own, qkv = config.qkv_bias;
-    const int hidden = config.hidden, width = kind.key_width;
-    const int query_width = config.heads * width, kv_width = kind.kv_heads * width;
-    if (family.has("fused-qkv")) {
-        const Linear all = binder.linear(attention + "qkv_proj", query_width + 2 * kv_width, hidden, qkv);
-        out.query = rows_of(all, 0, query_width), out.key = rows_of(all, query_width, kv_width);
-        out.value = rows_of(all, query_width + kv_width, kv_width);
-    } else {
-        const bool one_for_both = config.keys_are_values && !kind.window;
-        out.query = binder.linear(attention + "q_proj", query_width, hidden, qkv);
-        if (own) out.key = binder.linear(attention + "k_proj", kv_width, hidden, qkv);
-        if (own) out.value = one_for_both ? out.key : binder.linear(attention + "v_proj", kv_width, hidden, qkv);
-    }
-    if (family.has("head-norms")) out.query_norm = binder.norm(attention + "q_norm", width);
-    if (family.has("head-norms") && own) out.key_norm = binder.norm(attention + "k_norm", width);
-    if (family.has("value-norms") && own) out.value_norm = binder.made(width, [](int) { return 1.0f; });
-    if (family.has("all-norms")) {
-        out.all_query_norm = binder.norm(attention + "q_norm", query_width);
-        out.all_key_norm = binder.norm(attention + "k_norm", kv_width);
-    }
-    for (const char *unused : {"k_proj", "v_proj", "k_norm", "v_norm"})  // of shared rows, files may have them
-        if (!own) binder.taken.insert(binder.named(attention + unused + ".weight"));
-    if (family.has("sinks")) out.sinks = binder.take(attention + "sinks", {config.heads});
-    out.output = binder.linear(attention + "o_proj", hidden, query_width, config.output_bias);
-}
-
-// Or its short convolution. in_proj has the rows of B, of C and of x.
-inline void bind_convolution(Binder &binder, const Config &config, const std::string &layer, int taps,
-                             LayerWeights &out) {
-    const int hidden = config.hidden;
-    const bool bias = config.convolution_bias;
-    const Linear all = binder.linear(layer + "conv.in_proj", 3 * hidden, hidden, bias);
-    out.key = rows_of(all, 0, hidden), out.query = rows_of(all, hidden, hidden);
-    out.value = rows_of(all, 2 * hidden, hidden);
-    out.taps = binder.take(layer + "conv.conv.weight", {hidden, 1, taps});
-    if (bias) out.taps_bias = binder.take(layer + "conv.conv.bias", {hidden});
-    out.output = binder.linear(layer + "conv.out_proj", hidden, hidden, bias);
-}
-
-inline LayerWeights bind_layer(Binder &binder, const Config &config, int index) {
-    const std::string layer = binder.prefix + "layers." + std::to_string(index) + ".", mlp = layer + "mlp.";
-    const Family &family = *config.family;
-    const bool before = !family.has("no-norms-before"), after = family.has("norms-after");
-    const int hidden = config.hidden, taps = config.kind(index).taps;
-    const int ffn = !config.rows[(size_t)index].own && config.shared_ffn ? config.shared_ffn : config.ffn;
-    LayerWeights out;
-    taps ? bind_convolution(binder, config, layer, taps, out) : bind_attention(binder, config, index, layer, out);
-    if (family.has("fused-mlp")) {
-        const Linear both = binder.linear(mlp + "gate_up_proj", 2 * ffn, hidden, config.mlp_bias);
-        out.gate = rows_of(both, 0, ffn), out.up = rows_of(both, ffn, ffn);
-    } else {
-        out.gate = binder.linear(mlp + "gate_proj", ffn, hidden, config.mlp_bias);
-        out.up = binder.linear(mlp + "up_proj", ffn, hidden, config.mlp_bias);
-    }
-    out.down = binder.linear(mlp + "down_proj", hidden, ffn, config.mlp_bias);
-    // Where there are norms after, Llama's name for the one before the MLP is that of another one.
-    if (before) out.attention_norm = binder.norm(layer + "input_layernorm", hidden);
-    if (before)
-        out.mlp_norm = binder.norm(layer + (after ? "pre_feedforward_layernorm" : "post_attention_layernorm"), hidden);
-    if (after) out.attention_out_norm = binder.norm(layer + "post_attention_layernorm", hidden);
-    if (after) out.mlp_out_norm = binder.norm(layer + "post_feedforward_layernorm", hidden);
-    if (!family.has("gemma4")) return out;
-    const float scale = number_of(binder.take(layer + "layer_scalar", {1}), 0);  // of what comes last
-    const int width = config.per_layer;
-    if (width == 0) return out.scale = scale, out;
-    out.per_layer = {rows_of(binder.layer_projection, (int64_t)index * width, width),
-                     binder.linear(layer + "per_layer_input_gate", width, hidden, false),
-                     binder.linear(layer + "per_layer_projection", hidden, width, false),
-                     binder.norm(layer + "post_per_layer_input_norm", hidden), scale};
-    return out;
-}
-
-// The head is the embedding when the config ties them. As in Transformers 5, what is stored has the last word: if a
-// tied checkpoint stores both, each is used as it is (some store the same matrix twice), if one, that for both.
-inline void bind_embedding_and_head(Binder &binder, Model &model) {
-    const std::vector<int64_t> shape = {model.config.vocabulary, model.config.hidden};
-    const std::string embedding = binder.prefix + "embed_tokens.weight", head = binder.head + "weight";
-    const bool has_head = binder.find(head);
-    model.config.tied = model.config.tied && !(binder.find(embedding) && has_head);
-    model.embedding = binder.take(model.config.tied && has_head ? head : embedding, shape);
-    model.head = model.config.tied ? model.embedding : binder.take(head, shape);
-}
 
 // A tensor of the model proper that nothing here reads means another computation than this one: an architecture under
 // another's name, a bias the config does not speak of, more layers than it says. Left aside, as in Transformers, are
@@ -878,12 +866,12 @@ inline void refuse_unused(Binder &binder) {
     const Config &config = binder.model.config;
     size_t beside = 0;
     std::set<std::string> parts;
-    for (const std::string &name : binder.taken) parts.insert(name.substr(0, name.find('.') + 1));
+    for (const auto &[name, tensor] : binder.taken) parts.insert(name.substr(0, name.find('.') + 1));
     for (const auto &[name, tensor] : binder.table.tensors) {
         if (binder.taken.count(name) || name.find("rotary_emb.") != std::string::npos) continue;
         const std::string part = name.substr(0, name.find('.') + 1);  // of a base model's "layers." and the like
         const bool own = binder.prefix.empty() ? parts.count(part) > 0 : name.rfind(binder.prefix, 0) == 0;
-        if (own || name.rfind(binder.head, 0) == 0)
+        if (own || name.rfind(binder.outer + "lm_head.", 0) == 0)
             fail("%s: tensor %s is none of a %s with %s: config.json must name the architecture it belongs to",
                  tensor.file.c_str(), printable(name).c_str(), config.family->architecture,
                  counted(config.layers, "layer").c_str());
@@ -892,10 +880,13 @@ inline void refuse_unused(Binder &binder) {
     if (beside > 1) binder.model.beside += " and " + counted((int64_t)beside - 1, "other");
 }
 
-// Points the model's tensors into the table's; the caller keeps what the table points into alive.
+// Points the model's tensors into the table's; the caller keeps what the table points into alive. The head is the
+// embedding when the config ties them. As in Transformers 5, what is stored has the last word: if a tied checkpoint
+// stores both, each is used as it is (some store the same matrix twice), if one, that for both.
 inline Model bind_weights(Config config, const TensorTable &table) {
     Model model;
     model.config = std::move(config);
+    model.layers.resize((size_t)model.config.layers);
     Binder binder{table, model};
     // Of a part of a larger model; of a base model, alone or as a part.
     for (const char *prefix : {"", "language_model.", "model.", "language_model.model.", "model.language_model."}) {
@@ -903,11 +894,21 @@ inline Model bind_weights(Config config, const TensorTable &table) {
         if (at != table.tensors.end() && at->first.rfind(prefix + std::string("layers."), 0) == 0)
             binder.prefix = prefix;
     }
-    if (binder.find("language_model.lm_head.weight")) binder.head = "language_model.lm_head.";
-    bind_embedding_and_head(binder, model);
-    bind_layer_embedding(binder, model);
-    for (int i = 0; i < model.config.layers; i++) model.layers.push_back(bind_layer(binder, model.config, i));
-    model.final_norm = binder.norm(binder.prefix + "norm", model.config.hidden, model.config.logit_scale);
+    if (table.tensors.count("language_model.lm_head.weight")) binder.outer = "language_model.";
+    if (table.tensors.count(binder.prefix + "embed_tokens.weight") &&
+        table.tensors.count(binder.outer + "lm_head.weight"))
+        model.config.tied = false;
+    visit_tensors(model, std::ref(binder));
+    for (int i = 0; i < model.config.layers; i++) {
+        const std::string layer = "layers." + std::to_string(i) + ".", attention = layer + "self_attn.";
+        LayerWeights &w = model.layers[(size_t)i];
+        if (model.config.family->has("gemma4"))  // of what comes last
+            (model.config.per_layer ? w.per_layer.scale : w.scale) =
+                number_of(binder.take(layer + "layer_scalar", {1}), 0);
+        if (model.config.rows[(size_t)i].own) continue;
+        for (const char *unused : {"k_proj", "v_proj", "k_norm", "v_norm"})  // of shared rows, files may have them
+            binder.taken[binder.named(attention + unused + ".weight")] = {};
+    }
     refuse_unused(binder);
     return model;
 }

@@ -28,19 +28,9 @@ inline size_t stored_bytes(const Tensor &tensor) {
 }
 
 // Calls use(tensor, matrix) for each; `matrix` if it is one that every token is multiplied with.
-template <class Use>
-void for_each_tensor(Model &model, Use use) {
-    use(model.embedding, false), use(model.final_norm, false), use(model.head, true);
-    use(model.layer_embedding, false), use(model.layer_norm, false);
-    for (LayerWeights &w : model.layers) {
-        for (Linear *linear : {&w.query, &w.key, &w.value, &w.output, &w.gate, &w.up, &w.down, &w.per_layer.projection,
-                               &w.per_layer.gate, &w.per_layer.output})
-            use(linear->weight, true), use(linear->bias, false);
-        for (Tensor *tensor : {&w.attention_norm, &w.query_norm, &w.key_norm, &w.value_norm, &w.all_query_norm,
-                               &w.all_key_norm, &w.sinks, &w.mlp_norm, &w.attention_out_norm, &w.mlp_out_norm,
-                               &w.per_layer.out_norm, &w.taps, &w.taps_bias})
-            use(*tensor, false);
-    }
+template <class M, class Use>
+void for_each_tensor(M &model, Use use) {
+    visit_tensors(model, [&](auto &tensor, bool, const Origin &from) { use(tensor, from.matrix); });
 }
 
 // Whether products with a model's matrices, all in bf16, round their inputs to bf16, too.

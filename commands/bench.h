@@ -140,12 +140,11 @@ struct BenchRow {
 inline double operations_of(const Model &model, const Layout &layout, int depth, int count, int heads_of) {
     const Config &config = model.config;
     double weights = 0, seen = 0;
+    for_each_tensor(model, [&](const Tensor &tensor, bool matrix) {
+        if (matrix && &tensor != &model.head) weights += (double)tensor.rows * tensor.cols;
+    });
     for (int layer = 0; layer < config.layers; layer++) {
-        const LayerWeights &w = model.layers[layer];
         const Kind &kind = config.kind(layer);
-        for (const Linear *linear : {&w.query, &w.key, &w.value, &w.output, &w.gate, &w.up, &w.down,
-                                     &w.per_layer.projection, &w.per_layer.gate, &w.per_layer.output})
-            weights += (double)linear->weight.rows * linear->weight.cols;
         Visible visible = visible_of(layout, kind.window);
         const double numbers = (double)::heads_of(config, kind).query * (kind.key_width + kind.value_width);
         for (int t = depth; t < depth + count; t++)

@@ -456,12 +456,11 @@ TEST_CASE("a family: what a forgotten line leads to") {
         return program::number(parse_json("generate", outcome.out), "decode.bytes");
     };
     CHECK(bytes("--weights copied") == bytes(""));
-    // The exercise: the factor is divided by, and the tensor is not moved.
+    // The exercise: the factor is divided by.
     setenv("EXERCISE", "1", 1);
     std::smatch found;
     REQUIRE(std::regex_search(page, found, std::regex("CHECK\\( ([0-9.]+) <= 1e-05")));
     CHECK(relative_error(logits_of("slate", "--cache none"), logits_of("llama", "--cache none")) ==
           doctest::Approx(std::stod(found[1])).epsilon(1e-4));
-    CHECK(bytes("") - bytes("--weights copied") == 19 * 128);  // decoded tokens
     unsetenv("EXERCISE");
 }
