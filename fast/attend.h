@@ -1,4 +1,4 @@
-// How attention on the CPU is shared among threads, and what their results are put together with: attend.cpp computes.
+// How attention on the CPU is shared among threads, and how their results are merged. attend.cpp computes.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +13,10 @@ constexpr int split_positions = 256;
 
 constexpr int padded(int count, int unit) { return (count + unit - 1) / unit * unit; }
 
-// What is known of a query head after some positions; its values are not yet divided by the sum.
+// The softmax of a query head over some positions; its values are not yet divided by the sum.
 using Partial = plain::Softmax;
 
-// Some of them: KV head i's `step` queries behind those of KV head i - 1.
+// Partial results of some KV heads; `step` queries from one head to the next.
 struct Partials {
     Partial *partials;  // (head, query)
     float *values;      // (head, query, stride)
@@ -24,12 +24,12 @@ struct Partials {
     Partials from(size_t query) const { return {partials + query, values + query * stride, step, stride}; }
 };
 
-// The first `count` queries' partial results in `to` become those of both.
+// Merges the partial results of the first `count` queries of `from` into those of `to`.
 inline void merge(const Partials &to, const Partials &from, int count) {
     for (int q = 0; q < count; q++) {
         Partial &a = to.partials[q], b = from.partials[q];
         float *a_values = to.values + q * to.stride, *b_values = from.values + q * from.stride;
-        if (b.sum == 0) continue;  // nothing visible there
+        if (b.sum == 0) continue;  // it saw nothing
         if (a.sum == 0) {
             a = b;
             std::copy(b_values, b_values + to.stride, a_values);
@@ -42,26 +42,26 @@ inline void merge(const Partials &to, const Partials &from, int count) {
     }
 }
 
-// How a pass shares its attention among the threads: many tiles whole, the splits of few. A tile's parts are its sinks,
-// 256 at a time, and its splits.
+// How the attention of a pass is shared among threads: whole tiles where there are many, else their splits. The parts
+// of a tile are its sinks, 256 at a time, then its splits.
 struct AttentionPlan {
-    struct Parts {  // [first, last) of a tile, for KV heads that are read together; or one that some tiles share
+    struct Parts {  // parts [first, last) of a tile, for KV heads that are read together; or a part that tiles share
         int tile, tiles, head, heads, first, last;
     };
     Heads heads;
     std::vector<Span> tiles;
-    Visible widest;          // what the layer sees that sees most
-    int heads_together = 1;  // KV heads that a thread reads side by side, as they lie in memory
-    int stride = 0;          // numbers from a query's values to the next one's
+    Visible widest;          // of the layer that sees most
+    int heads_together = 1;  // KV heads that a thread reads together, as they are next to one another in memory
+    int stride = 0;          // numbers from one query's values to the next
     int most_queries = 0;    // of a tile and KV head
-    int slots = 0;           // for the partial results of a tile: one, or one for each of its parts
+    int slots = 0;           // for the partial results of a tile: one, or one for each part
     bool share_splits = false;
-    bool in_turn = false;  // whoever is ready takes the next part: they take unequal time
+    bool in_turn = false;  // parts take unequal time: a thread that is ready takes the next one
     std::vector<Parts> parts;
     std::vector<Partial> partials;  // (tile, kv_head, slot, query)
     Floats values;                  // (tile, kv_head, slot, query, stride)
-    // By what the sinks are rotated, (place, D): for the query of row r by place first_place[r] and those behind it.
-    // The next token sees the sinks one position further on: the two share all their places but one.
+    // Angles by which sinks are rotated, (place, D). For token r of the pass, sink i has place first_place[r] + i. The
+    // next token sees the sinks one position further, so the two share all places but one.
     Floats sink_cos_sin;
     std::vector<int> first_place;
 
@@ -83,7 +83,7 @@ struct AttentionPlan {
 
 using Plans = std::vector<AttentionPlan>;  // (kind)
 
-// Tiles lie in one block of 32 positions where a precision has blocks. `threads` does not change the bits.
+// Plans a pass of the layers of one kind, whose store is `cache`. `threads` does not change the bits.
 void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cache, int threads);
 
 }  // namespace fast

@@ -1,15 +1,15 @@
 // Attention of decoding on the GPU: one token of each sequence against a long cache.
 //
-// Decoding reads each number of the cache once, for a few queries: what counts is that memory is never idle. So the
-// positions are cut into splits, one for a block of threads (Dao et al. 2023, Flash-Decoding), merged from the first to
-// the last; all query heads of a KV head share what is read; and a warp's rows come in asynchronous copies of 16 bytes
-// to shared memory, the next keys while it computes with values, and the other way round.
+// Decoding reads each number of the cache once, for a few queries, so memory must never be idle. Positions are cut into
+// splits, one for a block of threads (Dao et al. 2023, Flash-Decoding), which are merged from first to last. All query
+// heads of a KV head share one read. A warp's rows come to shared memory in asynchronous copies of 16 bytes: the next
+// keys while it computes with values, the next values while it computes with keys.
 //
 // A tile is 32 positions. A warp multiplies it by its 8 query heads on the tensor cores: scores (positions, heads) =
-// K q, then values (channels, heads) += V^T weights. These take 16-bit numbers. Those of the cache are exact there, and
-// so are codes; queries and weights are cut into two or three parts, of which each holds what those before it leave. So
-// all is as exact as float32. Scales of rows and of values go into scores and weights, those of keys in groups into
-// queries. Only how a lane gets its numbers depends on the format. What it costs stands in docs/gpu.md.
+// K q, then values (channels, heads) += V^T weights. Tensor cores take 16-bit numbers, in which 16-bit rows and codes
+// are exact. Queries and weights are cut into two or three parts, each the rounded rest of those before it, so all is
+// as exact as float32. Scales of rows and of values multiply scores and weights; scales of keys in groups multiply
+// queries. Only how a lane gets its numbers depends on the format. docs/gpu.md says what it costs.
 #pragma once
 
 #include "../attention.cu"
@@ -22,17 +22,17 @@ constexpr float log2_e = 1.44269504f;  // scores are exponents of 2
 
 // ---- Splits ------------------------------------------------------------------------------------------------
 //
-// Their number is fixed, so a row has the same bits alone and in company; how long they are is computed from the row's
-// position, so that a recorded pass can be replayed at the next one.
+// The number of splits is fixed, so a row has the same bits alone and in a batch. Their length is computed from the
+// row's position, so a recorded pass can be replayed at the next position.
 
 constexpr int batch_heads = 8;   // query heads of a KV head that share one read of the cache
 constexpr int least_split = 64;  // positions: shorter ones cost more to merge than they save
 constexpr int attend_threads = 128, decode_warps = attend_threads / warp_size;
-constexpr int most_width = 128, columns = most_width / warp_size;  // of values: channels, 32 by 32
+constexpr int most_width = 128, columns = most_width / warp_size;  // channels of a value; in 32s
 
 // Partial results of a pass.
 struct Parts {
-    plain::Softmax *partials;  // (row, query head, split); of exponents of 2
+    plain::Softmax *partials;  // (row, query head, split), with scores as exponents of 2
     float *values;             // (row, query head, split, value_width)
     int splits, value_width;
     HOST_DEVICE int64_t index(int64_t query_head, int split) const { return query_head * splits + split; }
@@ -40,13 +40,13 @@ struct Parts {
 
 HOST_DEVICE inline int batches_of(const Heads &heads) { return (heads.per_kv() + batch_heads - 1) / batch_heads; }
 
-// The positions that a row's query sees, without sinks, cut into at most so many splits; cuts are at multiples of 32.
+// The positions that a row's query sees, without sinks, cut at multiples of 32 into at most `splits` splits.
 struct Splits {
     int first, end, origin, length, used;
     HOST_DEVICE Splits(const Visible &visible, int position, int splits)
         : first(visible.first(position)), end(position + 1), origin(first / group_size * group_size) {
         int even = (end - origin + splits - 1) / splits;
-        int step = even > attend_threads ? attend_threads : group_size;  // long ones have as many tiles for each warp
+        int step = even > attend_threads ? attend_threads : group_size;  // long ones: all warps have equally many tiles
         length = (even + step - 1) / step * step;
         length = length < least_split ? least_split : length;
         used = (end - origin + length - 1) / length;
@@ -60,7 +60,8 @@ struct PartsMemory {
     Buffer<float> values;
 };
 
-// There are as many splits as let a single sequence fill the card, unless fewer are asked for.
+// Memory for the partial results of a pass: with enough splits for a single sequence to fill the GPU, at most
+// most_splits.
 inline Parts parts_of(Gpu &m, const Attention &task, int count, int most_splits = INT_MAX) {
     constexpr int resident = 3;  // blocks on a multiprocessor
     int64_t fill = m.properties.multiProcessorCount * resident / (task.heads.kv * batches_of(task.heads));
@@ -74,7 +75,7 @@ inline Parts parts_of(Gpu &m, const Attention &task, int count, int most_splits 
     return {memory.partials.data(), memory.values.data(), splits, width};
 }
 
-// out = the sinks, then the splits of a query head.
+// out = a query head's sinks and splits, merged in this order.
 template <int columns = fast::columns>
 void merge_parts(Gpu &m, const Attention &task, const Pass &pass, const Parts &from) {
     m.for_each((int64_t)pass.count * task.heads.query, [=] HOST_DEVICE(int64_t item, Warp team) {
@@ -94,7 +95,7 @@ void merge_parts(Gpu &m, const Attention &task, const Pass &pass, const Parts &f
         for (int i = 0; i < used; i++) max_score = fmaxf(max_score, partials[i].max_score);
         float rescale = exp2f(before - max_score), sum = softmax.sum * rescale;
         for (int i = 0; i < used; i++) sum += partials[i].sum * exp2f(partials[i].max_score - max_score);
-        float value[columns] = {};  // channel by channel beside each other: their loads need not wait for each other
+        float value[columns] = {};  // several channels at a time: their loads need not wait for one another
         auto channels = [&](auto use) {
             for (int j = 0; j < columns; j++) {
                 int c = team.first() + j * team.step();
@@ -113,7 +114,7 @@ void merge_parts(Gpu &m, const Attention &task, const Pass &pass, const Parts &f
 
 // ---- Rows in shared memory ---------------------------------------------------------------------------------
 
-// Formats whose rows the kernel reads, by the kind that they are of.
+// Whether the kernel reads the rows of a format, by its base.
 template <class Number>
 std::true_type is_readable(const PlainRow<Number> *);
 template <int largest, int divisor>
@@ -128,17 +129,17 @@ constexpr bool readable = decltype(is_readable((const Format *)nullptr))::value;
 
 constexpr int piece = 16, together = 4;  // bytes of a copy; channels that a lane reads at once
 
-// Pieces that a row touches; in memory that begins at a piece's beginning all rows begin at multiples of row_bytes.
+// How many pieces of 16 bytes a row touches. Memory begins at a piece, and rows at multiples of row_bytes.
 HOST_DEVICE inline int pieces_of(const CacheRows &rows) {
     return (int)((rows.row_bytes + (rows.row_bytes % piece ? piece - 1 : 0) + piece - 1) / piece);
 }
 
-// 32 positions' keys or values of a warp, in the rows' own bytes: copied in whole pieces, so that each begins as far
-// behind a piece's beginning as it does in the cache.
+// A warp's keys or values of 32 positions, in the bytes of their rows. They are copied in whole pieces, so a row begins
+// as far from the start of a piece as it does in the cache.
 struct Tile {
     const CacheRows &stored, &residual;
-    bool in_residual = false;       // where the newest 32 positions are kept at f16: whether these are they
-    int pitch;                      // bytes from a row to the next one's; an odd number of pieces, for all banks
+    bool in_residual = false;       // whether these positions are in the residual block, at f16
+    int pitch;                      // bytes from one row to the next: an odd number of pieces, to use all banks
     Shared<char> bytes;             // (32, pitch)
     Shared<const char *> in_cache;  // (32): where each row is
     __device__ Tile(SharedMemory &memory, const CacheRows &stored, const CacheRows &residual)
@@ -157,14 +158,14 @@ struct Tile {
     }
     __device__ int start(int i) const { return i * pitch + (int)((uintptr_t)(const char *)in_cache[i] % piece); }
 
-    // Starts the copies of positions begin to begin + 31, of which [low, high) are visible; of none behind them.
+    // Starts the copies of positions begin to begin + 31, of which [low, high) are visible; of none if begin >= high.
     template <bool keys>
     __device__ void ask(const Attention &task, const Span &query, int kv_head, int begin, int low, int high) {
         if (begin < high) {
             in_residual = residual.data && begin / group_size == query.position / group_size;
             const CacheRows &side = in_residual ? residual : stored;
-            // What is not visible is not read: a visible position stands in for it, and has no weight there. But a
-            // block of keys is in all its rows.
+            // A position that is not visible is not read: a visible one takes its place, with no weight. But a block
+            // of keys is in all its rows.
             int t = begin + lane_id();
             if (!keys || !residual.data || in_residual) t = min(max(t, low), high - 1);
             int64_t at = in_residual ? (int64_t)query.sequence * group_size + t % group_size
@@ -185,7 +186,7 @@ struct Tile {
         commit_copies();
     }
 
-    // use(format), of what the rows are.
+    // Calls use(format) with the format of the rows.
     template <class Use>
     __device__ void visit(const Choice<Precision> &type, Use use) const {
         if (in_residual) return use(F16{});
@@ -197,17 +198,17 @@ struct Tile {
 
 // ---- Factors of 16 bits ------------------------------------------------------------------------------------
 //
-// g = lane_row() is 0 to 7, c = lane_column() 0 to 3. In `a` of a product (16, 16) the lane has, of rows g and g + 8,
-// four columns: which positions and channels they are is free, as long as both factors agree.
-//   of keys    rows are positions: g and g + 8 of each 16; columns channels: 4 c to 4 c + 3 of each 16
-//   of values  rows are channels: 4 g to 4 g + 3 of each 32, in two matrices; columns positions: see value_position()
+// g = lane_row() is 0 to 7, c = lane_column() 0 to 3. In `a` of a product (16, 16) a lane has four columns of rows g
+// and g + 8. Which positions and channels they are is free, as long as both factors agree.
+//   keys    rows are positions, g and g + 8 of each 16; columns are channels, 4 c to 4 c + 3 of each 16
+//   values  rows are channels, 4 g to 4 g + 3 of each 32, in two matrices; columns are positions, value_position()
 __device__ inline int lane_row() { return lane_id() / 4; }
 __device__ inline int lane_column() { return lane_id() % 4; }
 __device__ inline int key_position(int i) { return 8 * i + lane_row(); }
 __device__ inline int value_position(int i) { return 2 * lane_column() + i / 2 * 8 + i % 2; }
 
-// f16 numbers are multiplied as they are, all others as bf16, which has the range of float32: numbers of 16 bits and
-// codes exactly, and of float32 three parts. In so many parts, too, go queries and weights.
+// f16 numbers are multiplied as they are, all others as bf16, which has the range of float32: bf16 numbers and codes
+// exactly, float32 in three parts. Queries and weights have two parts of f16 or three of bf16.
 template <class Number>
 Number plain_number(const PlainRow<Number> *);
 void plain_number(const void *);
@@ -222,7 +223,7 @@ using Factor = std::conditional_t<is_of<Format, f16>, f16, bf16>;
 template <class Number>
 constexpr int factor_parts = std::is_same_v<Number, f16> ? 2 : 3;
 
-// The parts of two numbers: each is what those before it leave, rounded.
+// Cuts two numbers into parts: each is the rest that those before it leave, rounded.
 template <class Number, int count>
 __device__ inline void split(uint32_t (&parts)[count], float x, float y) {
     UNROLL for (int i = 0; i < count; i++) {
@@ -233,7 +234,7 @@ __device__ inline void split(uint32_t (&parts)[count], float x, float y) {
 
 constexpr uint32_t bf16_ones = 0x3f803f80;
 
-// The codes in bytes 0 and 2, exactly; fp8 as numbers.
+// The codes in bytes 0 and 2 as two bf16 numbers, exactly; fp8 as the numbers that they encode.
 template <int largest, int divisor>
 __device__ inline uint32_t two_codes(const ScaledRow<int8_t, largest, divisor> &, uint32_t x) {
     return fma_bf16((x & 0x007f007f) | 0x43004300, bf16_ones, (x & 0x00800080) | 0xc300c300);  // 128 + .. - 128 or 256
@@ -247,11 +248,11 @@ __device__ inline uint32_t two_codes(const GroupedRow<bits> &, uint32_t x) {
     return fma_bf16((x & Packed<bits>::largest * 0x10001) | 0x43004300, bf16_ones, 0xc300c300);
 }
 
-// Four codes of channels c to c + 3 of the row that begins at `at`, a byte each; those of groups have others above
-// them.
+// The codes of channels c to c + 3 of the row that begins at `at`, a byte each. In groups, a byte has other codes in
+// its higher bits.
 template <class Code, int largest, int divisor>
 __device__ inline uint32_t four_codes(const ScaledRow<Code, largest, divisor> &, const Tile &tile, int at, int c) {
-    at += (int)sizeof(f16) + c;  // all that such rows are aligned to
+    at += (int)sizeof(f16) + c;  // such rows are aligned to 2 bytes only
     return tile.bytes.read<uint16_t>(at) | (uint32_t)tile.bytes.read<uint16_t>(at + 2) << 16;
 }
 template <int bits>
@@ -260,7 +261,7 @@ __device__ inline uint32_t four_codes(const GroupedRow<bits> &, const Tile &tile
     at += c / group_size * (int)sizeof(Group<bits>) + (int)sizeof(ScaleAndZero);
     return tile.bytes.read<uint32_t>(at + c % size) >> bits * (c % group_size / size);
 }
-// Four numbers there.
+// The float32 numbers of channels c to c + 3 of the row that begins at `at`.
 __device__ inline void read_four(float (&x)[4], const Tile &tile, int at, int c) {
     auto four = tile.bytes.read<float4>(at + c * 4);
     x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
@@ -269,8 +270,8 @@ __device__ inline ScaleAndZero scale_and_zero(const Tile &tile, int at) {
     return bit_cast<ScaleAndZero>(tile.bytes.read<uint32_t>(at));
 }
 
-// Keys: channels c to c + 3 of the lane's four positions, whose rows begin at `at`; two matrices. Of keys in groups
-// also the channels' scales and zeros.
+// Keys: channels c to c + 3 of the lane's four positions, whose rows begin at `at`, as two matrices. For keys in groups
+// also the scales and zeros of the channels.
 template <class Format>
 __device__ inline void read_keys(uint32_t (&a)[2][stored_parts<Format>][4], float (&scale)[4], float (&zero)[4],
                                  const Format &format, const Tile &tile, const int (&at)[4], int c) {
@@ -284,7 +285,7 @@ __device__ inline void read_keys(uint32_t (&a)[2][stored_parts<Format>][4], floa
             int start = tile.start(row) + group * (int)sizeof(Group<bits>);
             ScaleAndZero both = scale_and_zero(tile, start);
             scale[k] = to_float(both.scale), zero[k] = to_float(both.zero);
-            // Of positions g, in byte 0, and g + 8, which are in two bytes or in one, and above those of 16 more.
+            // Position g in byte 0 and g + 8 in byte 1, from two bytes or one; positions 16 further in higher bits.
             int near = start + (int)sizeof both + lane_row(), far = near + 8 % size;
             codes[k] = tile.bytes.read<uint8_t>(near) | (uint32_t)tile.bytes.read<uint8_t>(far) >> 8 / size * bits << 8;
         }
@@ -315,7 +316,7 @@ __device__ inline void read_keys(uint32_t (&a)[2][stored_parts<Format>][4], floa
     }
 }
 
-// Values: channels c to c + 3 at the lane's four positions, whose rows begin at `at`; two matrices.
+// Values: channels c to c + 3 at the lane's four positions, whose rows begin at `at`, as two matrices.
 template <class Format>
 __device__ inline void read_values(uint32_t (&a)[2][stored_parts<Format>][4], const Format &format, const Tile &tile,
                                    const int (&at)[4], int c) {
@@ -340,7 +341,7 @@ __device__ inline void read_values(uint32_t (&a)[2][stored_parts<Format>][4], co
     }
 }
 
-// By what the row that begins at `at` is to be multiplied.
+// The factor by which to multiply the row that begins at `at`.
 template <class Number>
 __device__ inline float row_scale(const PlainRow<Number> &, const Tile &, int) {
     return 1;
@@ -356,7 +357,7 @@ __device__ inline float row_scale(const ScaledRow<Code, largest, divisor> &, con
 
 // ---- The kernel --------------------------------------------------------------------------------------------
 
-constexpr float weight_unit = 0x1p14f;  // weights are multiplied by it: parts of f16 stay normal numbers
+constexpr float weight_unit = 0x1p14f;  // weights are multiplied by it, so that parts of f16 stay normal numbers
 
 __device__ inline float column_max(float x) {
     for (int step = 16; step >= 4; step /= 2) x = fmaxf(x, __shfl_xor_sync(all_lanes, x, step));
@@ -367,7 +368,7 @@ __device__ inline float column_sum(float x) {
     return x;
 }
 
-// The block's queries, each times a power of 2 that brings its largest number to 2^13, and zeros where there is none.
+// The block's queries, each times a power of 2 that brings its largest number to 2^13, then zeros.
 struct Queries {
     int width, pitch;
     Shared<float> numbers, back;  // (batch_heads, pitch); (batch_heads): from products to exponents of 2
@@ -394,14 +395,14 @@ struct Queries {
     }
 };
 
-// What a warp has of its query heads so far; a lane of heads 2 c and 2 c + 1. Loops are unrolled: what they count is in
+// A warp's results for its query heads so far; a lane has heads 2 c and 2 c + 1. Loops are unrolled, as they index
 // registers.
 struct WarpHeads {
     float back[2], max_score[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // sum: of the lane's own positions
-    float values[columns][2][4] = {};  // of each 32 channels: rows g, g + 8 of two products, for both heads
+    float values[columns][2][4] = {};  // for each 32 channels: rows g, g + 8 of two products, for both heads
     float zeros[columns][2] = {};      // weights times zeros of values in groups, of the lane's own positions
 
-    // scores = K q, of the lane's positions: as 2 (16, 8), of rows g, g + 8 for both heads.
+    // scores = K q of the lane's positions, as two matrices (16, 8): rows g, g + 8 of each, for both heads.
     template <class Format>
     __device__ void score(float (&scores)[2][4], const Format &format, const Tile &keys, const Queries &queries) const {
         using Number = Factor<Format>;
@@ -423,7 +424,7 @@ struct WarpHeads {
             float scale[4] = {1, 1, 1, 1}, zero[4] = {};
             int c = first + 4 * lane_column();
             auto q = queries.numbers.read<float4>(lane_row() * queries.pitch + c);
-            read_keys(a, scale, zero, format, keys, at, min(c, width - 4));  // behind the last one q is 0
+            read_keys(a, scale, zero, format, keys, at, min(c, width - 4));  // q is 0 from `width` on
             if (Format::blocks) of_zeros += q.x * zero[0] + q.y * zero[1] + q.z * zero[2] + q.w * zero[3];
             split<Number>(b[0], q.x * scale[0], q.y * scale[1]);
             split<Number>(b[1], q.z * scale[2], q.w * scale[3]);
@@ -438,7 +439,7 @@ struct WarpHeads {
         UNROLL for (int i = 0; i < 8; i++) scores[i / 4][i % 4] *= back[i % 2] * row_scale(format, keys, at[i / 2]);
     }
 
-    // Scores become weights; what was summed up so far is rescaled. [low, high): visible positions of the tile.
+    // Turns scores into weights and rescales all sums so far. [low, high): visible positions of the tile.
     __device__ void softmax(float (&scores)[2][4], int low, int high) {
         UNROLL for (int h = 0; h < 2; h++) {
             float largest = max_score[h], before = largest;
@@ -461,7 +462,7 @@ struct WarpHeads {
         }
     }
 
-    // b of the lane's weights times factors of their positions.
+    // b = the lane's weights times the factors of their positions.
     template <class Number, int parts>
     __device__ void factors_of(uint32_t (&b)[2][parts][2], const float (&weights)[2][4],
                                const float (&factors)[4]) const {
@@ -510,7 +511,7 @@ struct WarpHeads {
     }
 };
 
-// What the warps of a block have of its query heads, side by side.
+// The results of a block's warps for its query heads, next to one another in shared memory.
 struct WarpResults {
     int width;
     Shared<float> max_score, sum, values;  // (warp, batch_heads) and (warp, batch_heads, width)
@@ -537,7 +538,7 @@ struct WarpResults {
             }
         }
     }
-    // The partial result of head h, of which `value` is channel c. Warps without positions have the weight 0.
+    // Returns the softmax of head h over all warps; value = its channel c. Warps without positions have the weight 0.
     __device__ plain::Softmax merge(int h, int c, float &value) const {
         plain::Softmax all;
         for (int i = h; i < decode_warps * batch_heads; i += batch_heads)
@@ -552,7 +553,7 @@ struct WarpResults {
     }
 };
 
-// A block for each split, batch of query heads that read one KV head, and row.
+// One block for each split, batch of query heads that read one KV head, and row.
 __global__ void __launch_bounds__(attend_threads, 3) decode_kernel(Attention task, Parts to, const Span *rows) {
     const CacheView &cache = task.cache;
     SharedMemory memory;
@@ -582,13 +583,13 @@ __global__ void __launch_bounds__(attend_threads, 3) decode_kernel(Attention tas
         __syncwarp();
         keys.ask<true>(task, row, kv_head, begin + attend_threads, low, high);
         heads.softmax(scores, low - begin, high - begin);
-        wait_copies<1>();  // the other way round
+        wait_copies<1>();  // the values have come, the next keys are on their way
         __syncwarp();
         values.visit(cache.type_v, [&](auto format) { heads.add(format, values, scores); });
         __syncwarp();
         values.ask<false>(task, row, kv_head, begin + attend_threads, low, high);
     }
-    __syncthreads();  // the results take the tiles' place
+    __syncthreads();  // results are written over the tiles
     WarpResults results(SharedMemory(), to.value_width);
     results.put(heads);
     __syncthreads();
@@ -600,8 +601,8 @@ __global__ void __launch_bounds__(attend_threads, 3) decode_kernel(Attention tas
     }
 }
 
-// attention() where each token is the newest one of its sequence and all of them, the newest block's too, have been
-// stored. False where the kernel has no place for the cache's rows.
+// attention() where each token is the newest of its sequence and all keys and values, those of the residual block too,
+// are stored. False if the kernel cannot read such rows or has no shared memory for them.
 inline bool decode_attention(Gpu &m, const Attention &task, const Pass &pass) {
     const CacheView &cache = task.cache;
     auto fits = [](const Choice<Precision> &type, int width) {

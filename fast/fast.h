@@ -1,5 +1,5 @@
-// The fast twins: single functions of the story again, with the same names and parameters, for what costs time. What is
-// not here is taken from the story, and so is what a machine has nothing better for.
+// The fast twins: functions of the story again, with the same names and parameters, for what costs time. All others are
+// taken from the story, and so is each for which a machine has nothing better.
 #pragma once
 
 #include "../attention.cu"
@@ -9,8 +9,7 @@
 #include "step.cu"
 
 namespace fast {
-// Of the CPU: attend.cpp, linear.cpp.
-// For the attention of all layers.
+// The CPU's are in attend.cpp and linear.cpp. plan() plans the attention of all layers.
 void plan(Cpu &m, const std::vector<Pass> &passes, const std::vector<Store> &stores);
 void attention(Cpu &m, const Attention &task, const Pass &pass);
 void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Into into = Into::set);

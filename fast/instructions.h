@@ -1,11 +1,11 @@
-// The few instructions of a GPU that C++ has no word for, as inline PTX: 2^x, pairs of 16-bit numbers, tensor cores,
+// The few instructions of a GPU that C++ cannot express, as inline PTX: 2^x, pairs of 16-bit numbers, tensor cores,
 // asynchronous copies. tests/cuda_on_cpu.h has a plain twin of each.
 #pragma once
 
 #include "../base/device.h"
 
 #ifndef CUDA_ON_CPU
-// Before a loop over registers: they are no array, so each must be named.
+// Goes before a loop over registers: they cannot be indexed, so each must be named.
 #define UNROLL _Pragma("unroll")
 
 // 2^x within 2 units in the last place, in one instruction; 0 below 2^-126.
@@ -33,17 +33,18 @@ __device__ inline uint32_t fma_bf16(uint32_t a, uint32_t b, uint32_t c) {
     return result;
 }
 
-// A matrix (8, 8) of 16-bit numbers, of which lane i has numbers 2 (i % 4) and the next one of row i / 4: transposed.
+// Transposes a matrix (8, 8) of 16-bit numbers, where lane i has columns 2 (i % 4) and 2 (i % 4) + 1 of row i / 4.
 __device__ inline uint32_t transposed(uint32_t matrix) {
     uint32_t result;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
     return result;
 }
 
-// sums (16, 8) += a (16, 16) b (16, 8) for a warp, of 16-bit numbers, two in a register, in float32. With g = lane / 4
-// and c = lane % 4 a lane has of a: row g, row g + 8, columns 2 c and 2 c + 1; then both, columns 2 c + 8 and 2 c + 9;
-// of b: column g, rows 2 c and 2 c + 1, then 2 c + 8 and 2 c + 9; of the sums: columns 2 c and 2 c + 1 of row g, then
-// of row g + 8.
+// sums (16, 8) += a (16, 16) b (16, 8) for a warp. a and b are 16-bit numbers, two in a register; sums are float32.
+// With g = lane / 4 and c = lane % 4 a lane has
+//   a      columns 2 c, 2 c + 1 of row g, then of row g + 8; then columns 2 c + 8, 2 c + 9 of both rows
+//   b      rows 2 c, 2 c + 1 of column g, then rows 2 c + 8, 2 c + 9
+//   sums   columns 2 c, 2 c + 1 of row g, then of row g + 8
 template <class Number>  // f16 or bf16
 __device__ inline void multiply_matrices(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #define MULTIPLY(type)                                                        \
@@ -59,9 +60,9 @@ __device__ inline void multiply_matrices(float (&sums)[4], const uint32_t (&a)[4
 #undef MULTIPLY
 }
 
-// Asks for up to 16 bytes to be copied to to[i] and behind, and zeros behind them up to 16. Both are aligned to 16
-// bytes. commit_copies() closes a batch of a thread's copies; wait_copies<n>() waits until at most n batches of this
-// thread are on their way. Other threads see them after the next barrier.
+// Starts a copy of up to 16 bytes to to[i], filled up with zeros to 16. Both addresses are aligned to 16 bytes.
+// commit_copies() closes a batch of this thread's copies; wait_copies<n>() waits until at most n of its batches are
+// still under way. Other threads see the bytes after the next barrier.
 template <class T>
 __device__ inline void copy_async16(Shared<T> to, int i, const void *from, int bytes) {
     unsigned at = (unsigned)__cvta_generic_to_shared(&to[i]);

@@ -1,12 +1,12 @@
 // Matrix products on the CPU: the twin of plain::linear.
 //
-// One order of sums (simd.h): a product of a row and a token is the same to the last bit however many rows, tokens and
-// threads it is computed among. Two ways lead to the same sums:
-//   few tokens: memory is what counts. Channels are in the lanes, and rows are read as stored, each once, as four
-//   streams. At the end the lanes of each sum are folded.
-//   many: multiply-adds are. Rows are in the lanes, and what one token's lanes would hold comes one after the other; so
-//   nothing is left to fold, but rows and tokens must be turned first.
-// What that was predicted and measured to give: docs/where_the_time_goes.md.
+// One order of sums (simd.h): the product of a row and a token has the same bits with any number of rows, tokens and
+// threads. Two ways lead to the same sums:
+//   few tokens    Memory is the limit. Channels are in the lanes. Rows are read as they are stored, each once, as four
+//                 streams, and at the end the lanes of each sum are folded.
+//   many tokens   Multiply-adds are the limit. Rows are in the lanes, and the residues (panels.h) come one after the
+//                 other. Nothing is left to fold, but rows and tokens must be transposed first.
+// docs/where_the_time_goes.md says what this was predicted to give, and what was measured.
 #include <algorithm>
 #include <initializer_list>
 #include <type_traits>
@@ -20,16 +20,16 @@
 namespace fast {
 
 constexpr int streams = 4, stream_tokens = many_registers ? 8 : 6;
-constexpr int near_bytes = 256 << 10;  // of panels that stay in the L2 while all tokens pass; of stored rows a fourth
+constexpr int near_bytes = 256 << 10;  // of panels that stay in the L2 while all tokens pass; a fourth of stored rows
 
-// Up to how many tokens the first way is the faster one: to turn a matrix takes as long as the products of some tokens,
-// and longer beside products of pairs, which are fast. With fewer registers its tiles lose less to the others.
+// The most tokens for which the first way is faster. Transposing a matrix takes as long as the products of some tokens,
+// and of more tokens where products of pairs are fast. With 16 registers the second way gains less.
 inline int few_tokens(DType type) {
     if (!many_registers) return type == DType::f32 ? 24 : 40;
     return type == DType::bf16_pairs ? 30 : type == DType::f32 ? 32 : 40;
 }
 
-// The results of a token with `count` rows from `row` on, `apart` from one another.
+// y = or += sums + bias, for one token and `count` rows from `row` on, every `apart`th.
 inline void put(const Product &product, Into how, int64_t token, int64_t row, float *sums, int count, int apart = 1) {
     const Tensor bias = product.linear.bias;
     float *y = product.y + token * product.linear.weight.rows + row;
@@ -42,14 +42,14 @@ inline void put(const Product &product, Into how, int64_t token, int64_t row, fl
 
 // ---- Few tokens: channels in the lanes -----------------------------------------------------------------------
 
-// Adds the products of a Vec of channels. Not a lambda of stream_tile() with lambdas in it: g++ would keep the sums in
-// memory, too.
+// Adds the products of a Vec of channels, of R rows and T tokens, to totals (T, R). Why not a lambda in stream_tile():
+// g++ would store the sums in memory, too.
 template <int R, int T, class Number, class Input, class Load>
 inline void add_products(Vec (&totals)[T * R], const Number *const (&rows)[R], const Input *const (&tokens)[T],
                          Load load_from) {
     constexpr int few = std::min(R, T), more = std::max(R, T);
     auto number = [&](bool of_row, int i) { return of_row ? load_from(rows[i]) : load_from(tokens[i]); };
-    Vec held[few];  // of the rows, or of the tokens where they are fewer
+    Vec held[few];  // of the rows, or of the tokens if those are fewer
     unrolled<few>([&](auto i) { held[i] = number(R < T, i); });
     unrolled<more>([&](auto j) {
         Vec next = number(R >= T, j);
@@ -60,8 +60,8 @@ inline void add_products(Vec (&totals)[T * R], const Number *const (&rows)[R], c
     });
 }
 
-// sums (T, R) = R rows, `apart` numbers from one another, times T tokens (T, channels). Of several batches each asks
-// for its part of the lines that are `ahead` bytes further on: memory is busy all the time then, not only while the
+// sums (T, R) = R rows, `apart` numbers from one to the next, times T tokens (T, channels). Each of several batches
+// prefetches its share of the cache lines `ahead` bytes further, so memory is busy all the time, not only while the
 // first batch waits for it.
 template <int R, int T, class Number, class Input>
 __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int64_t apart, const Input *x,
@@ -73,7 +73,7 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
     unrolled<R>([&](auto r) { rows[r] = weight + r * apart; });
     unrolled<T>([&](auto t) { tokens[t] = x + (int64_t)t * channels; });
     unrolled<T * R>([&](auto i) { totals[i] = set(0); });
-    // Loaded once, a tile is up to twice as fast; but where it waits for memory, that gains nothing and costs a tenth.
+    // Loading numbers once makes a tile up to twice as fast. Where it waits for memory, it only costs a tenth.
     constexpr bool once = T > 3 + many_registers - (sizeof(Number) == 2);
     auto add_channels = [&](int64_t c) {
         add_products<R, T>(totals, rows, tokens, [&](auto *p) { return once ? load_once(p + c) : load(p + c); });
@@ -82,8 +82,8 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
     for (int turn = batch; c + line <= channels; c += line) {
         const bool mine = turn == 0;
         turn = mine ? batches - 1 : turn - 1;
-        // Lines that take many instructions are asked for on every processor (simd.h): few are begun before the first
-        // is there. No lambda: g++ takes one that does only this for useless.
+        // Lines that take many instructions are prefetched on every processor (simd.h): else the next loads begin too
+        // late. Not a lambda: g++ removes one that only prefetches.
         for (int r = 0; r < R; r++) {
             const char *at = (const char *)(rows[r] + c);
             if (prefetch_distance || T > 1) {
@@ -96,7 +96,7 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
         if constexpr (R * T <= 8)
             unrolled<line / step>([&](auto i) { add_channels(c + i * step); });
         else
-#pragma GCC unroll 1  // else g++ loads so much ahead that sums leave the registers
+#pragma GCC unroll 1  // else g++ loads so far ahead that sums leave the registers
             for (int i = 0; i < line; i += step) add_channels(c + i);
     }
     for (; c + step <= channels; c += step) add_channels(c);
@@ -108,7 +108,7 @@ __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int
     unrolled<T * R - fours>([&](auto i) { sums[fours + i] = sum(totals[fours + i]); });
 }
 
-// x as products with paired_bf16 read it, in memory of this thread.
+// Returns x rounded to paired_bf16, in memory of this thread.
 inline const paired_bf16 *rounded(const float *x, int64_t count) {
     thread_local std::vector<paired_bf16> numbers;
     numbers.resize((size_t)count);
@@ -116,18 +116,18 @@ inline const paired_bf16 *rounded(const float *x, int64_t count) {
     return numbers.data();
 }
 
-// Batches of T tokens, each over rows that the L2 holds; not all batches over the rows of a tile, as the L1 does not
-// hold all tokens. The last batch begins earlier where it would be smaller. The rows of a tile lie a part of the
-// thread's share apart, so that memory is read as streams that do not end with a row: as one, it comes at 0.7 of the
-// speed.
+// y of one matrix, for batches of T tokens, each over as many rows as the L2 holds. Why not all batches over one tile
+// of rows: the L1 does not hold all tokens. The last batch begins earlier if it would be smaller than T. The R rows of
+// a tile are spread over the thread's share, so memory is read as R streams that do not end with a row; one stream
+// comes at 0.7 of the speed.
 template <int T, class Number, class Input>
 void linear_streams(Cpu &m, const Number *weight, const Input *x, int count, const Product &product, Into how) {
     const int64_t inputs = product.linear.weight.cols;
     const Share share = m.share(product.linear.weight.rows);
-    // So many rows that T R sums, and all else, fit the registers.
+    // As many rows as leave T R sums, and all else, in registers.
     constexpr int R = T < 4 || (many_registers && T < 7) ? streams : T < 5 || many_registers ? 3 : 2;
     const int apart = share.count() / R;
-    // A layer that reads another one's rows has keys and values of no inputs.
+    // max(): a layer that reads another layer's rows has a K and V of no inputs.
     const int near = std::max(1, near_bytes / 4 / std::max(1, R * (int)inputs * (int)sizeof(Number)));
     const int batches = (int)pieces(count, T);
     const int64_t ahead = batches == 1 ? 2048 : near * inputs * (int64_t)sizeof(Number);
@@ -149,8 +149,8 @@ void linear_streams(Cpu &m, const Number *weight, const Input *x, int count, con
 
 // ---- Many tokens: rows in the lanes --------------------------------------------------------------------------
 
-// Threads share the rows. Panels that the L2 holds are turned, and all tokens pass over them, tile by tile; meanwhile
-// the rows of the next panels come from memory.
+// y of one matrix, whose rows are shared by the threads. As many panels of rows as the L2 holds are transposed, then
+// multiplied by all tokens, tile by tile; meanwhile the rows of the next panels come from memory.
 template <class Number>
 void linear_panels(Cpu &m, const Number *weight, const Tiles &x, const Product &product, Into how) {
     const int64_t outputs = product.linear.weight.rows;
@@ -161,17 +161,17 @@ void linear_panels(Cpu &m, const Number *weight, const Tiles &x, const Product &
     const int ahead_bytes = panel_rows * (int)sizeof(Number) / x.tiles;
     thread_local Floats panels;
     panels.resize(near * panel_size);
-    auto at = [&](int64_t i) { return Turned{panels.data() + i * panel_size, apart, panel_rows}; };
+    auto at = [&](int64_t i) { return Transposed{panels.data() + i * panel_size, apart, panel_rows}; };
     for (int64_t row = share.first * lanes; row < end_row && !interrupted(); row += near * panel_rows) {
         const int64_t stop = std::min(row + near * panel_rows, end_row);
         for (int64_t r = row; r < stop; r += lanes)
-            turn(at((r - row) / panel_rows), (int)(r - row) % panel_rows, weight + r * x.channels, x.channels,
+            transpose(at((r - row) / panel_rows), (int)(r - row) % panel_rows, weight + r * x.channels, x.channels,
                  (int)std::min<int64_t>(lanes, stop - r), x.channels);
         auto multiply = [&](auto size, int tile) {
             alignas(cache_line) float sums[size * panel_rows];
             for (int64_t r = row; r < stop; r += panel_rows) {
                 const Number *next = weight + (r + near * panel_rows) * x.channels;
-                for (int t = 0; t < size; t++) {  // else the results wait until what they replace has come
+                for (int t = 0; t < size; t++) {  // else results wait for the old contents of their cache lines
                     const float *y = product.y + (x.first(tile) + t) * outputs + r;
                     __builtin_prefetch(y, 1), __builtin_prefetch(y + lanes, 1);
                 }
@@ -196,8 +196,7 @@ struct Int8Group {  // of a token
     Int8x4 four[int8_group / 4];
 };
 
-// sums (T, P, int8_rows) = P panels of rows, `apart` blocks from one another, times T tokens. Sums go group after
-// group.
+// sums (T, P, int8_rows) = P panels of rows, `apart` blocks from one to the next, times T tokens, group after group.
 template <int P, int T>
 __attribute__((flatten)) void int8_tile(float *sums, const Int8Block *blocks, size_t apart, const Int8Group *x,
                                         int64_t groups) {
@@ -210,7 +209,7 @@ __attribute__((flatten)) void int8_tile(float *sums, const Int8Block *blocks, si
         unrolled<int8_group / 4>([&](auto step) {
             unrolled<P>([&](auto p) {
                 const auto *weights = blocks[p * apart + g].weight[step];
-                if (T == 1 && prefetch_distance)  // the L2 has room for more requests on their way than the L1
+                if (T == 1 && prefetch_distance)  // the L2 can wait for more requests at a time than the L1
                     __builtin_prefetch((const char *)weights + 2 * prefetch_distance, 0, 2),
                         __builtin_prefetch((const char *)weights + prefetch_distance);
                 unrolled<T * vecs>([&](auto i) {
@@ -227,7 +226,8 @@ __attribute__((flatten)) void int8_tile(float *sums, const Int8Block *blocks, si
     unrolled<T * P * vecs>([&](auto i) { store(sums + i * lanes, totals[i]); });
 }
 
-// Panels are shared by the threads: for one token each reads four streams of them, for more two stay in the caches.
+// y of one matrix, whose panels are shared by the threads. For one token a thread reads four streams of panels; for
+// more tokens, two panels at a time stay in the caches.
 inline void linear_int8(Cpu &m, const Int8Group *x, int count, const Product &product, Into how) {
     constexpr int most_tokens = 4, block = 2;
     const int64_t outputs = product.linear.weight.rows, groups = int8_groups(product.linear.weight.cols);
@@ -256,7 +256,7 @@ inline void linear_int8(Cpu &m, const Int8Group *x, int count, const Product &pr
         });
 }
 
-// The tokens as products with int8 weights read them; threads share the groups.
+// Returns the tokens as groups of int8 numbers, (count, groups); threads share the work.
 inline const Int8Group *int8_inputs(Cpu &m, const float *x, int count, int64_t inputs) {
     const int64_t groups = int8_groups(inputs);
     Int8Group *numbers = m.shared<Int8Group>(count * groups);
@@ -276,7 +276,7 @@ inline const Int8Group *int8_inputs(Cpu &m, const float *x, int count, int64_t i
     return numbers;
 }
 
-// y (count, outputs) = or += W x + bias for each of some matrices; x (count, inputs).
+// y (count, outputs) = or += W x + bias for each of the products; x (count, inputs).
 void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> products, Into how) {
     const Tensor &first = products.begin()->linear.weight;
     const int inputs = (int)first.cols;
@@ -299,8 +299,8 @@ void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> pr
         });
         each([&](auto *numbers, const Product &product) { linear_panels(m, numbers, tokens, product, how); });
     } else {
-        // The size of a batch with which the fewest tokens are computed twice, the largest of equals. Where processors
-        // have 16 lanes, eight long tokens in f32 do not fit the L1 beside their rows.
+        // The size of a batch with which the fewest tokens are computed twice, the largest of equals. With 16 lanes,
+        // eight long tokens in f32 do not fit the L1 together with their rows.
         const bool large = lanes == 16 && !pairs && inputs > 1024;
         int batch = std::min(count, large ? 6 : stream_tokens);
         for (int size = batch - 1; size > 3; size--)
@@ -317,8 +317,8 @@ void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> pr
     m.wait();
 }
 
-// Seconds for many products of registers of Numbers with themselves: the least of some tries, each of them 0.1 ms.
-// There are more chains than the latency of one product covers.
+// Seconds for many products of registers of Numbers: the least of five tries of 0.1 ms each. There are enough chains to
+// hide the latency of a product.
 template <class Number>
 double product_seconds() {
     constexpr int chains = 12, rounds = 20000;
@@ -337,10 +337,11 @@ double product_seconds() {
     return total > 0 ? least : NAN;
 }
 
-// Measured, as no name of an instruction says it: processors that have this one do it at 0.5 to 2 times the products.
+// How many times as fast products of pairs are, 0 without the instruction. It is measured, as processors that have it
+// differ: 0.5 to 2 times.
 double pairs_gain() { return multiplies_pairs ? 2 * product_seconds<float>() / product_seconds<paired_bf16>() : 0; }
 
-// out = silu(gate) * up; `out` may be `gate`.
+// out = silu(gate) * up, or gelu(gate) * up; `out` may be `gate`.
 void swiglu(Cpu &m, float *out, const float *gate, const float *up, int64_t count, bool gelu) {
     constexpr int piece = 256;
     m.for_each((count + piece - 1) / piece, [=](int64_t item, Alone) {

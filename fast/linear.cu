@@ -1,8 +1,8 @@
-// Matrix products on the GPU, with what stands before them: RMSNorm, SwiGLU, rounding to 16 bits.
+// Matrix products on the GPU, with what comes before them: RMSNorm, SwiGLU, rounding to 16 bits.
 //
-// Decoding reads every weight for a few vectors: bytes are all that counts, and weights stream through a kernel of
-// ours. Many vectors are multiplied on tensor cores, by cuBLAS. rms_norm() and swiglu() only note what they are asked
-// for: the next product, which alone reads it, computes it while it takes its vectors, and a launch is saved.
+// Decoding reads every weight for a few vectors, so bytes are all that counts: weights stream through a kernel of our
+// own. Many vectors are multiplied on tensor cores, by cuBLAS. rms_norm() and swiglu() only note what to compute. The
+// next product, the only reader, computes it while it loads its vectors, which saves a launch.
 #pragma once
 
 #include "../layers.cu"
@@ -16,25 +16,25 @@ constexpr int block_threads = 256;
 
 HOST_DEVICE inline int blocks_for(int64_t items, int each) { return (int)((items + each - 1) / each); }
 
-// What products read: x (count, width) as it is, or RMSNorm(x), or silu(x) * up, or gelu(x) * up.
+// The input of products: x (count, width) as it is, or RMSNorm(x), or silu(x) * up, or gelu(x) * up.
 struct Input {
     const float *x = nullptr, *up = nullptr;
     Tensor norm;  // (1, width), or absent
     float epsilon = 0;
     bool gelu = false;
-    // Number i of all, which is number `channel` of a vector whose norm's factor is `factor`.
+    // Number i of all, which is number `channel` of its vector; `factor`: the vector's 1 / RMS.
     HOST_DEVICE float number(int64_t i, int channel, float factor) const {
         if (up) return plain::gated(x[i], gelu) * up[i];
         return norm.data ? x[i] * factor * number_of(norm, channel) : x[i];
     }
 };
 
-// What is kept from one operation of a pass to the next.
+// Kept from one operation of a pass to the next.
 struct Between {
-    const float *out = nullptr;  // in whose place `input` is to be read; nullptr: nothing was noted
+    const float *out = nullptr;  // who reads `out` must read `input` instead; nullptr: nothing was noted
     Input input;
-    bool decoding = false;        // the last pass was of one token for each of its sequences
-    DType products = DType::f32;  // the type of the weights that were multiplied last
+    bool decoding = false;        // this pass has one token of each sequence
+    DType products = DType::f32;  // the type of the weights of the last product
     Buffer<float> rounded;        // inputs in that type
 };
 
@@ -53,8 +53,8 @@ inline void swiglu(Gpu &m, float *out, const float *gate, const float *up, int64
     note(m, out, {gate, up, {}, 0, gelu});
 }
 
-// to (part, count, width) = the input: rounded, then what is left of it. A warp takes a vector that is to be normed,
-// else a piece of one.
+// to (part, count, width) = the input, rounded, then the rounded rest, and so on. A warp computes a whole vector if it
+// is normed, else a piece of one.
 template <class Number>
 void write_input(Gpu &m, Number *to, const Input &input, int64_t count, int width, int parts = 1) {
     int piece = input.norm.data ? width : 1024, pieces = blocks_for(width, piece);
@@ -78,7 +78,7 @@ void write_input(Gpu &m, Number *to, const Input &input, int64_t count, int widt
 
 // ---- Few vectors -------------------------------------------------------------------------------------------
 
-struct Matrix {  // a Product that can be kept
+struct Matrix {  // a Product that can be stored
     Linear linear;
     float *y = nullptr;  // (count, outputs)
 };
@@ -95,7 +95,7 @@ struct Streams {
         for (int m = 0; m < matrices; m++) total += (int)matrix[m].linear.weight.rows;
         return total;
     }
-    // Row v of all is row `row` of the matrix that is returned.
+    // Returns the matrix that has row v of all, and as `row` its row there.
     HOST_DEVICE const Matrix &find(int v, int &row) const {
         int m = 0;
         for (row = v; row >= matrix[m].linear.weight.rows; m++) row -= (int)matrix[m].linear.weight.rows;
@@ -103,20 +103,20 @@ struct Streams {
     }
 };
 
-// Weights stream through shared memory without a stop. A row is cut into chunks of 512 bytes, 16 for each lane; warp w
-// of a block takes the chunks w, w + 8, ... of all rows of the block, so that its part of the vector stays in
-// registers. Each lane asks for its own 16 bytes well ahead (cp.async) and reads nobody else's: no barrier stands
-// between memory and the multiply-adds. The first bytes are asked for before the kernel before has ended.
+// Weights stream through shared memory without a stop. A row is cut into chunks of 512 bytes, 16 for each lane. Warp w
+// of a block takes the chunks w, w + 8, ... of all rows of the block, so its part of the vector stays in registers. A
+// lane copies its own 16 bytes well ahead (cp.async) and reads no other lane's, so no barrier separates memory from the
+// multiply-adds. The first copies start before the previous kernel has ended.
 //
-// A result is within (inputs / 32 + 24) 2^-24 of the exact one, relative to the sum of its magnitudes: inputs / 256 * 8
-// additions in a row at most. Measured on an H100 (docs/gpu.md): the head of an 8B streams at 100 % of the bandwidth of
-// copies, the matrices of a layer at 69 to 89 %, as their vectors must come first.
+// A result is within (inputs / 32 + 24) 2^-24 of the exact one, relative to the sum of its magnitudes: at most
+// inputs / 256 * 8 additions in a row. Measured on an H100 (docs/gpu.md): the head of an 8B streams at 100 % of the
+// bandwidth of copies, the matrices of a layer at 69 to 89 %, as their vectors must come first.
 constexpr int stream_warps = block_threads / warp_size;
-constexpr int rows_together = 4, stages = 4;  // copies in flight: 4 stages of a chunk of 4 rows
-constexpr int tile_of_rows = 64;              // rows at most whose partial sums wait to be added up
+constexpr int rows_together = 4, stages = 4;  // copies under way: 4 stages, each a chunk of 4 rows
+constexpr int tile_of_rows = 64;              // most rows whose partial sums are added together
 constexpr int most_columns = 16;              // chunks of a row for one warp
 
-// The sum over a block's threads, in all of them; `sums` (warp) is where they meet, for nothing else.
+// Returns the sum over a block's threads to all of them; `sums` (warp) is memory for this alone.
 __device__ inline float block_sum(float x, const Shared<float> &sums) {
     x = warp_sum(x);
     if (lane_id() == 0) sums[warp_id()] = x;
@@ -138,7 +138,7 @@ __device__ inline void unpack(float *numbers, uint4 bytes) {
     }
 }
 
-// `count` numbers, which begin at a multiple of 16 bytes or as many as they are.
+// Reads `count` numbers as float32; they are aligned to 16 bytes, or to their size if that is less.
 template <class Number, int count>
 __device__ inline void read_numbers(float (&to)[count], const Number *from) {
     constexpr int each = 16 / sizeof(Number);
@@ -149,8 +149,7 @@ __device__ inline void read_numbers(float (&to)[count], const Number *from) {
     }
 }
 
-// Where the chunks of a block's rows are, as one warp meets them: rows [first, last) of all, 4 rows together, and of
-// these chunk after chunk.
+// The copies of one warp, in order: rows [first, last) of all matrices, 4 rows at a time, for these chunk after chunk.
 template <class Number, int columns>
 struct WeightStream {
     static constexpr int numbers = 16 / sizeof(Number);  // of a lane in a chunk
@@ -247,7 +246,7 @@ __global__ void __launch_bounds__(block_threads) linear_kernel(Streams task) {
     wait_copies<0>();
 }
 
-// False where the kernel has no place for rows of this width.
+// False if the kernel has no registers for rows of this width.
 template <class Number>
 bool stream(Gpu &m, const Streams &task, int count) {
     constexpr int numbers = 16 / sizeof(Number);
@@ -271,9 +270,9 @@ constexpr cudaDataType_t blas_type = std::is_same_v<Number, float> ? CUDA_R_32F
                                      : std::is_same_v<Number, f16> ? CUDA_R_16F
                                                                    : CUDA_R_16BF;
 
-// y (count, outputs) = or += weight x + bias on the tensor cores, where x (part, count, inputs) has the weight's type:
-// one part of 16 bits is within 2^-9 (bf16) or 2^-12 (f16) of itself, three hold all of a float32; sums are float32.
-// The library's matrices are column by column: it computes y^T = weight^T^T x^T.
+// y (count, outputs) = or += weight x + bias on the tensor cores; x (part, count, inputs) has the weight's type. One
+// part of 16 bits is within 2^-9 (bf16) or 2^-12 (f16) of itself, three hold all of a float32; sums are float32. The
+// library stores matrices column by column, so it computes y^T = weight^T^T x^T.
 template <class Number>
 void multiply(Gpu &m, const Number *x, int count, const Matrix &product, Into into, int parts) {
     const Tensor &weight = product.linear.weight, bias = product.linear.bias;
@@ -294,11 +293,11 @@ void multiply(Gpu &m, const Number *x, int count, const Matrix &product, Into in
 
 // ---- Both --------------------------------------------------------------------------------------------------
 
-// Up to three matrices of one type. What decodes is not rounded: but for the order of its sums it is in any company the
-// same. Why not exactly the same: to read the weights once for each of 64 sequences took 35 ms a step, and 5 so.
+// Multiplies up to three matrices of one type. Decoding does not round, so only the order of sums depends on the batch.
+// Why not one order: to read the weights once for each of 64 sequences took 35 ms a step, this takes 5.
 template <class Number>
 void multiply(Gpu &m, int count, const Streams &task) {
-    constexpr int few = 4;  // so many read the weights one after another
+    constexpr int few = 4;  // up to so many vectors each read the weights by themselves
     Between &between = m.kept<Between>();
     if (count <= few && stream<Number>(m, task, count)) return;
     const int parts = sizeof(Number) < sizeof(float) && (between.decoding || count <= few) ? 3 : 1;

@@ -1,6 +1,6 @@
-// Products of many rows with many vectors: of a matrix with tokens (linear.cpp), of keys with queries (attend.cpp).
-// With a row in each lane no sum has to be folded within a register, and a number of a vector serves two registers of
-// rows. The sums are those of simd.h to the last bit.
+// Products of many rows with many vectors: a matrix with tokens (linear.cpp), keys with queries (attend.cpp). With a
+// row in each lane no sum is folded within a register, and one number of a vector serves two registers. The sums
+// have the same bits as those of simd.h.
 #pragma once
 
 #include <algorithm>
@@ -10,37 +10,42 @@
 
 namespace fast {
 
-// A tile of sums stays in registers, beside the numbers that it reads: of 32 registers, or of 16.
+// A tile of sums stays in registers, next to the numbers that it reads: there are 32 registers, or 16.
 constexpr bool many_registers = HWY_ARCH_ARM || lanes == 16;
 constexpr int panel_rows = 2 * lanes, tile_vectors = many_registers ? 12 : 6;
 
 inline int64_t pieces(int64_t items, int64_t each) { return (items + each - 1) / each; }
 
-// Alone, a token's product has in lane j of 8 the sum of channels j, j + 8, j + 16, ...: residue j. Lanes are folded in
-// halves: 0 + 4, 2 + 6, 1 + 5, 3 + 7, then the first two of these and the others, then both. With rows in the lanes, a
-// row's residues come one after the other, and in the order 0 4 2 6 1 5 3 7, of reversed bits, each is folded with what
-// came just before: unfinished sums wait on a stack of as many tiles as there are halvings.
+// The product of one token has residue j in lane j of 8: the sum of channels j, j + 8, j + 16, ... Then the lanes are
+// folded in halves: 0 + 4, 1 + 5, 2 + 6, 3 + 7; these in halves again; then the last two. With rows in the lanes, the
+// residues of a row come one after the other, and the same folds need this order of them:
+//
+//   residue   0   4   2   6   1   5   3   7    0 .. 7 with their three bits reversed
+//             +-+-+   +-+-+   +-+-+   +-+-+    every second residue is folded with the one before it
+//               +---+---+       +---+---+      every fourth then with the two before these
+//                   +-------+-------+          the eighth then with the first four
+//   waiting   1   1   2   1   2   2   3        sums on the stack, each a tile, until they are folded
 constexpr int reversed(int lane) {
     int result = 0;
     for (int bit = 1; bit < lanes; bit *= 2) result = 2 * result + (lane & bit ? 1 : 0);
     return result;
 }
 
-// Rows or tokens, turned: the residues in that order, `apart` numbers from one another; in each its steps (channel j,
-// then j + lanes, ...), and in each step `width` numbers, one of each row.
-struct Turned {
+// Rows or tokens, transposed: (residue in that order, step, width). Step i of residue j is channel j + i * lanes of
+// `width` rows. From one residue to the next it is `apart` numbers.
+struct Transposed {
     float *numbers;
     int64_t apart;
     int width;
 };
 
-// Up to `lanes` rows, `stride` numbers from one another, become the numbers `first` and following of each step. Zeros
-// make the channels whole Vecs, as they do for one token. Numbers of 16 bits are turned as pairs, in half the time.
-// What is written behind `width` is overwritten by the next step, and by rows before these, which come after them; so a
-// residue has `lanes` numbers more than its steps.
+// Transposes up to `lanes` rows, `stride` numbers apart, into the numbers from `first` on of each step. Zeros fill up
+// the last Vec of channels, as for one token. Pairs of 16-bit numbers are moved together, in half the time. A Vec that
+// is stored past `width` is overwritten by the next step, so call this for the last rows first; and a residue has room
+// for `lanes` numbers more than its steps.
 template <class Number>
-__attribute__((flatten)) void turn(const Turned &to, int first, const Number *from, int64_t stride, int rows,
-                                   int channels) {
+__attribute__((flatten)) void transpose(const Transposed &to, int first, const Number *from, int64_t stride, int rows,
+                                        int channels) {
     constexpr int together = 4 / sizeof(Number), block = together * lanes, parts = together / per_lane<Number>;
     Number copy[lanes * block] = {};  // of rows or channels that are not whole
     for (int c = 0; c < channels; c += block) {
@@ -52,7 +57,7 @@ __attribute__((flatten)) void turn(const Turned &to, int first, const Number *fr
         float *out = to.numbers + (int64_t)(c / block) * parts * to.width + first;
         unrolled<lanes / 4>([&](auto four) {
             Vec words[4];
-            load_turned(words, (whole ? from + c : copy) + four * 4 * together, whole ? stride : block);
+            load_transposed(words, (whole ? from + c : copy) + four * 4 * together, whole ? stride : block);
             unrolled<4 * parts>([&](auto i) {
                 constexpr int place = four * 4 * parts + i;  // a channel of the block, or a pair of them
                 store(out + reversed(place % lanes) * to.apart + place / lanes * to.width,
@@ -62,9 +67,9 @@ __attribute__((flatten)) void turn(const Turned &to, int first, const Number *fr
     }
 }
 
-// Vectors (count, channels), turned: tiles of as equal a number of them as can be. `numbers` has room for floats().
+// Vectors (count, channels), transposed in tiles of nearly equal size. `numbers` has room for floats().
 struct Tiles {
-    int count, channels, steps, tiles, size;  // vectors of the largest tile
+    int count, channels, steps, tiles, size;  // size: vectors of the largest tile
     int64_t apart;
     float *numbers = nullptr;
     explicit Tiles(int count, int channels, int per_lane = 1)
@@ -76,22 +81,22 @@ struct Tiles {
           apart((int64_t)steps * size + lanes) {}
     size_t floats() const { return (size_t)tiles * lanes * apart; }
     int first(int tile) const { return (int)((int64_t)tile * count / tiles); }
-    Turned at(int tile) const { return {numbers + tile * lanes * apart, apart, size}; }
-    // as_read(p, n): n numbers from p on, in the type in which products read them.
+    Transposed at(int tile) const { return {numbers + tile * lanes * apart, apart, size}; }
+    // Transposes the vectors of a tile; as_read(p, n) returns n numbers from p on in the type that products read.
     template <class AsRead>
     void fill(int tile, const float *vectors, AsRead as_read) const {
-        for (int i = (size - 1) / lanes * lanes; i >= 0; i -= lanes) {  // the last first: see turn()
+        for (int i = (size - 1) / lanes * lanes; i >= 0; i -= lanes) {
             const int v = first(tile) + i, some = std::min(lanes, count - v);
-            turn(at(tile), i, as_read(vectors + (int64_t)v * channels, (int64_t)some * channels), channels, some,
-                 channels);
+            const auto *from = as_read(vectors + (int64_t)v * channels, (int64_t)some * channels);
+            transpose(at(tile), i, from, channels, some, channels);
         }
     }
 };
 
-// sums (T, panel_rows) = a panel of rows times T vectors. Meanwhile the next tile of vectors is asked for, and what
-// lies `ahead`: some bytes for each step.
+// sums (T, panel_rows) = a panel of rows times T vectors. Meanwhile prefetches the next tile of vectors, and the memory
+// from `ahead` on: ahead_bytes for each step.
 template <class Number, int T, class Steps>
-__attribute__((flatten)) void panel_tile(float *sums, const Turned &panel, const Turned &vectors, Steps steps,
+__attribute__((flatten)) void panel_tile(float *sums, const Transposed &panel, const Transposed &vectors, Steps steps,
                                          const char *ahead, int ahead_bytes) {
     constexpr int vecs = 2 * T;
     alignas(cache_line) float stack[4][vecs * lanes];
@@ -110,7 +115,7 @@ __attribute__((flatten)) void panel_tile(float *sums, const Turned &panel, const
             });
             row += panel_rows, vector += vectors.width, ahead += ahead_bytes;
         }
-        for (int folds = i; folds & 1; folds >>= 1) {  // each one at the end of the number is a fold
+        for (int folds = i; folds & 1; folds >>= 1) {  // a fold for each 1 at the end of the number's bits
             depth--;
             unrolled<vecs>([&](auto v) { totals[v] = add(load(stack[depth] + v * lanes), totals[v]); });
         }

@@ -1,12 +1,12 @@
-// Attention of many tokens on the GPU: many queries read the same keys and values, so what counts is how fast they are
-// multiplied. Scores and weights stay in registers (Dao 2023, FlashAttention-2, §3). A row is one query head at one
-// token. A block of threads has some rows that read one KV head, and takes one tile of positions after the other:
+// Attention of many tokens on the GPU. Many queries read the same keys and values, so the speed of products counts.
+// Scores and weights stay in registers (Dao 2023, FlashAttention-2, §3). A row is one query head at one token. A block
+// of threads has some rows that read one KV head, and computes one tile of positions after the other:
 //   scores = Q K^T                      (row, tile), on tensor cores
-//   weights = 2^(scores - max_score)    of what a row sees; what it has summed up so far is rescaled (online softmax)
+//   weights = 2^(scores - max_score)    for positions that a row sees; its sums so far are rescaled (online softmax)
 //   out += weights V                    (row, D), on tensor cores
 // Queries, keys, values and weights are rounded to f16, within 2^-12 of themselves, or with a bf16 cache to bf16,
-// within 2^-9; sums are float32. If the model's weights are f32, attention goes the plain way. Tiles begin at multiples
-// of their length, so a row has the same bits in any chunk and in any company.
+// within 2^-9; sums are float32. If the model's weights are f32, plain::attention computes. Tiles begin at multiples of
+// their length, so a row has the same bits in any chunk and any batch.
 #pragma once
 
 #include "decode.cu"
@@ -16,14 +16,14 @@ namespace fast {
 
 constexpr int prefill_warps = 4, prefill_threads = prefill_warps * warp_size, tile = 64;  // positions
 
-// Positions [low, end), which stand in the copies from `at` on, the first of low's tile first. Where a precision has
-// blocks of 32, a query reads those before its own as they are stored, and its own at f16 (own).
+// Positions [low, end), which the copies hold from `at` on, beginning with the tile of `low`. Where a precision has
+// blocks of 32, a query reads the blocks before its own as they are stored, and its own block at f16 (own).
 struct Region {
     int low = 0, end = 0, at = 0;
     bool own = false, blocks = false;
     HOST_DEVICE int begin() const { return low / tile * tile; }
     HOST_DEVICE int length() const { return (end - begin() + tile - 1) / tile * tile; }  // in the copies
-    // What a query at `position` sees of it: [from, to).
+    // A query at `position` sees positions [from, to) of it.
     HOST_DEVICE int from(const Visible &visible, int position) const {
         return std::max(std::max(low, visible.first(position)), own ? position / group_size * group_size : 0);
     }
@@ -36,32 +36,33 @@ struct Region {
 template <class Number>
 struct Chunk {
     Attention task;
-    Span span;    // of all of them
-    Parts parts;  // where sinks are to come, what is merged with them
+    Span span;    // all of them
+    Parts parts;  // if there are sinks: the results that are then merged with them
     const float *frequencies;
-    int width, positions = 0;  // in the copies; of channels that a head does not have, zeros
+    int width, positions = 0;  // of the copies, with zeros for channels that a head does not have
     Region regions[2] = {};
     Number *keys = nullptr, *values = nullptr;  // (kv_head, position, width); (kv_head, width, position)
     HOST_DEVICE int rows() const { return span.count * task.heads.per_kv(); }
     HOST_DEVICE int position(int row) const { return span.position + row / task.heads.per_kv(); }
-    // Of all query heads of the pass, the one of a row.
+    // The index of a row among all query heads of the pass.
     HOST_DEVICE int64_t query_head(int kv_head, int row) const {
         int per_kv = task.heads.per_kv();
         return ((int64_t)span.row + row / per_kv) * task.heads.query + kv_head * per_kv + row % per_kv;
     }
 };
 
-// Copies a region's keys and values as its queries read them, zeros where there are none; values transposed, as they
-// are multiplied. Why not in the kernel: each block would need more instructions for it than for the products.
+// Copies the keys and values of a region as numbers, with zeros where there are none, and values transposed, in the
+// order in which products read them. Why not in the kernel: each block would need more instructions for this than for
+// the products.
 template <class Number>
 void copy_rows(Gpu &m, const Chunk<Number> &chunk, const Region &region) {
-    constexpr int slice = 64, apart = 8;  // channels of an item, of which a lane takes every eighth
+    constexpr int slice = 64, apart = 8;  // channels of an item; a lane takes every eighth
     const int slices = chunk.width / slice, blocks = region.length() / group_size;
     m.for_each((int64_t)2 * slices * chunk.task.heads.kv * blocks, [=] HOST_DEVICE(int64_t item, Warp team) {
         const bool is_key = item % 2;
         const int begin = (int)(item / 2 % slices) * slice, kv_head = (int)(item / 2 / slices / blocks);
         const int block = region.begin() + (int)(item / 2 / slices % blocks) * group_size, end = chunk.span.end;
-        // Who reads these 32 positions: the last query, or one of the same block, or of the next one.
+        // The position of a query that reads these 32: the last one, or one in this block, or in the next.
         const int reader = std::min(region.blocks ? block + group_size - region.own : end, end - 1);
         const Span span = {
             chunk.span.row + reader - chunk.span.position, 1, chunk.span.sequence, reader, chunk.span.first, end};
@@ -93,9 +94,9 @@ void copy_rows(Gpu &m, const Chunk<Number> &chunk, const Region &region) {
 // ---- The kernel --------------------------------------------------------------------------------------------
 //
 // A lane reads 16 bytes for two products: which column of a product (16, 16) is which channel or position is free, if
-// both factors agree. Matrices (rows, columns) of keys and values stand in shared memory in pieces of 16 bytes, those
-// of odd rows shifted by four: so the eight lanes that read at a time, four pieces of two neighbouring rows, use all
-// banks.
+// both factors agree. Shared memory holds the matrices (rows, columns) of keys and values in pieces of 16 bytes. In odd
+// rows pieces are shifted by four, so the eight lanes that read at a time, four pieces of two neighbouring rows, use
+// all banks.
 template <int columns>
 HOST_DEVICE int place(int row, int piece) {
     return row * columns + (piece ^ row % 2 * 4) * 8;
@@ -109,13 +110,13 @@ __device__ void ask_matrix(const Shared<Number> &to, const Number *from, int64_t
     UNROLL for (int i = 0; i < rows; i += step, from += step * pitch) copy_async16(to, at + i * columns, from, 16);
 }
 
-// Of a tile's position 8 c + 2 j + i (of each 32), the lane with column c has the scores, in column 2 c + i of product
-// j.
+// The position, within a tile, of column `column` of a product: in each 32, the lane with column c has positions
+// 8 c + 2 j + i in columns 2 c + i of product j.
 HOST_DEVICE inline int tile_position(int product, int column) {
     return product / 4 * 32 + column / 2 * 8 + product % 4 * 2 + column % 2;
 }
 
-// sums[m][j] += a[m] b^T for j and j + 1, m of each 16 rows; b: a piece of the lane's row in each, for two products.
+// sums[m][j] += a[m] b^T for j and j + 1, where m counts 16 rows each; b: the lane's pieces for two products.
 template <class Number, int tall, int count>
 __device__ void multiply(float (&sums)[tall][count][4], int j, const uint32_t (&a)[tall][2][4], const uint4 (&b)[2]) {
     UNROLL for (int i = 0; i < 4 * tall; i++) {
@@ -125,11 +126,11 @@ __device__ void multiply(float (&sums)[tall][count][4], int j, const uint32_t (&
     }
 }
 
-constexpr int tall_of(int width) { return width <= 128 ? 2 : 1; }  // times 16 rows of a warp
+constexpr int tall_of(int width) { return width <= 128 ? 2 : 1; }  // a warp has tall * 16 rows
 constexpr int rows_of(int width) { return prefill_warps * tall_of(width) * 16; }
 constexpr int shared_numbers(int width) { return width * (rows_of(width) + 4 * tile); }
 
-// A block for some rows of a KV head; those with the most positions come first. Of each 16 rows a lane has two.
+// One block for some rows of a KV head; those with the most positions come first. A lane has two of each 16 rows.
 template <class Number, int width>
 __global__ void __launch_bounds__(prefill_threads) prefill_kernel(Chunk<Number> chunk) {
     constexpr int tall = tall_of(width), lane_rows = 2 * tall, block_rows = rows_of(width), tile_numbers = tile * width;
@@ -154,14 +155,14 @@ __global__ void __launch_bounds__(prefill_threads) prefill_kernel(Chunk<Number> 
         commit_copies();
     };
     ask(0);
-    for (int i = threadIdx.x; i < block_rows * width; i += prefill_threads) {  // as lanes read them
+    for (int i = threadIdx.x; i < block_rows * width; i += prefill_threads) {  // in the order in which lanes read
         int lane = i / 8 % warp_size, row = i / 16 / width * 16 + i / 2 % 2 * 8 + lane / 4, D = task.heads.width;
         int c = i / 512 % (width / 32) * 32 + lane % 4 * 8 + i / 256 % 2 * 4 + i / 4 % 2 * 2 + i % 2;
         float x = row < count && c < D ? task.query[chunk.query_head(kv_head, first_row + row) * D + c] : 0;
         queries[i] = Number{(uint16_t)pack<Number>(x * (log2_e * task.scale), 0)};
     }
     float max_score[lane_rows], sum[lane_rows] = {}, values[tall][width / 8][4] = {};  // sum: of the lane's positions
-    for (float &score : max_score) score = -FLT_MAX / 2;  // finite: a row may see nothing of a tile
+    for (float &score : max_score) score = -FLT_MAX / 2;  // finite, as a row may see nothing of a tile
     auto row_of = [&](int r) { return warp_id() * tall * 16 + r * 8 + lane_row(); };
     for (int i = 0; i < counts[0] + counts[1]; i++) {
         wait_copies<0>();
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(prefill_threads) prefill_kernel(Chunk<Number> 
             if (at < region.from(task.visible, position) || at >= region.to(position))
                 score(r, k % (tile / 4)) = -INFINITY;
         }
-        float before[lane_rows];  // loops over all rows at once: no instruction waits for the one before it
+        float before[lane_rows];  // loops go over all rows at once, so no instruction waits for the one before it
         UNROLL for (int r = 0; r < lane_rows; r++) before[r] = max_score[r];
         UNROLL for (int k = 0; k < tile / 4 * lane_rows; k++) max_score[k % lane_rows] =
             fmaxf(max_score[k % lane_rows], score(k % lane_rows, k / lane_rows));
@@ -236,7 +237,7 @@ __global__ void __launch_bounds__(prefill_threads) prefill_kernel(Chunk<Number> 
     }
 }
 
-// Each sequence's tokens by themselves. Heads that are too wide for the kernels go the plain way.
+// attention() of one sequence after the other. Heads that are too wide for the kernels go to plain::attention.
 template <class Number, int width = 64>
 void attend_all(Gpu &m, const Attention &task, const Pass &pass) {
     if (std::max(task.keys.width, task.values.width) > width) {
@@ -270,7 +271,7 @@ void attend_all(Gpu &m, const Attention &task, const Pass &pass) {
 inline void attention(Gpu &m, const Attention &task, const Pass &pass) {
     const Between &between = m.kept<Between>();
     auto is_bf16 = [](auto format) { return std::is_same_v<decltype(format), BF16>; };
-    if (between.decoding) plain::keep_residual(m, task, pass);  // the newest block is read where later passes read it
+    if (between.decoding) plain::keep_residual(m, task, pass);  // the kernel reads the newest block from there
     if (between.decoding && decode_attention(m, task, pass)) return;
     if (between.decoding || between.products == DType::f32) return plain::attention(m, task, pass);
     if (task.cache.type_k.visit(is_bf16) || task.cache.type_v.visit(is_bf16)) return attend_all<bf16>(m, task, pass);

@@ -1,10 +1,9 @@
-// Vec: the 16, 8 or 4 float32 lanes that a register of this machine holds (Google Highway). Stored numbers become lanes
-// here, and here are the few instructions that Highway has not, or has slower: products of int8.
+// Vec: the 16, 8 or 4 float32 lanes that a register of this machine holds (Google Highway). Here stored numbers become
+// lanes, and here are the few instructions that Highway lacks, or has slower: products of int8.
 //
-// On one machine a sum over a row of `Vec`s always goes the same way, whatever is computed beside it: lane i adds up
-// the elements i, i + lanes, i + 2 lanes, ...; then the lanes are folded in halves (8, 4, 2, 1), and last comes the sum
-// of what does not fill a Vec. So a result depends neither on the number of threads nor on how many tokens share a
-// pass. Sums of whole numbers are exact.
+// On one machine a sum over a row of `Vec`s always has the same order: lane i adds the elements i, i + lanes,
+// On one machine a sum over a row of `Vec`s always has the same order: lane i adds elements i, i + lanes,
+// neither on the number of threads nor on how many tokens share a pass. Sums of whole numbers are exact.
 #pragma once
 
 #include <cstddef>
@@ -16,13 +15,13 @@
 #include "../precision.h"
 
 #define HWY_COMPILE_ONLY_STATIC  // for the machine that -march names
-#define HWY_DISABLE_PCLMUL_AES   // and that is no less an AVX2 machine without instructions for ciphers
-#define HWY_BROKEN_EMU128 0      // on a machine unknown to it, four lanes in a loop (GCC bug 106322 is elsewhere)
-#if defined(__aarch64__)         // SVE's registers have no size that a compiler knows: arrays of them are not possible
-#define TOOLCHAIN_MISS_SYS_AUXV_H  // and nothing is asked of the machine when the program runs
+#define HWY_DISABLE_PCLMUL_AES   // AVX2 is used even on a machine without instructions for ciphers
+#define HWY_BROKEN_EMU128 0      // on a machine that Highway does not know, four lanes in a loop (not GCC bug 106322)
+#if defined(__aarch64__)         // a compiler does not know the size of SVE's registers, so no arrays of them
+#define TOOLCHAIN_MISS_SYS_AUXV_H  // the program asks nothing of the machine when it runs
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
 #endif
-#pragma GCC diagnostic push  // g++ 12 takes its own _mm512_undefined_ps() for a mistake of ours (GCC bug 105593)
+#pragma GCC diagnostic push  // g++ 12 warns of its own _mm512_undefined_ps() (GCC bug 105593)
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #ifndef __clang__
@@ -31,8 +30,7 @@
 #include <hwy/highway.h>
 #pragma GCC diagnostic pop
 
-// Calls body(0), body(1), ... body(n - 1), each with a constant: what it does to arrays of registers stays in
-// registers.
+// Calls body(0), body(1), ... body(n - 1), each with a constant, so arrays of registers stay in registers.
 template <class Body, int... i>
 inline void each_of([[maybe_unused]] Body body, std::integer_sequence<int, i...>) {
     (body(std::integral_constant<int, i>()), ...);
@@ -42,7 +40,8 @@ inline void unrolled(Body body) {
     each_of(body, std::make_integer_sequence<int, n>());
 }
 
-// Calls use(size, first) for batches of `most` of `count`, then of `next`, and of all below that; size is a constant.
+// Calls use(size, first) for batches that add up to `count`: of `most` items, then of `next`, next - 1, ..., 1; size is
+// a constant.
 template <int most, int next = most - 1, class Use>
 inline void in_batches(int count, Use use, int first = 0) {
     for (; count - first >= most; first += most) use(std::integral_constant<int, most>(), first);
@@ -64,7 +63,7 @@ inline Vec to_floats(Ints a) { return hn::ConvertTo(Lanes(), a); }
 inline Ints to_ints(Vec a) { return hn::NearestInt(a); }
 
 inline Vec load(const float *p) { return hn::LoadU(Lanes(), p); }
-// One by one where the machine has no instruction for it: Highway's stand-in knows neither infinity nor NaN.
+// One by one if the machine has no instruction for it, as Highway's substitute knows neither infinity nor NaN.
 inline Vec from_halves(hn::Vec<As<uint16_t>> halves) {
 #if defined(__F16C__) || defined(__aarch64__)
     return hn::PromoteTo(Lanes(), hn::BitCast(As<hwy::float16_t>(), halves));
@@ -81,7 +80,7 @@ inline Vec load(const bf16 *p) {
     return hn::PromoteTo(Lanes(), hn::LoadU(As<hwy::bfloat16_t>(), (const hwy::bfloat16_t *)p));
 }
 inline Vec load(const int8_t *p) { return to_floats(hn::PromoteTo(As<int32_t>(), hn::LoadU(As<int8_t>(), p))); }
-// The number times 2^-8: its bits, shifted, as f16.
+// Each number times 2^-8: its bits, shifted, read as f16.
 inline Vec load(const fp8 *p) {
     As<int16_t> halves;
     auto wide = hn::ShiftLeft<7>(hn::PromoteTo(halves, hn::LoadU(As<int8_t>(), (const int8_t *)p)));
@@ -89,13 +88,12 @@ inline Vec load(const fp8 *p) {
     return hn::PromoteTo(Lanes(), hn::BitCast(As<hwy::float16_t>(), wide));
 }
 
-// Numbers of a row that a lane of a product takes: one, or of paired_bf16 two neighbours.
+// How many numbers of a row a lane of a product takes: one, or two neighbours of paired_bf16.
 template <class Number>
 constexpr int per_lane = std::is_same_v<Number, paired_bf16> ? 2 : 1;
 inline Vec load(const paired_bf16 *p) { return load((const float *)p); }
 
-// The same, for what is used more than once: g++ would rather load it again for each use, and loads are what a product
-// waits for.
+// Loads what is used more than once. g++ would load it again for each use, and a product waits for its loads.
 template <class Number>
 inline Vec load_once(const Number *p) {
     Vec a = load(p);
@@ -105,7 +103,7 @@ inline Vec load_once(const Number *p) {
     return a;
 }
 
-// Of 2 * lanes numbers those at even and those at odd places.
+// Splits 2 * lanes numbers into those at even and those at odd places.
 inline void load_pairs(const f16 *p, Vec &even, Vec &odd) {
     auto both = hn::LoadU(As<uint32_t>(), (const uint32_t *)p);
     even = from_halves(hn::TruncateTo(As<uint16_t>(), both));
@@ -126,14 +124,14 @@ inline Vec number_in(Vec words, Which which) {
 }
 
 inline void store(float *p, Vec a) { hn::StoreU(a, Lanes(), p); }
-// Rounds to whole numbers, ties to even; they must be ones that 16 bits hold. Between 2^23 and 2^24 float32 counts in
-// ones, so that the sum has them in its lowest bits.
+// Rounds to whole numbers, ties to even, which 16 bits must hold. Between 2^23 and 2^24 float32 has only whole numbers,
+// so the sum has them in its lowest bits.
 inline void store(int16_t *p, Vec a) {
     auto bits = hn::BitCast(As<uint32_t>(), hn::Add(a, hn::Set(Lanes(), 0x1.8p23f)));
     hn::StoreU(hn::TruncateTo(As<uint16_t>(), bits), As<uint16_t>(), (uint16_t *)p);
 }
 
-// The first `count` < lanes numbers, zeros behind them; reads nothing beyond.
+// The first `count` < lanes numbers, then zeros; reads no byte after them.
 template <class Number>
 inline Vec load_part(const Number *p, int count) {
     Number padded[lanes * per_lane<Number>] = {};
@@ -153,7 +151,7 @@ inline Vec add(Vec a, Vec b) { return hn::Add(a, b); }
 inline Vec mul(Vec a, Vec b) { return hn::Mul(a, b); }
 inline Vec div(Vec a, Vec b) { return hn::Div(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return hn::MulAdd(a, b, c); }  // a * b + c
-// sum + row * x, as products with rows of Numbers have it.
+// sum + row * x, for rows of Numbers; a lane of paired_bf16 adds two products.
 template <class Number>
 inline Vec add_product(Vec row, Vec x, Vec sum) {
 #if defined(__AVX512BF16__)
@@ -163,7 +161,7 @@ inline Vec add_product(Vec row, Vec x, Vec sum) {
 #endif
     return fma(row, x, sum);
 }
-inline Vec max(Vec a, Vec b) {                                       // b where one of them is NaN, as x86's own
+inline Vec max(Vec a, Vec b) {  // b where one of them is NaN, like x86's instruction
     constexpr bool own = HWY_ARCH_X86 && HWY_STATIC_TARGET != HWY_EMU128 && HWY_STATIC_TARGET != HWY_SCALAR;
     return own ? hn::Max(a, b) : hn::IfThenElse(hn::Gt(a, b), a, b);
 }
@@ -216,8 +214,8 @@ inline auto first_four(AnyVec a) {
         return a;
 }
 
-// out[0..4) = the sums of four. Together they take half the instructions of four sums: a blend and a shuffle bring what
-// both sides of an addition need of two registers.
+// out[0..4) = sum(a), sum(b), sum(c), sum(d). Together they take half the instructions: an addition folds two
+// registers, with a blend for one operand and a shuffle for the other.
 inline void sum4(float *out, Vec a, Vec b, Vec c, Vec d) {
     if constexpr (lanes == 4) {
         out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
@@ -242,7 +240,7 @@ inline void sum4(float *out, Vec a, Vec b, Vec c, Vec d) {
     }
 }
 
-// The first 16 bytes of rows that lie `apart` numbers from one another, as many as fill a D.
+// The first 16 bytes of as many rows as fill a D; rows are `apart` numbers from one to the next.
 template <class D, class Number>
 inline auto load_blocks(D d, const Number *row, int64_t apart) {
     if constexpr (hn::MaxLanes(d) > 4) {
@@ -255,10 +253,11 @@ inline auto load_blocks(D d, const Number *row, int64_t apart) {
     }
 }
 
-// Lane r of out[i] = word i of the first four in row r; rows lie `apart` numbers from one another. A word is a number
-// of 4 bytes or two neighbours of 2. Each Vec takes every fourth row, so that all else happens within 16 bytes.
+// Transposes the first 16 bytes of rows: lane r of out[i] = word i of row r; rows are `apart` numbers from one to the
+// next. A word is a number of 4 bytes or two neighbours of 2. Each Vec loads every fourth row, so that words only move
+// within 16 bytes.
 template <class Number>
-inline void load_turned(Vec (&out)[4], const Number *rows, int64_t apart) {
+inline void load_transposed(Vec (&out)[4], const Number *rows, int64_t apart) {
     Vec row[4], even[2], odd[2];
     unrolled<4>([&](auto i) { row[i] = load_blocks(Lanes(), rows + i * apart, 4 * apart); });
     auto interleave = [](Vec a, Vec b, Vec *out) {
@@ -284,7 +283,7 @@ inline Pairs set_pair(const int16_t *two) {
     return hn::BitCast(hn::Repartition<int16_t, Lanes>(), hn::Set(As<int32_t>(), word(two)));
 }
 
-// Lane i of the result is that of `sums` plus both products of the pairs there.
+// Lane i of the result is that of `sums` plus both products of pair i.
 inline Ints add_products(Ints sums, Pairs a, Pairs b) {
 #if defined(__AVX512VNNI__)
     return Ints{_mm512_dpwssd_epi32(sums.raw, a.raw, b.raw)};
@@ -295,10 +294,10 @@ inline Ints add_products(Ints sums, Pairs a, Pairs b) {
 #endif
 }
 
-// Numbers [lanes * part, lanes * part + lanes) of 32 packed ones of `a`, beside each that of `b`.
+// Numbers [lanes * part, lanes * part + lanes) of the 32 packed in `a`, each paired with that of `b`.
 template <int bits>
 inline Pairs load_pairs(const Packed<bits> *a, const Packed<bits> *b, int part) {
-    constexpr int size = Packed<bits>::size;  // bytes; 16 numbers may lie in 8 of them, and those are read once
+    constexpr int size = Packed<bits>::size;  // bytes; 16 numbers may be in 8 of them, which are read once
     As<uint32_t> whole;
     std::conditional_t<(lanes > size), hn::Half<decltype(whole)>, decltype(whole)> d;
     auto wide = [&](const uint8_t *bytes) {
@@ -316,7 +315,7 @@ inline Pairs load_pairs(const Packed<bits> *a, const Packed<bits> *b, int part) 
     return hn::BitCast(hn::Repartition<int16_t, Lanes>(), codes);
 }
 
-// The same numbers of one, for a format that is made of such parts (docs/09_make_your_own.md).
+// The same numbers of `p` alone, for a format that is made of such parts (docs/09_make_your_own.md).
 template <int bits>
 inline Vec load(const Packed<bits> *p, int part) {
     As<int32_t> d;
@@ -325,9 +324,9 @@ inline Vec load(const Packed<bits> *p, int part) {
 
 // ---- Int8 weights --------------------------------------------------------------------------------------------
 
-// x86 multiplies bytes only if one of the two has no sign. VNNI takes weights plus 128; what that adds to a sum, 128
-// times the numbers, is in the sum from the beginning, taken off. AVX2 holds sums of two products in 16 bits, too few
-// for that: there the sign of a number goes over to the weight. -128 is not among the numbers.
+// x86 multiplies a byte with a sign by one without. VNNI takes weights + 128; this adds 128 times the numbers to a sum,
+// so the sum begins with -128 times their total. AVX2 adds two products in 16 bits, too few for weights + 128: there
+// the number's sign moves to the weight. No number is -128.
 struct Int8x4 {
     int8_t number[4];
     uint8_t magnitude[4];
@@ -338,7 +337,7 @@ constexpr int int8_offset = 128;
 constexpr int int8_offset = 0;
 #endif
 
-// What a sum begins with, if its numbers add up to `total`.
+// The first value of a sum whose numbers add up to `total`.
 inline Ints begin_products(int total) { return hn::Set(As<int32_t>(), -int8_offset * total); }
 
 // Lane i of the result is that of `sums` plus the four products of weights[i] and x: a row of a matrix to each lane.
@@ -366,8 +365,8 @@ inline Ints add_products(Ints sums, const int8_t (*weights)[4], const Int8x4 &x)
 
 // ---- Prefetch ----------------------------------------------------------------------------------------------------
 
-// How far ahead of its use a stream of memory is asked for, in bytes. Intel's own prefetcher fills the L2 only, and
-// stops at each page of 4 KiB. 0: a Zen's does better unasked (docs/where_the_time_goes.md).
+// How many bytes ahead of its use a stream of memory is prefetched. Intel's own prefetcher fills the L2 only, and stops
+// at each page of 4 KiB. 0: a Zen's does better without help (docs/where_the_time_goes.md).
 #if defined(__AVX512BW__) && !defined(__znver4__) && !defined(__znver5__)
 constexpr int prefetch_distance = 1024;
 #else

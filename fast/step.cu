@@ -1,6 +1,6 @@
-// A decoding step on the GPU, recorded once as a CUDA graph and replayed: else the host, some microseconds a launch,
-// would be slower than the card. Tokens, positions and page tables are data. A graph holds the addresses of all that it
-// touches, so it is for one cache and one set of activations.
+// A decoding step on the GPU, recorded once as a CUDA graph and then replayed. Otherwise the host, with microseconds
+// for each launch, would be slower than the GPU. Tokens, positions and page tables are data. A graph holds the
+// addresses of all memory that it uses, so it fits one cache and one set of activations.
 #pragma once
 
 #include <list>
@@ -13,7 +13,7 @@ namespace fast {
 struct StepGraph {
     Pass pass;
     std::vector<Store> stores;
-    std::shared_ptr<void> step = nullptr;  // nullptr: such a pass ran once, and took the memory that it needs
+    std::shared_ptr<void> step = nullptr;  // nullptr: such a pass ran once, and now has the memory that it needs
     bool is_for(const Pass &other, const std::vector<Store> &others) const {
         bool same = pass.count == other.count && pass.tokens == other.tokens && pass.spans == other.spans;
         for (size_t i = 0; i < stores.size(); i++) same = same && is_same(stores[i].view, others[i].view);
@@ -31,12 +31,13 @@ struct StepGraph {
 };
 
 struct StepGraphs {
-    static constexpr size_t most = 64;  // as many caches decode in turn without a new recording
+    static constexpr size_t most = 64;  // so many caches can decode in turn without a new recording
     std::list<StepGraph> list;          // the newest first
-    int reservations = 0;               // there were when they were recorded: later ones may have moved something
+    int reservations = 0;               // Gpu::reservations at the last recording: a later one may have moved memory
 };
 
-// The first pass with a cache runs as it is, the second one is recorded.
+// Runs body(), the operations of a pass. The first decoding pass with a cache just runs, the second is recorded, later
+// ones are replayed.
 template <class Body>
 void run(Gpu &m, const std::vector<Pass> &passes, const std::vector<Store> &stores, Body body) {
     const Pass &pass = passes[0];
