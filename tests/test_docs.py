@@ -101,6 +101,7 @@ class Exercises:
                 if words[:1] == ["diff"] and len(words) > 1 and not words[1].endswith(".md"):
                     number = self.numbers.setdefault(page.end_of_answer(start), len(self.numbers) + 1)
                     page.expect(self.apply(words[1], lines, number), start, f"{words[1]} has no such lines, or twice")
+                    page.check_exercise(start)
 
     def apply(self, file, lines, number):
         if not (ROOT / file).is_file():
@@ -192,6 +193,15 @@ class Page:
     def expect(self, good, number, problem):
         if not good:
             self.problems.append(f"{self.path.relative_to(ROOT)}:{number}: {problem}")
+
+    def check_exercise(self, start):
+        """An answer with a diff at `start` runs something, and each test that the exercise names."""
+        begin = max(at for at, line in self.prose if at < start and re.match(r"\d+\. ", line))
+        lines = [line.strip() for line in self.path.read_text().split("\n")[begin - 1:self.end_of_answer(start)[1]]]
+        ran = " ".join(line for line in lines if line.startswith("$ "))
+        self.expect(ran, start, "nothing is run with this change")
+        for test in sorted(set(re.findall(r"\btest_\w+", " ".join(lines)))):
+            self.expect(test in ran, start, f"{test} is named, but not run with this change")
 
     def run(self, command, limit, more={}):
         environment = dict(os.environ, PATH=PATH, HOME=str(self.scratch / "home"), NO_COLOR="1", PYTHONDONTWRITEBYTECODE="1",
