@@ -291,7 +291,7 @@ class Page:
         seen = re.sub(r"(?ms)^ *<details>.*?</details>\n|^```cpp\n.*?^```\n", "", self.path.read_text())
         chapter = re.match(r"\d\d_", self.path.name)
         self.expect(not chapter or seen.count("\n") <= CHAPTER, 1, f"{seen.count(chr(10))} lines, expected {CHAPTER}")
-        kept = re.search(r"\n\*\*To keep:\*\* .*(\n.+)?\n\n(Next|Back).*\n?$", seen)
+        kept = re.search(r"\n\*\*To keep:\*\* ([^.]|\.\S)+\.\n\n(Next|Back).*\n?$", seen)
         self.expect(not chapter or kept, 1, "no sentence to keep at the end: **To keep:** ...")
 
     def check(self, exercises):
