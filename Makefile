@@ -62,8 +62,9 @@ STORY := $(wildcard *.h base/*.h) layers.cu attention.cu
 DEPENDS = -MMD -MP -MT $@ -MF $@.d
 SOURCES := llm.cu $(STORY) $(wildcard commands/*.h fast/*.h fast/*.cu)
 TOKENIZER := build/tokenizer.o build/tokenizer_json.o
-# The fast twins of the CPU and the tokenizer: compiled once, for the program and its tests.
-OBJECTS := build/attend.o build/linear.o $(TOKENIZER)
+READERS := build/json.o $(TOKENIZER)
+# The fast twins of the CPU and what reads JSON: compiled once, for the program and its tests.
+OBJECTS := build/attend.o build/linear.o $(READERS)
 TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
 
 # Changes when the compilers, the flags or the machine do, so that nothing is linked from two worlds.
@@ -134,7 +135,7 @@ if [ -n "$$missing" ]; then \
   echo "missing Debian packages:$$missing"; \
   if ! command -v apt-get >/dev/null; then \
     echo "apt-get is not here; on macOS:  brew install$$(echo "$$missing" | \
-      sed -E 's/lib|-context|-dev//g; s/onig/oniguruma/; s/hwy/highway/')"; exit 1; \
+      sed -E 's/lib|-context|-dev//g; s/onig/oniguruma/; s/hwy/highway/; s/json3/json/')"; exit 1; \
   elif [ "$$(id -u)" = 0 ]; then sh -c "$$install"; \
   elif command -v sudo >/dev/null; then sudo sh -c "$$install"; \
   else echo "neither root nor sudo: let somebody who may run  $$install"; exit 1; fi; fi
@@ -143,7 +144,8 @@ endef
 INCLUDE := $(or $(BREW),/usr)/include
 need:
 	$(call need_packages,$(foreach compiler,$(CXX) $(CC),$(compiler):$(patsubst clang++%,clang%,$(notdir $(compiler)))) \
-	  $(INCLUDE)/cjson/cJSON.h:libcjson-dev $(INCLUDE)/oniguruma.h:libonig-dev $(INCLUDE)/utf8proc.h:libutf8proc-dev \
+	  $(INCLUDE)/cjson/cJSON.h:libcjson-dev $(INCLUDE)/nlohmann/json.hpp:nlohmann-json3-dev \
+	  $(INCLUDE)/oniguruma.h:libonig-dev $(INCLUDE)/utf8proc.h:libutf8proc-dev \
 	  $(INCLUDE)/hwy/highway.h:libhwy-dev $(if $(BREW),,/usr/include/editline/readline.h:libedit-dev \
 	  python3:python3 /usr/lib/python3/dist-packages/jinja2:python3-jinja2 \
 	  $(if $(findstring clang,$(CXX)),/usr/lib/llvm-*/lib/libomp.so:libomp-dev \
@@ -176,13 +178,14 @@ build/llm.o: llm.cu build/flags
 	@echo "compiling takes one to three minutes$(if $(NVCC),$(comma) and some more for the GPU)"
 	$(if $(NVCC),$(NVCC) -ccbin $(CXX) $(NVCCFLAGS),$(CXX) $(CXXFLAGS) -x c++) $(DEPENDS) -c llm.cu -o $@
 
-build/%.o build/asan/%.o: fast/%.cpp build/flags
+vpath %.cpp fast base
+build/%.o build/asan/%.o: %.cpp build/flags
 	$(CXX) $(CXXFLAGS) $(DEPENDS) $(if $(findstring asan,$@),$(SANITIZE)) -c $< -o $@
 
 build/llm-plain.o: llm.cu build/flags
 	$(CXX) $(CXXFLAGS) $(DEPENDS) -DPLAIN -x c++ -c llm.cu -o $@
 
-llm-plain: build/llm-plain.o $(TOKENIZER)
+llm-plain: build/llm-plain.o $(READERS)
 	$(CXX) $(OPENMP) $^ $(LIBS) -o $@
 
 build/tokenizer.o: tokenizer.c

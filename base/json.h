@@ -1,7 +1,6 @@
 // What everything stands on that reads or writes: errors of one line, files, and JSON, read and written.
 #pragma once
 
-#include <cjson/cJSON.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -143,13 +142,31 @@ inline std::string read_file(const std::string &path, size_t limit) {
 
 // ---- JSON, read -----------------------------------------------------------------------------------------------------
 
-// A node takes 64 bytes where the text may take 2: this bounds the memory, too. A header of 10,000 tensors takes 1 MiB.
+// A value takes 104 bytes where the text may take 2: this bounds memory, too. A header of 10,000 tensors takes 1 MiB.
 constexpr size_t max_json_bytes = 16 << 20;
 
-struct DeleteJson {
-    void operator()(cJSON *item) const { cJSON_Delete(item); }
+// A value of a JSON text. Members and entries have the order of the text.
+struct Json {
+    enum class Type { null, boolean, number, text, list, object } type = Type::null;
+    std::string key;          // of a member of an object
+    std::string text;         // UTF-8, which may hold NUL
+    double number = 0;        // true is 1; NaN or infinite where Python writes that
+    std::vector<Json> items;  // of a list or an object
 };
-using Json = std::unique_ptr<cJSON, DeleteJson>;
+
+// `name` is what messages call the text. Throws unless it is one JSON object, and white space; `as_python`: or what
+// Python's json takes for one. Objects with two equal keys, which readers take differently, are refused, and so is
+// nesting deeper than 1,000: recursion over the result is bounded.
+Json parse_json(const std::string &name, std::string text, bool as_python = false);
+
+std::string json_text(const Json &item);  // without white space; NaN and Infinity as Python writes them
+
+inline bool is_null(const Json *item) { return item && item->type == Json::Type::null; }
+inline bool is_bool(const Json *item) { return item && item->type == Json::Type::boolean; }
+inline bool is_number(const Json *item) { return item && item->type == Json::Type::number; }
+inline bool is_text(const Json *item) { return item && item->type == Json::Type::text; }
+inline bool is_list(const Json *item) { return item && item->type == Json::Type::list; }
+inline bool is_object(const Json *item) { return item && item->type == Json::Type::object; }
 
 // What a file says, fit for a message, whatever it is: ASCII, and at most 80 characters of it.
 inline std::string printable(std::string text) {
@@ -157,130 +174,105 @@ inline std::string printable(std::string text) {
     for (char &c : text) c = c < ' ' || c > '~' ? '?' : c;
     return text;
 }
-
-const char nan_mark[] = "\x7f";  // a text that Python's NaN becomes, so that whoever needs a number finds none
-
-inline bool is_nan(const cJSON *item) { return cJSON_IsString(item) && item->valuestring == std::string(nan_mark); }
-
-inline std::string printable(const cJSON *item) {
-    if (is_nan(item)) return "NaN";
-    if (cJSON_IsNumber(item) && std::isinf(item->valuedouble)) return item->valuedouble < 0 ? "-Infinity" : "Infinity";
-    char *text = cJSON_PrintUnformatted(item);
-    std::string result = printable(std::string(text ? text : "?"));
-    cJSON_free(text);
-    return result;
-}
+inline std::string printable(const Json *item) { return printable(json_text(*item)); }
 
 // The members of an object or the entries of a list; of anything else, and of nullptr, none.
-inline std::vector<const cJSON *> items_of(const cJSON *whole) {
-    std::vector<const cJSON *> items;
-    for (const cJSON *item = whole ? whole->child : nullptr; item; item = item->next) items.push_back(item);
+inline std::vector<const Json *> items_of(const Json *whole) {
+    std::vector<const Json *> items;
+    if (whole)
+        for (const Json &item : whole->items) items.push_back(&item);
     return items;
 }
+// The entries of a list, or the one value that is given in place of a list.
+inline std::vector<const Json *> entries_of(const Json *item) {
+    return !item || is_list(item) ? items_of(item) : std::vector<const Json *>{item};
+}
+inline int count_of(const Json *whole) { return whole ? (int)whole->items.size() : 0; }
 
-inline bool is_whole(const cJSON *item, double low, double high) {
-    const double number = cJSON_IsNumber(item) ? item->valuedouble : NAN;
+// The member of an object, or nullptr; null is one, too.
+inline const Json *member(const Json *object, const std::string &key) {
+    if (is_object(object))
+        for (const Json &item : object->items)
+            if (item.key == key) return &item;
+    return nullptr;
+}
+
+inline bool is_whole(const Json *item, double low, double high) {
+    const double number = is_number(item) ? item->number : NAN;
     return number >= low && number <= high && number == std::floor(number);
 }
 
 // Whether a key asks for nothing: `neutral` or a list of nothing else, false being 0 and true 1; or nothing at all.
-inline bool is_neutral(const cJSON *item, double neutral) {
-    if (cJSON_IsNumber(item)) return std::fabs(item->valuedouble - neutral) <= 1e-5 * std::fabs(neutral);
-    if (cJSON_IsBool(item)) return cJSON_IsTrue(item) == (neutral != 0);
-    if (cJSON_IsString(item)) return !*item->valuestring;
-    for (const cJSON *each : items_of(item))
-        if (!cJSON_IsArray(item) || !is_neutral(each, neutral)) return false;
+inline bool is_neutral(const Json *item, double neutral) {
+    if (is_number(item)) return std::fabs(item->number - neutral) <= 1e-5 * std::fabs(neutral);
+    if (is_bool(item)) return item->number == (neutral != 0);
+    if (is_text(item)) return item->text.empty();
+    for (const Json *each : items_of(item))
+        if (!is_list(item) || !is_neutral(each, neutral)) return false;
     return true;
-}
-
-// JSON leaves open which of two equal keys counts, so readers differ; a file that has any is refused.
-inline void refuse_duplicate_keys(const std::string &name, const cJSON *item) {
-    std::set<std::string> keys;
-    for (const cJSON *child : items_of(item)) {
-        if (child->string && !keys.insert(child->string).second)
-            fail("%s: key \"%s\" stands twice in one object", name.c_str(), printable(child->string).c_str());
-        if (child->child) refuse_duplicate_keys(name, child);
-    }
-}
-
-// `name` is what messages call the text. Throws unless it is one JSON object, and white space; `as_python`: or what
-// Python's json takes for one. cJSON refuses nesting deeper than 1,000, so recursion over the result is bounded.
-inline Json parse_json(const std::string &name, std::string text, bool as_python = false) {
-    if (as_python) replace_python_numbers(text.data(), text.size(), formatted("\"%s\"", nan_mark).c_str());
-    if (text.size() > max_json_bytes) fail("%s: JSON of %zu bytes is too long", name.c_str(), text.size());
-    const char *end = text.c_str();
-    Json root(cJSON_ParseWithLengthOpts(text.c_str(), text.size() + 1, &end, /*require_null_terminated=*/true));
-    size_t position = std::min((size_t)(end - text.c_str()), text.size());
-    if (!root || text.find('\0') != std::string::npos) {
-        int line = 1 + (int)std::count(text.begin(), text.begin() + (std::ptrdiff_t)position, '\n');
-        fail("%s: not valid JSON near line %d, byte %zu", name.c_str(), line, position);
-    }
-    if (!cJSON_IsObject(root.get())) fail("%s: expected a JSON object", name.c_str());
-    refuse_duplicate_keys(name, root.get());
-    return root;
 }
 
 // A JSON object and the questions a loader asks of it. A key whose value is null counts as missing.
 struct Section {
     std::string name;     // as messages call it: "DIR/config.json"
-    const cJSON *object;  // nullptr: every key is missing
+    const Json *object;  // nullptr: every key is missing
 
-    const cJSON *find(const char *key) const {
-        const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
-        return item && !cJSON_IsNull(item) ? item : nullptr;
+    const Json *find(const char *key) const {
+        const Json *item = member(object, key);
+        return is_null(item) ? nullptr : item;
     }
-    bool has_null(const char *key) const { return cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(object, key)); }
-    [[noreturn]] void refuse(const char *key, const cJSON *item, const std::string &expected) const {
+    bool has_null(const char *key) const { return is_null(member(object, key)); }
+    [[noreturn]] void refuse(const char *key, const Json *item, const std::string &expected) const {
         fail("%s: %s is %s, expected %s", name.c_str(), key, printable(item).c_str(), expected.c_str());
     }
-    const cJSON *need(const char *key) const {
-        const cJSON *item = find(key);
+    const Json *need(const char *key) const {
+        const Json *item = find(key);
         if (!item) fail("%s: %s is missing", name.c_str(), key);
         return item;
     }
     // The value of a key that must be there, unless there is an `otherwise`.
     int integer(const char *key, int low, int high, std::optional<int> otherwise = {}) const {
         if (otherwise && !find(key)) return *otherwise;
-        const cJSON *item = need(key);
+        const Json *item = need(key);
         if (!is_whole(item, low, high)) refuse(key, item, formatted("a whole number from %d to %d", low, high));
-        return (int)item->valuedouble;
+        return (int)item->number;
     }
     double number(const char *key, double low, double high, std::optional<double> otherwise = {}) const {
         if (otherwise && !find(key)) return *otherwise;
-        const cJSON *item = need(key);
-        double value = cJSON_IsNumber(item) ? item->valuedouble : NAN;
+        const Json *item = need(key);
+        double value = is_number(item) ? item->number : NAN;
         if (!(value >= low && value <= high)) refuse(key, item, formatted("a number from %g to %g", low, high));
         return value;
     }
     std::vector<double> numbers(const char *key, int count, double low, double high) const {
-        const cJSON *list = need(key);
+        const Json *list = need(key);
         std::vector<double> found;
-        for (const cJSON *item : items_of(list))
-            if (cJSON_IsNumber(item) && item->valuedouble >= low && item->valuedouble <= high)
-                found.push_back(item->valuedouble);
-        if (!cJSON_IsArray(list) || (int)found.size() != count || cJSON_GetArraySize(list) != count)
+        for (const Json *item : items_of(list))
+            if (is_number(item) && item->number >= low && item->number <= high)
+                found.push_back(item->number);
+        if (!is_list(list) || (int)found.size() != count || count_of(list) != count)
             refuse(key, list, "a list of " + counted(count, "number") + formatted(" from %g to %g", low, high));
         return found;
     }
     bool flag(const char *key, bool otherwise) const {
-        const cJSON *item = find(key);
-        if (item && !cJSON_IsBool(item)) refuse(key, item, "true or false");
-        return item ? cJSON_IsTrue(item) : otherwise;
+        const Json *item = find(key);
+        if (item && !is_bool(item)) refuse(key, item, "true or false");
+        return item ? item->number != 0 : otherwise;
     }
     std::string text(const char *key, const std::string &otherwise) const {
-        const cJSON *item = find(key);
-        if (item && (!cJSON_IsString(item) || is_nan(item))) refuse(key, item, "a text");
-        return item ? item->valuestring : otherwise;
+        const Json *item = find(key);
+        if (item && !is_text(item)) refuse(key, item, "a text");
+        return item ? item->text : otherwise;
     }
     Section section(const char *key) const {
-        const cJSON *item = find(key);
-        if (item && !cJSON_IsObject(item)) refuse(key, item, "an object");
+        const Json *item = find(key);
+        if (item && !is_object(item)) refuse(key, item, "an object");
         return {name + ": " + key, item};
     }
     // A list with an entry for each layer; nothing where the key is missing. `what`: " names".
-    std::vector<const cJSON *> by_layer(const char *key, int layers, const char *what = "") const {
-        const cJSON *item = find(key);
-        if (item && (!cJSON_IsArray(item) || cJSON_GetArraySize(item) != layers))
+    std::vector<const Json *> by_layer(const char *key, int layers, const char *what = "") const {
+        const Json *item = find(key);
+        if (item && (!is_list(item) || count_of(item) != layers))
             refuse(key, item, formatted("a list of %d (num_hidden_layers)%s", layers, what));
         return items_of(item);
     }
@@ -292,8 +284,8 @@ struct Section {
     }
     // For an object that may have no other keys than the `known` ones, words with a blank between.
     void refuse_others(const std::string &known, const std::string &expected) const {
-        for (const cJSON *item : items_of(object))
-            if (!has(known, item->string)) refuse(printable(item->string).c_str(), item, expected);
+        for (const Json *item : items_of(object))
+            if (!has(known, item->key)) refuse(printable(item->key).c_str(), item, expected);
     }
 };
 

@@ -256,10 +256,10 @@ constexpr struct {
 // without a head of its own (Qwen3Model, as embedding models are published), is one whose head is tied.
 inline const Family &find_family(const Section &config, const Section &text) {
     std::string model_type = config.text("model_type", ""), wanted = model_type, known;
-    const cJSON *list = config.find("architectures");
-    if (list && (!cJSON_IsArray(list) || cJSON_GetArraySize(list) != 1 || !cJSON_IsString(list->child)))
+    const Json *list = config.find("architectures");
+    if (list && (!is_list(list) || count_of(list) != 1 || !is_text(&list->items[0])))
         config.refuse("architectures", list, "a list of one name");
-    if (list) wanted = list->child->valuestring;
+    if (list) wanted = list->items[0].text;
     if (wanted == "LLaMAForCausalLM") wanted = "LlamaForCausalLM";  // as the first conversions spell it
     if (wanted.empty()) config.need("architectures");
     std::string types;  // of the text models of a wrapper
@@ -310,7 +310,7 @@ inline void refuse_foreign_keys(const Section &config, const Family &family, con
         {sizes.hidden, "dim_model_base"}};
     for (const auto &[neutral, keys] : table) {
         for (const std::string &key : split(keys)) {
-            const cJSON *item = config.find(key.c_str());
+            const Json *item = config.find(key.c_str());
             if (item && !family.has(key.c_str()) && !is_neutral(item, neutral))
                 config.refuse(key.c_str(), item,
                               formatted("%g, or no such key: %s computes without it", neutral, family.architecture));
@@ -371,17 +371,17 @@ inline void read_sizes(const Section &config, const Family &family, Config &out,
 inline void read_rope(const Section &config, const Family &family, int context, Kind &kind) {
     const bool by_kind = family.has("ropes"), local = by_kind && kind.window;
     Section rope = config.section("rope_scaling");
-    if (by_kind && rope.object && rope.object->child && config.find("rope_parameters"))
+    if (by_kind && count_of(rope.object) && config.find("rope_parameters"))
         config.refuse("rope_scaling", rope.object, "none beside rope_parameters");
-    if (local || !rope.object || !rope.object->child) {
+    if (local || !count_of(rope.object)) {
         rope = config.section("rope_parameters");
         if (by_kind) rope = rope.section(local ? "sliding_attention" : "full_attention");
     }
     if (family.has("llama_4_scaling_beta") && !rope.object) config.need("rope_parameters");  // or YaRN by 16
     const char *name = rope.name.c_str();
-    for (const cJSON *item : items_of(rope.object))
-        if (cJSON_IsObject(item))
-            rope.refuse(printable(item->string).c_str(), item, "no object: one RoPE for all layers");
+    for (const Json *item : items_of(rope.object))
+        if (is_object(item))
+            rope.refuse(printable(item->key).c_str(), item, "no object: one RoPE for all layers");
     const Section nothing{config.name, nullptr}, beside = family.has("gemma4") ? nothing : config;  // there it has none
     if (!beside.object && rope.object && !rope.find("rope_theta") && config.find("rope_theta"))
         config.refuse("rope_theta", config.find("rope_theta"), "it in rope_parameters, for each kind of layers");
@@ -391,8 +391,8 @@ inline void read_rope(const Section &config, const Family &family, int context, 
     const bool partial = family.has("gemma4") && !local && !rope.object;
 
     for (const char *key : {"type", "truncate"})  // Transformers 4 and 5 read these in other ways
-        if (by_kind && cJSON_HasObjectItem(rope.object, key))
-            rope.refuse(key, cJSON_GetObjectItemCaseSensitive(rope.object, key), "no such key (but rope_type)");
+        if (const Json *item = member(rope.object, key); by_kind && item)
+            rope.refuse(key, item, "no such key (but rope_type)");
     std::string type = rope.text("rope_type", rope.text("type", partial ? "proportional" : "default"));
     if (family.has("fused-qkv") && (type == "su" || type == "yarn")) type = "longrope";  // of the first Phi-3
     const double part = config.number("partial_rotary_factor", 0, 1, 1);
@@ -416,13 +416,13 @@ inline std::vector<bool> read_turning(const Section &config, const Family &famil
         config.need("num_local_experts"), config.need("layer_types");  // or there are 8, and no layer attends
     }
     if (!family.has("no_rope_layers")) return turning;
-    const cJSON *list = config.find("no_rope_layers");
-    std::vector<const cJSON *> listed;  // [], as Llama 4 is published, is no list
-    if (!cJSON_IsArray(list) || list->child) listed = config.by_layer("no_rope_layers", layers, " of 0 and 1");
+    const Json *list = config.find("no_rope_layers");
+    std::vector<const Json *> listed;  // [], as Llama 4 is published, is no list
+    if (!is_list(list) || count_of(list)) listed = config.by_layer("no_rope_layers", layers, " of 0 and 1");
     const int every = config.integer("no_rope_layer_interval", 1, max_layers, 4);
     for (size_t i = 0; i < turning.size(); i++) {
         if (!listed.empty() && !is_whole(listed[i], 0, 1)) config.refuse("no_rope_layers", listed[i], "0 or 1 in it");
-        turning[i] = listed.empty() ? (int)(i + 1) % every != 0 : listed[i]->valuedouble != 0;
+        turning[i] = listed.empty() ? (int)(i + 1) % every != 0 : listed[i]->number != 0;
     }
     return turning;
 }
@@ -448,10 +448,10 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
         windows.push_back(full ? 0 : window);
     }
 
-    const std::vector<const cJSON *> types = config.by_layer("layer_types", layers, " names");
+    const std::vector<const Json *> types = config.by_layer("layer_types", layers, " names");
     for (size_t i = 0; i < types.size(); i++) {
         int &layer = windows[i];
-        std::string word = cJSON_IsString(types[i]) ? types[i]->valuestring : "";
+        std::string word = is_text(types[i]) ? types[i]->text : "";
         if (word == "attention") word = "full_attention";  // Granite 4
         const char *other = mixes || layer ? "sliding_attention" : "full_attention";
         if (word != other && (!mixes || word != "full_attention"))
@@ -469,18 +469,18 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
 
 // Which layers are short convolutions: LFM2 names them in layer_types, or the others by number.
 inline std::vector<bool> read_convolutions(const Section &config, int layers) {
-    const cJSON *list = config.find("full_attn_idxs");
+    const Json *list = config.find("full_attn_idxs");
     std::vector<bool> convolves((size_t)layers, list);
-    if (list && (!cJSON_IsArray(list) || cJSON_GetArraySize(list) > layers))
+    if (list && (!is_list(list) || count_of(list) > layers))
         config.refuse("full_attn_idxs", list, formatted("a list of at most %d (num_hidden_layers) layers", layers));
-    for (const cJSON *item : items_of(list)) {
+    for (const Json *item : items_of(list)) {
         if (!is_whole(item, 0, layers - 1))
             config.refuse("an entry of full_attn_idxs", item, formatted("a layer from 0 to %d", layers - 1));
-        convolves[(size_t)item->valuedouble] = false;
+        convolves[(size_t)item->number] = false;
     }
-    const std::vector<const cJSON *> types = config.by_layer("layer_types", layers, " names");
+    const std::vector<const Json *> types = config.by_layer("layer_types", layers, " names");
     for (size_t i = 0; i < types.size(); i++) {
-        const std::string word = cJSON_IsString(types[i]) ? types[i]->valuestring : "";
+        const std::string word = is_text(types[i]) ? types[i]->text : "";
         if (word != "conv" && word != "full_attention" && word != "attention")
             config.refuse("an entry of layer_types", types[i], "conv or full_attention");
         convolves[i] = word == "conv";
@@ -512,17 +512,16 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
     const int own = out.layers - config.integer("num_kv_shared_layers", 0, out.layers - 1, 0);
     const Section by_layer = config.section("per_layer_config");
     std::vector<Section> of_layer((size_t)out.layers, {config.name, nullptr});  // "05" is layer 5
-    for (const cJSON *item : items_of(by_layer.object)) {
-        const std::string key = item->string;
-        const size_t layer = strtoull(item->string, nullptr, 10);
+    for (const Json *item : items_of(by_layer.object)) {
+        const std::string key = item->key;
+        const size_t layer = strtoull(key.c_str(), nullptr, 10);
         if (key.find_first_not_of("0123456789") != std::string::npos || layer >= of_layer.size())
             by_layer.refuse(printable(key).c_str(), item, formatted("layers from 0 to %d as keys", out.layers - 1));
-        of_layer[layer] = by_layer.section(item->string);
+        of_layer[layer] = by_layer.section(key.c_str());
     }
-    const cJSON *thetas = family.has("layer_rope_theta") ? config.find("layer_rope_theta") : nullptr;
-    if (thetas && (!cJSON_IsArray(thetas) || cJSON_GetArraySize(thetas) != out.layers))
+    const Json *thetas = family.has("layer_rope_theta") ? config.find("layer_rope_theta") : nullptr;
+    if (thetas && (!is_list(thetas) || count_of(thetas) != out.layers))
         config.refuse("layer_rope_theta", thetas, "a number for each of the layers");
-    const cJSON *theta = thetas ? thetas->child : nullptr;
     for (int layer = 0; layer < out.layers; layer++) {
         Kind kind = common;
         kind.window = windows[(size_t)layer];
@@ -537,9 +536,10 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
         kind.value_width = kind.key_width = mine.integer("head_dim", 1, max_size, kind.key_width);
         check_heads(mine.name.c_str(), out.heads, kind);
         read_rope(config, family, out.context, kind);
-        if (theta && !(cJSON_IsNumber(theta) && theta->valuedouble >= 0 && theta->valuedouble <= 1e15))
+        const Json *theta = thetas ? &thetas->items[(size_t)layer] : nullptr;
+        if (theta && !(is_number(theta) && theta->number >= 0 && theta->number <= 1e15))
             config.refuse("layer_rope_theta", theta, "numbers from 0 to 1e15");
-        if (theta) kind.rope_theta = theta->valuedouble, theta = theta->next;
+        if (theta) kind.rope_theta = theta->number;
         if (!turning[(size_t)layer]) kind.rope_theta = 0;
         if (kind.rope_theta == 0) kind.rope = {};
         add_layer(out.kinds, out.rows, kind, layer < own);
@@ -558,13 +558,13 @@ inline void read_special_ids(const Section &root, const Section &text, const Sec
     bool no_bos = bos.has_null("bos_token_id") || family.bos_id > last;
     out.bos_id = bos.integer("bos_token_id", 0, last, no_bos ? -1 : family.bos_id);
 
-    const cJSON *ids = end.find("eos_token_id");
+    const Json *ids = end.find("eos_token_id");
     bool no_end = end.has_null("eos_token_id") || family.end_id < 0 || family.end_id > last;
     if (!ids && !no_end) out.end_ids = {family.end_id};
-    for (const cJSON *id = cJSON_IsArray(ids) ? ids->child : ids; id; id = cJSON_IsArray(ids) ? id->next : nullptr) {
+    for (const Json *id : entries_of(ids)) {
         if (!is_whole(id, 0, last))
             end.refuse("eos_token_id", ids, "ids from 0 to " + std::to_string(last) + " (vocab_size - 1)");
-        out.end_ids.push_back((int)id->valuedouble);
+        out.end_ids.push_back((int)id->number);
     }
 }
 
@@ -614,7 +614,7 @@ inline Config read_config(const Section &whole, const Section &generation) {
     config.require_known(key, activation, family.has("lfm2") ? "silu" : "silu gelu_pytorch_tanh");
     out.gelu = activation != "silu";
     for (const Section &section : {config, whole})
-        if (const cJSON *item = section.find("quantization_config"))
+        if (const Json *item = section.find("quantization_config"))
             section.refuse("quantization_config", item,
                            "weights as they were trained, in F32 F16 BF16, and no such key");
     Kind kind;
@@ -639,7 +639,7 @@ inline Config parse_config(const std::string &name, const std::string &text, con
                            const std::string &generation_text) {
     Json root = parse_json(name, text, /*as_python=*/true), generation_root;
     if (!generation_text.empty()) generation_root = parse_json(generation_name, generation_text, true);
-    return read_config({name, root.get()}, {generation_name, generation_root.get()});
+    return read_config({name, &root}, {generation_name, &generation_root});
 }
 
 // What to do about what was given as a directory and holds no config.json, by what is found in its place.

@@ -36,20 +36,20 @@ inline size_t stored_dtype_bytes(const std::string &dtype) {
 }
 
 inline std::vector<int64_t> read_counts(const Section &tensor, const char *key) {
-    const cJSON *list = tensor.need(key);
+    const Json *list = tensor.need(key);
     std::vector<int64_t> counts;
-    for (const cJSON *item : items_of(list))
-        if (is_whole(item, 0, 1LL << 53)) counts.push_back((int64_t)item->valuedouble);  // exact in a double
-    if (!cJSON_IsArray(list) || (int)counts.size() != cJSON_GetArraySize(list))
+    for (const Json *item : items_of(list))
+        if (is_whole(item, 0, 1LL << 53)) counts.push_back((int64_t)item->number);  // exact in a double
+    if (!is_list(list) || (int)counts.size() != count_of(list))
         tensor.refuse(key, list, "a list of whole numbers");
     return counts;
 }
 
 // One entry of the header. `data` (data_bytes) is the part of the file behind the header.
-inline StoredTensor read_entry(const std::string &file, const cJSON *item, const char *data, size_t data_bytes) {
-    Section entry{file + ": tensor " + printable(item->string), item};
+inline StoredTensor read_entry(const std::string &file, const Json *item, const char *data, size_t data_bytes) {
+    Section entry{file + ": tensor " + printable(item->key), item};
     const char *name = entry.name.c_str();
-    if (!cJSON_IsObject(item)) fail("%s: expected an object", name);
+    if (!is_object(item)) fail("%s: expected an object", name);
     entry.need("dtype");
     StoredTensor tensor{file, entry.text("dtype", ""), read_counts(entry, "shape")};
     std::vector<int64_t> offsets = read_counts(entry, "data_offsets");
@@ -103,9 +103,9 @@ inline TensorTable parse_safetensors(const std::string &name, const char *bytes,
     const char *header = bytes + sizeof header_bytes, *data = header + header_bytes;
     Json root = parse_json(name + ": header", std::string(header, (size_t)header_bytes));
     TensorTable table{name, {}};
-    for (const cJSON *item : items_of(root.get()))
-        if (strcmp(item->string, "__metadata__") != 0)
-            table.tensors[item->string] = read_entry(name, item, data, rest - (size_t)header_bytes);
+    for (const Json *item : items_of(&root))
+        if (item->key != "__metadata__")
+            table.tensors[item->key] = read_entry(name, item, data, rest - (size_t)header_bytes);
     check_coverage(table, data, rest - (size_t)header_bytes);
     return table;
 }
@@ -118,25 +118,25 @@ inline TensorTable open_safetensors(const std::string &path, std::vector<Mapping
 // The shards that the index names, each opened once; a tensor is taken from the shard the index gives.
 inline TensorTable open_shards(const std::string &directory, const std::string &index, std::vector<Mapping> &files) {
     Json root = parse_json(index, read_file(index, max_json_bytes), /*as_python=*/true);
-    Section whole{index, root.get()}, map = whole.section("weight_map");
+    Section whole{index, &root}, map = whole.section("weight_map");
     whole.need("weight_map");
     TensorTable all{index, {}};
     std::map<std::string, TensorTable> shards;
-    for (const cJSON *item : items_of(map.object)) {
-        std::string shard = map.text(item->string, "");
+    for (const Json *item : items_of(map.object)) {
+        std::string shard = map.text(item->key.c_str(), "");
         if (shard.empty() || shard == "." || shard == ".." || shard.find('/') != std::string::npos)
-            map.refuse(printable(item->string).c_str(), item, "the name of a file in the same directory");
+            map.refuse(printable(item->key).c_str(), item, "the name of a file in the same directory");
         if (!shards.count(shard)) {
             std::string path = join_path(directory, shard);
             if (!file_exists(path))
                 fail("%s: cannot open it: %s; %s names it", path.c_str(), strerror(errno), index.c_str());
             shards[shard] = open_safetensors(path, files);
         }
-        auto found = shards[shard].tensors.find(item->string);
+        auto found = shards[shard].tensors.find(item->key);
         if (found == shards[shard].tensors.end())
             fail("%s: tensor %s is missing, %s says it is here", shards[shard].name.c_str(),
-                 printable(item->string).c_str(), index.c_str());
-        all.tensors[item->string] = found->second;
+                 printable(item->key).c_str(), index.c_str());
+        all.tensors[item->key] = found->second;
     }
     return all;
 }

@@ -37,13 +37,13 @@ inline std::string names_of_keys() {
 }
 
 // Refuses keys that no request has, and names the one that is meant.
-inline void require_known_keys(const std::string &name, const cJSON *request) {
-    for (const cJSON *item : items_of(request)) {
-        if (has(names_of_keys(), item->string)) continue;
+inline void require_known_keys(const std::string &name, const Json *request) {
+    for (const Json *item : items_of(request)) {
+        if (has(names_of_keys(), item->key)) continue;
         std::string known = "known are " + names_of_keys();
         for (const RequestKey &key : request_keys)
-            if (has(key.elsewhere, item->string)) known = formatted("here it is \"%s\"", key.name);
-        fail("%s: unknown key \"%s\"; %s", name.c_str(), printable(std::string(item->string)).c_str(), known.c_str());
+            if (has(key.elsewhere, item->key)) known = formatted("here it is \"%s\"", key.name);
+        fail("%s: unknown key \"%s\"; %s", name.c_str(), printable(item->key).c_str(), known.c_str());
     }
 }
 
@@ -56,19 +56,19 @@ struct RequestReader {
     std::optional<ChatTemplate> form = {};  // opened when the first request has messages
     bool any_text = false;                  // a prompt that no template was applied to
 
-    std::vector<int> ids_of_messages(const Section &of, const cJSON *list);
+    std::vector<int> ids_of_messages(const Section &of, const Json *list);
     std::vector<int> tokens_of(const Section &of);
     Request read(const std::string &name, int number, const std::string &line);
 };
 
 // A conversation, as the checkpoint's template has it.
-inline std::vector<int> RequestReader::ids_of_messages(const Section &of, const cJSON *list) {
-    if (!cJSON_IsArray(list)) of.refuse("messages", list, "a list of {\"role\", \"content\"}");
+inline std::vector<int> RequestReader::ids_of_messages(const Section &of, const Json *list) {
+    if (!is_list(list)) of.refuse("messages", list, "a list of {\"role\", \"content\"}");
     if (!form) form.emplace(open_template(options.directory, "", tokenizer));
     std::vector<Message> messages;
-    for (const cJSON *item : items_of(list)) {
+    for (const Json *item : items_of(list)) {
         const Section said = {of.name + ": messages", item};
-        if (!cJSON_IsObject(item)) of.refuse("messages", list, "a list of {\"role\", \"content\"}");
+        if (!is_object(item)) of.refuse("messages", list, "a list of {\"role\", \"content\"}");
         said.need("role");
         messages.push_back(message_of(*form, said));
     }
@@ -80,14 +80,14 @@ inline std::vector<int> RequestReader::ids_of_messages(const Section &of, const 
 // The tokens of a request: it has one of a text, a conversation and ids.
 inline std::vector<int> RequestReader::tokens_of(const Section &of) {
     const char *name = of.name.c_str();
-    const cJSON *prompt = of.find("prompt"), *messages = of.find("messages"), *ids = of.find("ids");
+    const Json *prompt = of.find("prompt"), *messages = of.find("messages"), *ids = of.find("ids");
     if (!!prompt + !!messages + !!ids != 1) fail("%s: expected one of \"prompt\", \"messages\" and \"ids\"", name);
     if (!ids && !tokenizer) fail("%s: this model has no tokenizer.json: fetch it, or give \"ids\"", name);
-    if (ids && !cJSON_IsArray(ids)) of.refuse("ids", ids, "a list of whole numbers");
+    if (ids && !is_list(ids)) of.refuse("ids", ids, "a list of whole numbers");
     std::vector<int> given;
-    for (const cJSON *id : items_of(ids)) {
+    for (const Json *id : items_of(ids)) {
         if (!is_whole(id, 0, INT_MAX)) of.refuse("ids", id, "a list of whole numbers");
-        given.push_back((int)id->valuedouble);
+        given.push_back((int)id->number);
     }
     if (ids && given.empty()) of.refuse("ids", ids, "one at least");
     const std::string text = of.text("prompt", "");
@@ -102,13 +102,11 @@ inline std::vector<int> RequestReader::tokens_of(const Section &of) {
 }
 
 inline std::vector<std::string> stops_of(const Section &of) {
-    const cJSON *stop = of.find("stop");
-    std::vector<const cJSON *> items = items_of(stop);
-    if (stop && !cJSON_IsArray(stop)) items = {stop};
+    const Json *stop = of.find("stop");
     std::vector<std::string> stops;
-    for (const cJSON *item : items) {
-        if (!cJSON_IsString(item) || !*item->valuestring) of.refuse("stop", item, "a text, or a list of texts");
-        stops.push_back(item->valuestring);
+    for (const Json *item : entries_of(stop)) {
+        if (!is_text(item) || item->text.empty()) of.refuse("stop", item, "a text, or a list of texts");
+        stops.push_back(item->text);
     }
     return stops;
 }
@@ -117,22 +115,22 @@ inline std::vector<std::string> stops_of(const Section &of) {
 // drawn for the file, and one more for each line before it: so no two requests have the same luck.
 inline Request RequestReader::read(const std::string &name, int number, const std::string &line) {
     const Json json = parse_line(name, line);
-    const Section of = {name, json.get()};
-    require_known_keys(name, json.get());
+    const Section of = {name, &json};
+    require_known_keys(name, &json);
     Request request;
-    const cJSON *id = of.find("id");
-    request.id = is_whole(id, 0, exact_end) ? json_of(id->valuedouble) : of.text("id", "");
+    const Json *id = of.find("id");
+    request.id = is_whole(id, 0, exact_end) ? json_of(id->number) : of.text("id", "");
     if (request.id.empty()) request.id = std::to_string(number);
     request.tokens = tokens_of(of);
     request.prompt = (int)request.tokens.size();
     request.count = of.integer("n", 1, INT_MAX / 2, std::min(options.count, INT_MAX / 2));
     if (const int room = room_for(request.prompt, request.count, positions); !of.find("n") && room < request.count)
         request.count = std::max(1, room), request.fills = true;
-    const cJSON *seed = of.find("seed");
+    const Json *seed = of.find("seed");
     if (seed && !is_whole(seed, 0, exact_end)) of.refuse("seed", seed, "a whole number from 0 to 2^53 - 1");
     const uint64_t own = ((uint64_t)options.seed + (uint64_t)number - 1) & (uint64_t)exact_end;
     request.sampler = {of.number("temp", 0, 1000, 0), of.number("top_p", 0, 1, 1), of.number("min_p", 0, 1, 0),
-                       of.integer("top_k", 0, 1 << 30, 0), seed ? (uint64_t)seed->valuedouble : own};
+                       of.integer("top_k", 0, 1 << 30, 0), seed ? (uint64_t)seed->number : own};
     request.at = of.number("at", 0, 1e9, 0);
     request.stops = stops_of(of), request.salt = of.text("salt", "");
     return request;

@@ -38,10 +38,10 @@ inline EvalText read_story(const std::string &where, const std::string &line, co
     if (line.find("\\u0000") != std::string::npos)
         fail("%s: has a NUL character, expected text without", where.c_str());
     Json root = parse_json(where, line);
-    Section story{where, root.get()};
+    Section story{where, &root};
     story.need("text");
-    const cJSON *questions = story.find("questions");
-    if (questions && !cJSON_IsArray(questions)) story.refuse("questions", questions, "a list");
+    const Json *questions = story.find("questions");
+    if (questions && !is_list(questions)) story.refuse("questions", questions, "a list");
     EvalText result;
     result.tokens = encode(tokenizer, story.text("text", ""), where);
     std::vector<size_t> ends;
@@ -51,7 +51,7 @@ inline EvalText read_story(const std::string &where, const std::string &line, co
         for (char byte : stream.next(token)) characters += (byte & 0xc0) != 0x80;  // not inside a UTF-8 character
         ends.push_back(characters);
     }
-    for (const cJSON *question : items_of(questions))
+    for (const Json *question : items_of(questions))
         result.questions.push_back(read_question({where + ": a question", question}, ends));
     return result;
 }

@@ -133,7 +133,7 @@ inline Sampler sampler_of(const std::string &directory) {
     const std::string name = join_path(directory, "generation_config.json");
     Json root;
     if (file_exists(name)) root = parse_json(name, read_file(name, max_json_bytes), /*as_python=*/true);
-    const Section own{name, root.get()};
+    const Section own{name, &root};
     if (!own.flag("do_sample", false)) return {};
     return {own.number("temperature", 0, 1000, 1), own.number("top_p", 0, 1, 1), own.number("min_p", 0, 1, 0),
             std::max(0, own.integer("top_k", -1, 1 << 30, 50))};
@@ -198,7 +198,7 @@ inline void note_template(const std::string &directory) {
     const std::string name = join_path(directory, "tokenizer_config.json");
     if (!is_there && file_exists(name)) {
         const Json root = parse_json(name, read_file(name, max_json_bytes), /*as_python=*/true);
-        is_there = Section{name, root.get()}.find("chat_template");
+        is_there = Section{name, &root}.find("chat_template");
     }
     if (is_there)
         note(

@@ -33,9 +33,9 @@ inline void refuse_unknown_shape(const Section &config, const Family &family, bo
         "use_sliding_window multi_query_attention attn_config attn_type num_key_value_heads_per_layer block_configs "
         "per_layer_config swa_num_attention_heads swa_num_key_value_heads swa_head_dim swa_v_head_dim global_head_dim "
         "num_global_key_value_heads attention_k_eq_v index_head_dim index_n_heads index_topk indexer_types";
-    const cJSON *window = config.find("sliding_window");
-    for (const cJSON *item : items_of(config.object)) {
-        const std::string key = item->string;
+    const Json *window = config.find("sliding_window");
+    for (const Json *item : items_of(config.object)) {
+        const std::string key = item->key;
         bool shape = has_part(key,
                               "attn attention layer head kv_ _kv key_value window swa latent block_type block_config "
                               "mamba ssm state recurrent lru linear_ conv_ _conv hybrid sparse compress_ use_cla "
@@ -50,8 +50,8 @@ inline void refuse_unknown_shape(const Section &config, const Family &family, bo
             (mixed && has_part(key,
                                "mamba ssm state lru linear_ conv window_size window_pattern global_attn attn_alpha "
                                "attn_beta attention_hidden_size adapter")) ||
-            (key == "attention_chunk_size" && window && item->valuedouble == window->valuedouble);  // MiMo: the same
-        if (!shape || harmless || is_neutral(item, 0) || has(read, key) || family.has(item->string)) continue;
+            (key == "attention_chunk_size" && window && item->number == window->number);  // MiMo: the same
+        if (!shape || harmless || is_neutral(item, 0) || has(read, key) || family.has(key.c_str())) continue;
         fail("%s: %s is %s: what that does to the size of a cache is not known here", config.name.c_str(),
              printable(key).c_str(), printable(item).c_str());
     }
@@ -96,12 +96,12 @@ constexpr LayerNumbers layer_numbers[] = {
 inline std::vector<Sees> layers_named(const Section &config, const Family &family, int layers) {
     std::vector<Sees> sees;
     for (const LayerWords &known : layer_words) {
-        const cJSON *list = config.find(known.key);
-        if (!list || cJSON_IsNumber(list)) continue;
+        const Json *list = config.find(known.key);
+        if (!list || is_number(list)) continue;
         std::vector<std::string> words;
-        for (const char *c = cJSON_IsString(list) ? list->valuestring : ""; *c; c++) words.push_back({*c});
-        for (const cJSON *item : items_of(cJSON_IsArray(list) ? list : nullptr))
-            words.push_back(cJSON_IsString(item) ? item->valuestring : printable(item));
+        for (char letter : list->text) words.push_back({letter});
+        for (const Json *item : items_of(is_list(list) ? list : nullptr))
+            words.push_back(is_text(item) ? item->text : printable(item));
         if (words.empty() || (!known.repeats && (int)words.size() != layers))
             config.refuse(known.key, list, formatted("a list of %d (num_hidden_layers) names", layers));
         for (int i = 0; i < layers; i++) {
@@ -153,21 +153,21 @@ inline std::vector<int> read_own_heads(const Section &config, int heads, std::ve
     const int layers = (int)sees.size();
     std::vector<int> own((size_t)layers, 0);
     for (const char *key : {"num_key_value_heads_per_layer", "num_key_value_heads", "num_kv_heads", "block_configs"}) {
-        const cJSON *list = config.find(key);
-        if (!cJSON_IsArray(list)) continue;
+        const Json *list = config.find(key);
+        if (!is_list(list)) continue;
         int i = 0;
-        for (const cJSON *item : config.by_layer(key, layers)) {
+        for (const Json *item : config.by_layer(key, layers)) {
             const Section attention = Section{config.name + ": an entry of " + key, item}.section("attention");
             if (attention.flag("no_op", false) || attention.flag("replace_with_linear", false)) {  // Nemotron-NAS
                 sees[i] = Sees::nothing;
             } else if (attention.object) {
                 own[i] = heads / attention.integer("n_heads_in_group", 1, heads);
-                for (const cJSON *other : items_of(attention.object))
-                    if (!has("n_heads_in_group", other->string) && !is_neutral(other, 0))
-                        attention.refuse(printable(other->string).c_str(), other, "none");
+                for (const Json *other : items_of(attention.object))
+                    if (!has("n_heads_in_group", other->key) && !is_neutral(other, 0))
+                        attention.refuse(printable(other->key).c_str(), other, "none");
             } else {
                 if (!is_whole(item, 1, max_size)) config.refuse(key, list, "a whole number for each layer");
-                own[i] = (int)item->valuedouble;
+                own[i] = (int)item->number;
             }
             i++;
         }
@@ -222,7 +222,7 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
     if (!window && std::count(sees.begin(), sees.end(), Sees::window)) config.need("sliding_window");
 
     std::vector<int> own_heads((size_t)layers, 0);
-    const cJSON *rank = config.find("kv_lora_rank"), *values = config.find("v_head_dim");
+    const Json *rank = config.find("kv_lora_rank"), *values = config.find("v_head_dim");
     const std::optional<int> no_index = config.find("index_topk") ? std::nullopt : std::optional<int>(0);
     const int index_width = config.integer("index_head_dim", 1, max_size, no_index);  // V3.2: keys to find rows by
     if (rank && !is_neutral(rank, 0)) {  // DeepSeek-AI 2024, DeepSeek-V2, section 2.1: one row for all heads
@@ -271,17 +271,17 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
         take(config, "num_global_key_value_heads", {&all.kv_heads});
     const int shared = config.integer("num_kv_shared_layers", 0, layers, 0);  // the last ones: they store nothing
     // "shared": finds rows by the keys of a layer before
-    const std::vector<const cJSON *> indexers = config.by_layer("indexer_types", layers, " names");
+    const std::vector<const Json *> indexers = config.by_layer("indexer_types", layers, " names");
     if (!indexers.empty() && !index_width)
         config.refuse("indexer_types", config.find("indexer_types"), "none without index_topk");
     for (int i = 0; i < layers; i++) {
         if (sees[i] == Sees::nothing) continue;
         Kind kind = sees[i] == Sees::window ? local : all;
         if (own_heads[i]) kind.kv_heads = own_heads[i];
-        const cJSON *indexer = indexers.empty() ? nullptr : indexers[(size_t)i];
-        if (!cJSON_IsString(indexer) || strcmp(indexer->valuestring, "shared")) kind.key_width += index_width;
-        for (const cJSON *item : items_of(by_layer.object)) {
-            const Section own{by_layer.name, atoi(item->string) == i ? item : nullptr};
+        const Json *indexer = indexers.empty() ? nullptr : indexers[(size_t)i];
+        if (!is_text(indexer) || indexer->text != "shared") kind.key_width += index_width;
+        for (const Json *item : items_of(by_layer.object)) {
+            const Section own{by_layer.name, atoi(item->key.c_str()) == i ? item : nullptr};
             own.refuse_others("head_dim num_key_value_heads num_attention_heads intermediate_size", "none");
             take(own, "head_dim", {&kind.key_width, &kind.value_width});
             take(own, "num_key_value_heads", {&kind.kv_heads});
@@ -293,10 +293,15 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
         if (!kind.layers) config.refuse("num_kv_shared_layers", config.find("num_kv_shared_layers"), "fewer than that");
 }
 
+inline void forget_key(Json &object, const char *key) {
+    for (Json &item : object.items)
+        if (item.key == key) item.type = Json::Type::null, item.items.clear();
+}
+
 inline CacheSizes read_cache_sizes(const std::string &name, const std::string &text) {
     CacheSizes out;
     Json root = parse_json(name, text, /*as_python=*/true);
-    Section config{name, root.get()};
+    Section config{name, &root};
     for (bool again : {false, true}) {  // what is quantized does not run, and has the cache of what it was made from
         try {
             const Config c = read_config(config, {"", nullptr});
@@ -304,14 +309,15 @@ inline CacheSizes read_cache_sizes(const std::string &name, const std::string &t
         } catch (const Error &error) {
             if (!again) out.why_not = error.what();
         }
-        for (cJSON *section : {root.get(), cJSON_GetObjectItemCaseSensitive(root.get(), "text_config")})
-            cJSON_DeleteItemFromObjectCaseSensitive(section, "quantization_config");
+        forget_key(root, "quantization_config");
+        for (Json &section : root.items)
+            if (section.key == "text_config") forget_key(section, "quantization_config");
     }
-    const cJSON *names = config.find("architectures");
-    bool named = cJSON_IsArray(names) && cJSON_IsString(names->child), inside = false;
+    const Json *names = config.find("architectures");
+    bool named = is_list(names) && count_of(names) && is_text(&names->items[0]), inside = false;
     try {
         std::string model_type = config.text("model_type", "");
-        out.architecture = named ? names->child->valuestring : config.text("model_type", "unknown");
+        out.architecture = named ? names->items[0].text : config.text("model_type", "unknown");
         for (const Family &family : families)
             if (model_type.empty() && out.architecture == family.architecture) model_type = family.model_type;
         for (const char *key : {"text_config", "llm_config", "language_config"}) {  // of models that also see or hear

@@ -44,7 +44,7 @@ struct ChatTemplate {
             if (c == EOF)
                 fail("the chat template's program ended: expected python3 to be there, and a template to end");
         const Json reply = parse_json("the chat template", line);
-        const Section said{"the chat template", reply.get()};
+        const Section said{"the chat template", &reply};
         if (said.find("error")) fail("%s", said.text("error", "").c_str());
         return said.text(key, "");
     }
@@ -52,7 +52,7 @@ struct ChatTemplate {
 
 // What comes from outside has a mark before each special token's spelling, and another after it. A template takes them
 // for letters, which it never looks for; where it cuts a text at the spelling, one of them may stay alone. A letter
-// that is one of them, and NUL, which ends texts of cJSON, come after the first as a letter.
+// that is one of them, and NUL, which ends a text, come after the first as a letter.
 const char mark = '\1', nul = '\2', end_mark = '\3';
 inline size_t special_at(const ChatTemplate &with, const std::string &text, size_t at) {  // bytes of the longest, or 0
     size_t most = 0;

@@ -73,7 +73,7 @@ def chapter_6():
         print(when)
         for i in 0, 1:
             print(f"  sequence {i}, {lengths[i]:2} positions, table", *tables[i])
-    print("$ g++ -std=c++17 -I. docs/two_sequences.cpp -lcjson -o build/two && build/two")
+    print("$ g++ -std=c++17 -I. docs/two_sequences.cpp -o build/two && build/two")
     for more in range(8):  # two prompts, then 7 times a token of each
         grow(tables[0], 6 + more), grow(tables[1], 3 + more)
         if more in (0, 7):

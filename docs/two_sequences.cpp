@@ -1,5 +1,5 @@
 // Two sequences that share one pool of pages, without a model: what their page tables say (06_where_a_row_lives.md).
-//   g++ -std=c++17 -I. docs/two_sequences.cpp -lcjson -o two && ./two
+//   g++ -std=c++17 -I. docs/two_sequences.cpp -o two && ./two
 #include "cache.h"
 
 int main() {

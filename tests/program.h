@@ -221,38 +221,38 @@ inline Json run_json(const Words &arguments, int status = 0, const std::string &
 }
 
 // "cache.bytes", "steps.0.token"
-inline const cJSON *at(const cJSON *item, const std::string &path) {
+inline const Json *at(const Json *item, const std::string &path) {
     for (size_t begin = 0; item && begin <= path.size();) {
         size_t end = std::min(path.find('.', begin), path.size());
         std::string key = path.substr(begin, end - begin);
-        item = cJSON_IsArray(item) ? cJSON_GetArrayItem(item, std::stoi(key))
-                                   : cJSON_GetObjectItemCaseSensitive(item, key.c_str());
+        const bool entry = is_list(item) && std::stoi(key) < count_of(item);
+        item = entry ? &item->items[std::stoul(key)] : member(item, key);
         begin = end + 1;
     }
     return item;
 }
-inline const cJSON *at(const Json &root, const std::string &path) { return at(root.get(), path); }
+inline const Json *at(const Json &root, const std::string &path) { return at(&root, path); }
 
-// `root`: a cJSON * or a Json.
+// `root`: a Json or a pointer to one.
 template <class Root>
 double number(const Root &root, const std::string &path) {
-    const cJSON *item = at(root, path);
-    REQUIRE_MESSAGE(cJSON_IsNumber(item), path);
-    return item->valuedouble;
+    const Json *item = at(root, path);
+    REQUIRE_MESSAGE(is_number(item), path);
+    return item->number;
 }
 template <class Root>
 std::string text(const Root &root, const std::string &path) {
-    const cJSON *item = at(root, path);
-    REQUIRE_MESSAGE(cJSON_IsString(item), path);
-    return item->valuestring;
+    const Json *item = at(root, path);
+    REQUIRE_MESSAGE(is_text(item), path);
+    return item->text;
 }
 template <class Root>
 Ids ids(const Root &root, const std::string &path) {
-    REQUIRE_MESSAGE(cJSON_IsArray(at(root, path)), path);
+    REQUIRE_MESSAGE(is_list(at(root, path)), path);
     Ids result;
-    for (const cJSON *item : items_of(at(root, path))) {
-        REQUIRE_MESSAGE((cJSON_IsNumber(item) && item->valuedouble == item->valueint), path);
-        result.push_back(item->valueint);
+    for (const Json *item : items_of(at(root, path))) {
+        REQUIRE_MESSAGE(is_whole(item, INT_MIN, INT_MAX), path);
+        result.push_back((int)item->number);
     }
     return result;
 }

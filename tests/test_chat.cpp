@@ -677,7 +677,7 @@ TEST_CASE("--system stands before the first turn; plain texts begin as the token
     auto prompt_of = [&](const Words &words) {
         const Outcome result = run(Words{"chat", "--json", "-t", "1", "-n", "2"} + words, setting);
         REQUIRE_MESSAGE(result.status == 0, result);
-        return ids(parse_json("a turn", result.out).get(), "prompt_ids");
+        return ids(parse_json("a turn", result.out), "prompt_ids");
     };
     const TokenizerPointer tokenizer = load_tokenizer("weights_tools/builtin");
     const Tokens with = prompt_of({"--template", "chatml", "--system", "Be brief."});

@@ -47,7 +47,7 @@ void fill_tensor(const std::string &directory, const std::string &name, const st
     uint64_t header;
     memcpy(&header, bytes.data(), sizeof header);
     Json tensors = parse_json(name, bytes.substr(8, header));
-    const cJSON *tensor = cJSON_GetObjectItemCaseSensitive(tensors.get(), name.c_str());
+    const Json *tensor = member(&tensors, name);
     REQUIRE_MESSAGE(tensor, name);
     double begin = number(tensor, "data_offsets.0"), end = number(tensor, "data_offsets.1");
     REQUIRE(end - begin == 4.0 * (double)numbers.size());
@@ -65,14 +65,14 @@ void check_keys(const Json &root, const Words &lines) {
         const Words words = words_of(line);
         const std::string &kind = words[0];
         for (size_t i = 1; i < words.size(); i++) {
-            const cJSON *item = at(root, words[i]);
+            const Json *item = at(root, words[i]);
             REQUIRE_MESSAGE(item, "no " << words[i]);
             bool right = kind == "count"    ? is_whole(item, 0, 0x1p53)
-                         : kind == "number" ? cJSON_IsNumber(item)
-                         : kind == "text"   ? cJSON_IsString(item)
-                         : kind == "bool"   ? cJSON_IsBool(item)
-                         : kind == "list"   ? cJSON_IsArray(item)
-                                            : cJSON_IsObject(item);
+                         : kind == "number" ? is_number(item)
+                         : kind == "text"   ? is_text(item)
+                         : kind == "bool"   ? is_bool(item)
+                         : kind == "list"   ? is_list(item)
+                                            : is_object(item);
             CHECK_MESSAGE(right, kind << " " << words[i]);
         }
     }
@@ -156,7 +156,7 @@ TEST_CASE("diff: keys, a line a token, a verdict, and an exit status that repeat
                       "number steps.0.max_abs_logit_diff steps.0.kl steps.0.tv steps.0.naive_seconds",
                       "number steps.0.cached_seconds max_abs_logit_diff mean_kl max_kl mean_tv naive_seconds",
                       "number cached_seconds tolerance"});
-    CHECK(cJSON_GetArraySize(at(root, "steps")) == 10);
+    CHECK(count_of(at(root, "steps")) == 10);
     Outcome good = run_well(arguments + Words{"f32"});
     double most = 0;
     for (int i = 0; i < 10; i++) {
@@ -170,7 +170,7 @@ TEST_CASE("diff: keys, a line a token, a verdict, and an exit status that repeat
     }
     CHECK((number(root, "max_abs_logit_diff") == most && most <= 1e-4));
     check_contains(good.out, " step  naive id cached id  logit diff KL, nats naive ms cached ms  text\n");
-    CHECK((cJSON_IsNull(at(root, "first_divergence")) && cJSON_IsTrue(at(root, "identical"))));
+    CHECK((is_null(at(root, "first_divergence")) && json_text(*at(root, "identical")) == "true"));
     CHECK((good.err.empty() && !contains(good.out, "\n   10  ")));
     check_contains(good.out, "verdict     the same: ");
     CHECK(contains(good.out, "all logits have the same bits") == (most == 0));
@@ -181,7 +181,7 @@ TEST_CASE("diff: keys, a line a token, a verdict, and an exit status that repeat
     CHECK((text(root, "cache.type_k") == "bf16" && number(root, "tolerance") == 10));
     CHECK(text(root, "verdict").find("changes a word in ") == 0);
     root = run_json(arguments + Words{"bf16"}, 1);
-    CHECK((number(root, "tested_steps") == 10 && cJSON_IsNull(at(root, "tolerance"))));
+    CHECK((number(root, "tested_steps") == 10 && is_null(at(root, "tolerance"))));
     CHECK(text(root, "verdict") ==
           "no verdict: 10 steps tested, it takes 100: "
           "give --tolerance, as the context is too short");
@@ -232,7 +232,7 @@ TEST_CASE("diff: a verdict is of what was tested: of int4 and int2, of blocks th
                   "no verdict: 0 steps tested, it takes 100: "
                   "give --tolerance, as the context is too short");
             CHECK((number(none, "tested_steps") == 0 && number(none, "stored_positions") == 0));
-            CHECK((cJSON_IsNull(at(none, "mean_kl")) && cJSON_IsNull(at(none, "mean_tv"))));
+            CHECK((is_null(at(none, "mean_kl")) && is_null(at(none, "mean_tv"))));
             Json root = parse(run(line + types + Words{"-n", "63", "--json"}).out);
             CHECK((number(root, "tested_steps") == 34 && number(root, "stored_positions") == 64));
             for (int i : {0, 27, 28, 29, 59, 60, 61, 62}) {
@@ -294,7 +294,7 @@ TEST_CASE("diff: times a token are medians, and how many times faster leaves out
     Json root = run_json({"diff", "-m", model, "--ids", "1,2", "-t", "1", "-n", "41", "--ignore-eos", "--kv", "f32"});
     Outcome shown =
         run_well({"diff", "-m", model, "--ids", "1,2", "-t", "1", "-n", "41", "--ignore-eos", "--kv", "f32"});
-    CHECK(cJSON_GetArraySize(at(root, "steps")) == 41);
+    CHECK(count_of(at(root, "steps")) == 41);
     // The table's own milliseconds, of which the last lines are made.
     std::vector<double> naive, cached;
     for (const std::string &line : split(shown.out, '\n')) {
@@ -352,7 +352,7 @@ TEST_CASE("diff names the first step at which the tokens differ") {
     while (first < 39 && token("token") == token("cached_token")) first++;
     REQUIRE(token("token") != token("cached_token"));
     CHECK(number(root, "first_divergence") == first);
-    CHECK(cJSON_IsFalse(at(root, "identical")));
+    CHECK(json_text(*at(root, "identical")) == "false");
     const std::string at_step = " at step " + std::to_string(first);
     check_contains(run_well(arguments).out, "tokens      differ first" + at_step + ", where ",
                    " between their naive logits");
@@ -367,12 +367,12 @@ TEST_CASE("diff of several caches says of each what it says of one: a column, a 
     Outcome shown = run_well(several, 1);
     CHECK(shown.out.find("The largest difference of a logit; !: another token\n"
                          " step  naive id      f32      int8      int2  text\n") == 0);
-    CHECK(cJSON_GetArraySize(at(root, "caches")) == 3);
+    CHECK(count_of(at(root, "caches")) == 3);
     for (int i = 0; i < 3; i++) {
         CAPTURE(types[i]);
         Json one = parse(run(line + Words{"--kv", types[i], "--json"}).out);
-        const cJSON *same = at(root, "caches." + std::to_string(i));
-        CHECK(cJSON_GetArraySize(same) == cJSON_GetArraySize(one.get()));
+        const Json *same = at(root, "caches." + std::to_string(i));
+        CHECK(count_of(same) == count_of(&one));
         for (const char *key : {"compared", "max_abs_logit_diff", "mean_kl", "mean_tv", "tolerance", "cache.bytes"})
             CHECK_MESSAGE(number(same, key) == number(one, key), key);
         for (const char *key : {"verdict", "cache.type_k", "cache.type_v", "device"})
@@ -565,7 +565,7 @@ TEST_CASE("bench: prefill and decode beside what memory and processor give") {
     CHECK(number(root, "memory.peak_bytes") > number(root, "memory.measuring_bytes"));
     for (const char *name : {"prefill", "decode"}) {
         bool prefill = name == std::string("prefill");
-        const cJSON *result = at(root, prefill ? "results.0" : "results.1");
+        const Json *result = at(root, prefill ? "results.0" : "results.1");
         double seconds = number(result, "seconds"), bytes = number(result, "bytes");
         double operations = prefill ? 128 * layers + head + 128 * 129 / 2 * a_position
                                     : 3 * layers + 3 * head + (21 + 22 + 23) * a_position;
@@ -598,7 +598,7 @@ TEST_CASE("bench measures the lengths and caches that are asked for, and lengths
     auto results = [](const std::string &flags) {
         Json root = run_json(words_of("bench -n 2 --repeats 1 -t 1 -m " + model + " " + flags));
         std::string found;
-        for (const cJSON *item = at(root, "results.0"); item; item = item->next) {
+        for (const Json *item : items_of(at(root, "results"))) {
             for (const char *key : {"name", "layout", "type_k", "type_v"}) found += text(item, key) + " ";
             for (const char *key : {"tokens", "depth"}) found += std::to_string((int)number(item, key)) + " ";
         }
@@ -856,7 +856,7 @@ TEST_CASE("-c is the number of positions stored: with 5 of them one token follow
             if (contains(flags, file)) CHECK(read_npy(file).rows == 5);  // what follows the token has no room
         }
     const Json samples = run_json(Words{"generate"} + line + words_of("--samples 2 --temp 1 -s 3"));
-    for (const cJSON *sample : items_of(at(samples, "samples"))) {
+    for (const Json *sample : items_of(at(samples, "samples"))) {
         CHECK(ids(sample, "tokens").size() == 1);
         CHECK(text(sample, "stop") == "context full");
     }
@@ -1062,7 +1062,7 @@ TEST_CASE("a ring sees what the layers see that look back furthest, and every co
         Json memory = run_json(Words{"memory"} + ring);
         CHECK(ids(text, "tokens") == naive);
         CHECK((number(memory, "window") == window && number(memory, "sinks") == sinks));
-        for (const cJSON *cache : {at(text, "cache"), at(diff, "cache"), at(bench, "results.0")})
+        for (const Json *cache : {at(text, "cache"), at(diff, "cache"), at(bench, "results.0")})
             CHECK((number(cache, "window") == window && number(cache, "sinks") == sinks));
         check_contains(run_well(Words{"generate"} + ring + prompt).err,
                        formatted("cache    ring %d + %d, K f32", window, sinks));

@@ -139,7 +139,7 @@ class Exercises:
             self.problems.append("the exercises' changes do not compile:\n" + "\n".join(said.split("\n")[:12]))
 
     def build(self, program, source, *flags):
-        objects = [ROOT / f"build/{name}.o" for name in ("attend", "linear", "tokenizer", "tokenizer_json")]
+        objects = [ROOT / f"build/{name}.o" for name in ("attend", "linear", "json", "tokenizer", "tokenizer_json")]
         command = compiler([source], ["-x", "none", *objects, *"-lcjson -lonig -lutf8proc -ledit -o".split(), program],
                            "-include", self.folder / "exercise.h", *flags)
         (self.folder / "chosen/build").mkdir(exist_ok=True)

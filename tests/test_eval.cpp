@@ -42,10 +42,10 @@ static Counts recall_of(const EvalResult &result) {
 
 // ---- Texts ---------------------------------------------------------------------------------------------------
 
-static double number_of(const cJSON *object, const char *key) { return Section{"", object}.number(key, -1e99, 1e99); }
-static std::string string_of(const cJSON *object, const char *key) { return Section{"", object}.text(key, ""); }
-static std::vector<const cJSON *> items_of(const Json &root, const char *key) {
-    return ::items_of(Section{"", root.get()}.need(key));
+static double number_of(const Json *object, const char *key) { return Section{"", object}.number(key, -1e99, 1e99); }
+static std::string string_of(const Json *object, const char *key) { return Section{"", object}.text(key, ""); }
+static std::vector<const Json *> items_of(const Json &root, const char *key) {
+    return ::items_of(Section{"", &root}.need(key));
 }
 
 // The held-out stories, each a line of JSON: a text and questions.
@@ -53,7 +53,10 @@ static const Words &stories() {
     static const Words lines = split(read_file(builtin + "/heldout_mixed.jsonl", 1 << 28), '\n');
     return lines;
 }
-static std::string text_of(const std::string &story) { return string_of(parse_json("story", story).get(), "text"); }
+static std::string text_of(const std::string &story) {
+    const Json json = parse_json("story", story);
+    return string_of(&json, "text");
+}
 
 // A file in build/ to evaluate.
 static std::string file_of(const std::string &name, const std::string &text) {
@@ -243,8 +246,8 @@ TEST_CASE("a question's tokens are those that the story's maker counted") {
         CAPTURE(index);
         Json object = parse_json("story", stories()[index]);
         EvalText text = read_story("story", stories()[index], tokenizer());
-        CHECK(text.tokens.size() == number_of(object.get(), "tokens"));
-        std::vector<const cJSON *> questions = items_of(object, "questions");
+        CHECK(text.tokens.size() == number_of(&object, "tokens"));
+        std::vector<const Json *> questions = items_of(object, "questions");
         REQUIRE(text.questions.size() == questions.size());
         for (size_t i = 0; i < questions.size(); i++) {
             const Recall &recall = text.questions[i];
@@ -273,9 +276,9 @@ TEST_CASE("recall counts the answers that are right, each by the distance of its
 TEST_CASE("distances fall into classes of 200 tokens, and of 1,000 and more") {
     // A right answer and a wrong one, whose facts are said to stand at all kinds of distances before them.
     Json story = parse_json("story", stories()[36]);
-    std::string text = string_of(story.get(), "text");
+    std::string text = string_of(&story, "text");
     Tokens tokens = tokens_of(text);
-    const cJSON *question = items_of(story, "questions")[9];
+    const Json *question = items_of(story, "questions")[9];
     int answer = (int)number_of(question, "answer_token"), end = (int)number_of(question, "place_char");
     std::vector<Report> questions;
     auto characters_before = [&](int token) { return (int)piece_of(tokens, 0, token).size(); };
@@ -343,8 +346,8 @@ TEST_CASE("an interrupt ends it; what was read until then is said") {
     interrupts = 0;
     Json root = parse_json("eval", report.json());
     CHECK(items_of(root, "results").empty());
-    CHECK(number_of(root.get(), "predicted_tokens") == 0);
-    CHECK(Section{"", root.get()}.flag("interrupted", false));
+    CHECK(number_of(&root, "predicted_tokens") == 0);
+    CHECK(Section{"", &root}.flag("interrupted", false));
     check_contains(report.text, "0 tokens predicted");
     CHECK(report.text.find("nan") == std::string::npos);
 }
@@ -404,7 +407,7 @@ TEST_CASE("--all lists each precision; the table and --json have its figures") {
     Evaluation all = eval({"-f", file_of("all", Words{stories()[0]}), "--all"});
     Report report = report_of(all);
     Json root = parse_json("eval", report.json());
-    std::vector<const cJSON *> rows = items_of(root, "results");
+    std::vector<const Json *> rows = items_of(root, "results");
     Words names = names_of(all.results), lines = split(report.text, '\n');
     REQUIRE((rows.size() == names.size() && lines.size() > names.size() + 1));
     const std::string listed = joined(names, ",") + ",";
@@ -416,7 +419,7 @@ TEST_CASE("--all lists each precision; the table and --json have its figures") {
         const Ring *ring = std::get_if<Ring>(&result.cache.layout);
         std::istringstream line(lines[i + 1]);
         Words words{std::istream_iterator<std::string>(line), {}}, cache = split(names[i]);
-        CHECK((cJSON_GetObjectItem(rows[i], "window") != nullptr) == (ring != nullptr));
+        CHECK((member(rows[i], "window") != nullptr) == (ring != nullptr));
         if (ring) {
             CHECK(number_of(rows[i], "window") == ring->window);
             CHECK(number_of(rows[i], "sinks") == ring->sinks);
@@ -435,10 +438,10 @@ TEST_CASE("--all lists each precision; the table and --json have its figures") {
         same("standard_error", result.standard_error(), words[3], 1e-4);
         same("kl", result.mean_kl(), words[4], result.mean_kl() * 0.01);
         same("tokens_per_second", median(result.rates), words[12], 0.1);
-        const cJSON *recall = Section{"", rows[i]}.need("recall");
+        const Json *recall = Section{"", rows[i]}.need("recall");
         Report expected;  // no class but the first has questions
         expected.add("distance", 0).add("questions", result.asked[0]).add("right", result.right[0]);
-        CHECK(printable(recall) == printable(parse_json("", "{\"r\": [" + expected.json() + "]}")->child));
+        CHECK(printable(recall) == printable(json_text(parse_json("", "{\"r\": [" + expected.json() + "]}").items[0])));
         CHECK(std::fabs(std::stod(words[5]) - 100.0 * result.right[0] / result.asked[0]) <= 0.5);
     }
     check_contains(report.text, "145 tokens predicted", "recall: 3 questions");

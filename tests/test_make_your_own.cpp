@@ -187,8 +187,9 @@ static const Built &built() {
         std::string enter = "cd " + scratch.string() + " && ", libraries = " -lcjson -lonig -lutf8proc -ledit";
         std::string c = compile + "-x c -std=c11 ";
         built.program =
-            shell(enter + c + "tokenizer.c -c -o tokenizer.o && " + c + "base/tokenizer_json.c -c -o tokenizer_json.o");
-        std::string objects = " -x none tokenizer.o tokenizer_json.o" + libraries;
+            shell(enter + c + "tokenizer.c -c -o tokenizer.o && " + c +
+                  "base/tokenizer_json.c -c -o tokenizer_json.o && " + compile + "-std=c++17 base/json.cpp -c -o json.o");
+        std::string objects = " -x none json.o tokenizer.o tokenizer_json.o" + libraries;
         std::thread test([&] {
             built.test = shell(enter + compile + "-std=c++17 -include exercise.h tests/test_cache.cpp" + objects +
                                " -o test_cache && ./test_cache -tce=\"*thousands of steps*\"");

@@ -17,12 +17,12 @@ Outcome run_line(const std::string &line) { return run(words_of(line)); }
 Json run_json(const std::string &line) { return program::run_json(words_of(line)); }
 Json memory(const std::string &flags) { return run_json("memory " + flags); }
 
-const cJSON *results(const Json &root) { return at(root, "results"); }
+const Json *results(const Json &root) { return at(root, "results"); }
 
 // The one entry of `results` for a cache.
-const cJSON *row(const Json &root, const std::string &layout, const std::string &type_k, const std::string &type_v) {
-    const cJSON *found = nullptr;
-    for (const cJSON *item : items_of(results(root))) {
+const Json *row(const Json &root, const std::string &layout, const std::string &type_k, const std::string &type_v) {
+    const Json *found = nullptr;
+    for (const Json *item : items_of(results(root))) {
         if (text(item, "layout") != layout || text(item, "type_k") != type_k || text(item, "type_v") != type_v)
             continue;
         CHECK(!found);
@@ -31,7 +31,7 @@ const cJSON *row(const Json &root, const std::string &layout, const std::string 
     REQUIRE_MESSAGE(found, layout << " " << type_k << " " << type_v);
     return found;
 }
-const cJSON *row(const Json &root, const std::string &layout, const std::string &type) {
+const Json *row(const Json &root, const std::string &layout, const std::string &type) {
     return row(root, layout, type, type);
 }
 
@@ -127,7 +127,7 @@ TEST_CASE("every layout and precision is there, and every byte is accounted for"
         for_each_cache([&](Layout layout, Precision type) {
             count++;
             std::string place = name_of(layout), name = name_of(type);
-            const cJSON *item = row(root, place, name);
+            const Json *item = row(root, place, name);
             CacheBytes side = side_by_hand(shape, place, name), printed = full_bytes({shape}, {layout, type, type});
             double table = table_by_hand(shape, place), rows = rows_by_hand(shape, place);
             CHECK(number(item, "payload_bytes") == 2 * side.payload);
@@ -146,7 +146,7 @@ TEST_CASE("every layout and precision is there, and every byte is accounted for"
             for (const char *key : {"bytes", "payload_bytes", "metadata_bytes", "rows"})
                 CHECK(number(item, std::string("kinds.0.") + key) == number(item, key));
         });
-        CHECK(cJSON_GetArraySize(results(root)) == count);
+        CHECK(count_of(results(root)) == count);
         const int told[] = {shape.layers,   shape.kv_heads, shape.key_width, shape.sequences,
                             shape.capacity, shape.page,     shape.window,    shape.sinks};
         const Words keys = words_of("layers kv_heads head_dim batch positions page window sinks");
@@ -198,26 +198,26 @@ TEST_CASE("the answers that are known") {
         Json root = memory(flags);
         CHECK(cell(root, each.layout, each.type, each.key) == each.answer);
         CHECK(number(root, "bytes") == cell(root, each.layout, each.type, "bytes"));
-        CHECK(cJSON_GetArraySize(results(root)) == 1);  // the flags select it
+        CHECK(count_of(results(root)) == 1);  // the flags select it
     }
 }
 
 TEST_CASE("a pair of types is in every layout, and the flags choose the cache at the top") {
     const std::string shape = "--layers 4 --kv-heads 2 --head-dim 64 -c 1000";
     Json root = memory(shape + " -ctk int8 -ctv int2"), all = memory(shape);
-    CHECK(cJSON_GetArraySize(results(root)) == (int)std::variant_size_v<Layout>);
+    CHECK(count_of(results(root)) == (int)std::variant_size_v<Layout>);
     for_each_type<Layout>([&](auto layout) {
-        const cJSON *pair = row(root, layout.name, "int8", "int2"), *k = row(all, layout.name, "int8");
-        const cJSON *v = row(all, layout.name, "int2");
+        const Json *pair = row(root, layout.name, "int8", "int2"), *k = row(all, layout.name, "int8");
+        const Json *v = row(all, layout.name, "int2");
         for (const char *key : {"payload_bytes", "metadata_bytes", "bytes_per_token", "bytes_read_per_token"})
             CHECK(2 * number(pair, key) == number(k, key) + number(v, key));
     });
     Json ring = memory(shape + " -ctk int8 -ctv int2 --cache ring,paged --page 10");
-    CHECK(cJSON_GetArraySize(results(ring)) == 2);
+    CHECK(count_of(results(ring)) == 2);
     CHECK(text(ring, "layout") + text(ring, "type_k") + text(ring, "type_v") == "ringint8int2");
     for (const char *key : {"bytes", "payload_bytes", "metadata_bytes"})
         CHECK(number(ring, key) == number(row(ring, "ring", "int8", "int2"), key));
-    CHECK(cJSON_GetArraySize(results(memory(shape + " --kv f32,int4 --cache paged"))) == 2);
+    CHECK(count_of(results(memory(shape + " --kv f32,int4 --cache paged"))) == 2);
     CHECK(number(all, "bytes") == cell(all, "contiguous", "f16", "bytes"));
     CHECK(number(memory(shape + " --sinks 9"), "window") == 991);
     const int few[][3] = {{1, 1, 0}, {4, 3, 1}, {8, 5, 3}, {9, 5, 4}, {1000, 996, 4}};  // positions, window, sinks
@@ -251,7 +251,7 @@ TEST_CASE("generate reads as many bytes for its last token") {
             return number(run_json(line), "decode.bytes");
         };
         Json formula = memory("-c 103" + choice);
-        const cJSON *item = row(formula, name_of(layout), name_of(type));
+        const Json *item = row(formula, name_of(layout), name_of(type));
         CHECK(number(item, "bytes_read_per_token") == read(101) - read(100));
     });
 }
@@ -262,7 +262,7 @@ TEST_CASE("without flags: the built-in checkpoint, its whole context, and its we
     CHECK(number(root, "positions") == number(about, "context"));
     CHECK(number(root, "bytes_per_token") == number(about, "cache_bytes_per_token_f16"));
     CHECK(number(root, "weight_bytes_read") == number(about, "weight_bytes"));  // tied: the table is the head
-    const cJSON *item = row(root, "contiguous", "f16");
+    const Json *item = row(root, "contiguous", "f16");
     CHECK(number(item, "bytes_read_per_token") == number(item, "bytes") + number(root, "weight_bytes_read"));
     CHECK(number(memory("-m weights_tools/builtin"), "bytes") == number(root, "bytes"));
 }
@@ -324,7 +324,7 @@ TEST_CASE("tokens a second are the bandwidth over the bytes of a token") {
         double batch = number(root, "batch"), weights = number(root, "weight_bytes_read");
         CHECK(number(root, "bandwidth_gb_per_second") == 3350.5);
         for_each_cache([&](Layout layout, Precision type) {
-            const cJSON *item = row(root, name_of(layout), name_of(type));
+            const Json *item = row(root, name_of(layout), name_of(type));
             double read = number(item, "bytes_read_per_token");
             const char *rate = weights > 0 ? "tokens_per_second" : "cache_only_tokens_per_second";
             CHECK(number(item, rate) == doctest::Approx(3350.5e9 / read).epsilon(1e-15));
@@ -340,7 +340,7 @@ TEST_CASE("tokens a second are the bandwidth over the bytes of a token") {
 
 TEST_CASE("a ring reads its window, whatever came before, and the sinks in f32") {
     Json root = memory("--layers 3 --kv-heads 2 --head-dim 64 -c 100000 --window 1000 --sinks 10");
-    const cJSON *item = row(root, "ring", "int8");
+    const Json *item = row(root, "ring", "int8");
     CHECK(number(item, "bytes_read_per_token") == 2 * 3 * 2 * (1000 * 66 + 10 * 64 * 4));
     CHECK(cell(root, "paged", "int8", "bytes_read_per_token") == 2 * 3 * 2 * 100000.0 * 66);
     CHECK((!at(item, "tokens_per_second") && !at(item, "tokens_in_budget")));
@@ -445,7 +445,7 @@ TEST_CASE("of any config.json, also where the model does not run") {
             CHECK(cell(root, layout.name, "bf16", "bytes_per_token") == each.bytes_per_token);
             CHECK(cell(root, layout.name, "int8", "bytes_per_token") == each.bytes_per_token / 2 + 2 * rows);
         });
-        const cJSON *whole = row(root, "contiguous", "int8");
+        const Json *whole = row(root, "contiguous", "int8");
         CHECK(number(whole, "bytes_read_per_token") == number(whole, "bytes"));  // all of it, and no weights are known
         CHECK(number(whole, "bytes") == number(whole, "bytes_per_token") * each.context);
         CHECK((number(root, "layers") == each.layers && number(root, "head_dim") == each.key_width));
@@ -455,7 +455,7 @@ TEST_CASE("of any config.json, also where the model does not run") {
         check_contains(info.out, "will it run    no: ", "is not supported", "a token in f16");
         Json json = program::run_json({"info", "-m", directory}, 1);
         CHECK(number(json, "cache_bytes_per_token_f16") == each.bytes_per_token);
-        CHECK(cJSON_IsFalse(at(json, "runs")));
+        CHECK(json_text(*at(json, "runs")) == "false");
     }
     spill(config, R"({"architectures":["X"],"n_layer":2,"n_head":2,"n_embd":8})");
     check_refused("-m " + directory, {directory, "for how many positions", "-c N"});
@@ -545,7 +545,7 @@ TEST_CASE("a config whose cache is not known has no size, and says which flags g
     CHECK(!contains(info.out, "a token in f16"));
     Json json = program::run_json({"info", "-m", directory}, 1);
     for (const char *key : {"layers", "kv_heads", "key_width", "cache_bytes_per_token_f16", "context"})
-        CHECK(cJSON_IsNull(at(json, key)));
+        CHECK(is_null(at(json, key)));
     check_contains(text(json, "no_size"), parts[0]);
     // No context in the file: no "0 B for all positions".
     spill(config,
@@ -565,7 +565,7 @@ TEST_CASE("the formula is a sum over kinds of layers: Gemma 3 1B from its config
     CHECK(number(full, "payload_bytes") == 832 * MiB);
     for_each_type<Layout>([&](auto layout) {
         const double all = std::string(layout.name) == "ring" ? 32764 + 4 : 32768;
-        const cJSON *item = row(root, layout.name, "bf16");
+        const Json *item = row(root, layout.name, "bf16");
         CHECK(number(item, "payload_bytes") == (11 + 128) * MiB);
         CHECK(number(item, "kinds.0.payload_bytes") == 11 * MiB);
         CHECK(number(item, "kinds.1.payload_bytes") == 128 * MiB);
@@ -600,13 +600,13 @@ TEST_CASE("the sizes of models that people download, from their config.json") {
     const std::string configs = "tests/fixtures/configs/";
     Json expected = parse_json("expected.json", slurp(configs + "expected.json"));
     int models = 0;
-    for (const cJSON *item : items_of(expected.get())) {
-        CAPTURE(std::string(item->string));
-        const std::string model = " -m " + configs + item->string;
+    for (const Json *item : items_of(&expected)) {
+        CAPTURE(item->key);
+        const std::string model = " -m " + configs + item->key;
         Json root = memory("--kv f16 -c " + std::to_string((int)number(item, "positions")) + model);
         CHECK(number(root, "payload_bytes") == number(item, "cache_bytes"));
         double rows = 0, states = 0;
-        for (const cJSON *kind : items_of(at(root, "kinds")))
+        for (const Json *kind : items_of(at(root, "kinds")))
             (number(kind, "taps") ? states : rows) += number(kind, "layers") - number(kind, "shared_layers");
         CHECK(rows == number(item, "layers_with_rows"));
         CHECK(states == number(item, "layers_with_state"));
@@ -633,7 +633,7 @@ TEST_CASE("a state has one size: LFM2-1.2B from its config.json") {
             const std::string flags = "-m " + scratch.str() + formatted(" -c %d --kv %s", positions, type);
             Json root = memory(flags);
             for_each_type<Layout>([&](auto layout) {
-                const cJSON *item = row(root, layout.name, type);
+                const Json *item = row(root, layout.name, type);
                 const bool paged = std::string(layout.name) == "paged";
                 const double pages = (3 + 128 + 30) / 16 + 2;
                 const double table = paged ? std::ceil(positions / 16.0) + 2 * pages : 0;
@@ -688,7 +688,7 @@ TEST_CASE("generate and show report the same kinds as the formula, for caches th
                 if (!std::holds_alternative<Paged>(layout))  // of which generate counts the pages that are used
                     keys = keys + words_of("rows bytes payload_bytes metadata_bytes");
                 double sum = 0, most = 0;
-                for (int i = 0; i < cJSON_GetArraySize(at(formula, "kinds")); i++) {
+                for (int i = 0; i < count_of(at(formula, "kinds")); i++) {
                     const std::string kind = "kinds." + std::to_string(i) + ".";
                     for (const std::string &key : keys)
                         CHECK(number(real, "cache." + kind + key) == number(formula, kind + key));

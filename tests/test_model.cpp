@@ -370,15 +370,14 @@ TEST_CASE("every tensor holds the values Transformers finds under its name") {
         Json root = json_file(fixtures + want.name + "/expected.json");
         std::map<std::string, Tensor> tensors = by_name(model);
         std::set<std::string> seen;
-        const cJSON *weights = cJSON_GetObjectItem(root.get(), "weights");
-        for (const cJSON *item = weights->child; item; item = item->next) {
+        for (const Json *item : items_of(member(&root, "weights"))) {
             CAPTURE(want.name);
-            CAPTURE(item->string);
-            REQUIRE(tensors.count(item->string));
-            const Tensor &tensor = tensors[item->string];
+            CAPTURE(item->key);
+            REQUIRE(tensors.count(item->key));
+            const Tensor &tensor = tensors[item->key];
             REQUIRE(tensor.data);
             const int64_t count = tensor.rows * tensor.cols;
-            const std::string name = item->string;
+            const std::string name = item->key;
             const bool layers = name == "model.per_layer_projection_norm.weight", last = name == "model.norm.weight";
             const double factor = layers ? std::sqrt(0.5) : last ? model.config.logit_scale : 1;
             auto number = [&](int64_t i) { return value_at(tensor, i) / factor; };
@@ -388,16 +387,16 @@ TEST_CASE("every tensor holds the values Transformers finds under its name") {
                 largest = std::max(largest, std::fabs(number(i)));
             }
             if (factor != 1) {  // a norm that was scaled: float32 numbers once more
-                CHECK(number(0) == doctest::Approx(cJSON_GetArrayItem(item, 0)->valuedouble).epsilon(1e-6));
-                CHECK(sum == doctest::Approx(cJSON_GetArrayItem(item, 2)->valuedouble).epsilon(1e-6));
-                seen.insert(item->string);
+                CHECK(number(0) == doctest::Approx(item->items[0].number).epsilon(1e-6));
+                CHECK(sum == doctest::Approx(item->items[2].number).epsilon(1e-6));
+                seen.insert(item->key);
                 continue;
             }
-            CHECK(number(0) == cJSON_GetArrayItem(item, 0)->valuedouble);
-            CHECK(number(count - 1) == cJSON_GetArrayItem(item, 1)->valuedouble);
+            CHECK(number(0) == item->items[0].number);
+            CHECK(number(count - 1) == item->items[1].number);
             // Both sums are of the same numbers in double: count * 2^-53 of their size, and a good deal of slack.
-            CHECK(std::fabs(sum - cJSON_GetArrayItem(item, 2)->valuedouble) <= 1e-12 * (double)count * largest);
-            seen.insert(item->string);
+            CHECK(std::fabs(sum - item->items[2].number) <= 1e-12 * (double)count * largest);
+            seen.insert(item->key);
         }
         // What the reference does not have, the model has not either.
         for (const auto &entry : tensors) {
@@ -1244,13 +1243,13 @@ TEST_CASE("NaN and Infinity, as Python writes them, are numbers: of no use where
         // A text may hold the word, or what stands for it; and no other reader takes it for a number.
         for (const std::string &inside :
              {"a, " + number + " ,b", "\\\", " + number + ", \\\"", std::string("\\u007f")}) {
-            Json root = parse_json("c", "{\"a\": \"" + inside + "\"}", true);
-            CHECK(cJSON_Compare(root.get(), parse_json("c", "{\"a\": \"" + inside + "\"}").get(), true));
-            CHECK(cJSON_IsString(root->child));
+            const Json root = parse_json("c", "{\"a\": \"" + inside + "\"}", true);
+            CHECK(json_text(root) == json_text(parse_json("c", "{\"a\": \"" + inside + "\"}")));
+            CHECK(is_text(&root.items[0]));
         }
         check_contains(error_of([&] { parse_json("c", "{\"a\": " + number + "}"); }), "not valid JSON near line 1");
     }
-    check_contains(refusal("{\n\"a\": NaN, \"b\": Infinity,\n}"), "not valid JSON near line 3, byte 28");
+    check_contains(refusal("{\n\"a\": NaN, \"b\": Infinity,\n}"), "not valid JSON near line 3, byte 27");
     const std::string file = safetensors("{\"__metadata__\": {\"a\": NaN}}", "");
     check_contains(error_of([&] { parse_safetensors("w", file.data(), file.size()); }), "w: header: not valid JSON");
 }
@@ -1443,10 +1442,10 @@ TEST_CASE("shards and their index") {
     }
     SUBCASE("a tensor the index does not list") {
         Json root = parse_json(path, index);
-        cJSON_DeleteItemFromObject(cJSON_GetObjectItem(root.get(), "weight_map"), "model.norm.weight");
-        char *text = cJSON_Print(root.get());
-        spill(path, text);
-        cJSON_free(text);
+        const auto listed = [](const Json &item) { return item.key == "model.norm.weight"; };
+        for (Json &map : root.items)
+            map.items.erase(std::remove_if(map.items.begin(), map.items.end(), listed), map.items.end());
+        spill(path, json_text(root));
         check_contains(load(), path + ": tensor model.norm.weight is missing, config.json asks for it");
     }
     SUBCASE("a whole model.safetensors goes before the index") {
@@ -1528,11 +1527,9 @@ TEST_CASE("the sizes of configs as they are published, or none; never a wrong on
     const std::string path = "tests/fixtures/published_configs.json";
     const Json root = json_file(path);
     int sizes = 0, refused = 0;
-    for (const cJSON *item : items_of(Section{path, root.get()}.need("configs"))) {
+    for (const Json *item : items_of(Section{path, &root}.need("configs"))) {
         const Section published{path, item};
-        char *text = cJSON_PrintUnformatted(published.need("config"));
-        const std::string file = text;
-        cJSON_free(text);
+        const std::string file = json_text(*published.need("config"));
         CAPTURE(file);
         CacheSizes s = read_cache_sizes("c", file);
         if (!s.no_size.empty()) {
@@ -1598,7 +1595,7 @@ TEST_CASE("a result described once is text, and JSON with every digit") {
     CHECK(report.text ==
           "head\nprefill   3 tokens in 0.5 s\nname  tokens/s    K\na          0.0 |  f16 \nb          1.5 |  f16 \n");
     Json parsed = parse_json("json", report.json());
-    auto item = [&](const char *key) { return std::string(printable(cJSON_GetObjectItem(parsed.get(), key))); };
+    auto item = [&](const char *key) { return json_text(*member(&parsed, key)); };
     CHECK(report.json().rfind(R"({"text": "a\u0000\"\\\n\u001f)"
                               "\xc3\xa9"
                               R"(", "ids": [1, -2], "exact": 9223372036854775807, )"
@@ -1608,8 +1605,8 @@ TEST_CASE("a result described once is text, and JSON with every digit") {
     CHECK(item("prefill") == R"({"tokens":3,"seconds":0.5})");
     CHECK(item("none") == "[]");
     for (auto [key, value] : {std::pair{"third", 1.0 / 3}, {"small", 5e-324}, {"big", 1e300}})
-        CHECK(cJSON_GetObjectItem(parsed.get(), key)->valuedouble == value);
-    CHECK(cJSON_GetArraySize(cJSON_GetObjectItem(parsed.get(), "rows")) == 2);
+        CHECK(member(&parsed, key)->number == value);
+    CHECK(count_of(member(&parsed, "rows")) == 2);
     // Printed, a key takes a line and so does a row; both spellings are the same JSON.
     Scratch scratch;
     FILE *saved = stdout, *file = fopen((scratch / "out").c_str(), "w");
@@ -1619,7 +1616,7 @@ TEST_CASE("a result described once is text, and JSON with every digit") {
     fclose(file);
     std::string printed = slurp(scratch / "out");
     CHECK(std::count(printed.begin(), printed.end(), '\n') == 2 + 15 + 3);  // braces, keys, two rows and their bracket
-    CHECK(cJSON_Compare(parse_json("printed", printed).get(), parsed.get(), true));
+    CHECK(json_text(parse_json("printed", printed)) == json_text(parsed));
 }
 
 // ---- What this process may use -------------------------------------------------------------------------------------

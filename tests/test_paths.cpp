@@ -139,8 +139,8 @@ TEST_CASE("stories260K: 200 greedy ids and 8 rows of logits as llama2.c has them
     Cache cache = cache_for(engine, F32{}, F32{}, 256);
     CHECK(greedy_cached(engine, cache, prompt, 200) == ids);
     Vector numbers;
-    for (const cJSON *row : items_of(program::at(expected, "logits.logits")))
-        for (const cJSON *logit : items_of(row)) numbers.push_back((float)logit->valuedouble);
+    for (const Json *row : items_of(program::at(expected, "logits.logits")))
+        for (const Json *logit : items_of(row)) numbers.push_back((float)logit->number);
     CHECK(largest_difference(naive_rows(engine, program::ids(expected, "logits.ids")), numbers) <= 1e-4);
 }
 
@@ -187,7 +187,7 @@ TEST_CASE("the built-in checkpoint over its whole context: f16, bf16 and int8 de
     for (size_t length : {40, 640}) {  // beginnings of stories that it has not seen
         REQUIRE(std::getline(stories, line));
         Json story = parse_json("heldout.jsonl", line);
-        Tokens ids = encode(tokenizer.get(), cJSON_GetObjectItem(story.get(), "text")->valuestring);
+        Tokens ids = encode(tokenizer.get(), member(&story, "text")->text);
         REQUIRE(ids.size() > length);
         check_whole_context(engine, part(ids, 0, (int)length), length > 100 ? all : same);
     }

@@ -61,9 +61,9 @@ TEST_CASE("each request has the text that generate gives it, and the summary cou
             CAPTURE(id);
             CAPTURE(flags);
             Json alone = run_json(common + words);
-            CHECK(ids(alone, "tokens") == ids(batch.requests.at(id).get(), "tokens"));
-            CHECK(text(alone, "text") == text(batch.requests.at(id).get(), "text"));
-            CHECK(text(batch.requests.at(id).get(), "stop") == text(alone, "stop"));
+            CHECK(ids(alone, "tokens") == ids(batch.requests.at(id), "tokens"));
+            CHECK(text(alone, "text") == text(batch.requests.at(id), "text"));
+            CHECK(text(batch.requests.at(id), "stop") == text(alone, "stop"));
             CHECK(batch.of(id, "seconds") >= batch.of(id, "seconds_to_first_token"));
             CHECK(batch.of(id, "seconds_to_first_token") > 0);
             const double later = (double)ids(alone, "tokens").size() - 1;
@@ -117,13 +117,13 @@ TEST_CASE("a request has the frequencies that it has alone (longrope), or the fi
         std::string list = "3";
         for (int i = 1; i < tokens; i++) list += "," + std::to_string(3 + i);
         const Words words = {"generate", "-m", longrope, "--ids", list, "-n", "10", "-t", "1", "--kv", "f32"};
-        return ids(parse_json("generate", run(words + rest + Words{"--ignore-eos", "--json"}).out).get(), "tokens");
+        return ids(parse_json("generate", run(words + rest + Words{"--ignore-eos", "--json"}).out), "tokens");
     };
     const Words flags = {"-m", longrope, "--kv", "f32", "--ignore-eos", "--against", "alone"};
     for (const std::vector<int> &lengths : {std::vector<int>{20, 30}, {31, 35}}) {
         Batch batch(request_of("a", lengths[0]) + request_of("b", lengths[1]), flags);
-        CHECK(ids(batch.requests["a"].get(), "tokens") == alone(lengths[0], {}));
-        CHECK(ids(batch.requests["b"].get(), "tokens") == alone(lengths[1], {}));
+        CHECK(ids(batch.requests["a"], "tokens") == alone(lengths[0], {}));
+        CHECK(ids(batch.requests["b"], "tokens") == alone(lengths[1], {}));
     }
     const std::string mixed = request_of("a", 20) + request_of("b", 31);  // 30 and 41 positions
     Scratch scratch;
@@ -131,7 +131,7 @@ TEST_CASE("a request has the frequencies that it has alone (longrope), or the fi
     check_refused(run(Words{"batch", "-f", scratch / "r.jsonl"} + flags),
                   {"requests of up to 40 positions and beyond", "-c 41 to compute all as long ones"});
     Batch batch(mixed, flags + Words{"-c", "60"});
-    CHECK(ids(batch.requests["a"].get(), "tokens") == alone(20, {"-c", "60"}));
+    CHECK(ids(batch.requests["a"], "tokens") == alone(20, {"-c", "60"}));
     CHECK(alone(20, {"-c", "60"}) != alone(20, {}));
     check_refused(run({"batch", "-m", longrope, "-f", scratch / "r.jsonl", "--cache", "ring", "--admission", "exact"}),
                   {"--admission exact: belongs to --cache paged, found --cache ring"});
@@ -243,7 +243,7 @@ TEST_CASE("each request has a seed of its own, and says it; -s is that of the fi
     CHECK((number(with.requests.at("a"), "seed") == 7 && number(with.requests.at("b"), "seed") == 8));
     for (const Batch *each : {&batch, &with}) {
         CHECK(number(each->requests.at("c"), "seed") == 9007199254740991);
-        CHECK(cJSON_IsNull(at(each->requests.at("d"), "seed")));  // nothing is drawn
+        CHECK(is_null(at(each->requests.at("d"), "seed")));  // nothing is drawn
         for (const char *id : {"a", "b", "c"}) {
             const std::string seed = formatted("%.0f", number(each->requests.at(id), "seed"));
             const Words words = {"generate", "-p", prompt, "-n", "12", "--temp", "2", "-s", seed, "-t", "1"};
@@ -290,7 +290,7 @@ TEST_CASE("the summary has the median and the 99th of a hundred, of the first to
     CHECK(number(batch.summary, "seconds_between_tokens_p99") >= median);
     check_contains(batch.outcome.err, "the first token after ");
     Batch one(request("a", "Tom", 1));
-    CHECK(cJSON_IsNull(at(one.summary, "seconds_between_tokens_p50")));
+    CHECK(is_null(at(one.summary, "seconds_between_tokens_p50")));
     check_contains(one.outcome.err, "s (p99)\n");  // and of the times that there are not, nothing
     for (const char *word : {"nan", "the next one"}) CHECK(one.outcome.err.find(word) == std::string::npos);
 }
@@ -468,7 +468,7 @@ TEST_CASE("Ctrl-C: each request has its line, and the summary is there") {
         Json line = parse_json("line", out[i]);
         const bool done = ids(line, "tokens").size() == 1000;
         CHECK(text(line, "stop") == (done ? "length" : "interrupted"));
-        if (i > 0) CHECK(cJSON_IsNull(at(line, "seconds")));  // it had not come yet
+        if (i > 0) CHECK(is_null(at(line, "seconds")));  // it had not come yet
     }
     CHECK(number(parse_json("summary", out[3]), "requests") == 3);
     // In the midst of requests that run: what they hold is given back, in the events as well.
@@ -586,7 +586,7 @@ TEST_CASE("diff --draft: a line a pass, held against the text without guesses; e
         const Json json = run_json(words);
         Ids tokens;
         int accepted = 0, passes = 0;
-        for (const cJSON *pass : items_of(at(json, "steps"))) {
+        for (const Json *pass : items_of(at(json, "steps"))) {
             const Ids drafted = ids(pass, "guessed"), own = ids(pass, "tokens");
             const int right = (int)number(pass, "accepted");
             CHECK(right == (int)own.size() - 1);
@@ -607,7 +607,7 @@ TEST_CASE("bench --draft: for each number of guesses what a pass brings and cost
         const Json json = run_json(words);
         int rows = 0, best = 0;
         double most = 1;
-        for (const cJSON *row : items_of(at(json, "results"))) {
+        for (const Json *row : items_of(at(json, "results"))) {
             const bool pauses = rows == 4;
             CHECK(number(row, "guesses") == (pauses ? 3 : rows));
             const double brought = number(row, "tokens_per_pass"), expected = number(row, "expected_tokens_per_pass");
@@ -620,8 +620,8 @@ TEST_CASE("bench --draft: for each number of guesses what a pass brings and cost
                 const double a = number(row, "share_right");
                 CHECK(expected == doctest::Approx((1 - std::pow(a, rows + 1)) / (1 - a)).epsilon(0.03));
                 double still = 1, right = 0, tried = 0;
-                for (const cJSON *share : items_of(at(row, "shares_right")))
-                    tried += still, still *= share->valuedouble, right += still;
+                for (const Json *share : items_of(at(row, "shares_right")))
+                    tried += still, still *= share->number, right += still;
                 CHECK(brought == doctest::Approx(1 + right).epsilon(0.03));
                 CHECK(a == doctest::Approx(right / tried).epsilon(0.03));
             }

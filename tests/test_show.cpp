@@ -18,27 +18,26 @@ Words prompt(int count) {
 
 // What it prints with --json: objects, lists and numbers by their keys.
 struct Found {
-    std::shared_ptr<cJSON> root;
-    const cJSON *item;
+    std::shared_ptr<Json> root;
+    const Json *item;
     Found operator[](const char *key) const {
-        Found found{root, cJSON_GetObjectItemCaseSensitive(item, key)};
+        Found found{root, member(item, key)};
         REQUIRE_MESSAGE(found.item, key);
         return found;
     }
-    Found operator[](int i) const { return {root, cJSON_GetArrayItem(item, i)}; }
-    int size() const { return cJSON_GetArraySize(item); }
+    Found operator[](int i) const { return {root, &item->items.at((size_t)i)}; }
+    int size() const { return count_of(item); }
     operator double() const {
-        REQUIRE((cJSON_IsNumber(item) || cJSON_IsBool(item)));
-        return cJSON_IsNumber(item) ? item->valuedouble : cJSON_IsTrue(item);
+        REQUIRE((is_number(item) || is_bool(item)));
+        return item->number;
     }
-    std::string text() const { return item->valuestring; }
+    std::string text() const { return item->text; }
 };
 
 Found show(const Words &words) {
     Outcome result = run(words + Words{"--json"});
     REQUIRE_MESSAGE(result.status == 0, result);
-    std::shared_ptr<cJSON> root(cJSON_ParseWithOpts(result.out.c_str(), nullptr, true), cJSON_Delete);
-    REQUIRE_MESSAGE(root, result);
+    auto root = std::make_shared<Json>(parse_json(result.command, result.out));
     return {root, root.get()};
 }
 

@@ -12,7 +12,7 @@ using Turns = std::vector<Turn>;
 
 const Section &whole() {
     static const Json root = parse_json("fixture", slurp("tests/fixtures/chat_templates.json"));
-    static const Section whole{"fixture", root.get()};
+    static const Section whole{"fixture", &root};
     return whole;
 }
 
@@ -45,12 +45,12 @@ struct Conversation {
 
 std::vector<Conversation> conversations() {
     std::vector<Conversation> all;
-    for (const cJSON *one : items_of(whole().need("conversations"))) {
-        const Section said{one->string, one};
-        Conversation next{one->string, said.text("system", ""), {}};
-        for (const cJSON *turn : items_of(said.need("turns"))) {
+    for (const Json *one : items_of(whole().need("conversations"))) {
+        const Section said{one->key, one};
+        Conversation next{one->key, said.text("system", ""), {}};
+        for (const Json *turn : items_of(said.need("turns"))) {
             const auto texts = items_of(turn);
-            next.turns.push_back({texts[0]->valuestring, cJSON_IsString(texts[1]) ? texts[1]->valuestring : ""});
+            next.turns.push_back({texts[0]->text, is_text(texts[1]) ? texts[1]->text : ""});
         }
         all.push_back(next);
     }
@@ -63,7 +63,7 @@ struct Checkpoint {
     Scratch directory;
     std::string name, ours;
     Section texts;
-    explicit Checkpoint(const cJSON *item) : texts(Section{"template", item}.section("texts")) {
+    explicit Checkpoint(const Json *item) : texts(Section{"template", item}.section("texts")) {
         const Section about{"template", item};
         const std::string bos = about.text("bos", "");
         name = about.text("name", ""), ours = about.text("ours", "");
@@ -74,7 +74,7 @@ struct Checkpoint {
     }
 };
 
-std::vector<const cJSON *> checkpoints() {
+std::vector<const Json *> checkpoints() {
     const auto all = items_of(whole().need("templates"));
     REQUIRE(all.size() >= 14);
     return all;
@@ -94,16 +94,16 @@ TEST_CASE("templates write what Transformers makes of those of the models, byte 
     const OnThatDay day;
     std::set<std::string> ours;
     int texts = 0;
-    for (const cJSON *item : checkpoints()) {
+    for (const Json *item : checkpoints()) {
         const Checkpoint checkpoint(item);
         CAPTURE(checkpoint.name);
         const ChatTemplate with = opened(checkpoint.directory.str(), checkpoint.ours);
         ours.insert(checkpoint.ours);
         for (const Conversation &said : conversations()) {
             CAPTURE(said.title);
-            const cJSON *text = checkpoint.texts.find(said.title.c_str());
+            const Json *text = checkpoint.texts.find(said.title.c_str());
             if (!text) continue;  // there the model's own has a text that is its own
-            CHECK(rendered(with, said.system, said.turns).text == text->valuestring);
+            CHECK(rendered(with, said.system, said.turns).text == text->text);
             texts++;
         }
     }
@@ -115,7 +115,7 @@ TEST_CASE("templates write what Transformers makes of those of the models, byte 
 TEST_CASE("of special tokens those from outside are marked, where they begin, and nothing else") {
     const OnThatDay day;
     int marked = 0, others = 0;
-    for (const cJSON *item : checkpoints()) {
+    for (const Json *item : checkpoints()) {
         const Checkpoint checkpoint(item);
         CAPTURE(checkpoint.name);
         ChatTemplate with = opened(checkpoint.directory.str(), checkpoint.ours);
@@ -123,10 +123,10 @@ TEST_CASE("of special tokens those from outside are marked, where they begin, an
                          "<start_of_turn>", "<bos>",           "<|end|>", "<end_of_turn>", "<|user|>",
                          "<｜User｜>",      "<|end_of_role|>", "[INST]",  "<<SYS>>",       "<|endoftext|>"};
         for (const Conversation &said : conversations()) {
-            const cJSON *text = checkpoint.texts.find(said.title.c_str());
+            const Json *text = checkpoint.texts.find(said.title.c_str());
             if (!text || !contains(said.title, "spelled")) continue;
             const Rendered all = rendered(with, said.system, said.turns);
-            CHECK(all.text == text->valuestring);
+            CHECK(all.text == text->text);
             REQUIRE(all.typed.size() == all.text.size());
             std::string outside = said.system;
             for (const Turn &turn : said.turns) outside += turn.user + turn.answer;
@@ -280,7 +280,7 @@ TEST_CASE("a message of a request has a role and a content, and may be of any ro
     const ChatTemplate with = opened("weights_tools/builtin", "chatml");
     const auto message = [&](const std::string &json) {
         const Json root = parse_json("line 3", json);
-        return message_of(with, {"line 3", root.get()});
+        return message_of(with, {"line 3", &root});
     };
     CHECK(message(R"({"content": "Hi"})").role == "user");
     const Rendered text =

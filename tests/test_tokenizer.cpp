@@ -18,7 +18,10 @@ using Ids = std::vector<int>;
 using Loaded = std::unique_ptr<Tokenizer, decltype(&tokenizer_free)>;
 using Stream = std::unique_ptr<TokenizerStream, decltype(&tokenizer_stream_free)>;
 
-static Json parse(const std::string &text) { return Json(cJSON_Parse(text.c_str())); }
+// Of a fixture, an object or a list.
+static Json parse(const std::string &file) {
+    return parse_json(file, "{\"a\":" + slurp(file) + "}").items[0];
+}
 
 static std::string all_replaced(std::string text, const std::string &what, const std::string &by) {
     for (size_t at = 0; (at = text.find(what, at)) != std::string::npos; at += by.size())
@@ -27,8 +30,8 @@ static std::string all_replaced(std::string text, const std::string &what, const
 }
 
 // A string of a fixture: U+E000 stands for NUL.
-static std::string fixture_text(const cJSON *item) {
-    return all_replaced(item->valuestring, "\xEE\x80\x80", std::string(1, '\0'));
+static std::string fixture_text(const Json *item) {
+    return all_replaced(item->text, "\xEE\x80\x80", std::string(1, '\0'));
 }
 
 static Loaded load_text(const std::string &json, std::string *error = nullptr) {
@@ -96,63 +99,57 @@ static std::string show(const Ids &ids) {
     return text;
 }
 
-static Ids id_list(const cJSON *list) {
+static Ids id_list(const Json *list) {
     Ids ids;
-    const cJSON *item;
-    cJSON_ArrayForEach(item, list) ids.push_back(item->valueint);
+    for (const Json *item : items_of(list)) ids.push_back((int)item->number);
     return ids;
 }
 
-using Check = std::function<void(const Tokenizer *, const cJSON *)>;
+using Check = std::function<void(const Tokenizer *, const Json *)>;
 
 // Calls `check` with every shape's tokenizer and expected results.
 static void each_shape(const Check &check) {
-    Json expected = parse(slurp(FIXTURES + "expected.json"));
-    REQUIRE(expected);
-    REQUIRE(cJSON_GetArraySize(expected.get()) >= 21);
-    const cJSON *shape;
-    cJSON_ArrayForEach(shape, expected.get()) {
-        INFO(std::string(shape->string));
-        Loaded t = load_shape(shape->string);
+    const Json expected = parse(FIXTURES + "expected.json");
+    REQUIRE(count_of(&expected) >= 21);
+    for (const Json *shape : items_of(&expected)) {
+        INFO(shape->key);
+        Loaded t = load_shape(shape->key);
         REQUIRE(t);
         check(t.get(), shape);
     }
 }
 
 TEST_CASE("ids are those of the library, for every shape and string; without special tokens less those around") {
-    Json strings = parse(slurp(FIXTURES + "strings.json"));
+    Json strings = parse(FIXTURES + "strings.json");
     size_t around = 0;
-    each_shape([&](const Tokenizer *t, const cJSON *shape) {
-        Ids before = id_list(cJSON_GetObjectItem(shape, "before")),
-            after = id_list(cJSON_GetObjectItem(shape, "after"));
+    each_shape([&](const Tokenizer *t, const Json *shape) {
+        Ids before = id_list(member(shape, "before")), after = id_list(member(shape, "after"));
         around += before.size() + after.size();
-        const cJSON *expected = cJSON_GetObjectItem(shape, "ids")->child, *text;
-        cJSON_ArrayForEach(text, strings.get()) {
-            INFO(std::string(text->valuestring));
-            REQUIRE(expected);
-            CHECK(show(encode(t, fixture_text(text))) == show(id_list(expected)));
-            Ids ids = before, middle = encode(t, fixture_text(text), false);
+        const std::vector<Json> &expected = member(shape, "ids")->items;
+        REQUIRE(expected.size() == strings.items.size());
+        for (size_t i = 0; i < expected.size(); i++) {
+            const std::string text = fixture_text(&strings.items[i]);
+            INFO(text);
+            CHECK(show(encode(t, text)) == show(id_list(&expected[i])));
+            Ids ids = before, middle = encode(t, text, false);
             ids.insert(ids.end(), middle.begin(), middle.end());
             ids.insert(ids.end(), after.begin(), after.end());
-            CHECK(show(ids) == show(id_list(expected)));
-            expected = expected->next;
+            CHECK(show(ids) == show(id_list(&expected[i])));
         }
-        CHECK(expected == nullptr);
     });
     CHECK(around >= 5);
 }
 
 TEST_CASE("text is that of the library, special tokens shown and skipped") {
-    Json strings = parse(slurp(FIXTURES + "strings.json"));
-    each_shape([&](const Tokenizer *t, const cJSON *shape) {
-        const cJSON *ids = cJSON_GetObjectItem(shape, "ids")->child, *text;
-        const cJSON *decoded = cJSON_GetObjectItem(shape, "decoded")->child;
-        const cJSON *skipped = cJSON_GetObjectItem(shape, "skipped")->child;
-        cJSON_ArrayForEach(text, strings.get()) {
-            INFO(std::string(text->valuestring));
-            CHECK(decode(t, id_list(ids), false) == fixture_text(cJSON_IsNull(decoded) ? text : decoded));
-            CHECK(decode(t, id_list(ids), true) == fixture_text(cJSON_IsNull(skipped) ? text : skipped));
-            ids = ids->next, decoded = decoded->next, skipped = skipped->next;
+    Json strings = parse(FIXTURES + "strings.json");
+    each_shape([&](const Tokenizer *t, const Json *shape) {
+        for (size_t i = 0; i < strings.items.size(); i++) {
+            const Json *text = &strings.items[i], *decoded = &member(shape, "decoded")->items.at(i);
+            const Json *skipped = &member(shape, "skipped")->items.at(i);
+            const Ids ids = id_list(&member(shape, "ids")->items.at(i));
+            INFO(text->text);
+            CHECK(decode(t, ids, false) == fixture_text(is_null(decoded) ? text : decoded));
+            CHECK(decode(t, ids, true) == fixture_text(is_null(skipped) ? text : skipped));
         }
     });
 }
@@ -161,7 +158,7 @@ TEST_CASE("a stream gives whole characters, and together the text, for any ids")
     unsigned seed = std::random_device()();
     INFO("seed " << seed);
     std::mt19937 random(seed);
-    each_shape([&](const Tokenizer *t, const cJSON *) {
+    each_shape([&](const Tokenizer *t, const Json *) {
         for (int round = 0; round < 200; round++) {
             Ids ids(random() % 40);
             for (int &id : ids) id = (int)(random() % (unsigned)(tokenizer_size(t) + 2)) - 1;  // also ids there are not
@@ -631,12 +628,12 @@ TEST_CASE("hostile patterns give ids or an error, not a wait or a crash") {
 static const std::string stories = "../shared/checkpoints/stories260K/";  // the project does not depend on it
 
 TEST_CASE("the tokenizer of stories260K decodes what another engine generated" * doctest::skip(!fs::exists(stories))) {
-    Json expected = parse(slurp(stories + "expected.json"));
+    Json expected = parse(stories + "expected.json");
     Loaded t = load_text(slurp(stories + "tokenizer.json"));
     REQUIRE(t);
-    const cJSON *greedy = cJSON_GetObjectItem(expected.get(), "greedy");
-    Ids ids = id_list(cJSON_GetObjectItem(greedy, "ids"));
-    std::string text = decode(t.get(), ids, true), start = cJSON_GetObjectItem(greedy, "text_start")->valuestring;
+    const Json *greedy = member(&expected, "greedy");
+    Ids ids = id_list(member(greedy, "ids"));
+    std::string text = decode(t.get(), ids, true), start = member(greedy, "text_start")->text;
     CHECK(text == start.substr(0, text.size()));
     ids.insert(ids.begin(), 1);
     CHECK(encode(t.get(), text) == ids);
