@@ -273,6 +273,46 @@ inline std::string picture_of(const Cache &cache, size_t columns) {
 
 // ---- What is typed -------------------------------------------------------------------------------------------------
 
+// A character of the terminal, for libedit, which drops bytes that are in none. Here a byte comes as one of its own, of
+// those for private use; and so does each byte of a character that is one of these. whole_line() gives bytes again.
+constexpr wchar_t lone_byte = 0x10ff00;
+inline int next_character(FILE *from) {
+    static std::string bytes;  // that are not given yet
+    static int lone = 0;       // so many of them come by themselves
+    while (true) {
+        if (lone > 0) {
+            const int byte = (unsigned char)bytes[0];
+            bytes.erase(0, 1), lone--;
+            return lone_byte + byte;
+        }
+        wchar_t character = 0;
+        mbstate_t state = {};
+        const size_t size = mbrtowc(&character, bytes.data(), bytes.size(), &state);
+        if (size == SIZE_MAX) {
+            lone = 1;
+        } else if (size == SIZE_MAX - 1) {  // its end is missing
+            char byte;
+            const ssize_t count = read(fileno(from), &byte, 1);
+            if (count == 1) bytes += byte;
+            if (count == 0 || (count < 0 && (errno != EINTR || interrupted()))) return bytes.clear(), EOF;
+        } else if (character >= lone_byte + 0x80) {
+            lone = 4;
+        } else {
+            bytes.erase(0, std::max<size_t>(1, size));
+            return (int)character;
+        }
+    }
+}
+inline std::string whole_line(const std::string &line) {
+    std::string bytes;
+    for (size_t i = 0; i < line.size(); i++) {
+        const bool lone = line.compare(i, 2, "\xf4\x8f") == 0 && (line[i + 2] & 0xfe) == 0xbe;  // U+10FF80 and beyond
+        bytes += lone ? (char)(line[i + 2] << 6 | (line[i + 3] & 0x3f)) : line[i];
+        i += lone ? 3 : 0;
+    }
+    return bytes;
+}
+
 // What is typed: a line, or with `whole` a text between two """, of which no line is a command.
 struct Typed {
     std::string text = "";
@@ -288,7 +328,7 @@ inline Typed next_line(bool on_terminal, const char *prompt) {
         const std::unique_ptr<char, decltype(&free)> line(readline(prompt), free);
         typed.given_up = !line && interrupted();
         typed.there = line || typed.given_up;
-        typed.text = line ? line.get() : "";
+        typed.text = line ? whole_line(line.get()) : "";
         if (!typed.text.empty()) add_history(line.get());
         if (!line) fputs("\n", stderr);
     } else {
@@ -424,6 +464,7 @@ inline int run_chat(const Options &options) {
     const char *set = setlocale(LC_CTYPE, "");  // for what is typed
     if (!set || !strstr(set, "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8");
     rl_outstream = stderr;
+    rl_getc_function = next_character;
     rl_bind_key('\t', rl_insert);  // and no names of files
     Chat chat = open_chat(options);
     LogitsFile dump(options, chat.session.engine.model.config.vocabulary);

@@ -804,6 +804,28 @@ TEST_CASE("Ctrl-C ends an answer, or a line, but not the chat; a line is edited;
     CHECK(terminal.status() == 0);
 }
 
+TEST_CASE("bytes that are not UTF-8 hear the same on a terminal as from a pipe, and edited or called back as any") {
+    Scratch scratch;
+    for (const std::string line : {"ab\xff" "c", "\xe4\xf6", "\xc3", "ab\xf0\x9f", "\xf4\x8f\xbe\x85\xed\xa0\x80 no"}) {
+        spill(scratch / "lines", line + "\n");
+        Setting from;
+        from.input = scratch / "lines";
+        const Outcome piped = run({"chat", "--template", "chatml", "-n", "5"}, from);
+        const std::string said = piped.err.substr(piped.err.find("this turn: byte "));
+        Terminal terminal(on_terminal + words_of("-n 5"));
+        REQUIRE(terminal.wait_for("> "));
+        for (const std::string &keys : {line, "x" + line + "\x01\x1b[3~\x05", std::string("\x1b[A")}) {
+            terminal.type(keys + "\n");
+            CHECK(terminal.wait_for(said.substr(0, said.find('\n'))));
+        }
+        terminal.type("\xf4\x8f\xbe\x85 \xc3\xa4\n");  // a character that stands for one of these, too, and ä
+        CHECK(terminal.wait_for("kept 0"));
+        CHECK(!contains(terminal.seen, "is not UTF-8"));
+        terminal.type("\x04");
+        CHECK(terminal.status() == 0);
+    }
+}
+
 TEST_CASE("a thought is dimmed on a terminal, with its marks, and the text is not") {
     Scratch scratch;
     spill(scratch / "own.jinja", "{{ messages[-1].content }}{{ '<think>' if messages[0].content == 'Think' }}");
