@@ -226,6 +226,7 @@ TEST_CASE("--template-arg: variables of the template, as JSON or a text") {
     CHECK(with({"n=1", "name=x"}) == "Hi thinks[1, \"x\", \"<B>\"]");
     CHECK(with({"enable_thinking=false", "n=[2]", "name=a=b", "bos_token="}) == "Hi[[2], \"a=b\", \"\"]");
     CHECK(with({"n=null", "name=\"é\"", "tools=[{\"name\": \"f\"}]"}) == "Hi thinks[null, \"é\", \"<B>\"]f");
+    CHECK(with({"enable_thinking=False", "n=None", "name=True"}) == "Hi[null, true, \"<B>\"]");
     for (const char *wrong : {"n", "=1", "a b=1", "messages=1", "add_generation_prompt=false"})
         check_contains(error_of([&] { with({wrong}); }), "--template-arg ", "expected");
 }

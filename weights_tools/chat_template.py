@@ -135,7 +135,7 @@ def special_tokens(config, beside):
 
 
 def read_arguments(given):
-    """NAME=VALUE of --template-arg: a value is JSON, or else a text."""
+    """NAME=VALUE of --template-arg: a value is JSON, or True, False or None as in Python, or else a text."""
     arguments = {}
     for each in given:
         name, equals, value = each.partition("=")
@@ -144,7 +144,7 @@ def read_arguments(given):
         if name in ("messages", "add_generation_prompt"):
             refuse(f"--template-arg {name}: the conversation sets it, expected another name")
         try:
-            arguments[name] = json.loads(value)
+            arguments[name] = json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
         except (ValueError, RecursionError):
             arguments[name] = value
     return arguments
