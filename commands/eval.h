@@ -93,8 +93,9 @@ inline std::vector<EvalText> eval_texts(const Options &options, const std::strin
 
 // ---- Figures -----------------------------------------------------------------------------------------------
 
-constexpr int recall_step = 200;  // tokens: distances are shown in classes of this width
 constexpr int recall_classes = 6;
+// Tokens: distances are shown in classes of this width, which is about a sixth of the context, in hundreds.
+inline int recall_step(const Config &config) { return 100 * std::max(1, config.context / (100 * recall_classes)); }
 
 // What came of the texts that a cache has read.
 struct EvalFigures {
@@ -170,7 +171,7 @@ inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const Ev
         for (size_t i = 0; i < read.size(); i++) (EvalFigures &)results[i] = read[i];
     }
     for (const Recall &recall : text.questions) {
-        int in = std::min(recall.distance / recall_step, recall_classes - 1);
+        int in = std::min(recall.distance / recall_step(engine.model.config), recall_classes - 1);
         for (EvalResult &result : results) {
             auto first = result.hits.begin() + recall.start, last = result.hits.begin() + recall.end;
             result.asked[in]++;
@@ -217,10 +218,12 @@ inline Report eval_row(const Config &config, const EvalResult &result, const Eva
     std::vector<Report> recall;
     bool any = *std::max_element(f32.asked, f32.asked + recall_classes) > 0;
     for (int i = 0; any && i < recall_classes; i++) {
-        int distance = i * recall_step, asked = result.asked[i], right = result.right[i];
-        bool last = i + 1 == recall_classes;
-        report.say(asked ? formatted(" %3.0f %%", 100.0 * right / asked) : "     -",
-                   last ? formatted("%d+", distance) : formatted("<%-4d", distance + recall_step));
+        const int step = recall_step(config), distance = i * step, asked = result.asked[i], right = result.right[i];
+        const bool last = i + 1 == recall_classes;
+        const std::string head = last ? formatted("%d+", distance) : formatted("<%-4d", distance + step);
+        const int width = (int)head.size();
+        report.say(asked ? formatted(" %*.0f %%", width - 2, 100.0 * right / asked) : formatted(" %*s", width, "-"),
+                   head);
         if (asked) recall.push_back(Report().add("distance", distance).add("questions", asked).add("right", right));
     }
     report.list("recall", recall);

@@ -30,13 +30,13 @@ static Words names_of(const std::vector<EvalResult> &results) {
     return names;
 }
 
-// Questions and right answers by the least distance of their class.
+// Questions and right answers of the built-in model, by the least distance of their class.
 using Counts = std::map<int, std::pair<int, int>>;
 
 static Counts recall_of(const EvalResult &result) {
     Counts counts;
     for (int i = 0; i < recall_classes; i++)
-        if (result.asked[i]) counts[i * recall_step] = {result.asked[i], result.right[i]};
+        if (result.asked[i]) counts[i * 200] = {result.asked[i], result.right[i]};
     return counts;
 }
 

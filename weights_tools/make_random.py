@@ -69,7 +69,17 @@ def encode(values, dtype):
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
 
 
-def write_weights(path, config, dtype, seed):
+def random_values(seed):
+    """values(name, dims, start, count) of every tensor in the order of tensors(): vectors are ones."""
+    random = np.random.default_rng(seed)
+
+    def values(_, dims, start, count):
+        ones = len(dims) == 1
+        return np.ones(count, np.float32) if ones else random.standard_normal(count, np.float32) * np.float32(0.02)
+    return values
+
+
+def write_weights(path, config, dtype, values):
     stored, _, width = DTYPES[dtype]
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, dims in tensors(config):
@@ -79,18 +89,14 @@ def write_weights(path, config, dtype, seed):
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8
 
-    random, written, start = np.random.default_rng(seed), 0, time.time()
+    written, start = 0, time.time()
     part = path.with_suffix(".part")
     with open(part, "wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for name, dims in tensors(config):
-            left = int(np.prod(dims))
-            while left:
-                count = min(left, CHUNK)
-                values = (np.ones(count, np.float32) if len(dims) == 1 else
-                          random.standard_normal(count, np.float32) * np.float32(0.02))
-                written += out.write(encode(values, dtype))
-                left -= count
+            size = int(np.prod(dims))
+            for first in range(0, size, CHUNK):
+                written += out.write(encode(values(name, dims, first, min(CHUNK, size - first)), dtype))
             if written == offset or sys.stderr.isatty():
                 print(f"\r{path}: {written / 1e9:.2f} of {offset / 1e9:.2f} GB, {time.time() - start:.0f} s",
                       end="", file=sys.stderr, flush=True)
@@ -129,7 +135,7 @@ def write_checkpoint(out, name, dtype, seed):
     for file, value, indent in (("config.json", config, 2), ("generation_config.json", ids, 2),
                                 ("tokenizer.json", tokenizer(config), None)):
         (out / file).write_text(json.dumps(value, indent=indent) + "\n")
-    write_weights(out / "model.safetensors", config, dtype, seed)
+    write_weights(out / "model.safetensors", config, dtype, random_values(seed))
 
 
 def main():

@@ -13,23 +13,35 @@ LLAMA2C_KINDS = [f"self_attn.{letter}_proj" for letter in "qkvo"] + ["mlp.gate_p
 LLAMA2C_GROUP = 64  # what its own export takes
 
 
-def read_bf16(path):
-    """name -> float32 values of a bf16 model.safetensors, each read when it is asked for."""
+def read_values(path):
+    """name -> float32 values of a model.safetensors in bf16 and float32, each read when it is asked for."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-    data = np.memmap(path, "<u2", "r", offset=8 + size)
+    data = np.memmap(path, "u1", "r", offset=8 + size)
 
     def values(name):
         begin, end = header[name]["data_offsets"]
-        return (data[begin // 2:end // 2].astype("<u4") << 16).view("<f4").reshape(header[name]["shape"])
+        stored = data[begin:end]
+        numbers = stored.view("<f4") if header[name]["dtype"] == "F32" else (stored.view("<u2").astype("<u4") << 16).view("<f4")
+        return numbers.reshape(header[name]["shape"])
     return values
 
 
-def write_gguf(path, weights, config, values):
-    """No vocabulary: llama-bench takes ids at random. q and k keep the order of rows that Hugging Face has."""
+def interleaved(matrix, heads):
+    """Rows of q or k as llama.cpp rotates them: the pairs of a head are neighbours, not its two halves."""
+    return matrix.reshape(heads, 2, -1, matrix.shape[1]).swapaxes(1, 2).reshape(matrix.shape)
+
+
+def write_gguf(path, weights, config, values, vocabulary=None):
+    """vocabulary: a GGUF whose tokenizer this one gets; without it llama-bench takes ids at random."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("no_vocab")
+    if vocabulary is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        for key, field in gguf.GGUFReader(vocabulary).fields.items():
+            if key.startswith("tokenizer."):
+                writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     for key, value in (("vocab_size", config["vocab_size"]), ("context_length", config["max_position_embeddings"]),
                        ("block_count", config["num_hidden_layers"]), ("embedding_length", config["hidden_size"]),
@@ -48,8 +60,10 @@ def write_gguf(path, weights, config, values):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, dims in make_random.tensors(config):
-        writer.write_tensor_data(gguf.quantize(values(name), types[len(dims)]))
+        matrix, count = values(name), heads.get(name.split(".")[-2])
+        writer.write_tensor_data(gguf.quantize(interleaved(matrix, count) if count else matrix, types[len(dims)]))
     writer.close()
 
 

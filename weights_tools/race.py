@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""A race: this engine and others, in turn, on the same shape with random weights.
+"""A race: this engine and others, in turn, on the same shape and the same weights.
 
     race.py --llama-bench PATH --ik-llama-bench PATH --llama2c DIR [--shape tinyllama-1.1b] [--rows 'decode/*/0/f16']
+
+Weights are random, but for smollm2-135m those of the real model, where it is there (make smollm2). Then there are rows
+of a real text, too (make build/history.txt), since guesses depend on it.
 
 A machine's bandwidth drifts, so only neighbours are compared: in each round the engines run a row one after the other,
 and what counts is the median over the rounds of the ratio within a round. Each run is a process, warmed up, which
@@ -9,8 +12,11 @@ repeats the row --repeats times and gives the median.
 
 A row is decode/WEIGHTS/DEPTH/CACHE (tokens/s of --tokens tokens after DEPTH others),
 batch/WEIGHTS/DEPTH/CACHE/SEQUENCES (the same of so many sequences together; llama.cpp's by the llama-batched-bench
-beside its llama-bench) or prefill/WEIGHTS/TOKENS. int8 and int4 are each engine's own: weights q8_0 in llama.cpp,
-groups of 64 in llama2.c; caches q8_0 and q4_0 in llama.cpp. llama2.c knows no cache but f32; it races at depth 0.
+next to its llama-bench), prefill/WEIGHTS/TOKENS, or ngram/WEIGHTS/TEXT and draft/WEIGHTS/TEXT: --tokens tokens after a
+text, with 4 guesses a pass by n-grams or by the model itself (llama.cpp's by the llama-lookup and the
+llama-speculative-simple next to its llama-bench). TEXT says what is asked for: chat, summary or free. int8 and int4 are
+each engine's own: weights q8_0 in llama.cpp, groups of 64 in llama2.c; caches q8_0 and q4_0 in llama.cpp. llama2.c
+knows no cache but f32; it races at depth 0.
 """
 import argparse
 import contextlib
@@ -19,6 +25,7 @@ import fnmatch
 import json
 import os
 import pathlib
+import re
 import shutil
 import statistics
 import subprocess
@@ -29,10 +36,14 @@ import numpy as np
 
 import make_random
 import peer_formats
+import real_figures
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WEIGHTS = ("f32", "f16", "bf16", "int8")
 GGML_CACHES = {"f16": "f16", "int8": "q8_0", "int4": "q4_0"}
+REAL = {"smollm2-135m": ROOT / "models/SmolLM2-135M-Instruct"}
+VOCABULARY = ROOT / "build/smollm2.gguf"  # what the real model was converted from
+GUESSES = 4
 
 
 class Wrong(Exception):
@@ -53,22 +64,31 @@ def whole(path):
         shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
 
 
-def make(directory, name, shape):
-    """Path of a file, written if it is not there yet. Its name says what it is: bf16.hf, int8.gguf, f32.llama2c."""
+def make(directory, name, shape, real):
+    """Path of a file, written if it is not there yet. Its name says what it is: bf16.hf, int8.gguf, f32.llama2c. `real`:
+    the directory of the real model, or None."""
     path, config, (weights, kind) = directory / name, make_random.SHAPES[shape], name.split(".")
+    if real and name == "bf16.hf":
+        return real
     if path.exists():
         return path
-    if kind in ("gguf", "llama2c"):
-        values = peer_formats.read_bf16(make(directory, "bf16.hf", shape) / "model.safetensors")
+    if real or kind in ("gguf", "llama2c"):
+        values = peer_formats.read_values(make(directory, "bf16.hf", shape, real) / "model.safetensors")
     show_progress(f"writing {path}")
     with whole(path) as part:
-        if kind == "hf":
+        if kind == "hf" and real:
+            shutil.copytree(real, part, ignore=shutil.ignore_patterns("*.safetensors"))
+            make_random.write_weights(part / "model.safetensors", config, weights,
+                                      lambda name, _, start, count: values(name).ravel()[start:start + count])
+        elif kind == "hf":
             make_random.write_checkpoint(part, shape, weights, seed=0)
+        elif kind == "txt":
+            part.write_text(real_figures.prompt(real_figures.TEXT.read_text(), weights) + "\n")
         elif kind == "tokenizer":
             peer_formats.write_llama2c_tokenizer(part, config)
         else:
             write = {"gguf": peer_formats.write_gguf, "llama2c": peer_formats.write_llama2c}[kind]
-            write(part, weights, config, values)
+            write(part, weights, config, values, *([VOCABULARY] if real and kind == "gguf" else []))
     return path
 
 
@@ -77,15 +97,18 @@ def make(directory, name, shape):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    work: str  # decode, batch or prefill
+    work: str  # decode, batch, prefill, ngram or draft
     weights: str
     depth: int  # positions in the cache before the first token that is timed
     cache: str
     tokens: int  # of a sequence
     sequences: int = 1
+    text: pathlib.Path = None  # the prompt, of ngram and draft
 
     def __str__(self):
         ends = {"decode": f"{self.depth}/{self.cache}", "batch": f"{self.depth}/{self.cache}/{self.sequences}"}
+        if self.text:
+            return f"{self.work}/{self.weights}/{self.text.stem}"
         return f"{self.work}/{self.weights}/{ends.get(self.work, self.tokens)}"
 
 
@@ -99,13 +122,18 @@ class Llm:
         return f"{'bf16' if row.weights == 'int8' else row.weights}.hf" if not rounds or row.weights == "bf16" else None
 
     def command(self, row, path, threads, repeats):
-        steps = (["--prefill", row.tokens, "--depth", "0", "-n", "1"] if row.work == "prefill" else
+        steps = (["-f", row.text, "-n", row.tokens, "--draft-tokens", GUESSES, "--draft",
+                  "ngram" if row.work == "ngram" else path] if row.text else
+                 ["--prefill", row.tokens, "--depth", "0", "-n", "1"] if row.work == "prefill" else
                  ["--prefill", "1", "--depth", row.depth, "-n", row.tokens, "-np", row.sequences])
         return [self.binary, "bench", "-m", path, "-t", threads, "--kv", row.cache, "--repeats", repeats, "--json",
                 *steps, "--weights", "int8" if row.weights == "int8" else "copied", "--activations", self.activations]
 
     def rate(self, row, done, parameters):
-        return next(result["tokens_per_second"] for result in json.loads(done.stdout)["results"]
+        results = json.loads(done.stdout)["results"]
+        if row.text:
+            return next(result["tokens_per_second"] for result in results if result["guesses"] == GUESSES)
+        return next(result["tokens_per_second"] for result in results
                     if (result["name"] == "prefill") == (row.work == "prefill"))
 
 
@@ -115,11 +143,15 @@ class LlamaBench:
         self.binary, self.fork = binary, fork
 
     def file(self, row):
-        return f"{row.weights}.gguf"
+        return f"{row.weights}.gguf" if not (row.text and self.fork) else None
 
     def command(self, row, path, threads, repeats):
         cache = GGML_CACHES[row.cache]
         common = ["-m", path, "-t", threads, "-ctk", cache, "-ctv", cache]
+        if row.text:
+            name, more = ("llama-lookup", []) if row.work == "ngram" else ("llama-speculative-simple", ["-md", path])
+            return [self.binary.with_name(name), *common, "-fa", "on", "-f", row.text, "-n", row.tokens, "--temp", "0",
+                    "--draft-max", GUESSES, *more]
         if row.work == "batch":
             return [self.binary.with_name("llama-batched-bench"), *common, "-fa", "on", "-npp", row.depth,
                     "-ntg", ",".join([str(row.tokens)] * repeats), "-npl", row.sequences,
@@ -134,6 +166,8 @@ class LlamaBench:
         return [self.binary, *common, "-fa", "1", "-o", "json", *steps]
 
     def rate(self, row, done, parameters):
+        if row.text:
+            return float(re.findall(r"decoded .* speed: +([0-9.]+) t/s", done.stdout + done.stderr)[0])
         if row.work == "batch":  # a table: the fork knows no JSON here
             lines = [line.split("|") for line in (done.stdout + done.stderr).splitlines() if line.startswith("|")]
             speed = [name.strip() for name in lines[0]].index("S_TG t/s")
@@ -195,13 +229,15 @@ def show_progress(text):
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def rows_of(tokens, context):
-    """All rows that fit a context."""
+def rows_of(tokens, context, texts):
+    """All rows that fit a context, and those of the texts."""
     rows = [Row("decode", weights, 0, "f16", tokens) for weights in WEIGHTS]
     rows += [Row("decode", weights, depth, cache, tokens) for weights in ("bf16", "int8")
              for depth in (1024, 4096, 8000) for cache in GGML_CACHES]
     rows += [Row("batch", weights, 512, "f16", tokens, count) for weights in ("bf16", "int8") for count in (4, 16)]
     rows += [Row("prefill", weights, 0, "f16", length) for weights in ("f16", "bf16", "int8") for length in (512, 2048)]
+    rows += [Row(work, weights, 0, "f16", tokens, text=text) for work in ("ngram", "draft") for weights in ("bf16", "int8")
+             for text in texts]
     return [row for row in rows if row.depth + row.tokens <= context]
 
 
@@ -253,17 +289,20 @@ def engines_of(arguments):
 def race(arguments, runs):
     """Adds to `runs` one by one, so that what was measured before something breaks is not lost."""
     engines, shape = engines_of(arguments), make_random.SHAPES[arguments.shape]
-    rows = rows_of(arguments.tokens, shape["max_position_embeddings"])
+    real = None if arguments.random else REAL.get(arguments.shape)
+    real = real if real and (real / "config.json").exists() and VOCABULARY.exists() else None
+    directory = arguments.work / (arguments.shape + ("-real" if real else ""))
+    texts = [directory / f"{name}.txt" for name in real_figures.PROMPTS] if real and real_figures.TEXT.exists() else []
+    rows = rows_of(arguments.tokens, shape["max_position_embeddings"], texts)
     for pattern in arguments.rows:
         if not fnmatch.filter(map(str, rows), pattern):
             raise Wrong(f"--rows {pattern}: no such row; {arguments.shape} has {' '.join(map(str, rows))}")
     rows = [row for row in rows if any(fnmatch.fnmatch(str(row), pattern) for pattern in arguments.rows)]
-    directory = arguments.work / arguments.shape
     directory.mkdir(parents=True, exist_ok=True)
-    entries = [(row, name, make(directory, engine.file(row), arguments.shape))
+    entries = [(row, name, make(directory, engine.file(row), arguments.shape, real))
                for row in rows for name, engine in engines.items() if engine.file(row)]
-    if arguments.llama2c:
-        make(directory, "llama2c.tokenizer", arguments.shape)
+    for name in {row.text.name for row in rows if row.text} | ({"llama2c.tokenizer"} if arguments.llama2c else set()):
+        make(directory, name, arguments.shape, real)
     count = sum(int(np.prod(dims)) for _, dims in make_random.tensors(shape))
     tied = shape["vocab_size"] * shape["hidden_size"] if shape["tie_word_embeddings"] else 0
     parameters = {"all": count, "with a tied head twice": count + tied}  # as llama.cpp and its fork count
@@ -290,6 +329,7 @@ def main():
     parser.add_argument("--bf16", action="store_true", help="bf16 rows also with --activations bf16, as the two round")
     parser.add_argument("--llama2c", type=pathlib.Path, metavar="DIR", help="where llama2.c's run and runq are")
     parser.add_argument("--shape", choices=shapes, default=shapes[0])
+    parser.add_argument("--random", action="store_true", help="random weights, also where the real model is there")
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="default: all that fit")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--repeats", type=positive, default=3, help="of a row in each run")
