@@ -113,6 +113,43 @@ TEST_CASE("the naive path, whatever the number of threads, and of a longer text"
     }
 }
 
+// Seconds of a prompt of 64 tokens through a matrix, by this thread's clock, which a busy machine does not lengthen.
+static double product_seconds(Cpu &m, DType type) {
+    constexpr int tokens = 64, rows = 1536, inputs = 576;
+    const std::vector<uint16_t> ones((size_t)rows * inputs, 0x3f80);
+    std::vector<float> x((size_t)tokens * inputs, 1.0f), y((size_t)tokens * rows);
+    const Linear linear = {{(const char *)ones.data(), type, rows, inputs}, {}};
+    auto time = [] {
+        timespec time;
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+        return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+    };
+    double least = INFINITY;
+    for (int i = 0; i < 20; i++) {
+        const double start = time();
+        const std::initializer_list<Product> one = {{linear, y.data()}};
+        m.run([&] { best::linear(m, x.data(), tokens, one, Into::set); });
+        least = std::min(least, time() - start);
+        REQUIRE(y.back() == inputs);
+    }
+    return least;
+}
+
+TEST_CASE("the gain of bf16 pairs is the same whenever it is measured, and that of a prompt is on its side of one") {
+    if (!multiplies_pairs) return;
+    Vector gains;
+    for (int i = 0; i < 20; i++) gains.push_back((float)best::pairs_gain());
+    std::sort(gains.begin(), gains.end());
+    CAPTURE(gains);
+    CHECK((gains[0] > 0 && std::isfinite(gains[19])));
+    CHECK(gains[15] < 1.25f * gains[5]);
+    Cpu cpu(1);
+    const double faster = product_seconds(cpu, DType::bf16) / product_seconds(cpu, DType::bf16_pairs);
+    CAPTURE(faster);
+    if (why_no_pairs(gains[10]).empty()) CHECK(faster > 0.9);  // reading weights and rounding inputs take some of it
+    if (gains[10] < 0.7f) CHECK(faster < 1);
+}
+
 TEST_CASE("rounded activations are refused where the processor's products of bf16 pairs are the slower ones") {
     CHECK((best::pairs_gain() > 0) == multiplies_pairs);
     CHECK(why_no_pairs(0) == "this processor has no instruction for it (AVX512_BF16)");
