@@ -109,7 +109,7 @@ struct Config {
     std::vector<Kind> kinds;
     std::vector<LayerRows> rows;  // (layers)
     bool tied = false;         // in a Model: the head is the embedding, not a matrix of its own
-    std::vector<int> end_ids;  // generation stops after any of them; empty: it never does
+    std::vector<int> end_ids;  // a text ends after any of them; empty: it ends at -n or the context alone
     int bos_id = -1;           // -1: none
     bool qkv_bias = false, output_bias = false, mlp_bias = false;
     bool convolution_bias = false;  // of a convolution's taps and matrices

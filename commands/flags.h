@@ -225,7 +225,7 @@ constexpr const char *elsewhere[][2] = {
     {"e escape", "a prompt is taken as it stands: in bash $'two\\nlines', or -f FILE"},
     {"ngl n-gpu-layers gpu-layers num-gpu split-mode tensor-split tensor-parallel-size",
      "the whole model is on one device: --device cuda or cpu"},
-    {"fa flash-attn", "there is no need: scores are never stored"},
+    {"fa flash-attn", "there is no need: attention never stores all scores"},
     {"mmap no-mmap mlock", "weights are read where the files have them; --weights copied loads them first"},
     {"quantization dtype load-in-8bit load-in-4bit", "--weights is for the weights, --kv for the cache"},
     {"hf hf-repo mu model-url", "nothing is downloaded: hf download ORG/NAME --local-dir DIR, then -m DIR"},

@@ -14,7 +14,7 @@ through colours, places and scenes in turn instead of looping.
     stories_text.py --split heldout --stories 3                      # text
     stories_text.py --split heldout --stories 40 --tokens 1260 --json --tokenizer builtin > heldout.jsonl
 
-A story depends on its split, its index and its size only. Splits never share a seed.
+A story depends on its split, its index, its size and whether it is plain. Splits never share a seed.
 """
 import argparse
 import json
