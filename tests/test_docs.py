@@ -11,8 +11,9 @@ What stands in a page:
   other blocks         lines that begin with ./llm, make or python3 are commands that are not refused.
   `name()`, `FILE.h`   the sources have such a function, and such a file.
   ```diff FILE         in the answer of an exercise: a change of FILE. The console blocks that follow it, up to the
-                       answer's end, are run with the program so changed (Exercises, below). FILE.md: a change of the
-                       code on that page, which tests/test_make_your_own.cpp tries.
+                       answer's end, are run with the program so changed (Exercises, below); they run each test that the
+                       exercise names. FILE.md: a change of the code on that page, which
+                       tests/test_make_your_own.cpp tries.
 A chapter is two screens at most, and ends with the one sentence to keep. And docs/attention.py and docs/cache.py print
 the numbers of ./llm; and the book that docs/read.py writes has no broken link, and each line of the source once.
 """
