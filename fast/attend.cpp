@@ -11,7 +11,6 @@
 #include "attend.h"
 
 #include <array>
-#include <cstring>
 #include <memory>
 #include <type_traits>
 
@@ -97,7 +96,7 @@ constexpr int near_positions = 16, near_rows = 4 * near_positions;
 
 // Queries, and Vecs of channels, whose sums stay in registers, of which there are 32 or 16.
 constexpr int score_queries = many_registers ? 6 : 3, value_queries = score_queries, value_vecs = 4;
-constexpr int value_rows = 8;  // rows whose values are added for one KV head before the next one's
+constexpr int value_rows = 8;  // rows whose values are added for one KV head before those of the next
 
 // Some rows of one type, in the order in which they are read: at positions at[0], ... at[count - 1] of the split.
 struct Rows {
@@ -183,7 +182,7 @@ inline void accumulate_tile(float *values, size_t stride, const float *weights, 
 }
 
 // values (head, query, stride) += rows times weights (head, query, split_positions). `step` and `weights_step`: numbers
-// from one head to the next. With several heads, a few positions are added for all heads before the next few.
+// from one head to the next. A few positions are added for all heads before the next few.
 template <class Number>
 __attribute__((flatten, noinline)) void accumulate_rows(float *values, size_t step, size_t stride, const float *weights,
                                                         size_t weights_step, int heads, int count, const Rows &rows,
@@ -234,8 +233,8 @@ inline void widen_row(float *to, const SplitRows &all, int t, size_t offset) {
     }
 }
 
-// numbers (query, split_positions) *= the scales of one KV head's rows, at places [first, first + near_positions) of
-// the streams. Positions outside the stretch have the scale 1.
+// numbers (query, split_positions) *= the scales of one KV head's rows, near_positions of each stream from `first` on.
+// Positions outside the stretch have the scale 1.
 inline void scale_rows(float *numbers, int queries, const Rows &rows, const Stretch &stretch, int first, int head) {
     auto position = [&](int i) { return i / near_positions * stream_positions + first + i % near_positions; };
     f16 scales[near_rows];
@@ -274,13 +273,11 @@ void for_each_near(const SplitRows &all, const Stretch &stretch, int heads, cons
                     scale_rows(numbers, queries, rows, stretch, first, head + i);
             });
         };
+        const bool as_stored = !std::is_void_v<NumberOf<Format>> && all.width % lanes == 0;
         if constexpr (!std::is_void_v<NumberOf<Format>>)
-            if (all.width % lanes == 0) {
-                use_heads(rows, NumberOf<Format>(), 0, heads);
-                continue;
-            }
-        wide.resize(near_rows * stride);
-        for (int head = 0; head < heads; head++) {
+            if (as_stored) use_heads(rows, NumberOf<Format>(), 0, heads);
+        for (int head = 0; !as_stored && head < heads; head++) {
+            wide.resize(near_rows * stride);
             for (int i = 0; i < rows.count; i++) {
                 wide_row[rows.at[i]] = (const char *)&wide[i * stride];
                 widen_row<keys, Format>(&wide[i * stride], all, rows.at[i], rows.offset + head * rows.head_step);
@@ -294,8 +291,7 @@ void for_each_near(const SplitRows &all, const Stretch &stretch, int heads, cons
 
 constexpr int many_queries = 32;  // of one KV head; with fewer, transposing the keys takes longer than it saves
 
-// The panel = `count` keys of one KV head from position `first` on, transposed. Evenly spaced rows of numbers are
-// transposed from where they are, all others are widened first.
+// panel = `count` keys of one KV head from position `first` on, transposed; widened first if they are unevenly spaced.
 template <class Format>
 void fill_panel(const Transposed &panel, const SplitRows &rows, int first, int count) {
     constexpr bool widen = scaled<Format> || std::is_void_v<NumberOf<Format>>;
@@ -460,8 +456,7 @@ struct Groups {
     }
 };
 
-// scores (head, query, split_positions) = q . k of a stretch of groups, for whole blocks of 32 positions; queries
-// (head, query, padded width).
+// scores (head, query, split_positions) = queries (head, query, padded width) . k of groups, for whole blocks of 32.
 template <class Format>
 void score_groups(float *scores, const float *queries, int count, const SplitRows &rows, const Stretch &stretch,
                   int heads, const SplitRows &then) {
@@ -552,7 +547,7 @@ inline void score_split(float *scores, const Floats &queries, const Tile &tile, 
     transposed.resize(many ? tiles.floats() : 0), tiles.numbers = transposed.data();
     for (int i = 0; many && i < tiles.tiles; i++)
         tiles.fill(i, queries.data(), [](auto *p, int64_t) { return p; });
-    auto score = [&](auto format, const Stretch &stretch) {
+    auto score_stretch = [&](auto format, const Stretch &stretch) {
         using Format = decltype(format);
         if constexpr (grouped<Format>)
             return score_groups<Format>(scores, queries.data(), count, keys, stretch, tile.heads, then);
@@ -572,7 +567,7 @@ inline void score_split(float *scores, const Floats &queries, const Tile &tile, 
                 });
     };
     for (int i = 0; i < keys.count; i++)
-        keys.stretches[i].type.visit([&](auto format) { score(format, keys.stretches[i]); });
+        keys.stretches[i].type.visit([&](auto format) { score_stretch(format, keys.stretches[i]); });
 }
 
 // to.values += weights (head, query, split_positions) times a split's values. seen_by(token) is the range of positions
@@ -584,7 +579,7 @@ void accumulate_split(const Partials &to, float *weights, const Tile &tile, Seen
     const size_t step = to.step * to.stride;
     // What a token does not see has no weight, but may be NaN: all tokens see [low, high).
     const int low = seen_by(tile.span.count - 1).first, high = seen_by(0).second;
-    auto accumulate = [&](auto format, const Stretch &stretch) {
+    auto accumulate_stretch = [&](auto format, const Stretch &stretch) {
         using Format = decltype(format);
         if constexpr (grouped<Format>)
             accumulate_groups<Format>(to.values, step, to.stride, weights, count, values, stretch, tile.heads, then);
@@ -606,13 +601,13 @@ void accumulate_split(const Partials &to, float *weights, const Tile &tile, Seen
                 });
     };
     for (int i = 0; i < values.count; i++)
-        values.stretches[i].type.visit([&](auto format) { accumulate(format, values.stretches[i]); });
+        values.stretches[i].type.visit([&](auto format) { accumulate_stretch(format, values.stretches[i]); });
 }
 
 // to = attention of a tile over positions [begin, end) of `seen`, which lie in one split. A token sees those of them
 // that `visible` allows, up to its own.
 inline void attend_split(const Partials &to, const Attention &task, const Tile &tile, const Segments &seen,
-                  const Visible &visible, int begin, int end) {
+                         const Visible &visible, int begin, int end) {
     thread_local SplitRows keys, values, next;
     thread_local Floats queries, scores;
     const int count = tile.queries(), all = tile.heads * count, origin = begin / split_positions * split_positions;
@@ -648,8 +643,8 @@ constexpr size_t most_shared = 1 << 22;  // floats of partial results, 16 MiB, h
 
 inline int most_tokens(const Heads &heads) { return std::max(1, tile_queries / heads.per_kv()); }  // of a tile
 
-// Cuts a pass into tiles: consecutive tokens of a sequence, within one block where a precision has blocks. Texts that
-// begin with the same pages become neighbours, the longest first.
+// Cuts a pass into tiles: consecutive tokens of a sequence, within one block where a precision has blocks. Tiles of
+// texts that begin with the same pages become neighbours, the longest first.
 inline void cut_into_tiles(AttentionPlan &plan, const Pass &pass, const CacheView &cache) {
     const bool blocks = cache.keys.data && (has_blocks(cache.type_k) || has_blocks(cache.type_v));
     plan.tiles.clear();
@@ -670,14 +665,6 @@ inline void cut_into_tiles(AttentionPlan &plan, const Pass &pass, const CacheVie
                      [&](const Span &a, const Span &b) { return order(a) < order(b); });
 }
 
-// Whether two sequences have the same rows at positions [begin, end), because they share these pages.
-inline bool same_rows(const CacheView &cache, int a, int b, int begin, int end) {
-    return a != b && cache.layout.visit([&](auto &layout) {
-        while (begin < end && layout.row(a, begin) == layout.row(b, begin)) begin += layout.run(begin);
-        return begin >= end;
-    });
-}
-
 // How many tiles from this one on have the same rows in a split that was stored before this pass. There all their
 // queries become one tile: pages that several texts share are read once (Juravsky et al. 2024, Hydragen).
 inline int tiles_alike(const AttentionPlan &plan, const CacheView &cache, int tile, int split) {
@@ -687,7 +674,12 @@ inline int tiles_alike(const AttentionPlan &plan, const CacheView &cache, int ti
     for (; cache.keys.data && !plan.widest.window && tile + some < tiles; some++) {
         const Span &next = plan.tiles[tile + some];
         if (std::min(one.first, next.first) < end || plan.tokens_of(tile, some + 1) > most_tokens(plan.heads)) break;
-        if (!same_rows(cache, one.sequence, next.sequence, begin, end)) break;
+        const bool same = one.sequence != next.sequence && cache.layout.visit([&](auto &layout) {
+            int t = begin;
+            while (t < end && layout.row(one.sequence, t) == layout.row(next.sequence, t)) t += layout.run(t);
+            return t >= end;
+        });
+        if (!same) break;
     }
     return some;
 }
@@ -698,9 +690,9 @@ inline void find_sink_angles(AttentionPlan &plan, const Pass &pass, bool cached)
     const int places = cached ? plan.widest.sinks : 1;  // naive: keys are rotated already, all by the same angles
     plan.first_place.resize(pass.count);
     plan.sink_cos_sin.clear();
-    for (int row = 0; plan.widest.sinks && row < pass.count; row++) {
+    for (int row = 0; row < pass.count; row++) {
         const int position = pass.spans[row].position, shift = plan.widest.shift(position);
-        if (!plan.widest.dropped(position)) continue;
+        if (plan.widest.sinks == 0 || !plan.widest.dropped(position)) continue;
         const bool follows = position > pass.spans[row].first && plan.widest.dropped(position - 1);
         size_t at = plan.sink_cos_sin.size();
         plan.first_place[row] = follows ? plan.first_place[row - 1] + 1 : (int)(at / width);
@@ -748,8 +740,8 @@ void plan_attention(AttentionPlan &plan, const Pass &pass, const CacheView &cach
     find_sink_angles(plan, pass, cache.keys.data);
 }
 
-// One part of a tile, over sinks: for the tokens for which positions after the sinks were dropped, one by one, as each
-// sees the sinks' keys rotated to other positions.
+// One part of a tile, over sinks. Tokens are computed one by one, as each sees the keys rotated to other positions; one
+// for which no position was dropped sees the sinks as rows.
 inline void attend_sinks(const Partials &to, const Attention &task, const AttentionPlan &plan, const Tile &tile,
                          int origin) {
     thread_local Floats rotated;  // (split_positions, kv_head, D)

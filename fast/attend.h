@@ -60,8 +60,8 @@ struct AttentionPlan {
     std::vector<Parts> parts;
     std::vector<Partial> partials;  // (tile, kv_head, slot, query)
     Floats values;                  // (tile, kv_head, slot, query, stride)
-    // Angles by which sinks are rotated, (place, D). For token r of the pass, sink i has place first_place[r] + i. The
-    // next token sees the sinks one position further, so the two share all places but one.
+    // (place, D): angles by which sinks are rotated. For token r of the pass, sink i has place first_place[r] + i. For
+    // the next token it is one position further, so the two share all places but one.
     Floats sink_cos_sin;
     std::vector<int> first_place;
 

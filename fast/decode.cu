@@ -60,8 +60,7 @@ struct PartsMemory {
     Buffer<float> values;
 };
 
-// Memory for the partial results of a pass: with enough splits for a single sequence to fill the GPU, at most
-// most_splits.
+// Memory for the results of a pass: enough splits for a single sequence to fill the GPU, at most most_splits.
 inline Parts parts_of(Gpu &m, const Attention &task, int count, int most_splits = INT_MAX) {
     constexpr int resident = 3;  // blocks on a multiprocessor
     int64_t fill = m.properties.multiProcessorCount * resident / (task.heads.kv * batches_of(task.heads));
@@ -164,8 +163,7 @@ struct Tile {
         if (begin < high) {
             in_residual = residual.data && begin / group_size == query.position / group_size;
             const CacheRows &side = in_residual ? residual : stored;
-            // A position that is not visible is not read: a visible one takes its place, with no weight. But a block
-            // of keys is in all its rows.
+            // A visible position takes the place of one that is not, with no weight. A block of keys is in all rows.
             int t = begin + lane_id();
             if (!keys || !residual.data || in_residual) t = min(max(t, low), high - 1);
             int64_t at = in_residual ? (int64_t)query.sequence * group_size + t % group_size
@@ -248,8 +246,7 @@ __device__ inline uint32_t two_codes(const GroupedRow<bits> &, uint32_t x) {
     return fma_bf16((x & Packed<bits>::largest * 0x10001) | 0x43004300, bf16_ones, 0xc300c300);
 }
 
-// The codes of channels c to c + 3 of the row that begins at `at`, a byte each. In groups, a byte has other codes in
-// its higher bits.
+// The codes of channels c to c + 3 of the row that begins at `at`, a byte each; codes of groups have others above them.
 template <class Code, int largest, int divisor>
 __device__ inline uint32_t four_codes(const ScaledRow<Code, largest, divisor> &, const Tile &tile, int at, int c) {
     at += (int)sizeof(f16) + c;  // such rows are aligned to 2 bytes only
@@ -395,8 +392,7 @@ struct Queries {
     }
 };
 
-// A warp's results for its query heads so far; a lane has heads 2 c and 2 c + 1. Loops are unrolled, as they index
-// registers.
+// A warp's results for its query heads so far; a lane has heads 2 c and 2 c + 1. Unrolled loops index registers.
 struct WarpHeads {
     float back[2], max_score[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // sum: of the lane's own positions
     float values[columns][2][4] = {};  // for each 32 channels: rows g, g + 8 of two products, for both heads

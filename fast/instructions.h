@@ -40,8 +40,8 @@ __device__ inline uint32_t transposed(uint32_t matrix) {
     return result;
 }
 
-// sums (16, 8) += a (16, 16) b (16, 8) for a warp. a and b are 16-bit numbers, two in a register; sums are float32.
-// With g = lane / 4 and c = lane % 4 a lane has
+// sums (16, 8) += a (16, 16) b (16, 8) for a warp: 16-bit numbers, two in a register, and float32 sums. With
+// g = lane / 4 and c = lane % 4 a lane has
 //   a      columns 2 c, 2 c + 1 of row g, then of row g + 8; then columns 2 c + 8, 2 c + 9 of both rows
 //   b      rows 2 c, 2 c + 1 of column g, then rows 2 c + 8, 2 c + 9
 //   sums   columns 2 c, 2 c + 1 of row g, then of row g + 8

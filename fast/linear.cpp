@@ -61,8 +61,7 @@ inline void add_products(Vec (&totals)[T * R], const Number *const (&rows)[R], c
 }
 
 // sums (T, R) = R rows, `apart` numbers from one to the next, times T tokens (T, channels). Each of several batches
-// prefetches its share of the cache lines `ahead` bytes further, so memory is busy all the time, not only while the
-// first batch waits for it.
+// prefetches a share of the cache lines `ahead` bytes further: memory is busy all the time, not for the first alone.
 template <int R, int T, class Number, class Input>
 __attribute__((flatten)) void stream_tile(float *sums, const Number *weight, int64_t apart, const Input *x,
                                           int channels, int64_t ahead, int batches, int batch) {
@@ -117,9 +116,8 @@ inline const paired_bf16 *rounded(const float *x, int64_t count) {
 }
 
 // y of one matrix, for batches of T tokens, each over as many rows as the L2 holds. Why not all batches over one tile
-// of rows: the L1 does not hold all tokens. The last batch begins earlier if it would be smaller than T. The R rows of
-// a tile are spread over the thread's share, so memory is read as R streams that do not end with a row; one stream
-// comes at 0.7 of the speed.
+// of rows: the L1 does not hold all tokens. The last batch begins earlier if it would be smaller. The R rows of a tile
+// are spread over the thread's share: memory comes as R streams that do not end with a row; one has 0.7 of the speed.
 template <int T, class Number, class Input>
 void linear_streams(Cpu &m, const Number *weight, const Input *x, int count, const Product &product, Into how) {
     const int64_t inputs = product.linear.weight.cols;
@@ -226,8 +224,7 @@ __attribute__((flatten)) void int8_tile(float *sums, const Int8Block *blocks, si
     unrolled<T * P * vecs>([&](auto i) { store(sums + i * lanes, totals[i]); });
 }
 
-// y of one matrix, whose panels are shared by the threads. For one token a thread reads four streams of panels; for
-// more tokens, two panels at a time stay in the caches.
+// y of one matrix; threads share its panels. For one token a thread reads four streams, for more two panels at a time.
 inline void linear_int8(Cpu &m, const Int8Group *x, int count, const Product &product, Into how) {
     constexpr int most_tokens = 4, block = 2;
     const int64_t outputs = product.linear.weight.rows, groups = int8_groups(product.linear.weight.cols);
@@ -317,8 +314,7 @@ void linear(Cpu &m, const float *x, int count, std::initializer_list<Product> pr
     m.wait();
 }
 
-// Seconds for many products of registers of Numbers: the least of five tries of 0.1 ms each. There are enough chains to
-// hide the latency of a product.
+// Seconds for many products of registers of Numbers, the least of five tries; enough chains hide a product's latency.
 template <class Number>
 double product_seconds() {
     constexpr int chains = 12, rounds = 20000;
@@ -337,8 +333,7 @@ double product_seconds() {
     return total > 0 ? least : NAN;
 }
 
-// How many times as fast products of pairs are, 0 without the instruction. It is measured, as processors that have it
-// differ: 0.5 to 2 times.
+// How many times as fast products of pairs are, 0 without the instruction. Measured, as it is 0.5 on some, 2 on others.
 double pairs_gain() { return multiplies_pairs ? 2 * product_seconds<float>() / product_seconds<paired_bf16>() : 0; }
 
 // out = silu(gate) * up, or gelu(gate) * up; `out` may be `gate`.

@@ -16,9 +16,9 @@ constexpr int panel_rows = 2 * lanes, tile_vectors = many_registers ? 12 : 6;
 
 inline int64_t pieces(int64_t items, int64_t each) { return (items + each - 1) / each; }
 
-// The product of one token has residue j in lane j of 8: the sum of channels j, j + 8, j + 16, ... Then the lanes are
-// folded in halves: 0 + 4, 1 + 5, 2 + 6, 3 + 7; these in halves again; then the last two. With rows in the lanes, the
-// residues of a row come one after the other, and the same folds need this order of them:
+// One token alone has residue j in lane j of 8: the sum of channels j, j + 8, j + 16, ... Then the lanes are folded in
+// halves: 0 + 4, 1 + 5, 2 + 6, 3 + 7; these in halves again; then the last two. With rows in the lanes, the residues of
+// a row come one after the other, in an order that gives the same folds:
 //
 //   residue   0   4   2   6   1   5   3   7    0 .. 7 with their three bits reversed
 //             +-+-+   +-+-+   +-+-+   +-+-+    every second residue is folded with the one before it
@@ -40,9 +40,8 @@ struct Transposed {
 };
 
 // Transposes up to `lanes` rows, `stride` numbers apart, into the numbers from `first` on of each step. Zeros fill up
-// the last Vec of channels, as for one token. Pairs of 16-bit numbers are moved together, in half the time. A Vec that
-// is stored past `width` is overwritten by the next step, so call this for the last rows first; and a residue has room
-// for `lanes` numbers more than its steps.
+// the last Vec of channels, as for one token. 16-bit numbers move in pairs, in half the time. A step's numbers past
+// `width` are overwritten by the next step, so the last rows come first, and a residue ends with `lanes` spare numbers.
 template <class Number>
 __attribute__((flatten)) void transpose(const Transposed &to, int first, const Number *from, int64_t stride, int rows,
                                         int channels) {

@@ -1,12 +1,12 @@
 // Attention of many tokens on the GPU. Many queries read the same keys and values, so the speed of products counts.
 // Scores and weights stay in registers (Dao 2023, FlashAttention-2, §3). A row is one query head at one token. A block
-// of threads has some rows that read one KV head, and computes one tile of positions after the other:
+// of threads has some rows that read one KV head, and computes tile after tile of positions:
 //   scores = Q K^T                      (row, tile), on tensor cores
 //   weights = 2^(scores - max_score)    for positions that a row sees; its sums so far are rescaled (online softmax)
 //   out += weights V                    (row, D), on tensor cores
-// Queries, keys, values and weights are rounded to f16, within 2^-12 of themselves, or with a bf16 cache to bf16,
-// within 2^-9; sums are float32. If the model's weights are f32, plain::attention computes. Tiles begin at multiples of
-// their length, so a row has the same bits in any chunk and any batch.
+// Queries, keys, values and weights are rounded to f16, within 2^-12, or with a bf16 cache to bf16, within 2^-9; sums
+// are float32. With f32 weights plain::attention computes. Tiles begin at multiples of their length, so a row has the
+// same bits in any chunk and any batch.
 #pragma once
 
 #include "decode.cu"
@@ -51,9 +51,8 @@ struct Chunk {
     }
 };
 
-// Copies the keys and values of a region as numbers, with zeros where there are none, and values transposed, in the
-// order in which products read them. Why not in the kernel: each block would need more instructions for this than for
-// the products.
+// Copies the keys and values of a region as numbers, with zeros where there are none; values are transposed for the
+// products. Why not in the kernel: each block would need more instructions for this than for the products.
 template <class Number>
 void copy_rows(Gpu &m, const Chunk<Number> &chunk, const Region &region) {
     constexpr int slice = 64, apart = 8;  // channels of an item; a lane takes every eighth

@@ -40,8 +40,7 @@ inline void unrolled(Body body) {
     each_of(body, std::make_integer_sequence<int, n>());
 }
 
-// Calls use(size, first) for batches that add up to `count`: of `most` items, then of `next`, next - 1, ..., 1; size is
-// a constant.
+// Calls use(size, first) for batches of `most` of `count` items, then of `next`, next - 1, ..., 1; size is a constant.
 template <int most, int next = most - 1, class Use>
 inline void in_batches(int count, Use use, int first = 0) {
     for (; count - first >= most; first += most) use(std::integral_constant<int, most>(), first);
@@ -253,9 +252,8 @@ inline auto load_blocks(D d, const Number *row, int64_t apart) {
     }
 }
 
-// Transposes the first 16 bytes of rows: lane r of out[i] = word i of row r; rows are `apart` numbers from one to the
-// next. A word is a number of 4 bytes or two neighbours of 2. Each Vec loads every fourth row, so that words only move
-// within 16 bytes.
+// Transposes the first 16 bytes of rows, `apart` numbers from one to the next: lane r of out[i] = word i of row r, a
+// number of 4 bytes or two of 2. Each Vec loads every fourth row, so words only move within 16 bytes.
 template <class Number>
 inline void load_transposed(Vec (&out)[4], const Number *rows, int64_t apart) {
     Vec row[4], even[2], odd[2];
@@ -324,9 +322,9 @@ inline Vec load(const Packed<bits> *p, int part) {
 
 // ---- Int8 weights --------------------------------------------------------------------------------------------
 
-// x86 multiplies a byte with a sign by one without. VNNI takes weights + 128; this adds 128 times the numbers to a sum,
-// so the sum begins with -128 times their total. AVX2 adds two products in 16 bits, too few for weights + 128: there
-// the number's sign moves to the weight. No number is -128.
+// x86 multiplies a byte with a sign by one without. VNNI takes weights + 128. This adds 128 times all numbers to a sum,
+// so it begins with minus that. AVX2 adds two products in 16 bits, too few for weights + 128: there the number's sign
+// moves to the weight. No number is -128.
 struct Int8x4 {
     int8_t number[4];
     uint8_t magnitude[4];

@@ -36,8 +36,7 @@ struct StepGraphs {
     int reservations = 0;               // Gpu::reservations at the last recording: a later one may have moved memory
 };
 
-// Runs body(), the operations of a pass. The first decoding pass with a cache just runs, the second is recorded, later
-// ones are replayed.
+// Runs body(). The first decoding pass with a cache just runs, the second is recorded, and later ones are replayed.
 template <class Body>
 void run(Gpu &m, const std::vector<Pass> &passes, const std::vector<Store> &stores, Body body) {
     const Pass &pass = passes[0];
