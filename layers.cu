@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "base/device.h"
-#include "base/model.h"
 #include "base/team.h"
 #include "base/weights.h"
 

@@ -1,13 +1,101 @@
-// A model's weights: their numbers, whatever type they have, and how they move into a machine's memory, maybe as int8.
+// A model's tensors: what each is, where it is in a checkpoint's files, and how they move into a machine's memory.
+//
+//   config.json, generation_config.json                          -> Config (config.h)
+//   model.safetensors, or, where the weights are split, model.safetensors.index.json, which says which
+//   tensor is in which file                                      -> Model
+//
+// Weights are mapped, not read: loading touches the headers only, a page of weights comes from the disk when the
+// first product needs it, and a model takes its file's size in memory (shared with the page cache) and no more.
 #pragma once
 
 #include <atomic>
+#include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
+#include <string>
+#include <utility>
+#include <vector>
 
+#include "config.h"
 #include "device.h"
-#include "model.h"
+#include "safetensors.h"
+
+// ---- What a checkpoint becomes -------------------------------------------------------------------------------------
+
+// The last two are never in a file. int8: formats.h says how its numbers lie. bf16_pairs: bf16, of which products take
+// two neighbours at a time, with inputs that are rounded to bf16, too.
+enum class DType { f32, f16, bf16, int8, bf16_pairs };
+
+inline int dtype_bytes(DType type) { return type == DType::f32 ? 4 : type == DType::int8 ? 1 : 2; }
+inline const char *dtype_name(DType type) {
+    const char *names[] = {"f32", "f16", "bf16", "int8", "bf16"};
+    return names[(int)type];
+}
+
+// A matrix (rows, cols), row-major, where it lies in the mapped file. A vector has one row.
+struct Tensor {
+    const void *data = nullptr;  // nullptr: this model has no such tensor
+    DType type = DType::f32;
+    int64_t rows = 0, cols = 0;
+};
+
+HOST_DEVICE inline float number_of(const Tensor &tensor, int64_t i) {
+    if (tensor.type == DType::f32) return ((const float *)tensor.data)[i];
+    if (tensor.type == DType::f16) return to_float(((const f16 *)tensor.data)[i]);
+    return to_float(((const bf16 *)tensor.data)[i]);
+}
+
+struct Linear {     // y = weight x + bias
+    Tensor weight;  // (outputs, inputs)
+    Tensor bias;    // (1, outputs), absent in most families
+};
+
+// What a layer adds to x of a second embedding of each token, its own, P numbers wide (Gemma 4 E2B and E4B).
+struct PerLayer {
+    Linear projection;  // (P, hidden), of the first embedding; what comes out is normed, and the second one added
+    Linear gate;        // (P, hidden), of x
+    Linear output;      // (hidden, P)
+    Tensor out_norm;    // (1, hidden)
+    float scale = 1;    // what x is multiplied with at the end
+};
+
+// With D the width of its kind's keys. Rows of query, key and value are head after head, D rows each; a head's rows are
+// in the half-split order of RoPE: component i turns together with component i + D / 2.
+struct LayerWeights {
+    Tensor attention_norm;                  // (1, hidden)
+    Linear query;                           // (heads * D, hidden)
+    Linear key, value;                      // (kv_heads * D, hidden); absent where another layer's rows are read
+    Linear output;                          // (hidden, heads * D)
+    Tensor query_norm, key_norm;            // (1, D): RMSNorm of each head before RoPE (Qwen3), absent elsewhere
+    Tensor all_query_norm, all_key_norm;    // (1, heads * D), (1, kv_heads * D): of all heads as one vector (OLMo 2)
+    Tensor value_norm;                      // (1, D): likewise (Gemma 4)
+    Tensor sinks;                           // (1, heads): learned sinks, scores without a value (gpt-oss)
+    Tensor mlp_norm;                        // (1, hidden)
+    Linear gate, up;                        // (ffn, hidden)
+    Linear down;                            // (hidden, ffn)
+    Tensor attention_out_norm, mlp_out_norm;  // (1, hidden): RMSNorm of what is added to x (Gemma 3), absent elsewhere
+    Tensor taps, taps_bias;  // (hidden, L), (1, hidden): of a short convolution (LFM2), whose query, key and value are
+                             // the parts C, B and x of its in_proj, (hidden, hidden) each
+    float scale = 1;  // what x is multiplied with at the end of the MLP; where it is not 1, it has an mlp_out_norm
+    PerLayer per_layer;
+};
+
+// Move-only: tensors point into files (or copies), which live as long as the model.
+struct Model {
+    Config config;
+    Tensor embedding;   // (vocabulary, hidden)
+    Tensor final_norm;  // (1, hidden)
+    Tensor head;        // (vocabulary, hidden): the embedding itself when tied
+    Tensor layer_embedding;  // (vocabulary, layers * P): a token's second embedding, one for each layer, or absent
+    Tensor layer_norm;       // (1, P): see PerLayer
+    std::vector<LayerWeights> layers;
+    int64_t weight_bytes = 0, parameters = 0;  // of all tensors above; a tied head counts once
+    std::vector<Mapping> files;
+    std::vector<std::unique_ptr<char[]>> copies;  // tensors that lie at an odd address in their file, or were 1 less
+    std::string beside;  // the file's tensors that are none of the text model's: "score.weight and 2 others"
+};
 
 // ---- Numbers -------------------------------------------------------------------------------------------------
 
@@ -18,6 +106,231 @@ void with_numbers(const Tensor &tensor, Use use) {
     if (tensor.type == DType::f16) return use((const f16 *)tensor.data);
     if (tensor.type == DType::bf16) return use((const bf16 *)tensor.data);
     fail("%s weights where only numbers as a file stores them are read", dtype_name(tensor.type));
+}
+
+// ---- Each tensor, once ---------------------------------------------------------------------------------------------
+
+// Where a tensor comes from.
+struct Part {
+    int first = 0, all = 0;  // rows from `first` on of a matrix of `all` rows; 0: a matrix of its own
+};
+struct Origin {
+    std::string name;            // Llama's, below "model."; "": it is in no file, and each number is 1
+    std::vector<int64_t> shape;  // of a vector its width
+    bool matrix = false;         // every token is multiplied with it
+    Part part = {};              // also of the bias of such a matrix
+    bool norm = false;           // RMSNorm multiplies with it, all of it times `scale`
+    double scale = 1;
+};
+inline Origin norm_of(const std::string &name, int width, double scale = 1) {
+    return {name + ".weight", {width}, false, {}, /*norm=*/true, scale};
+}
+
+// Each tensor of a layer, once: visit(tensor, whether this layer has it, its origin). Loading and moving them and
+// counting operations all go through this list.
+template <class Layer, class Visit>
+void visit_layer(Layer &w, const Config &config, int index, Visit &visit) {
+    const Family &family = *config.family;
+    const Kind &kind = config.kind(index);
+    const bool own = config.rows[(size_t)index].own, convolves = kind.taps > 0, attends = !convolves;
+    const int hidden = config.hidden, more = config.per_layer, width = kind.key_width;
+    const int query = (convolves ? 1 : config.heads) * width, kv = kind.kv_heads * width;
+    const std::string layer = "layers." + std::to_string(index) + ".", mlp = layer + "mlp.";
+    const std::string mixer = layer + (convolves ? "conv." : "self_attn.");
+    auto linear = [&](auto &to, bool here, const std::string &name, int outputs, int inputs, bool bias,
+                      Part part = {}) {
+        visit(to.weight, here, Origin{name + ".weight", {outputs, inputs}, /*matrix=*/true, part});
+        visit(to.bias, here && bias, Origin{name + ".bias", {outputs}, false, part});
+    };
+
+    // Some files have query, key and value in one matrix; of a convolution they are C, B and x, in another order.
+    const bool bias = convolves ? config.convolution_bias : config.qkv_bias;
+    const bool output_bias = convolves ? config.convolution_bias : config.output_bias;
+    const std::string joint = convolves ? "in_proj" : family.fused_qkv ? "qkv_proj" : "";
+    auto input = [&](auto &to, bool here, const char *name, int outputs, int first) {
+        if (joint.empty()) return linear(to, here, mixer + name, outputs, hidden, bias);
+        linear(to, here, mixer + joint, outputs, hidden, bias, {first, query + 2 * kv});
+    };
+    input(w.query, true, "q_proj", query, convolves ? kv : 0);
+    input(w.key, own, "k_proj", kv, convolves ? 0 : query);
+    input(w.value, own, config.keys_are_values && !kind.window ? "k_proj" : "v_proj", kv, query + kv);
+    visit(w.query_norm, attends && family.head_norms, norm_of(mixer + "q_norm", width));
+    visit(w.key_norm, attends && family.head_norms && own, norm_of(mixer + "k_norm", width));
+    visit(w.value_norm, attends && family.value_norms && own, Origin{"", {width}});
+    visit(w.all_query_norm, family.all_norms, norm_of(mixer + "q_norm", query));
+    visit(w.all_key_norm, family.all_norms, norm_of(mixer + "k_norm", kv));
+    visit(w.sinks, family.sinks, Origin{mixer + "sinks", {config.heads}});
+    visit(w.taps, convolves, Origin{mixer + "conv.weight", {hidden, 1, kind.taps}});
+    visit(w.taps_bias, convolves && bias, Origin{mixer + "conv.bias", {hidden}});
+    linear(w.output, true, mixer + "o_proj", hidden, query, output_bias);
+
+    const int ffn = !own && config.shared_ffn ? config.shared_ffn : config.ffn;
+    const bool both = family.fused_mlp;
+    const std::string gate = both ? "gate_up_proj" : "gate_proj", up = both ? gate : "up_proj";
+    linear(w.gate, true, mlp + gate, ffn, hidden, config.mlp_bias, both ? Part{0, 2 * ffn} : Part{});
+    linear(w.up, true, mlp + up, ffn, hidden, config.mlp_bias, both ? Part{ffn, 2 * ffn} : Part{});
+    linear(w.down, true, mlp + "down_proj", hidden, ffn, config.mlp_bias);
+
+    // Where there are norms after, Llama's name for the one before the MLP is that of another one.
+    const bool before = family.norms_before, after = family.norms_after;
+    visit(w.attention_norm, before, norm_of(layer + "input_layernorm", hidden));
+    const char *mlp_norm = after ? "pre_feedforward_layernorm" : "post_attention_layernorm";
+    visit(w.mlp_norm, before, norm_of(layer + mlp_norm, hidden));
+    visit(w.attention_out_norm, after, norm_of(layer + "post_attention_layernorm", hidden));
+    visit(w.mlp_out_norm, after, norm_of(layer + "post_feedforward_layernorm", hidden));
+
+    auto &second = w.per_layer;
+    const Part mine = {index * more, config.layers * more};
+    linear(second.projection, more, "per_layer_model_projection", more, hidden, false, mine);
+    linear(second.gate, more, layer + "per_layer_input_gate", more, hidden, false);
+    linear(second.output, more, layer + "per_layer_projection", hidden, more, false);
+    visit(second.out_norm, more, norm_of(layer + "post_per_layer_input_norm", hidden));
+}
+
+// And each of a model. The second embedding of tokens and what the first adds to it come to
+// (embedding * sqrt(P) + RMSNorm(projection)) / sqrt(2): what both are divided by is in Config::layer_scale, and put
+// into the norm's weights here.
+template <class M, class Visit>
+void visit_tensors(M &model, Visit visit) {
+    const Config &config = model.config;
+    const int hidden = config.hidden, more = config.per_layer;
+    visit(model.embedding, true, Origin{"embed_tokens.weight", {config.vocabulary, hidden}});
+    visit(model.head, true, Origin{"lm_head.weight", {config.vocabulary, hidden}, /*matrix=*/true});
+    visit(model.layer_embedding, more,
+          Origin{"embed_tokens_per_layer.weight", {config.layer_vocabulary, config.layers * more}});
+    visit(model.layer_norm, more, norm_of("per_layer_projection_norm", more, std::sqrt(0.5)));
+    for (int i = 0; i < config.layers; i++) visit_layer(model.layers[(size_t)i], config, i, visit);
+    visit(model.final_norm, true, norm_of("norm", hidden, config.logit_scale));
+}
+
+// Takes tensors out of the table by name, with the shape the config asks for.
+struct Binder {
+    const TensorTable &table;
+    Model &model;
+    std::string outer = "", prefix = "model.";  // of lm_head, and of all else
+    std::map<std::string, Tensor> taken = {};
+
+    // The name in this file, from Llama's: a family has others for some parts between dots, and where the head is the
+    // embedding, a file may have either.
+    std::string named(std::string name) const {
+        const std::string embedding = "embed_tokens.weight", head = "lm_head.weight";
+        if (model.config.tied && (name == embedding || name == head))
+            name = table.tensors.count(outer + head) ? head : embedding;
+        name = (name.rfind("lm_head.", 0) == 0 ? outer : prefix) + name;
+        for (const auto &[llama, own] : model.config.family->names) {
+            const size_t at = llama ? ("." + name + ".").find("." + std::string(llama) + ".") : std::string::npos;
+            if (at != std::string::npos) name.replace(at, strlen(llama), own);
+        }
+        return name;
+    }
+    // Bytes that live as long as the model.
+    char *room(size_t bytes) { return model.copies.emplace_back(new char[bytes]).get(); }
+    Tensor take(const std::string &llama_name, const std::vector<int64_t> &shape) {
+        const std::string name = named(llama_name);
+        const auto found = table.tensors.find(name);
+        const StoredTensor *stored = found == table.tensors.end() ? nullptr : &found->second;
+        if (!stored)
+            fail("%s: tensor %s is missing, config.json asks for it (%s, %s)", table.name.c_str(), name.c_str(),
+                 model.config.family->architecture, counted(model.config.layers, "layer").c_str());
+        if (stored->shape != shape)
+            fail("%s: tensor %s has shape %s, config.json asks for %s", stored->file.c_str(), name.c_str(),
+                 printable(json_of(stored->shape)).c_str(), json_of(shape).c_str());
+        if (taken.count(name)) return taken.at(name);
+        const std::vector<std::string> types = {"F32", "F16", "BF16"};  // in the order of DType
+        const auto type = std::find(types.begin(), types.end(), stored->dtype);
+        if (type == types.end())
+            fail("%s: tensor %s has dtype %s, supported are F32 F16 BF16", stored->file.c_str(), name.c_str(),
+                 printable(stored->dtype).c_str());
+        Tensor tensor{stored->data, (DType)(type - types.begin()), shape.size() == 1 ? 1 : shape[0], shape.back()};
+        if ((uintptr_t)tensor.data % (uintptr_t)dtype_bytes(tensor.type))
+            tensor.data = memcpy(room(stored->bytes), stored->data, stored->bytes);
+        model.weight_bytes += (int64_t)stored->bytes;
+        model.parameters += tensor.rows * tensor.cols;
+        return taken[name] = tensor;
+    }
+    // A vector of float32 that is in no file as it is.
+    template <class Number>
+    Tensor made(int64_t width, Number number) {
+        float *copy = (float *)room((size_t)width * sizeof(float));
+        for (int64_t i = 0; i < width; i++) copy[i] = number(i);
+        return {copy, DType::f32, 1, width};
+    }
+    // Gemma 3 stores what is to be added to 1.
+    void operator()(Tensor &to, bool here, const Origin &from) {
+        if (!here) return;
+        if (from.name.empty()) return void(to = made(from.shape[0], [](int64_t) { return 1.0f; }));
+        std::vector<int64_t> shape = from.shape;
+        if (from.part.all) shape[0] = from.part.all;
+        to = take(from.name, shape);
+        int64_t &length = shape.size() == 1 ? to.cols : to.rows, row = shape.size() == 1 ? 1 : to.cols;
+        to.data = (const char *)to.data + from.part.first * row * dtype_bytes(to.type), length = from.shape[0];
+        const float one = from.norm && model.config.family->one_plus;
+        if (one == 0 && from.scale == 1) return;
+        to = made(to.cols, [&, stored = to](int64_t i) { return (one + number_of(stored, i)) * (float)from.scale; });
+    }
+};
+
+// A tensor of the model proper that nothing here reads means another computation than this one: an architecture under
+// another's name, a bias the config does not speak of, more layers than it says. Left aside, as in Transformers, are
+// the RoPE tables that old Llamas store (rotary_emb.inv_freq), which follow from the config, and what stands beside the
+// text model: what sees or hears, heads for other tasks (score, v_head).
+inline void refuse_unused(Binder &binder) {
+    const Config &config = binder.model.config;
+    size_t beside = 0;
+    std::set<std::string> parts;
+    for (const auto &[name, tensor] : binder.taken) parts.insert(name.substr(0, name.find('.') + 1));
+    for (const auto &[name, tensor] : binder.table.tensors) {
+        if (binder.taken.count(name) || name.find("rotary_emb.") != std::string::npos) continue;
+        const std::string part = name.substr(0, name.find('.') + 1);  // of a base model's "layers." and the like
+        const bool own = binder.prefix.empty() ? parts.count(part) > 0 : name.rfind(binder.prefix, 0) == 0;
+        if (own || name.rfind(binder.outer + "lm_head.", 0) == 0)
+            fail("%s: tensor %s is none of a %s with %s: config.json must name the architecture it belongs to",
+                 tensor.file.c_str(), printable(name).c_str(), config.family->architecture,
+                 counted(config.layers, "layer").c_str());
+        if (beside++ == 0) binder.model.beside = printable(name);
+    }
+    if (beside > 1) binder.model.beside += " and " + counted((int64_t)beside - 1, "other");
+}
+
+// Points the model's tensors into the table's; the caller keeps what the table points into alive. The head is the
+// embedding when the config ties them. As in Transformers 5, what is stored has the last word: if a tied checkpoint
+// stores both, each is used as it is (some store the same matrix twice), if one, that for both.
+inline Model bind_weights(Config config, const TensorTable &table) {
+    Model model;
+    model.config = std::move(config);
+    model.layers.resize((size_t)model.config.layers);
+    Binder binder{table, model};
+    // Of a part of a larger model; of a base model, alone or as a part.
+    for (const char *prefix : {"", "language_model.", "model.", "language_model.model.", "model.language_model."}) {
+        const auto at = table.tensors.lower_bound(prefix + std::string("layers."));
+        if (at != table.tensors.end() && at->first.rfind(prefix + std::string("layers."), 0) == 0)
+            binder.prefix = prefix;
+    }
+    if (table.tensors.count("language_model.lm_head.weight")) binder.outer = "language_model.";
+    if (table.tensors.count(binder.prefix + "embed_tokens.weight") &&
+        table.tensors.count(binder.outer + "lm_head.weight"))
+        model.config.tied = false;
+    visit_tensors(model, std::ref(binder));
+    for (int i = 0; i < model.config.layers; i++) {
+        const std::string layer = "layers." + std::to_string(i) + ".", attention = layer + "self_attn.";
+        LayerWeights &w = model.layers[(size_t)i];
+        if (model.config.family->ways == Ways::gemma4)  // of what comes last
+            (model.config.per_layer ? w.per_layer.scale : w.scale) =
+                number_of(binder.take(layer + "layer_scalar", {1}), 0);
+        if (model.config.rows[(size_t)i].own) continue;
+        for (const char *unused : {"k_proj", "v_proj", "k_norm", "v_norm"})  // of shared rows, files may have them
+            binder.taken[binder.named(attention + unused + ".weight")] = {};
+    }
+    refuse_unused(binder);
+    return model;
+}
+
+inline Model load_model(const std::string &directory) {
+    Config config = load_config(directory);
+    std::vector<Mapping> files;
+    Model model = bind_weights(std::move(config), open_weights(directory, files));
+    model.files = std::move(files);
+    return model;
 }
 
 // ---- Moving --------------------------------------------------------------------------------------------------

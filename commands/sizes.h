@@ -1,7 +1,7 @@
 // Which rows the cache of any checkpoint has, from its config.json alone: also of architectures that do not run here.
 #pragma once
 
-#include "../base/model.h"
+#include "../base/weights.h"
 
 // What a cache's size follows from, also of architectures that do not run here.
 struct CacheSizes {
@@ -51,7 +51,9 @@ inline void refuse_unknown_shape(const Section &config, const Family &family, bo
                                "mamba ssm state lru linear_ conv window_size window_pattern global_attn attn_alpha "
                                "attn_beta attention_hidden_size adapter")) ||
             (key == "attention_chunk_size" && window && item->number == window->number);  // MiMo: the same
-        if (!shape || harmless || is_neutral(item, 0) || has(read, key) || family.has(key.c_str())) continue;
+        if (!shape || harmless || is_neutral(item, 0) || has(read, key) || (family.chunks && key == "attention_chunk_size") ||
+            (family.ways == Ways::gemma4 && key == "use_bidirectional_attention"))
+            continue;
         fail("%s: %s is %s: what that does to the size of a cache is not known here", config.name.c_str(),
              printable(key).c_str(), printable(item).c_str());
     }
@@ -108,7 +110,7 @@ inline std::vector<Sees> layers_named(const Section &config, const Family &famil
             const std::string &word = words[(size_t)i % words.size()];
             if (has_part(word, "indexed sparse")) config.need("index_head_dim");
             const bool last = word == "L" && i + 1 == layers;  // of EXAONE 4 sees everything
-            if (last || (word == "hybrid" && family.has("hybrid")) || has(known.all, word))
+            if (last || (word == "hybrid" && family.hybrid) || has(known.all, word))
                 sees.push_back(Sees::all);
             else if (has(known.window, word) || has(known.nothing, word))
                 sees.push_back(has(known.window, word) ? Sees::window : Sees::nothing);
@@ -127,13 +129,13 @@ inline std::vector<Sees> layers_named(const Section &config, const Family &famil
         }
         return sees;
     }
-    if (family.has("attention_chunk_size")) {  // Llama 4; null: all layers see everything
+    if (family.chunks) {  // Llama 4; null: all layers see everything
         for (bool turns : read_turning(config, family, layers))
             sees.push_back(turns && !config.has_null("attention_chunk_size") ? Sees::window : Sees::all);
         return sees;
     }
     const bool period = config.find("attn_layer_period");  // Jamba; the other is Qwen3-Next's
-    if (family.has("hybrid") || (!period && !config.find("full_attention_interval"))) return sees;
+    if (family.hybrid || (!period && !config.find("full_attention_interval"))) return sees;
     int every = config.integer(period ? "attn_layer_period" : "full_attention_interval", 1, max_layers);
     int first = config.integer("attn_layer_offset", 0, max_layers, period ? 0 : every - 1);
     for (int i = 0; i < layers; i++) sees.push_back(i % every == first ? Sees::all : Sees::nothing);
@@ -142,14 +144,8 @@ inline std::vector<Sees> layers_named(const Section &config, const Family &famil
 
 // ---- The sizes -----------------------------------------------------------------------------------------------------
 
-// A key that a kind of layers, or a layer, may have for itself.
-inline void take(const Section &in, const char *key, std::initializer_list<int *> sizes) {
-    for (int *size : sizes)
-        if (in.find(key)) *size = in.integer(key, 1, max_size);
-}
-
 // Of each layer its own KV heads; 0: those of the others. `sees` loses the layers without attention.
-inline std::vector<int> read_own_heads(const Section &config, int heads, std::vector<Sees> &sees) {
+inline std::vector<int> read_heads_by_layer(const Section &config, int heads, std::vector<Sees> &sees) {
     const int layers = (int)sees.size();
     std::vector<int> own((size_t)layers, 0);
     for (const char *key : {"num_key_value_heads_per_layer", "num_key_value_heads", "num_kv_heads", "block_configs"}) {
@@ -198,14 +194,15 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
                         "model_max_length"},
                        1 << 30, known.context);
     std::vector<Sees> sees = layers_named(config, known, layers);
-    refuse_unknown_shape(config, known, !sees.empty() || known.has("all-attend"));
+    refuse_unknown_shape(config, known, !sees.empty() || known.all_attend);
 
     Kind all, local;
     int &window = local.window = config.has_null("sliding_window") ? 0 : std::max(0, known.window);
+    const char *window_key = "sliding_window";
     for (const char *key :
          {"attention_chunk_size", "window_size", "attention_window_size", "sliding_window_size", "sliding_window"})
-        if (config.find(key)) window = config.integer(key, 0, 1 << 30);
-    if (numbers && (sees.empty() || known.has("some-slide"))) {
+        if (config.find(key)) window_key = key, window = config.integer(key, 0, 1 << 30);
+    if (numbers && (sees.empty() || known.some_slide)) {
         sees.clear();
         for (int back : read_windows(config, known, read_turning(config, known, layers), out.context)) {
             sees.push_back(back ? Sees::window : Sees::all);
@@ -215,8 +212,7 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
         if (!config.flag("use_sliding_window", true) || (out.context && window >= out.context)) window = 0;
         const int pattern = size({"sliding_window_pattern", "_sliding_window_pattern"}, max_layers, -1);
         if (window && pattern < 0)
-            config.refuse("sliding_window", config.find("sliding_window"),
-                          "layer_types beside it: which layers slide?");
+            config.refuse(window_key, config.need(window_key), "layer_types beside it: which layers slide?");
         for (int i = 1; i <= layers; i++) sees.push_back(!window || i % pattern == 0 ? Sees::all : Sees::window);
     }
     if (!window && std::count(sees.begin(), sees.end(), Sees::window)) config.need("sliding_window");
@@ -232,13 +228,13 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
         if (index_width) config.need("kv_lora_rank");
         const std::optional<int> usual = known.heads ? std::optional<int>(known.heads) : if_7b(32);
         const int heads = size({"num_attention_heads", "n_head", "n_heads", "num_heads"}, max_size, usual);
-        own_heads = read_own_heads(config, heads, sees);
+        own_heads = read_heads_by_layer(config, heads, sees);
         std::optional<int> kv_heads = heads;
         if (!config.has_null("num_key_value_heads") && known.kv_heads) kv_heads = known.kv_heads;
         if (inside && !numbers && !config.has_null("num_key_value_heads")) kv_heads = {};
         const Section attention = config.section("attn_config");  // MPT, DBRX
         if (attention.object) refuse_unknown_shape(attention, {}, false);
-        const bool multi_query = config.flag("multi_query", known.has("multi-query"));
+        const bool multi_query = config.flag("multi_query", known.multi_query);
         const bool one = (multi_query && !config.flag("new_decoder_architecture", false)) ||
                          attention.text("attn_type", "") == "multiquery_attention";
         if (one || *std::max_element(own_heads.begin(), own_heads.end()))
@@ -252,23 +248,20 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
         all.key_width = size({"head_dim", "kv_channels", "attention_head_dim"}, max_size, known.head_dim);
         if (!all.key_width) {
             const int hidden = size({"hidden_size", "n_embd", "n_embed", "d_model"}, max_size, if_7b(4096));
-            if (hidden % heads || known.has("own-width")) config.need("head_dim");
+            if (hidden % heads || known.own_width) config.need("head_dim");
             all.key_width = hidden / heads;
         }
         all.value_width = values && !is_neutral(values, 0) ? size({"v_head_dim"}, max_size) : all.key_width;
     }
 
     // What layers with a window have for themselves, those without, and single layers.
-    const Section by_layer = config.section("per_layer_config");  // as Transformers 5 saves what differs
     local.kv_heads = all.kv_heads, local.key_width = all.key_width, local.value_width = all.value_width;
-    if (known.has("swa-heads")) config.need("swa_num_key_value_heads");
+    if (known.swa_heads) config.need("swa_num_key_value_heads");
     take(config, "swa_num_key_value_heads", {&local.kv_heads});
     take(config, "swa_head_dim", {&local.key_width, &local.value_width});
     take(config, "swa_v_head_dim", {&local.value_width});
-    if (known.has("per_layer_config") && !by_layer.object) all.key_width = all.value_width = 512;
-    take(config, "global_head_dim", {&all.key_width, &all.value_width});
-    if (config.flag("attention_k_eq_v", !known.has("attention_k_eq_v")))
-        take(config, "num_global_key_value_heads", {&all.kv_heads});
+    read_global_heads(config, known, all);
+    const std::vector<Section> own = sections_of_layers(config, layers);
     const int shared = config.integer("num_kv_shared_layers", 0, layers, 0);  // the last ones: they store nothing
     // "shared": finds rows by the keys of a layer before
     const std::vector<const Json *> indexers = config.by_layer("indexer_types", layers, " names");
@@ -280,12 +273,8 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
         if (own_heads[i]) kind.kv_heads = own_heads[i];
         const Json *indexer = indexers.empty() ? nullptr : indexers[(size_t)i];
         if (!is_text(indexer) || indexer->text != "shared") kind.key_width += index_width;
-        for (const Json *item : items_of(by_layer.object)) {
-            const Section own{by_layer.name, atoi(item->key.c_str()) == i ? item : nullptr};
-            own.refuse_others("head_dim num_key_value_heads num_attention_heads intermediate_size", "none");
-            take(own, "head_dim", {&kind.key_width, &kind.value_width});
-            take(own, "num_key_value_heads", {&kind.kv_heads});
-        }
+        own[i].refuse_others("head_dim num_key_value_heads num_attention_heads intermediate_size", "none");
+        read_own_heads(own[i], kind);
         add_layer(out.kinds, out.rows, kind, i + shared < layers);
     }
     if (out.kinds.empty()) fail("%s: no layer has keys and values", config.name.c_str());

@@ -40,9 +40,9 @@ static std::string small_checkpoint(const Family &family) {
         const char *name, *shape;
         int bytes;
     };
-    std::vector<Entry> entries = {{"model.embed_tokens.weight", "[3,4]", 48}, {"model.norm.weight", "[4]", 16}};
-    const bool fused = family.has("fused-qkv"), fused_mlp = family.has("fused-mlp");
-    const bool all_norms = family.has("all-norms"), before = !family.has("no-norms-before");
+    std::vector<Entry> entries = {{"embed_tokens.weight", "[3,4]", 48}, {"norm.weight", "[4]", 16}};
+    const bool fused = family.fused_qkv, fused_mlp = family.fused_mlp;
+    const bool all_norms = family.all_norms, before = family.norms_before;
     std::vector<Entry> layer = {{"self_attn.o_proj.weight", "[4,4]", 64},
                                 {"mlp.down_proj.weight", "[4,1]", 16},
                                 {"post_attention_layernorm.weight", "[4]", 16}};
@@ -56,22 +56,22 @@ static std::string small_checkpoint(const Family &family) {
                     {"self_attn.v_proj.weight", "[2,4]", 32}});
     add_if(fused_mlp, {{"mlp.gate_up_proj.weight", "[2,4]", 32}});
     add_if(!fused_mlp, {{"mlp.gate_proj.weight", "[1,4]", 16}, {"mlp.up_proj.weight", "[1,4]", 16}});
-    add_if(family.has("qkv"), {{"self_attn.q_proj.bias", "[4]", 16},
+    add_if(family.qkv_bias == Bias::always, {{"self_attn.q_proj.bias", "[4]", 16},
                                {"self_attn.k_proj.bias", "[2]", 8},
                                {"self_attn.v_proj.bias", "[2]", 8}});
-    add_if(family.has("head-norms"), {{"self_attn.q_norm.weight", "[2]", 8}, {"self_attn.k_norm.weight", "[2]", 8}});
+    add_if(family.head_norms, {{"self_attn.q_norm.weight", "[2]", 8}, {"self_attn.k_norm.weight", "[2]", 8}});
     add_if(all_norms, {{"self_attn.q_norm.weight", "[4]", 16}, {"self_attn.k_norm.weight", "[2]", 8}});
-    add_if(family.has("norms-after"), {{"post_feedforward_layernorm.weight", "[4]", 16}});
-    add_if(family.has("norms-after") && before, {{"pre_feedforward_layernorm.weight", "[4]", 16}});
-    add_if(family.has("sinks"), {{"self_attn.sinks", "[2]", 8}});
-    if (family.has("gemma4")) {
+    add_if(family.norms_after, {{"post_feedforward_layernorm.weight", "[4]", 16}});
+    add_if(family.norms_after && before, {{"pre_feedforward_layernorm.weight", "[4]", 16}});
+    add_if(family.sinks, {{"self_attn.sinks", "[2]", 8}});
+    if (family.ways == Ways::gemma4) {
         add_if(true, {{"layer_scalar", "[1]", 4},
                       {"per_layer_input_gate.weight", "[2,4]", 32},
                       {"per_layer_projection.weight", "[4,2]", 32},
                       {"post_per_layer_input_norm.weight", "[4]", 16}});
-        entries.insert(entries.end(), {{"model.embed_tokens_per_layer.weight", "[3,2]", 24},
-                                       {"model.per_layer_model_projection.weight", "[2,4]", 32},
-                                       {"model.per_layer_projection_norm.weight", "[2]", 8}});
+        entries.insert(entries.end(), {{"embed_tokens_per_layer.weight", "[3,2]", 24},
+                                       {"per_layer_model_projection.weight", "[2,4]", 32},
+                                       {"per_layer_projection_norm.weight", "[2]", 8}});
     }
 
     std::string header;
@@ -86,9 +86,9 @@ static std::string small_checkpoint(const Family &family) {
     const TensorTable none = {};
     const Binder binder{none, model};
     for (const Entry &entry : entries) add(binder.named(entry.name), entry);
-    for (const Entry &entry : layer) add(binder.named(std::string("model.layers.0.") + entry.name), entry);
+    for (const Entry &entry : layer) add(binder.named(std::string("layers.0.") + entry.name), entry);
 
-    const std::string rope = fused ? "longrope" : family.has("llama_4_scaling_beta") ? "yarn" : "llama3";
+    const std::string rope = fused ? "longrope" : family.query_growth ? "yarn" : "llama3";
     std::string config =
         std::string("{\"architectures\":[\"") + family.architecture + "\"],\"model_type\":\"" + family.model_type +
         "\",\"hidden_size\":4,\"intermediate_size\":1,\"num_hidden_layers\":1,\"num_attention_heads\":2,"
@@ -104,8 +104,8 @@ static std::string small_checkpoint(const Family &family) {
         (family.window ? "sliding" : "full") +
         "_attention\"],\"layer_rope_theta\":[0],\"num_kv_shared_layers\":0,"
         "\"per_layer_config\":{" +
-        (family.has("gemma4") ? "\"0\":{\"head_dim\":2}" : "") +
-        "},\"hidden_size_per_layer_input\":" + (family.has("gemma4") ? "2" : "0") +
+        (family.ways == Ways::gemma4 ? "\"0\":{\"head_dim\":2}" : "") +
+        "},\"hidden_size_per_layer_input\":" + (family.ways == Ways::gemma4 ? "2" : "0") +
         ",\"rope_theta\":1e4,"
         "\"hidden_activation\":\"silu\",\"eos_token_id\":[1,2],"
         "\"rope_scaling\":{\"rope_type\":\"" +

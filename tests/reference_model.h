@@ -2,7 +2,7 @@
 // hold the weights, which are in float32, and no function.
 #pragma once
 
-#include "../base/model.h"
+#include "../base/weights.h"
 #include "reference.h"
 
 namespace reference {

@@ -179,7 +179,7 @@ static const Built &built() {
                 spill(scratch / file, patched(diff, slurp(scratch / file)));
         for (const std::string &page : {chapter, family_page})
             for (const auto &[line, other] : answers_of(page))
-                for (std::string file : {"cache.h", "base/model.h", "base/weights.h"})
+                for (std::string file : {"cache.h", "base/families.h", "base/config.h", "base/weights.h"})
                     if (const std::string text = slurp(scratch / file); contains(text, line))
                         spill(scratch / file, replaced(text, line, either(line, other)));
         spill(scratch / "exercise.h", "#include <cstdlib>\ninline bool exercise() {\n"
@@ -439,7 +439,7 @@ TEST_CASE("a family: Slate has the logits of the Llama that is equivalent to it"
 TEST_CASE("a family: what a forgotten line leads to") {
     REQUIRE(built().program.status == 0);
     const std::string page = slurp(family_page);
-    // Of Llama, for which no line reads the tensor and no word allows the key.
+    // Of Llama, for which no line reads the tensor and no field allows the key.
     const Checkpoint slate = slate_checkpoint();
     write_checkpoint("slate_as_llama", slate, llama_config());
     write_checkpoint("llama_with_factor", equivalent_llama(slate), with_factor(llama_config(), factor));

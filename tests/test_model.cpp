@@ -1,9 +1,9 @@
-// base/model.h, json.h, usable.h and commands/report.h: every fixture loads with the config and the weights that
+// base/families.h, config.h, weights.h, json.h, usable.h and commands/report.h: every fixture loads with the config and the weights that
 // Transformers sees in it, and every kind of broken checkpoint ends in one line that says what is wrong. Run from the
 // repository's root. Its parts: what is right loads, the head and the embedding; what is broken: a directory, a config,
 // weights; the cache of any config; results as text and JSON; what this process may use.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include "../base/model.h"
+#include "../base/weights.h"
 
 #include "../base/usable.h"
 #include "../commands/report.h"
@@ -163,7 +163,7 @@ std::string summary(const Config &c) {
     text += c.keys_are_values ? " keys are values" : "";
     text += c.gelu ? " gelu" : "";
     text += std::string(c.qkv_bias ? " qkv" : "") + (c.output_bias ? " output" : "") + (c.mlp_bias ? " mlp" : "");
-    return text + (c.family->has("head-norms") ? " norms" : "") + (c.tied ? " tied" : "") +
+    return text + (c.family->head_norms ? " norms" : "") + (c.tied ? " tied" : "") +
            (c.dtype.empty() ? "" : " " + c.dtype);
 }
 
@@ -255,7 +255,7 @@ std::map<std::string, Tensor> by_name(const Model &model) {
     for (size_t i = 0; i < model.layers.size(); i++) {
         const LayerWeights &layer = model.layers[i];
         const Family &family = *model.config.family;
-        const bool after = family.has("norms-after"), before = !family.has("no-norms-before");
+        const bool after = family.norms_after, before = family.norms_before;
         std::string prefix = "model.layers." + std::to_string(i) + ".";
         const std::pair<const char *, const Linear *> linears[] = {
             {"self_attn.q_proj", &layer.query},  {"self_attn.k_proj", &layer.key}, {"self_attn.v_proj", &layer.value},
@@ -274,14 +274,14 @@ std::map<std::string, Tensor> by_name(const Model &model) {
         if (scale != 1) all[prefix + "layer_scalar"] = {&scale, DType::f32, 1, 1};
         all[prefix + "self_attn.q_norm.weight"] = layer.query_norm.data ? layer.query_norm : layer.all_query_norm;
         all[prefix + "self_attn.k_norm.weight"] = layer.key_norm.data ? layer.key_norm : layer.all_key_norm;
-        if (family.has("shared_intermediate_size")) {  // Granite 4
+        if (family.ways == Ways::granite4) {  // Granite 4
             const Tensor &gate = layer.gate.weight;  // `up` lies behind it
             all[prefix + "shared_mlp.input_linear.weight"] = {gate.data, gate.type, 2 * gate.rows, gate.cols};
             all[prefix + "shared_mlp.output_linear.weight"] = layer.down.weight;
             for (const char *part : {"gate_proj", "up_proj", "down_proj"})
                 all.erase(prefix + "mlp." + part + ".weight");
         }
-        if (family.has("fused-qkv")) {  // the parts lie behind one another
+        if (family.fused_qkv) {  // the parts lie behind one another
             const Tensor &query = layer.query.weight, &gate = layer.gate.weight;
             const int64_t rows = query.rows + layer.key.weight.rows + layer.value.weight.rows;
             all[prefix + "self_attn.qkv_proj.weight"] = {query.data, query.type, rows, query.cols};
@@ -291,7 +291,7 @@ std::map<std::string, Tensor> by_name(const Model &model) {
                 all.erase(prefix + part + ".weight");
         }
         if (layer.key.weight.data == layer.value.weight.data) all.erase(prefix + "self_attn.v_proj.weight");
-        if (family.has("lfm2")) {
+        if (family.ways == Ways::lfm2) {
             const std::pair<const char *, const char *> names[] = {
                 {"input_layernorm.weight", "operator_norm.weight"},
                 {"post_attention_layernorm.weight", "ffn_norm.weight"},
@@ -352,7 +352,7 @@ TEST_CASE("every fixture loads with its sizes, and with what it is there for") {
         CHECK(config.dtype == std::vector<std::string>{"float32", "float16", "bfloat16"}[(size_t)model.embedding.type]);
         const Family &family = *config.family;
         CHECK(model.copies.empty() ==
-              (!family.has("one-plus") && !family.has("value-norms") && config.logit_scale == 1));
+              (!family.one_plus && !family.value_norms && config.logit_scale == 1));
         CHECK(model.beside == beside[want.name]);
         const LayerWeights &layer = model.layers.back();
         const Kind &kind = config.kind(config.layers - 1);

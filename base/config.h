@@ -1,0 +1,529 @@
+// What config.json and generation_config.json say of a model: a Config, or one line that says what is wrong.
+//
+// Nothing in these files is trusted. Whatever is wrong with them ends in fail(): an Error that holds one line, which
+// names the file, what was found, what was expected and, where there is one, the cure.
+#pragma once
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "families.h"
+#include "json.h"
+#include "kinds.h"
+
+struct Config {
+    const Family *family = &families[0];
+    std::string dtype;               // what the config says of the weights; each Tensor knows its own type
+    int layers = 0, hidden = 0, ffn = 0, heads = 0, vocabulary = 0;
+    int shared_ffn = 0;            // of layers that read others' rows; 0: ffn, too
+    bool keys_are_values = false;  // of layers without a window: the value is the key before its norm and RoPE
+    int per_layer = 0, layer_vocabulary = 0;  // P of PerLayer, and of how many ids; 0: there is no second embedding
+    float layer_scale = 0;                    // what that is multiplied with
+    int context = 0;  // positions the model was made for
+    double norm_epsilon = 0;
+    double embedding_scale = 1;  // of what a token's embedding enters x with
+    double score_scale = 0;      // q k is multiplied with; 0: 1 / sqrt(D)
+    double logit_scale = 1;      // of logits
+    double logit_cap = 0;        // c: a logit becomes c tanh(logit / c); 0: it stays
+    bool gelu = false;           // the gate of the MLP: GELU by tanh, otherwise SiLU
+    std::vector<Kind> kinds;
+    std::vector<LayerRows> rows;  // (layers)
+    bool tied = false;         // in a Model: the head is the embedding, not a matrix of its own
+    std::vector<int> end_ids;  // a text ends after any of them; empty: it ends at -n or the context alone
+    int bos_id = -1;           // -1: none
+    bool qkv_bias = false, output_bias = false, mlp_bias = false;
+    bool convolution_bias = false;  // of a convolution's taps and matrices
+    const Kind &kind(int layer) const { return kinds[(size_t)rows[(size_t)layer].kind]; }
+    bool ends(int id) const { return std::count(end_ids.begin(), end_ids.end(), id) > 0; }
+};
+
+// No size in a config may exceed this, nor may heads * head_dim: products of two fit an int64_t with room to spare.
+constexpr int max_size = 1 << 24, max_ids = max_size - 1;  // base/ranking.h counts ids in 24 bits
+constexpr int max_layers = 10000;
+
+// `text`: in it, the config of the text model, of one that also sees or hears and has another name. A base model,
+// without a head of its own (Qwen3Model, as embedding models are published), is one whose head is tied.
+inline const Family &find_family(const Section &config, const Section &text) {
+    std::string model_type = config.text("model_type", ""), wanted = model_type, known;
+    const Json *list = config.find("architectures");
+    if (list && (!is_list(list) || count_of(list) != 1 || !is_text(&list->items[0])))
+        config.refuse("architectures", list, "a list of one name");
+    if (list) wanted = list->items[0].text;
+    if (wanted == "LLaMAForCausalLM") wanted = "LlamaForCausalLM";  // as the first conversions spell it
+    if (wanted.empty()) config.need("architectures");
+    std::string types;  // of the text models of a wrapper
+    for (const Family &family : families) {
+        known += " " + std::string(family.architecture, strlen(family.architecture) - strlen("ForCausalLM"));
+        std::string type = family.model_type, name = family.architecture, stem = name.substr(0, name.find("ForCausal"));
+        std::string base = stem + (type.find("_text") == std::string::npos ? "Model" : "TextModel");
+        if (text.object) {
+            type = stem = family.wrapper, name = stem + "ForConditionalGeneration", base = stem + "Model";
+            std::transform(type.begin(), type.end(), type.begin(), ::tolower);
+        }
+        if (wanted != (list ? name : type) && !(list && wanted == base)) continue;
+        types += (types.empty() ? "" : " ") + std::string(family.model_type);
+        if (text.object && text.text("model_type", family.model_type) != family.model_type) continue;
+        if (!model_type.empty() && model_type != type)
+            fail("%s: model_type is %s, but %s asks for %s", config.name.c_str(), printable(model_type).c_str(),
+                 name.c_str(), type.c_str());
+        return family;
+    }
+    if (!types.empty()) text.require_known("model_type", text.text("model_type", ""), types);
+    std::string nearest;
+    for (const auto &other : nearest_families)
+        if (wanted.rfind(other.begins, 0) == 0)
+            nearest = formatted(": nearest is %s, without its %s", other.family, other.differs);
+    fail("%s: architecture %s is not supported%s", config.name.c_str(), printable(wanted).c_str(),
+         (nearest.empty() ? "; supported are" + known + ", each ForCausalLM" : nearest).c_str());
+}
+
+// What other architectures compute differently and no tensor shows: Granite, Cohere, MiniCPM, Falcon-H1 scale
+// embedding, residual stream, scores or logits; Gemma 2 and OLMo cut them off; SmolLM3, Llama 4, MPT and DeepSeek place
+// tokens in other ways; then experts, the order of steps, norms of q and k, more of Gemma 4. By what changes nothing:
+inline void refuse_foreign_keys(const Section &config, const Family &family, const Config &sizes, const Kind &kind) {
+    const struct {
+        double neutral;
+        const char *keys;
+        bool read = false;  // by this family
+    } table[] = {
+        {1, "embedding_multiplier residual_multiplier logits_scaling", family.multipliers},
+        {1, "logit_scale scale_emb lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier "
+            "mlp_multipliers rotary_pct is_causal"},
+        {1, "no_rope_layers", family.some_turn},
+        {1, "partial_rotary_factor", family.part_turns},
+        {0, "attn_logit_softcapping attn_logit_softcap clip_qkv nope_layer_interval attention_chunk_size "
+            "attn_temperature_tuning rope_interleave alibi kv_lora_rank num_experts num_local_experts "
+            "n_routed_experts use_parallel_residual parallel_attn enable_moe_block"},
+        {0, "no_rope_layer_interval", family.some_turn},
+        {0, "layer_rope_theta", family.layer_thetas},
+        {0, "final_logit_softcapping attention_k_eq_v use_double_wide_mlp hidden_size_per_layer_input "
+            "use_bidirectional_attention num_kv_shared_layers per_layer_config",
+         family.ways == Ways::gemma4},
+        {(double)family.head_norms, "use_qk_norm qk_layernorm"},
+        {1 / std::sqrt(kind.key_width), "attention_multiplier", family.multipliers},
+        {(double)kind.key_width, "query_pre_attn_scalar", family.query_scalar},
+        {std::sqrt(sizes.layers), "scale_depth"},
+        {(double)sizes.hidden, "dim_model_base"}};
+    for (const auto &row : table) {
+        const std::string cure =
+            formatted("%g, or no such key: %s computes without it", row.neutral, family.architecture);
+        for (const std::string &key : split(row.keys)) {
+            const Json *item = config.find(key.c_str());
+            if (item && !row.read && !is_neutral(item, row.neutral)) config.refuse(key.c_str(), item, cure);
+        }
+    }
+}
+
+// Throws unless the heads of a kind can be computed with.
+inline void check_heads(const char *name, int heads, const Kind &kind) {
+    if (heads % kind.kv_heads)
+        fail("%s: num_attention_heads is %d, expected a multiple of num_key_value_heads, %d", name, heads,
+             kind.kv_heads);
+    if (kind.key_width % 2) fail("%s: head_dim is %d, expected an even number: RoPE turns pairs", name, kind.key_width);
+    if (kind.key_width > max_size / heads)
+        fail("%s: num_attention_heads * head_dim is %lld, expected at most %d", name, (long long)heads * kind.key_width,
+             max_size);
+}
+
+// A key that some layers may have for themselves.
+inline void take(const Section &own, const char *key, std::initializer_list<int *> sizes) {
+    for (int *size : sizes)
+        if (own.find(key)) *size = own.integer(key, 1, max_size);
+}
+
+// Heads of one layer, and those of layers that see everything.
+inline void read_own_heads(const Section &own, Kind &kind) {
+    take(own, "head_dim", {&kind.key_width, &kind.value_width});
+    take(own, "num_key_value_heads", {&kind.kv_heads});
+}
+inline void read_global_heads(const Section &config, const Family &family, Kind &kind) {
+    const bool gemma4 = family.ways == Ways::gemma4;
+    if (gemma4 && !config.find("per_layer_config")) kind.key_width = kind.value_width = 512;
+    take(config, "global_head_dim", {&kind.key_width, &kind.value_width});
+    if (config.flag("attention_k_eq_v", !gemma4)) take(config, "num_global_key_value_heads", {&kind.kv_heads});
+}
+
+// What per_layer_config, which Transformers 5 writes, has for each layer; "05" is layer 5.
+inline std::vector<Section> sections_of_layers(const Section &config, int layers) {
+    const Section by_layer = config.section("per_layer_config");
+    std::vector<Section> sections((size_t)layers, {config.name, nullptr});
+    for (const Json *item : items_of(by_layer.object)) {
+        const size_t layer = strtoull(item->key.c_str(), nullptr, 10);
+        if (item->key.find_first_not_of("0123456789") != std::string::npos || layer >= sections.size())
+            by_layer.refuse(printable(item->key).c_str(), item, formatted("layers from 0 to %d as keys", layers - 1));
+        sections[layer] = by_layer.section(item->key.c_str());
+    }
+    return sections;
+}
+
+// `kind` is what the layers have in common.
+inline void read_sizes(const Section &config, const Family &family, Config &out, Kind &kind) {
+    auto or_none = [](int value) { return value ? std::optional<int>(value) : std::nullopt; };
+    out.layers = config.integer("num_hidden_layers", 1, max_layers);
+    out.hidden = config.integer("hidden_size", 1, max_size);
+    const char *ffn = family.ways == Ways::granite4 ? "shared_intermediate_size" : "intermediate_size";
+    if (family.ways != Ways::lfm2) out.ffn = config.integer(ffn, 1, max_size);
+    out.vocabulary = config.integer("vocab_size", 1, max_ids, or_none(family.vocabulary));
+    out.context = config.integer("max_position_embeddings", 1, 1 << 30, family.context);
+    out.heads = config.integer("num_attention_heads", 1, max_size, or_none(family.heads));
+    // A null asks for as many KV heads as heads; only a key that is not there takes the family's default.
+    bool as_heads = config.has_null("num_key_value_heads") || family.kv_heads == 0;
+    kind.kv_heads = config.integer("num_key_value_heads", 1, max_size, as_heads ? out.heads : family.kv_heads);
+    int &width = kind.key_width = config.integer("head_dim", 1, max_size, family.head_dim);
+    if (width == 0 && out.hidden % out.heads)
+        fail("%s: hidden_size is %d, expected a multiple of num_attention_heads, %d (or a head_dim)",
+             config.name.c_str(), out.hidden, out.heads);
+    if (width == 0) width = out.hidden / out.heads;
+    check_heads(config.name.c_str(), out.heads, kind);
+    if (family.ways != Ways::lfm2) out.norm_epsilon = config.number("rms_norm_eps", 1e-30, 1, family.epsilon);
+}
+
+// Phi-3: its first files say su or yarn and mean longrope, whose original context is always the same.
+inline void read_phi3(const Family &family, std::string &rope_type, int &original_context) {
+    if (rope_type == "su" || rope_type == "yarn") rope_type = "longrope";
+    original_context = family.context;
+}
+
+// Two spellings: rope_theta beside rope_scaling {type or rope_type, factor, ...}, or all of it in rope_parameters.
+// As in Transformers, rope_scaling goes before rope_parameters, and a theta in either before the one beside them.
+// Gemma's local layers turn in another way: first by rope_local_base_freq alone, later each kind has an object.
+inline void read_rope(const Section &config, const Family &family, int context, Kind &kind) {
+    const bool by_kind = family.ropes, local = by_kind && kind.window;
+    Section rope = config.section("rope_scaling");
+    if (by_kind && count_of(rope.object) && config.find("rope_parameters"))
+        config.refuse("rope_scaling", rope.object, "none beside rope_parameters");
+    if (local || !count_of(rope.object)) {
+        rope = config.section("rope_parameters");
+        if (by_kind) rope = rope.section(local ? "sliding_attention" : "full_attention");
+    }
+    if (family.query_growth && !rope.object) config.need("rope_parameters");  // or YaRN by 16
+    const char *name = rope.name.c_str();
+    for (const Json *item : items_of(rope.object))
+        if (is_object(item))
+            rope.refuse(printable(item->key).c_str(), item, "no object: one RoPE for all layers");
+    const bool gemma4 = family.ways == Ways::gemma4;
+    const Section nothing{config.name, nullptr}, beside = gemma4 ? nothing : config;
+    if (!beside.object && rope.object && !rope.find("rope_theta") && config.find("rope_theta"))
+        config.refuse("rope_theta", config.find("rope_theta"), "it in rope_parameters, for each kind of layers");
+    kind.rope_theta = local ? beside.number("rope_local_base_freq", 1, 1e15, 10000)
+                            : beside.number("rope_theta", 1, 1e15, family.theta);
+    kind.rope_theta = rope.number("rope_theta", 1, 1e15, kind.rope_theta);
+    for (const char *key : {"type", "truncate"})  // Transformers 4 and 5 read these in other ways
+        if (const Json *item = member(rope.object, key); by_kind && item)
+            rope.refuse(key, item, "no such key (but rope_type)");
+    std::string type = rope.text("rope_type", rope.text("type", "default"));
+    double part = config.number("partial_rotary_factor", 0, 1, 1);
+    int original = 0;
+    if (gemma4 && !local && !rope.object) type = "proportional", part = 0.25;
+    if (family.ways == Ways::phi3) read_phi3(family, type, original);
+    kind.rope = read_scaling(by_kind ? nothing : config, rope, type, part, kind.key_width, context, original);
+    if (kind.rope.rotary != 1 && !family.part_turns)
+        fail("%s: partial_rotary_factor is not supported; supported is 1", name);
+    if (!family.query_growth) return;
+    kind.rope.query_growth = rope.number("llama_4_scaling_beta", 0, 1e3);
+    if (!kind.rope.original_context)
+        kind.rope.original_context = rope.integer("original_max_position_embeddings", 1, 1 << 30, context);
+}
+
+// Which layers RoPE turns: not each fourth one of SmolLM3, and of Granite 4 all or none.
+inline std::vector<bool> read_turning(const Section &config, const Family &family, int layers) {
+    std::vector<bool> turning((size_t)layers, true);
+    if (family.ways == Ways::granite4) {
+        const std::string type = config.text("position_embedding_type", "");
+        if (!type.empty()) config.require_known("position_embedding_type", type, "rope nope");
+        turning.assign((size_t)layers, type == "rope");
+        config.need("num_local_experts"), config.need("layer_types");  // or there are 8, and no layer attends
+    }
+    if (!family.some_turn) return turning;
+    const Json *list = config.find("no_rope_layers");
+    std::vector<const Json *> listed;  // [], as Llama 4 is published, is no list
+    if (!is_list(list) || count_of(list)) listed = config.by_layer("no_rope_layers", layers, " of 0 and 1");
+    const int every = config.integer("no_rope_layer_interval", 1, max_layers, 4);
+    for (size_t i = 0; i < turning.size(); i++) {
+        if (!listed.empty() && !is_whole(listed[i], 0, 1)) config.refuse("no_rope_layers", listed[i], "0 or 1 in it");
+        turning[i] = listed.empty() ? (int)(i + 1) % every != 0 : listed[i]->number != 0;
+    }
+    return turning;
+}
+
+// Mistral: every layer slides. Qwen: only with use_sliding_window, and then the layers from max_window_layers on. Gemma
+// and Granite: by a pattern. SmolLM3: those that RoPE does not turn. Some may name other layers in layer_types.
+// A window as long as the context is none: no text of the model's is longer (Phi-4-mini: 262,144 of 131,072).
+inline std::vector<int> read_windows(const Section &config, const Family &family, const std::vector<bool> &turning,
+                                     int context) {
+    const int layers = (int)turning.size();
+    const bool mixes = family.some_slide, asked = mixes && !family.pattern, qwen = asked && family.window > 0;
+    int window = 0;
+    if (family.window && (!asked || config.flag("use_sliding_window", false)))
+        window = config.integer("sliding_window", 1, 1 << 30,
+                                config.has_null("sliding_window") ? 0 : std::max(0, family.window));
+    const int first = qwen ? config.integer("max_window_layers", 0, max_layers, 28) : 0;
+    const int every =
+        family.pattern > 0 ? config.integer("sliding_window_pattern", 1, max_layers, family.pattern) : -family.pattern;
+    std::vector<int> windows;
+    for (int layer = 0; layer < layers; layer++) {
+        bool full = every ? (layer + (family.pattern > 0)) % every == 0 : layer < first;
+        if (family.some_turn) full = turning[(size_t)layer];
+        windows.push_back(full ? 0 : window);
+    }
+
+    const std::vector<const Json *> types = config.by_layer("layer_types", layers, " names");
+    for (size_t i = 0; i < types.size(); i++) {
+        int &layer = windows[i];
+        std::string word = is_text(types[i]) ? types[i]->text : "";
+        if (word == "attention") word = "full_attention";  // Granite 4
+        const char *other = mixes || layer ? "sliding_attention" : "full_attention";
+        if (word != other && (!mixes || word != "full_attention"))
+            config.refuse("an entry of layer_types", types[i],
+                          (mixes ? "full_attention or " : "") + std::string(other));
+        layer = word == "full_attention" ? 0 : window;
+        if (word == "sliding_attention" && layer == 0)
+            fail("%s: layer_types has sliding_attention, but use_sliding_window and sliding_window give no window",
+                 config.name.c_str());
+    }
+    if (family.ways == Ways::gemma4) windows.back() = 0;  // whatever the config says, the last sees everything
+    for (int &back : windows) back = back < context ? back : 0;
+    return windows;
+}
+
+// LFM2: short convolutions, and between them layers that attend alike; layer_types names them, or full_attn_idxs counts
+// those that attend. As in Transformers, w1 and w3 have two thirds of the rows that the config names, times a factor,
+// up to a multiple of some number; unless it says that they have as many as it names.
+inline void read_lfm2(const Section &config, Config &out, std::vector<Kind> &layers) {
+    const char *key = config.find("block_ff_dim") ? "block_ff_dim" : "intermediate_size";
+    const int named = config.integer(key, 1, max_size), unit = config.integer("block_multiple_of", 1, max_size, 256);
+    const double factor = config.number("block_ffn_dim_multiplier", 1e-6, 1e6, 1);
+    const bool adjusted = config.flag("block_auto_adjust_ff_dim", true);
+    const double rows = adjusted ? unit * std::ceil(std::floor(factor * (2 * named / 3)) / unit) : named;
+    if (rows < 1 || rows > max_size)
+        fail("%s: %s and block_ffn_dim_multiplier make an MLP of %.0f rows, expected 1 to %d", config.name.c_str(), key,
+             rows, max_size);
+    out.ffn = (int)rows;
+    out.norm_epsilon = config.number("norm_eps", 1e-30, 1, out.family->epsilon);
+    out.tied = config.flag("tie_embedding", out.tied);
+    out.convolution_bias = config.flag("conv_bias", false);
+
+    Kind convolution;
+    convolution.kv_heads = 1, convolution.key_width = out.hidden;
+    convolution.window = convolution.taps = config.integer("conv_L_cache", 1, 1000, 3);
+    const Kind attends = layers[0];
+    const Json *list = config.find("full_attn_idxs");
+    if (list && (!is_list(list) || count_of(list) > out.layers))
+        config.refuse("full_attn_idxs", list, formatted("a list of at most %d (num_hidden_layers) layers", out.layers));
+    if (list) layers.assign(layers.size(), convolution);
+    for (const Json *item : items_of(list)) {
+        if (!is_whole(item, 0, out.layers - 1))
+            config.refuse("an entry of full_attn_idxs", item, formatted("a layer from 0 to %d", out.layers - 1));
+        layers[(size_t)item->number] = attends;
+    }
+    const std::vector<const Json *> types = config.by_layer("layer_types", out.layers, " names");
+    for (size_t i = 0; i < types.size(); i++) {
+        const std::string word = is_text(types[i]) ? types[i]->text : "";
+        if (!has("conv full_attention attention", word))
+            config.refuse("an entry of layer_types", types[i], "conv or full_attention");
+        layers[i] = word == "conv" ? convolution : attends;
+    }
+}
+
+// Gemma 4: layers that see everything have heads of their own, and any layer in per_layer_config, as Transformers 5
+// writes it. The last num_kv_shared_layers read the rows of others: their number is returned. Each token has a second
+// embedding for each layer.
+inline int read_gemma4(const Section &config, Config &out, std::vector<Kind> &layers) {
+    const std::vector<Section> own = sections_of_layers(config, out.layers);
+    out.keys_are_values = config.flag("attention_k_eq_v", false);
+    for (size_t i = 0; i < layers.size(); i++) {
+        if (!layers[i].window && !config.find("per_layer_config") && !config.has_null("per_layer_config"))
+            read_global_heads(config, *out.family, layers[i]);
+        own[i].refuse_others("head_dim num_key_value_heads", "no such key: all layers have it in common");
+        read_own_heads(own[i], layers[i]);
+        check_heads(own[i].name.c_str(), out.heads, layers[i]);
+    }
+    out.logit_cap = config.number("final_logit_softcapping", 0, 1e9, 0);
+    out.per_layer = config.integer("hidden_size_per_layer_input", 0, max_size / out.layers, 256);
+    out.layer_scale = std::sqrt((float)out.per_layer / 2);
+    const int least = out.per_layer ? out.vocabulary : 0;
+    out.layer_vocabulary = config.integer("vocab_size_per_layer_input", least, max_size, out.family->vocabulary);
+    const std::string both_ways = config.text("use_bidirectional_attention", "vision");  // among an image's tokens
+    config.require_known("use_bidirectional_attention", both_ways, "vision");
+    if (config.flag("use_double_wide_mlp", false)) out.shared_ffn = 2 * out.ffn;
+    return config.integer("num_kv_shared_layers", 0, out.layers - 1, 0);
+}
+
+// What differs from layer to layer: window, RoPE, and what the readers above know. A kind that attends comes first: of
+// it commands say most.
+inline void read_layers(const Section &config, const Family &family, const Kind &common, Config &out) {
+    std::vector<Kind> layers((size_t)out.layers, common);
+    const std::vector<bool> turning = read_turning(config, family, out.layers);
+    int shared = 0;
+    if (family.ways == Ways::lfm2) {
+        read_lfm2(config, out, layers);
+    } else {
+        const std::vector<int> windows = read_windows(config, family, turning, out.context);
+        for (size_t i = 0; i < layers.size(); i++) layers[i].window = windows[i];
+    }
+    if (family.ways == Ways::gemma4) shared = read_gemma4(config, out, layers);
+    const Json *thetas = family.layer_thetas ? config.find("layer_rope_theta") : nullptr;
+    if (thetas && (!is_list(thetas) || count_of(thetas) != out.layers))
+        config.refuse("layer_rope_theta", thetas, "a number for each of the layers");
+    for (size_t i = 0; i < layers.size(); i++) {
+        Kind &kind = layers[i];
+        if (kind.taps) continue;
+        kind.value_width = kind.key_width;
+        read_rope(config, family, out.context, kind);
+        const Json *theta = thetas ? &thetas->items[i] : nullptr;
+        if (theta && !(is_number(theta) && theta->number >= 0 && theta->number <= 1e15))
+            config.refuse("layer_rope_theta", theta, "numbers from 0 to 1e15");
+        if (theta) kind.rope_theta = theta->number;
+        if (!turning[i]) kind.rope_theta = 0;
+        if (kind.rope_theta == 0) kind.rope = {};
+    }
+    const auto attends = std::find_if(layers.begin(), layers.end(), [](const Kind &kind) { return !kind.taps; });
+    if (attends == layers.end())
+        fail("%s: all layers are convolutions, expected one with attention at least", config.name.c_str());
+    out.kinds = {*attends};
+    for (int i = 0; i < out.layers; i++) {
+        add_layer(out.kinds, out.rows, layers[(size_t)i], i < out.layers - shared);
+        if (out.rows.back().index < 0)
+            fail("%s: num_kv_shared_layers is %d, but layer %d has no earlier one of its kind whose rows it could read",
+                 config.name.c_str(), shared, i);
+    }
+}
+
+// generation_config.json goes before config.json, and there what is outside of text_config; the family comes last.
+inline void read_special_ids(const Section &root, const Section &text, const Section &generation, const Family &family,
+                             Config &out) {
+    const int last = out.vocabulary - 1;
+    auto with = [&](const char *key) { return generation.find(key) ? generation : root.find(key) ? root : text; };
+    const Section bos = with("bos_token_id"), end = with("eos_token_id");
+    bool no_bos = bos.has_null("bos_token_id") || family.bos_id > last;
+    out.bos_id = bos.integer("bos_token_id", 0, last, no_bos ? -1 : family.bos_id);
+
+    const Json *ids = end.find("eos_token_id");
+    bool no_end = end.has_null("eos_token_id") || family.end_id < 0 || family.end_id > last;
+    if (!ids && !no_end) out.end_ids = {family.end_id};
+    for (const Json *id : entries_of(ids)) {
+        if (!is_whole(id, 0, last))
+            end.refuse("eos_token_id", ids, "ids from 0 to " + std::to_string(last) + " (vocab_size - 1)");
+        out.end_ids.push_back((int)id->number);
+    }
+}
+
+// Granite adds r y to x where others add y. RMSNorm does not see how large x is, so x / r is kept in its place: it
+// begins at 1 / r of the embedding, and epsilon, which is added to the mean of x^2, becomes epsilon / r^2.
+inline void read_factors(const Section &config, const Family &family, Config &out) {
+    if (family.scaled_embedding) out.embedding_scale = std::sqrt(out.hidden);
+    if (family.unscaled_scores) out.score_scale = 1;
+    if (family.query_scalar)
+        out.score_scale = 1 / std::sqrt(config.number("query_pre_attn_scalar", 1e-6, 1e9, 256));
+    if (family.multipliers) {
+        const double residual = config.number("residual_multiplier", 1e-6, 1e6, 1);
+        out.embedding_scale = config.number("embedding_multiplier", -1e9, 1e9, 1) / residual;
+        out.norm_epsilon /= residual * residual;
+        out.score_scale = config.number("attention_multiplier", 1e-9, 1e9, 1);
+        out.logit_scale = 1 / config.number("logits_scaling", 1e-9, 1e9, 1);
+    }
+}
+
+inline Config read_config(const Section &whole, const Section &generation) {
+    const Section text_config = whole.section("text_config"), &config = text_config.object ? text_config : whole;
+
+    Config out;
+    const Family &family = find_family(whole, text_config);
+    out.family = &family;
+    for (const Section &section : {config, whole})
+        out.dtype = section.text("dtype", section.text("torch_dtype", out.dtype));
+    if (out.dtype.rfind("torch.", 0) == 0) out.dtype = out.dtype.substr(6);
+    if (out.dtype == "auto") out.dtype = "";  // as it is stored
+    if (!out.dtype.empty()) config.require_known("dtype", out.dtype, "float32 float16 bfloat16");
+    const bool gelu = family.gelu;
+    const char *key = gelu ? "hidden_activation" : "hidden_act", *other = gelu ? "hidden_act" : "hidden_activation";
+    std::string activation = config.text(key, gelu ? "gelu_pytorch_tanh" : "silu");
+    if (config.text(other, activation) != activation)
+        config.refuse(other, config.find(other), activation + ", as " + key + " says");
+    if (activation == "swish") activation = "silu";  // two names: x * sigmoid(x)
+    config.require_known(key, activation, family.ways == Ways::lfm2 ? "silu" : "silu gelu_pytorch_tanh");
+    out.gelu = activation != "silu";
+    for (const Section &section : {config, whole})
+        if (const Json *item = section.find("quantization_config"))
+            section.refuse("quantization_config", item,
+                           "weights as they were trained, in F32 F16 BF16, and no such key");
+    Kind kind;
+    read_sizes(config, family, out, kind);
+    refuse_foreign_keys(config, family, out, kind);
+    out.tied = whole.flag("tie_word_embeddings", text_config.object || family.tied);
+    read_layers(config, family, kind, out);
+    read_special_ids(whole, config, generation, family, out);
+    read_factors(config, family, out);
+    auto biased = [&](Bias bias, const char *asked) {
+        return bias == Bias::always || (bias == Bias::asked && config.flag(asked, false));
+    };
+    out.qkv_bias = biased(family.qkv_bias, "attention_bias");
+    out.output_bias = biased(family.output_bias, "attention_bias");
+    out.mlp_bias = biased(family.mlp_bias, "mlp_bias");
+    return out;
+}
+
+// From the two texts in memory; `generation_text` may be empty: no such file. Names are for messages.
+inline Config parse_config(const std::string &name, const std::string &text, const std::string &generation_name,
+                           const std::string &generation_text) {
+    Json root = parse_json(name, text, /*as_python=*/true), generation_root;
+    if (!generation_text.empty()) generation_root = parse_json(generation_name, generation_text, true);
+    return read_config({name, &root}, {generation_name, &generation_root});
+}
+
+// What to do about what was given as a directory and holds no config.json, by what is found in its place.
+inline std::string directory_cure(const std::string &given) {
+    const std::string cure = ": weights_tools/from_gguf.py FILE DIR makes a directory of it";
+    const size_t slash = given.find('/');
+    const std::filesystem::path path = given;
+    std::error_code none;
+    if (path.extension() == ".gguf") return "GGUF is not read here" + cure;
+    if (given[0] == '~') return "a shell does not replace ~ within quotes: write $HOME, or leave the quotes out";
+    if (std::filesystem::is_regular_file(path, none))
+        return "it is a file: give its directory" +
+               (path.has_parent_path() ? ", -m " + path.parent_path().string() : ", -m .");
+    // models--org--name of the hub's cache, or its snapshots.
+    const std::string all = given.substr(0, given.find_last_not_of('/') + 1);
+    const std::string snapshots =
+        std::filesystem::path(all).filename() == "snapshots" ? all : join_path(all, "snapshots");
+    if (std::filesystem::is_directory(snapshots, none)) {
+        std::string best, main;
+        for (const auto &entry : std::filesystem::directory_iterator(snapshots, none))
+            if (file_exists(entry.path() / "config.json")) best = std::max(best, entry.path().string());
+        std::ifstream(join_path(snapshots, "../refs/main")) >> main;  // names the one that was fetched last
+        if (!main.empty() && file_exists(join_path(join_path(snapshots, main), "config.json")))
+            best = join_path(snapshots, main);
+        return best.empty() ? "it holds no whole snapshot: fetch it again" : "give its snapshot: -m " + best;
+    }
+    if (file_exists(path / "adapter_config.json"))
+        return "it holds an adapter (LoRA): merge it into its base model, with merge_and_unload() of peft, and save "
+               "that";
+    for (const auto &entry : std::filesystem::directory_iterator(path, none))
+        if (entry.path().extension() == ".gguf")
+            return "it holds GGUF, " + entry.path().filename().string() + ", which is not read here" + cure;
+    if (slash && slash != std::string::npos && given.find('/', slash + 1) == std::string::npos && given[0] != '.' &&
+        slash + 1 < given.size() && !file_exists(given))
+        return "no such directory; of the hub: `hf download " + given + " --local-dir " + given.substr(slash + 1) +
+               "`, then -m " + given.substr(slash + 1);
+    return "expected the directory that holds config.json and model.safetensors";
+}
+
+// The text of DIR/config.json, and what messages call it.
+inline std::pair<std::string, std::string> read_config_file(const std::string &directory) {
+    std::string name = join_path(directory, "config.json");
+    if (!file_exists(name)) {
+        std::string problem = strerror(errno);
+        fail("%s: cannot open it: %s; %s", name.c_str(), problem.c_str(), directory_cure(directory).c_str());
+    }
+    return {name, read_file(name, max_json_bytes)};
+}
+
+inline Config load_config(const std::string &directory) {
+    auto [name, text] = read_config_file(directory);
+    std::string generation = join_path(directory, "generation_config.json");
+    return parse_config(name, text, generation, file_exists(generation) ? read_file(generation, max_json_bytes) : "");
+}
