@@ -13,7 +13,7 @@
 
 // What is asked for, and how far it is.
 struct Request {
-    std::string id;
+    std::string id, name = "";  // name: what messages call it; "": as its id
     std::vector<int> tokens;    // the prompt, then what was generated
     int prompt = 0, count = 0;  // tokens of the prompt; tokens to generate at most
     bool fills = false;         // count is what the context has room for
@@ -133,8 +133,9 @@ inline int64_t peak_pages(const Schedule &schedule, const PagePool &pool) {
 // Refuses what can never fit.
 inline void require_fit(const Schedule &schedule, const Request &request) {
     auto require = [&](int takes, const char *what, int there, const char *flag) {
+        const std::string &name = request.name.empty() ? request.id : request.name;
         if (takes > there)
-            fail("%s: %s and %d more take %d %s %d: shorten it, or raise %s", request.id.c_str(),
+            fail("%s: %s and %d more take %d %s %d: shorten it, or raise %s", name.c_str(),
                  counted(request.prompt, "token").c_str(), request.count, takes, what, there, flag);
     };
     const int positions = request.positions();

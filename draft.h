@@ -103,7 +103,8 @@ std::vector<int> next_tokens(Engine &engine, Cache &cache, Drafter &drafter, con
         return next.back();
     };
     const int right = proposal.accept(take, [&] { return ends && config.ends(next.back()); });
-    rewind(cache, 0, last + (int)next.size());
+    const int read = last + (int)next.size();
+    if (rewind(cache, 0, read) < read) fail("guesses went further than the cache goes back: a fault here");
     drafter.add({proposal.match, (int)next.size(), right, proposal.guesses, proposal.paused, now() - start, guessing});
     return next;
 }

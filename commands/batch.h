@@ -119,6 +119,9 @@ inline Request RequestReader::read(const std::string &name, int number, const st
     require_known_keys(name, &json);
     Request request;
     const Json *id = of.find("id");
+    if (id && !is_text(id) && !is_whole(id, 0, exact_end))
+        of.refuse("id", id, "a text, or a whole number from 0 to 2^53 - 1");
+    request.name = name;
     request.id = is_whole(id, 0, exact_end) ? json_of(id->number) : of.text("id", "");
     if (request.id.empty()) request.id = std::to_string(number);
     request.tokens = tokens_of(of);

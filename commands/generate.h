@@ -150,8 +150,9 @@ inline void take_sampler(Options &options) {
 
 // Says how the checkpoint asks to be sampled from where it is done otherwise, unless --temp 0 was said.
 inline void note_sampler(const Options &options) {
-    const Sampler own = sampler_of(options.directory);
     const std::string given = options.has("--temp") ? options.given.at("--temp") : "";
+    if (!given.empty() && given != "auto" && options.temperature == 0) return;
+    const Sampler own = sampler_of(options.directory);
     if (own.temperature == 0 && given == "auto")
         note("--temp auto: no generation_config.json asks for tokens to be drawn: the likeliest one is taken");
     std::string asks = formatted("--temp %g", own.temperature);
@@ -160,7 +161,7 @@ inline void note_sampler(const Options &options) {
     if (own.min_p > 0) asks += formatted(" --min-p %g", own.min_p);
     const bool same = own.temperature == options.temperature && own.top_k == options.top_k &&
                       own.top_p == options.top_p && own.min_p == options.min_p;
-    if (own.temperature > 0 && !same && given != "auto" && (given.empty() || options.temperature > 0))
+    if (own.temperature > 0 && !same && given != "auto")
         note("this model's generation_config.json asks for " + asks + ": --temp auto takes that");
 }
 

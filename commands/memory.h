@@ -26,9 +26,7 @@ inline MemoryQuestion memory_question(const Options &options) {
         if (!sizes.no_size.empty()) fail("%s", sizes.no_size.c_str());
         if (sizes.why_not.empty()) question.weights = weights_read(load_model(question.model));
     }
-    if (question.weights && options.weight_bytes)
-        fail("--weight-bytes: %s tells them, %.0f: drop the flag", question.model.c_str(), question.weights);
-    if (!question.weights) question.weights = options.weight_bytes;
+    if (options.has("--weight-bytes")) question.weights = options.weight_bytes;  // of a model, as if they were others
     if (!options.context && !sizes.context)
         fail("%s: config.json does not say for how many positions: add -c N", question.model.c_str());
     if (!sizes.kinds[0].value_width && options.has("-ctv"))

@@ -959,6 +959,7 @@ TEST_CASE("a checkpoint's own sampling settings are offered where they are not u
     spill(own + "/generation_config.json", R"({"do_sample": true, "temperature": "hot"})");
     check_refused(run({"generate", "-m", own, "-p", "Once", "--temp", "auto"}),
                   {"generation_config.json: temperature is \"hot\", expected a number from 0 to 1000"});
+    CHECK(said({"--temp", "0"}) == said({"--temp", "0", "--top-k", "1"}));  // which takes nothing of it
 }
 
 TEST_CASE("an end that only tokenizer_config.json names ends the text, too, and is said") {

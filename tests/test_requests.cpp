@@ -206,7 +206,10 @@ TEST_CASE("a line that is wrong ends the program before anything runs, with its 
     refused("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}",
             {"line 3: ", "chat template"});  // none is there
     refused("{\"prompt\": \"a\", \"salt\": 5}", {"salt is 5, expected a text"});
-    refused("{\"id\": 1.5, \"prompt\": \"a\"}", {"id is 1.5, expected a text"});
+    for (const char *id : {"1.5", "-5", "9007199254740992"})
+        refused(formatted("{\"id\": %s, \"prompt\": \"a\"}", id),
+                {formatted("line 3: id is %s, expected a text, or a whole number from 0 to 2^53 - 1", id)});
+    refused("{\"prompt\": \"a\"}", {"-s 9007199254740992: ", "9007199254740991"}, {"-s", "9007199254740992"});
     refused("{\"prompt\": \"a\", \"seed\": 9007199254740993}", {"seed is", "from 0 to 2^53 - 1"});  // as a double 2^53
     refused("{\"prompt\": 5}", {"line 3: prompt is 5, expected a text"});
     refused("{\"ids\": [1, -2]}", {"ids is -2, expected a list of whole numbers"});
@@ -228,7 +231,7 @@ TEST_CASE("a line that is wrong ends the program before anything runs, with its 
     refused("{\"prompt\": \"a\", \"n\": 2000}", {"line 3: ", "2000 more take", "a sequence has 1280"});
     refused("{\"prompt\": \"a\", \"n\": 30}", {"30 more take", "a sequence has 20", "-c"}, {"-c", "20"});
     refused("{\"id\": \"good\", \"prompt\": \"a\"}", {"line 3: id \"good\" stands on line 2, too"});
-    refused("{\"id\": \"big\", \"prompt\": \"a\", \"n\": 60}", {"big: ", "60 more take", "the pool has 2"},
+    refused("{\"id\": \"big\", \"prompt\": \"a\", \"n\": 60}", {"r.jsonl: line 3: ", "60 more take", "the pool has 2"},
             {"--pool", "32"});
 }
 
