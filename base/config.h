@@ -188,8 +188,8 @@ inline void read_phi3(const Family &family, std::string &rope_type, int &origina
     original_context = family.context;
 }
 
-// Two spellings: rope_theta beside rope_scaling {type or rope_type, factor, ...}, or all of it in rope_parameters.
-// As in Transformers, rope_scaling goes before rope_parameters, and a theta in either before the one beside them.
+// Two spellings: rope_theta next to rope_scaling {type or rope_type, factor, ...}, or all of it in rope_parameters.
+// As in Transformers, rope_scaling goes before rope_parameters, and a theta in either before the one next to them.
 // Gemma's local layers turn in another way: first by rope_local_base_freq alone, later each kind has an object.
 inline void read_rope(const Section &config, const Family &family, int context, Kind &kind) {
     const bool by_kind = family.ropes, local = by_kind && kind.window;
@@ -206,11 +206,11 @@ inline void read_rope(const Section &config, const Family &family, int context, 
         if (is_object(item))
             rope.refuse(printable(item->key).c_str(), item, "no object: one RoPE for all layers");
     const bool gemma4 = family.ways == Ways::gemma4;
-    const Section nothing{config.name, nullptr}, beside = gemma4 ? nothing : config;
-    if (!beside.object && rope.object && !rope.find("rope_theta") && config.find("rope_theta"))
+    const Section nothing{config.name, nullptr}, around = gemma4 ? nothing : config;
+    if (!around.object && rope.object && !rope.find("rope_theta") && config.find("rope_theta"))
         config.refuse("rope_theta", config.find("rope_theta"), "it in rope_parameters, for each kind of layers");
-    kind.rope_theta = local ? beside.number("rope_local_base_freq", 1, 1e15, 10000)
-                            : beside.number("rope_theta", 1, 1e15, family.theta);
+    kind.rope_theta = local ? around.number("rope_local_base_freq", 1, 1e15, 10000)
+                            : around.number("rope_theta", 1, 1e15, family.theta);
     kind.rope_theta = rope.number("rope_theta", 1, 1e15, kind.rope_theta);
     for (const char *key : {"type", "truncate"})  // Transformers 4 and 5 read these in other ways
         if (const Json *item = member(rope.object, key); by_kind && item)

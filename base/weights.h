@@ -272,7 +272,7 @@ struct Binder {
 
 // A tensor of the model proper that nothing here reads means another computation than this one: an architecture under
 // another's name, a bias the config does not speak of, more layers than it says. Left aside, as in Transformers, are
-// the RoPE tables that old Llamas store (rotary_emb.inv_freq), which follow from the config, and what stands beside the
+// the RoPE tables that old Llamas store (rotary_emb.inv_freq), which follow from the config, and what is next to the
 // text model: what sees or hears, heads for other tasks (score, v_head).
 inline void refuse_unused(Binder &binder) {
     const Config &config = binder.model.config;
@@ -300,7 +300,7 @@ inline Model bind_weights(Config config, const TensorTable &table) {
     model.config = std::move(config);
     model.layers.resize((size_t)model.config.layers);
     Binder binder{table, model};
-    // Of a part of a larger model; of a base model, alone or as a part.
+    // The last that fits: a text model may be a part of a larger one, and a base model have no prefix at all.
     for (const char *prefix : {"", "language_model.", "model.", "language_model.model.", "model.language_model."}) {
         const auto at = table.tensors.lower_bound(prefix + std::string("layers."));
         if (at != table.tensors.end() && at->first.rfind(prefix + std::string("layers."), 0) == 0)

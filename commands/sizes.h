@@ -94,7 +94,7 @@ constexpr LayerNumbers layer_numbers[] = {
     {"linear_attn_config", "full_attn_layers", Sees::all, Sees::nothing},  // Kimi Linear
 };
 
-// Of each layer; empty: the config names none.
+// What each layer sees; empty: the config names none.
 inline std::vector<Sees> layers_named(const Section &config, const Family &family, int layers) {
     std::vector<Sees> sees;
     for (const LayerWords &known : layer_words) {
@@ -144,7 +144,7 @@ inline std::vector<Sees> layers_named(const Section &config, const Family &famil
 
 // ---- The sizes -----------------------------------------------------------------------------------------------------
 
-// Of each layer its own KV heads; 0: those of the others. `sees` loses the layers without attention.
+// KV heads of each layer; 0: as many as the others have. `sees` loses the layers without attention.
 inline std::vector<int> read_heads_by_layer(const Section &config, int heads, std::vector<Sees> &sees) {
     const int layers = (int)sees.size();
     std::vector<int> own((size_t)layers, 0);
@@ -322,7 +322,7 @@ inline CacheSizes read_cache_sizes(const std::string &name, const std::string &t
     return out;
 }
 
-// Refuses only what is no JSON; what load_model() refuses stands in why_not.
+// Refuses only what is no JSON; what load_model() refuses is in why_not.
 inline CacheSizes load_cache_sizes(const std::string &directory) {
     auto [name, text] = read_config_file(directory);
     CacheSizes sizes = read_cache_sizes(name, text);
