@@ -248,10 +248,10 @@ def test_random_settings_equal_the_program(browser, settings):
 
 def test_known_answers(browser, settings):
     """Bytes a position at f16 of the models as they come: by hand, from their papers and config.json."""
-    known = {"SmolLM2-135M": 23040, "TinyLlama-1.1B": 22528, "Llama-3.2-1B": 32768, "Llama-2-7B": 524288,
-             "Falcon-7B": 8192, "Mistral-7B-v0.1": 131072, "Llama-3.1-8B": 131072, "Qwen3-8B": 147456,
-             "Llama-3.1-70B": 327680, "DeepSeek-V3": 70272, "Gemma-3-1B": 26624, "Gemma-4-E2B": 18432,
-             "gpt-oss-20b": 49152, "Qwen3.5-4B": 32768}
+    known = {"built-in": 1024, "SmolLM2-135M": 23040, "TinyLlama-1.1B": 22528, "Llama-3.2-1B": 32768,
+             "Llama-2-7B": 524288, "Falcon-7B": 8192, "Mistral-7B-v0.1": 131072, "Llama-3.1-8B": 131072,
+             "Qwen3-8B": 147456, "Llama-3.1-70B": 327680, "DeepSeek-V3": 70272, "Gemma-3-1B": 26624,
+             "Gemma-4-E2B": 18432, "gpt-oss-20b": 49152, "Qwen3.5-4B": 32768}
     browser.open()
     models = browser.evaluate("Object.keys(MODELS)")
     assert sorted(models) == sorted(known)
@@ -259,6 +259,8 @@ def test_known_answers(browser, settings):
     for model, setting, page in zip(models, presets, ask(browser, presets)):
         assert page["answer"]["bytes_per_token"] == known[model], model
         check(setting, page)
+    browser.open("#model=built-in&k=int4&v=int2")
+    assert "perplexity with this cache; KL to f32\n1.453; 0.0041" in browser.evaluate("at('bytes').innerText")
     browser.open("#model=Gemma-3-1B&context=32768")
     assert total(browser) == (11 + 128) * 2**20 + 22 * 64 * 1024
     assert "22 of 26 layers look back 512 positions" in browser.evaluate("at('formula').innerText")

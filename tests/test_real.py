@@ -2,8 +2,10 @@
 """A real model (make smollm2) against Transformers (weights_tools/make_real_goldens.py), and its caches, batches, drafts and
 turns against each other. Run by `make test-real`, from the repository's root, with ./llm built.
 """
+import filecmp
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -12,10 +14,13 @@ import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "weights_tools"))
+import race
+import real_figures
 from make_tokenizer_fixtures import odd_texts
 
 MODEL = ["-m", "models/SmolLM2-135M-Instruct"]
 GOLDEN = json.loads((ROOT / "tests/fixtures/real.json").read_text())
+FIGURES = json.loads(real_figures.FIXTURE.read_text())
 LAYOUTS = ("contiguous", "paged", "ring")
 # What each type of a cache costs this model, for 100 tokens that follow the first text: how the verdict of diff begins, and
 # the mean KL to the f32 cache, in nats.
@@ -106,8 +111,72 @@ def batches(scratch):
         assert json.loads(done.stdout.splitlines()[-1])["same_alone"] == len(requests), done.stdout[-500:]
 
 
+def short_figures(scratch):
+    """What the docs say of a real text was measured by real_figures.py: a beginning of the text gives the same again."""
+    expected, found = FIGURES["short"], real_figures.short(real_figures.TEXT.read_text(), scratch)
+    assert found["needles"] == expected["needles"], (found["needles"], expected["needles"])
+    assert list(found["caches"]) == list(expected["caches"]), list(found["caches"])
+    for name, row in found["caches"].items():
+        for key, value in expected["caches"][name].items():
+            error = abs(row[key] - value) / max(value, 1e-9)
+            assert error <= (0.1 if key == "kl" else 1e-3), f"{name}: {key} {row[key]}, expected {value}"
+
+
+def guesses(scratch):
+    """N-grams are as often right as was measured, and the engine's are those of real_figures.py."""
+    found = real_figures.guesses(real_figures.TEXT.read_text(), scratch)
+    assert found == FIGURES["guesses"], (found, FIGURES["guesses"])
+    for name in real_figures.PROMPTS:
+        (scratch / "prompt.txt").write_text(real_figures.prompt(real_figures.TEXT.read_text(), name) + "\n")
+        draft = said("diff", *MODEL, "--draft", "ngram", "-f", scratch / "prompt.txt", "-n", 128)["draft"]
+        right = found[f"{name}, temperature 0"]
+        assert (draft["passes"], draft["accepted"]) == (right["passes"], right["accepted"]), (name, draft, right)
+
+
+def peers(scratch):
+    """race.py gives the others these weights: its GGUF comes back as the same directory. And it has rows of a real text."""
+    directory = ROOT / MODEL[1]
+    gguf = race.make(scratch, "bf16.gguf", "smollm2-135m", directory)
+    subprocess.run([sys.executable, ROOT / "weights_tools/from_gguf.py", gguf, scratch / "back"], check=True, capture_output=True)
+    names = sorted(path.name for path in directory.iterdir())
+    assert filecmp.cmpfiles(directory, scratch / "back", names, shallow=False)[0] == names
+    for name in ("llama-bench", "llama-lookup"):
+        (scratch / name).write_text("#!/bin/sh\necho decoded 8 tokens in 1.0 seconds, speed: 8.0 t/s\n")
+        (scratch / name).chmod(0o755)
+    words = ["--rounds", "1", "--repeats", "1", "--tokens", "8", "--rows", "ngram/bf16/chat", "--work", scratch, "--json"]
+    done = subprocess.run([sys.executable, ROOT / "weights_tools/race.py", "--llama-bench", scratch / "llama-bench", *words],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    own, other = json.loads(done.stdout)["results"]
+    assert own["row"] == other["row"] == "ngram/bf16/chat" and own["tokens_per_second"][0] > 0, own
+    assert (other["engine"], other["tokens_per_second"]) == ("llama.cpp", [8.0]), other
+
+
+def commands(_):
+    """The commands of two chapters that need the model print what is written there."""
+    for path in ("docs/12_guess_then_check.md", "docs/13_a_conversation.md"):
+        for block in re.findall(r"```console unrun\n(.*?)```", (ROOT / path).read_text(), re.S):
+            script = [line[2:] for line in block.splitlines() if line[:2] in ("$ ", "  ")]
+            done = subprocess.run(["bash", "-c", "\n".join(script)], cwd=ROOT, capture_output=True, text=True)
+            for line in block.splitlines():
+                shown = line.removesuffix("...").strip()
+                assert line[:2] in ("$ ", "  ") or shown in done.stdout + done.stderr, (path, line, done.stdout, done.stderr)
+
+
+def documented(_):
+    """Each figure of the docs is one of tests/fixtures/real_figures.json."""
+    for path, lines in real_figures.lines(FIGURES).items():
+        text = (ROOT / path).read_text()
+        for line in lines:
+            assert line in text, f"{path} does not say: {line}"
+
+
 def main():
-    cases = [ids, largest_logits, greedy, chat, turns, caches, batches]
+    cases = [ids, largest_logits, greedy, chat, turns, caches, batches, documented]
+    if real_figures.TEXT.exists():
+        cases += [short_figures, guesses, peers, commands]
+    else:
+        print("build/history.txt is not there (make build/history.txt): figures of a real text are not measured again")
     failed = 0
     for case in cases:
         with tempfile.TemporaryDirectory() as scratch:

@@ -151,7 +151,7 @@ class LlamaBench:
         if row.text:
             name, more = ("llama-lookup", []) if row.work == "ngram" else ("llama-speculative-simple", ["-md", path])
             return [self.binary.with_name(name), *common, "-fa", "on", "-f", row.text, "-n", row.tokens, "--temp", "0",
-                    "--draft-max", GUESSES, *more]
+                    "--spec-draft-n-max", GUESSES, *more]
         if row.work == "batch":
             return [self.binary.with_name("llama-batched-bench"), *common, "-fa", "on", "-npp", row.depth,
                     "-ntg", ",".join([str(row.tokens)] * repeats), "-npl", row.sequences,

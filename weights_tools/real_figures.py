@@ -107,6 +107,49 @@ def short(text, scratch):
     return dict(caches=caches(scratch / "short.txt", 256), needles=recall(scratch / "needles.jsonl", 256))
 
 
+# ---- What the docs say -------------------------------------------------------------------------------------------
+
+
+def small(kl):
+    """1.1e-6; 0.28 where it is large."""
+    return "0" if kl == 0 else f"{kl:.2g}" if kl >= 0.1 else f"{kl:.1e}".replace("e-0", "e-")
+
+
+def table(found):
+    """The rows of `llm eval`, without recall and time."""
+    for name, row in found.items():
+        ring, types = name.rsplit(" ", 1) if " " in name else ("contiguous", name)
+        times = found["f32/f32"]["bytes_per_token"] / row["bytes_per_token"]
+        yield (f"{ring:18} {types.split('/')[0]:4} {types.split('/')[1]:4} {row['bytes_per_token']:8.1f} {times:6.2f} "
+               f"{row['perplexity']:9.4f} {row['standard_error']:7.4f} {row['kl']:9.2e}")
+
+
+def known(rows):
+    """The cells of a row of needles: right of all, by distance."""
+    return " | ".join(f"{each['right']} of {each['questions']}" for each in rows)
+
+
+def lines(found):
+    """file -> what must be in it."""
+    rows = found["caches"]
+    cells = lambda show, key: " | ".join(show(rows[f"{name}/{name}"][key])
+                                         for name in ("f32", "f16", "bf16", "fp8", "int8", "int4", "int2"))
+    two = lambda number: f"{number:.2f}"
+    last = lambda types: types.split("/")[-1]  # the type of both, or of V; what the row of a ring ends with
+    needle_rows = [f"{last(types)} | {known(row)} |" for types, row in found["needles"].items()]
+    guesses = [f"| {1 + each['accepted'] / each['passes']:.2f} | {100 * each['first'][1] / each['first'][0]:.0f} % |"
+               for each in found["guesses"].values()]
+    types = {name: last(name) if name == f"{last(name)}/{last(name)}" else f'"{name}"'
+             for name in rows if "ring" not in name}
+    return {"docs/quality.md": [*table(rows), *needle_rows],
+            "README.md": [f"| perplexity | {cells(two, 'perplexity')} |",
+                          f"| KL divergence to f32, nats | {cells(small, 'kl')} |"],
+            "docs/07_how_small.md": [two(rows[f"{name}/{name}"]["perplexity"]) for name in ("f32", "int8", "int4", "int2")],
+            "docs/12_guess_then_check.md": guesses,
+            "docs/explorer.html": [f"{shown}: [{rows[name]['perplexity']:.2f}, {small(rows[name]['kl'])}]"
+                                   for name, shown in types.items()]}
+
+
 def main():
     text = TEXT.read_text()
     with tempfile.TemporaryDirectory() as name:
