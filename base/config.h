@@ -250,6 +250,93 @@ inline std::vector<bool> read_turning(const Section &config, const Family &famil
     return turning;
 }
 
+// ---- Which layers attend, and how far they look back ---------------------------------------------------------------
+
+enum class Sees { nothing, window, all };  // nothing: linear attention, a convolution, an MLP: it has no keys
+
+// Keys with a word for each layer in a list, or a letter for each in a text; or a pattern of them that repeats.
+struct LayerWords {
+    const char *key, *all, *window, *nothing;
+    bool repeats;
+};
+constexpr LayerWords layer_words[] = {
+    {"layer_types", "full_attention attention indexed_attention deepseek_sparse_attention",
+     "sliding_attention chunked_attention", "linear_attention mamba mamba2 conv recurrent moe mlp", false},
+    {"layers_block_type", "full_attention attention", "sliding_attention", "linear_attention mamba mamba2 moe mlp",
+     false},
+    {"attention_layers", "global", "local", "", false},    // GPT-Neo
+    {"hybrid_override_pattern", "*", "", "M E -", false},  // Nemotron-H
+    {"hybrid_layer_pattern", "0", "1", "", false},         // MiMo
+    {"attn_type_list", "1", "", "0", false},               // MiniMax
+    {"block_types", "", "attention", "recurrent", true},   // RecurrentGemma
+    {"sliding_window_pattern", "G", "L", "", true},        // EXAONE 4
+};
+
+// Keys with the numbers of some layers, and what these see; the others see the other thing.
+struct LayerNumbers {
+    const char *section, *key;
+    Sees named, others;
+    int first = 0;  // the number of the first layer
+};
+constexpr LayerNumbers layer_numbers[] = {
+    {"", "full_attn_idxs", Sees::all, Sees::nothing},                      // LFM2
+    {"", "attn_layer_indices", Sees::all, Sees::nothing},                  // Bamba
+    {"", "hybrid_layer_ids", Sees::all, Sees::nothing},                    // Zamba2
+    {"", "local_layer_ids", Sees::window, Sees::all},                      // Inkling
+    {"linear_attn_config", "full_attn_layers", Sees::all, Sees::nothing, 1},  // Kimi Linear
+};
+
+// What each layer sees by one of these keys; empty: the config has it not. `hybrid`: layers so called attend.
+inline std::vector<Sees> layers_named(const Section &config, const LayerWords &known, int layers, bool hybrid = false) {
+    std::vector<Sees> sees;
+    const Json *list = config.find(known.key);
+    if (!list || is_number(list)) return sees;
+    std::vector<std::string> words;
+    for (char letter : list->text) words.push_back({letter});
+    for (const Json *item : items_of(is_list(list) ? list : nullptr))
+        words.push_back(is_text(item) ? item->text : printable(item));
+    if (words.empty() || (!known.repeats && (int)words.size() != layers))
+        config.refuse(known.key, list, formatted("a list of %d (num_hidden_layers) names", layers));
+    for (int i = 0; i < layers; i++) {
+        const std::string &word = words[(size_t)i % words.size()];
+        if (word == "indexed_attention" || word == "deepseek_sparse_attention") config.need("index_head_dim");
+        const bool last = word == "L" && i + 1 == layers;  // of EXAONE 4 sees everything
+        if (last || (hybrid && word == "hybrid") || has(known.all, word))
+            sees.push_back(Sees::all);
+        else if (has(known.window, word) || has(known.nothing, word))
+            sees.push_back(has(known.window, word) ? Sees::window : Sees::nothing);
+        else
+            fail("%s: a layer of the kind %s is not known here", config.name.c_str(), printable(word).c_str());
+    }
+    return sees;
+}
+inline std::vector<Sees> layers_numbered(const Section &config, const LayerNumbers &known, int layers) {
+    const Section in = *known.section ? config.section(known.section) : config;
+    const Json *list = in.find(known.key);
+    if (!list) return {};
+    if (!is_list(list) || count_of(list) > layers)
+        in.refuse(known.key, list, formatted("a list of at most %d (num_hidden_layers) layers", layers));
+    std::vector<Sees> sees((size_t)layers, known.others);
+    for (const Json *item : items_of(list)) {
+        const int last = known.first + layers - 1;
+        if (!is_whole(item, known.first, last))
+            in.refuse((std::string("an entry of ") + known.key).c_str(), item,
+                      formatted("a layer from %d to %d", known.first, last));
+        sees[(size_t)item->number - (size_t)known.first] = known.named;
+    }
+    return sees;
+}
+
+// By layer_types, in families that run: of its words they know `expected` alone.
+inline std::vector<Sees> read_layer_types(const Section &config, int layers, const std::string &expected) {
+    std::string either;
+    for (const std::string &word : split(expected)) either += (either.empty() ? "" : " or ") + word;
+    for (const Json *item : config.by_layer("layer_types", layers, " names"))
+        if (!is_text(item) || !has(expected, item->text == "attention" ? "full_attention" : item->text))
+            config.refuse("an entry of layer_types", item, either);
+    return layers_named(config, layer_words[0], layers);
+}
+
 // Mistral: every layer slides. Qwen: only with use_sliding_window, and then the layers from max_window_layers on. Gemma
 // and Granite: by a pattern. SmolLM3: those that RoPE does not turn. Some may name other layers in layer_types.
 // A window as long as the context is none: no text of the model's is longer (Phi-4-mini: 262,144 of 131,072).
@@ -271,20 +358,12 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
         windows.push_back(full ? 0 : window);
     }
 
-    const std::vector<const Json *> types = config.by_layer("layer_types", layers, " names");
-    for (size_t i = 0; i < types.size(); i++) {
-        int &layer = windows[i];
-        std::string word = is_text(types[i]) ? types[i]->text : "";
-        if (word == "attention") word = "full_attention";  // Granite 4
-        const char *other = mixes || layer ? "sliding_attention" : "full_attention";
-        if (word != other && (!mixes || word != "full_attention"))
-            config.refuse("an entry of layer_types", types[i],
-                          (mixes ? "full_attention or " : "") + std::string(other));
-        layer = word == "full_attention" ? 0 : window;
-        if (word == "sliding_attention" && layer == 0)
-            fail("%s: layer_types has sliding_attention, but use_sliding_window and sliding_window give no window",
-                 config.name.c_str());
-    }
+    const char *expected = mixes ? "full_attention sliding_attention" : window ? "sliding_attention" : "full_attention";
+    const std::vector<Sees> named = read_layer_types(config, layers, expected);
+    for (size_t i = 0; i < named.size(); i++) windows[i] = named[i] == Sees::all ? 0 : window;
+    if (!window && std::count(named.begin(), named.end(), Sees::window))
+        fail("%s: layer_types has sliding_attention, but use_sliding_window and sliding_window give no window",
+             config.name.c_str());
     if (family.ways == Ways::gemma4) windows.back() = 0;  // whatever the config says, the last sees everything
     for (int &back : windows) back = back < context ? back : 0;
     return windows;
@@ -310,23 +389,10 @@ inline void read_lfm2(const Section &config, Config &out, std::vector<Kind> &lay
     Kind convolution;
     convolution.kv_heads = 1, convolution.key_width = out.hidden;
     convolution.window = convolution.taps = config.integer("conv_L_cache", 1, 1000, 3);
-    const Kind attends = layers[0];
-    const Json *list = config.find("full_attn_idxs");
-    if (list && (!is_list(list) || count_of(list) > out.layers))
-        config.refuse("full_attn_idxs", list, formatted("a list of at most %d (num_hidden_layers) layers", out.layers));
-    if (list) layers.assign(layers.size(), convolution);
-    for (const Json *item : items_of(list)) {
-        if (!is_whole(item, 0, out.layers - 1))
-            config.refuse("an entry of full_attn_idxs", item, formatted("a layer from 0 to %d", out.layers - 1));
-        layers[(size_t)item->number] = attends;
-    }
-    const std::vector<const Json *> types = config.by_layer("layer_types", out.layers, " names");
-    for (size_t i = 0; i < types.size(); i++) {
-        const std::string word = is_text(types[i]) ? types[i]->text : "";
-        if (!has("conv full_attention attention", word))
-            config.refuse("an entry of layer_types", types[i], "conv or full_attention");
-        layers[i] = word == "conv" ? convolution : attends;
-    }
+    std::vector<Sees> sees = read_layer_types(config, out.layers, "conv full_attention");
+    if (sees.empty()) sees = layers_numbered(config, layer_numbers[0], out.layers);
+    for (size_t i = 0; i < sees.size(); i++)
+        if (sees[i] == Sees::nothing) layers[i] = convolution;
 }
 
 // Gemma 4: layers that see everything have heads of their own, and any layer in per_layer_config, as Transformers 5

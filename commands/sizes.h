@@ -51,84 +51,19 @@ inline void refuse_unknown_shape(const Section &config, const Family &family, bo
                                "mamba ssm state lru linear_ conv window_size window_pattern global_attn attn_alpha "
                                "attn_beta attention_hidden_size adapter")) ||
             (key == "attention_chunk_size" && window && item->number == window->number);  // MiMo: the same
-        if (!shape || harmless || is_neutral(item, 0) || has(read, key) || (family.chunks && key == "attention_chunk_size") ||
-            (family.ways == Ways::gemma4 && key == "use_bidirectional_attention"))
-            continue;
+        const bool own = (family.chunks && key == "attention_chunk_size") ||
+                         (family.ways == Ways::gemma4 && key == "use_bidirectional_attention");
+        if (!shape || harmless || own || is_neutral(item, 0) || has(read, key)) continue;
         fail("%s: %s is %s: what that does to the size of a cache is not known here", config.name.c_str(),
              printable(key).c_str(), printable(item).c_str());
     }
 }
 
-// ---- Which layers attend, and how far they look back ---------------------------------------------------------------
+// ---- The sizes -----------------------------------------------------------------------------------------------------
 
-enum class Sees { nothing, window, all };  // nothing: linear attention, a convolution, an MLP: it has no keys
-
-// Keys with a word for each layer in a list, or a letter for each in a text; or a pattern of them that repeats.
-struct LayerWords {
-    const char *key, *all, *window, *nothing;
-    bool repeats;
-};
-constexpr LayerWords layer_words[] = {
-    {"layer_types", "full_attention attention indexed_attention deepseek_sparse_attention",
-     "sliding_attention chunked_attention", "linear_attention mamba mamba2 conv recurrent moe mlp", false},
-    {"layers_block_type", "full_attention attention", "sliding_attention", "linear_attention mamba mamba2 moe mlp",
-     false},
-    {"attention_layers", "global", "local", "", false},    // GPT-Neo
-    {"hybrid_override_pattern", "*", "", "M E -", false},  // Nemotron-H
-    {"hybrid_layer_pattern", "0", "1", "", false},         // MiMo
-    {"attn_type_list", "1", "", "0", false},               // MiniMax
-    {"block_types", "", "attention", "recurrent", true},   // RecurrentGemma
-    {"sliding_window_pattern", "G", "L", "", true},        // EXAONE 4
-};
-
-// Keys with the numbers of some layers, and what these see; the others see the other thing.
-struct LayerNumbers {
-    const char *section, *key;
-    Sees named, others;
-};
-constexpr LayerNumbers layer_numbers[] = {
-    {"", "full_attn_idxs", Sees::all, Sees::nothing},                      // LFM2
-    {"", "attn_layer_indices", Sees::all, Sees::nothing},                  // Bamba
-    {"", "hybrid_layer_ids", Sees::all, Sees::nothing},                    // Zamba2
-    {"", "local_layer_ids", Sees::window, Sees::all},                      // Inkling
-    {"linear_attn_config", "full_attn_layers", Sees::all, Sees::nothing},  // Kimi Linear
-};
-
-// What each layer sees; empty: the config names none.
-inline std::vector<Sees> layers_named(const Section &config, const Family &family, int layers) {
+// What each layer sees where a config names none, and says it by a rule; empty: by none that is known here.
+inline std::vector<Sees> layers_by_rule(const Section &config, const Family &family, int layers) {
     std::vector<Sees> sees;
-    for (const LayerWords &known : layer_words) {
-        const Json *list = config.find(known.key);
-        if (!list || is_number(list)) continue;
-        std::vector<std::string> words;
-        for (char letter : list->text) words.push_back({letter});
-        for (const Json *item : items_of(is_list(list) ? list : nullptr))
-            words.push_back(is_text(item) ? item->text : printable(item));
-        if (words.empty() || (!known.repeats && (int)words.size() != layers))
-            config.refuse(known.key, list, formatted("a list of %d (num_hidden_layers) names", layers));
-        for (int i = 0; i < layers; i++) {
-            const std::string &word = words[(size_t)i % words.size()];
-            if (has_part(word, "indexed sparse")) config.need("index_head_dim");
-            const bool last = word == "L" && i + 1 == layers;  // of EXAONE 4 sees everything
-            if (last || (word == "hybrid" && family.hybrid) || has(known.all, word))
-                sees.push_back(Sees::all);
-            else if (has(known.window, word) || has(known.nothing, word))
-                sees.push_back(has(known.window, word) ? Sees::window : Sees::nothing);
-            else
-                fail("%s: a layer of the kind %s is not known here", config.name.c_str(), printable(word).c_str());
-        }
-        return sees;
-    }
-    for (const LayerNumbers &known : layer_numbers) {
-        const Section in = *known.section ? config.section(known.section) : config;
-        if (!in.find(known.key)) continue;
-        sees.assign((size_t)layers, known.others);
-        for (int64_t layer : read_counts(in, known.key)) {  // Kimi counts from 1: no size follows from which is last
-            if (layer > layers) in.refuse(known.key, in.find(known.key), "a list of layers");
-            sees[(size_t)(layer % layers)] = known.named;
-        }
-        return sees;
-    }
     if (family.chunks) {  // Llama 4; null: all layers see everything
         for (bool turns : read_turning(config, family, layers))
             sees.push_back(turns && !config.has_null("attention_chunk_size") ? Sees::window : Sees::all);
@@ -142,7 +77,6 @@ inline std::vector<Sees> layers_named(const Section &config, const Family &famil
     return sees;
 }
 
-// ---- The sizes -----------------------------------------------------------------------------------------------------
 
 // KV heads of each layer; 0: as many as the others have. `sees` loses the layers without attention.
 inline std::vector<int> read_heads_by_layer(const Section &config, int heads, std::vector<Sees> &sees) {
@@ -193,7 +127,12 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
     out.context = size({"max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length",
                         "model_max_length"},
                        1 << 30, known.context);
-    std::vector<Sees> sees = layers_named(config, known, layers);
+    std::vector<Sees> sees;
+    for (const LayerWords &words : layer_words)
+        if (sees.empty()) sees = layers_named(config, words, layers, known.hybrid);
+    for (const LayerNumbers &listed : layer_numbers)
+        if (sees.empty()) sees = layers_numbered(config, listed, layers);
+    if (sees.empty()) sees = layers_by_rule(config, known, layers);
     refuse_unknown_shape(config, known, !sees.empty() || known.all_attend);
 
     Kind all, local;
