@@ -48,7 +48,7 @@ WARN := -Wall -Wextra -Werror -Wfatal-errors
 HOST := $(NATIVE) -ffp-contract=off $(or $(OPENMP),-Wno-unknown-pragmas) $(BREW:%=-isystem %/include)
 CXXFLAGS := -std=c++17 -O3 $(HOST) $(WARN) -ftemplate-backtrace-limit=1
 CFLAGS := -std=c11 -O2 $(WARN) $(BREW:%=-isystem %/include)
-LIBS := $(BREW:%=-L%/lib) -lcjson -lonig -lutf8proc -ledit
+LIBS := $(BREW:%=-L%/lib) -lonig -lutf8proc -ledit
 comma := ,
 empty :=
 # Machine code for each GPU asked for, and PTX, which drivers compile for those between and to come.
@@ -61,8 +61,7 @@ STORY := $(wildcard *.h base/*.h) layers.cu attention.cu
 # The compiler lists what a file includes: that is compiled anew when one of them changes, and nothing else is.
 DEPENDS = -MMD -MP -MT $@ -MF $@.d
 SOURCES := llm.cu $(STORY) $(wildcard commands/*.h fast/*.h fast/*.cu)
-TOKENIZER := build/tokenizer.o build/tokenizer_json.o
-READERS := build/json.o $(TOKENIZER)
+READERS := build/json.o build/tokenizer_json.o build/tokenizer.o
 # The fast twins of the CPU and what reads JSON: compiled once, for the program and its tests.
 OBJECTS := build/attend.o build/linear.o $(READERS)
 TESTS := $(patsubst tests/%.cpp,%,$(wildcard tests/test_*.cpp))
@@ -145,7 +144,7 @@ endef
 INCLUDE := $(or $(BREW),/usr)/include
 need:
 	$(call need_packages,$(foreach compiler,$(CXX) $(CC),$(compiler):$(patsubst clang++%,clang%,$(notdir $(compiler)))) \
-	  $(INCLUDE)/cjson/cJSON.h:libcjson-dev $(INCLUDE)/nlohmann/json.hpp:nlohmann-json3-dev \
+	  $(INCLUDE)/nlohmann/json.hpp:nlohmann-json3-dev \
 	  $(INCLUDE)/oniguruma.h:libonig-dev $(INCLUDE)/utf8proc.h:libutf8proc-dev \
 	  $(INCLUDE)/hwy/highway.h:libhwy-dev $(if $(BREW),,/usr/include/editline/readline.h:libedit-dev \
 	  python3:python3 /usr/lib/python3/dist-packages/jinja2:python3-jinja2 \
@@ -189,10 +188,8 @@ build/llm-plain.o: llm.cu build/flags
 llm-plain: build/llm-plain.o $(READERS)
 	$(CXX) $(OPENMP) $^ $(LIBS) -o $@
 
-build/tokenizer.o: tokenizer.c
-build/tokenizer_json.o: base/tokenizer_json.c
-$(TOKENIZER): $(wildcard base/tokenizer*.h) base/python.h build/flags
-	$(CC) $(CFLAGS) -c $(filter %.c,$^) -o $@
+build/tokenizer.o build/asan/tokenizer.o: tokenizer.c base/tokenizer.h base/tokenizer_json.h build/flags
+	$(CC) $(CFLAGS) $(if $(findstring asan,$@),$(SANITIZE)) -c tokenizer.c -o $@
 
 build/test_%: tests/test_%.cpp $(OBJECTS) build/flags
 	$(TEST_CXX) $(CXXFLAGS) -O1 $(DEPENDS) $< $(OBJECTS) $(LIBS) -o $@

@@ -8,9 +8,50 @@
 #include "base/tokenizer_json.h"
 
 #include <ctype.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <utf8proc.h>
+
+// An Error is sticky: the first failure is kept, and everything called after it does nothing.
+typedef struct {
+    char *text;  // (size): one line
+    size_t size;
+    bool failed;
+} Error;
+
+static void fail(Error *error, const char *format, ...) {
+    if (error->failed) return;
+    error->failed = true;
+    va_list arguments;
+    va_start(arguments, format);
+    if (error->size) vsnprintf(error->text, error->size, format, arguments);
+    va_end(arguments);
+}
+
+// Makes room for `need` items of `item` bytes; on failure `data` stays as it is.
+static void *reserve(Error *error, void *data, size_t *capacity, size_t need, size_t item) {
+    if (need <= *capacity || error->failed) return data;
+    size_t grown = need + need / 2 + 16;
+    void *moved = realloc(data, grown * item);
+    if (!moved) return fail(error, "out of memory"), data;
+    *capacity = grown;
+    return moved;
+}
+
+typedef struct {
+    char *data;  // (length), and a NUL after them
+    size_t length, capacity;
+} Bytes;
+
+static void append(Error *error, Bytes *bytes, const char *s, size_t n) {
+    bytes->data = reserve(error, bytes->data, &bytes->capacity, bytes->length + n + 1, 1);
+    if (error->failed) return;
+    if (n) memcpy(bytes->data + bytes->length, s, n);
+    bytes->length += n;
+    bytes->data[bytes->length] = 0;
+}
 
 static const size_t MAX_GROWN = (size_t)1 << 30;  // bytes a text may become on its way
 
@@ -76,6 +117,12 @@ static int character_byte(int code) {  // -1: stands for no byte
     if (code == 256 + 67) return 0xAD;
     if (code >= 256 && code < 256 + 67) return code <= 256 + 32 ? code - 256 : code - 256 - 33 + 127;
     return code < 256 && byte_character(code) == code ? code : -1;
+}
+
+size_t utf8_valid(const char *s, size_t n) {
+    size_t at = 0;
+    for (int length; at < n && (length = utf8_length(s + at, n - at)) > 0;) at += (size_t)length;
+    return at;
 }
 
 // ---- Matching ----------------------------------------------------------------------------------------------
@@ -445,9 +492,23 @@ static void encoder_close(Encoder *e) {
     free(e->heap);
 }
 
+char *normalized_text(const Tokenizer *t, const char *s, size_t *n, char *error_text, size_t error_size) {
+    Error error = {error_text, error_size, false};
+    Encoder e;
+    Bytes text = {0};
+    bool at_start = true;
+    encoder_open(&e, t, *n, &error);
+    for (int i = 1; t->encode.steps[i].kind != ADDED && !error.failed; i++) transform(&e, i, &s, n, &at_start);
+    append(&error, &text, s, *n);
+    encoder_close(&e);
+    if (!error.failed) return text.data;
+    free(text.data);
+    return NULL;
+}
+
 int tokenizer_encode(const Tokenizer *t, const char *text, size_t length, const char *typed, bool add_special,
                      int **ids, char *error_text, size_t error_size) {
-    Error error = {NULL, error_text, error_size, false};
+    Error error = {error_text, error_size, false};
     Encoder e;
     *ids = NULL;
     if (length > MAX_TEXT) return fail(&error, "text of %zu bytes, at most 2^28 are taken at once", length), -1;
@@ -613,64 +674,29 @@ const char *tokenizer_stream_flush(TokenizerStream *stream, size_t *length) {
     return shown(stream, length);
 }
 
-// ---- Loading -----------------------------------------------------------------------------------------------
+// ---- Tables ------------------------------------------------------------------------------------------------
 
-static int by_text(const void *a, const void *b) {
-    const Token *left = *(const Token *const *)a, *right = *(const Token *const *)b;
-    int order = strcmp(left->shown, right->shown);
-    return order ? order : left < right ? -1 : 1;
-}
-
-// What the normalizer makes of a NORMALIZED token's content stands in a normalized text in its place.
-static void normalize_added(const Tokenizer *t, Token *token, Error *error) {
-    Encoder e;
-    Bytes shown = {0};
-    bool at_start = true;
-    const char *s = token->content;
-    size_t n = token->length;
-    encoder_open(&e, t, n, error);
-    for (int i = 1; t->encode.steps[i].kind != ADDED && !error->failed; i++) transform(&e, i, &s, &n, &at_start);
-    append(error, &shown, s, n);
-    encoder_close(&e);
-    if (error->failed) return free(shown.data);
-    token->shown = shown.data;
-    token->shown_length = (uint32_t)n;
-}
-
-// Added tokens are looked for together: the NORMALIZED ones behind the normalizer, the others in the text as it is.
-static void gather_added(Tokenizer *t, bool normalized, Error *error) {
-    AddedSet *set = &t->added[normalized];
-    for (int id = 0; id < t->size && !error->failed; id++) {
-        Token *token = &t->tokens[id];
-        if (!(token->flags & LOOKED_FOR) || normalized != !!(token->flags & NORMALIZED)) continue;
-        if (normalized) normalize_added(t, token, error);
-        set->tokens = reserve(error, set->tokens, &set->capacity, set->count + 1, sizeof *set->tokens);
-        if (error->failed || !token->shown_length) continue;
-        set->tokens[set->count++] = token;
-        set->starts[(uint8_t)*token->shown] = true;
+int *token_slot(const Tokenizer *t, const char *s, size_t n) {
+    uint64_t hash = 0xCBF29CE484222325u;  // FNV-1a, its bits mixed once more
+    for (size_t i = 0; i < n; i++) hash = (hash ^ (uint8_t)s[i]) * 0x100000001B3u;
+    for (size_t at = (hash * 0x9E3779B97F4A7C15u) >> 32;; at++) {
+        int *slot = &t->slots[at & t->slot_mask];
+        const Token *token = &t->tokens[*slot < 0 ? 0 : *slot];
+        if (*slot < 0 || (token->length == n && !memcmp(token->content, s, n))) return slot;
     }
-    if (set->count) qsort(set->tokens, set->count, sizeof *set->tokens, by_text);
 }
 
-static Tokenizer *open_tokenizer(Bytes json, const char *config, Error *error) {
-    Tokenizer *t = error->failed ? NULL : read_tokenizer(&json, config, error);
-    free(json.data);
-    for (int i = 0; t && i < 2; i++) gather_added(t, i, error);
-    if (!error->failed) return t;
-    tokenizer_free(t);
-    return NULL;
+int model_token(const Tokenizer *t, const char *s, size_t n) {
+    int id = *token_slot(t, s, n);
+    return id >= 0 && t->tokens[id].flags & IN_MODEL ? id : -1;
 }
 
-Tokenizer *tokenizer_load(const char *path, const char *config, char *error_text, size_t error_size) {
-    Error error = {path, error_text, error_size, false};
-    return open_tokenizer(read_file(path, &error), config, &error);
-}
-
-Tokenizer *tokenizer_parse(const char *json, size_t length, const char *name, char *error_text, size_t error_size) {
-    Error error = {name, error_text, error_size, false};
-    Bytes text = {0};
-    append(&error, &text, json, length);
-    return open_tokenizer(text, NULL, &error);
+Merge *merge_slot(const Tokenizer *t, int left, int right) {
+    uint64_t pair = (uint64_t)left << 32 | (uint32_t)right;
+    for (size_t at = (size_t)((pair * 0x9E3779B97F4A7C15u) >> 20);; at++) {
+        Merge *merge = &t->merges[at & t->merge_mask];
+        if (merge->pair == pair || merge->pair == UINT64_MAX) return merge;
+    }
 }
 
 int tokenizer_size(const Tokenizer *t) { return t->size; }

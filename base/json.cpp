@@ -6,6 +6,8 @@
 #include <string_view>
 #include <unordered_set>
 
+#include "tokenizer.h"
+
 namespace {
 
 // What Python writes and JSON has not becomes a number that nobody writes, in as many bytes, so that errors name the
@@ -51,8 +53,14 @@ struct Builder : nlohmann::json_sax<Library> {
         return true;
     }
     [[noreturn]] void refuse(size_t position) const {
+        if (const size_t valid = utf8_valid(json.data(), json.size()); valid < json.size())
+            fail(("%s: " NOT_UTF8), name.c_str(), valid, (unsigned)(uint8_t)json[valid]);
         const auto line = 1 + std::count(json.begin(), json.begin() + (std::ptrdiff_t)position, '\n');
         fail("%s: not valid JSON near line %td, byte %zu", name.c_str(), line, position);
+    }
+
+    void refuse_nul(const std::string &text) const {
+        if (text.find('\0') != std::string::npos) fail("%s: \\u0000 ends a text here: leave it out", name.c_str());
     }
 
     bool null() override { return add(Json::Type::null), true; }
@@ -66,12 +74,15 @@ struct Builder : nlohmann::json_sax<Library> {
         if (as_python && digits == minus_infinity_mark) value = -INFINITY;
         return add(Json::Type::number, value), true;
     }
-    bool string(std::string &value) override { return add(Json::Type::text).text.swap(value), true; }
+    bool string(std::string &value) override {
+        refuse_nul(value);
+        return add(Json::Type::text).text.swap(value), true;
+    }
     bool binary(Library::binary_t &) override { return false; }  // JSON has none
     bool start_object(size_t) override { return begin(Json::Type::object); }
     bool start_array(size_t) override { return begin(Json::Type::list); }
     bool end_array() override { return open.pop_back(), true; }
-    bool key(std::string &value) override { return next_key.swap(value), true; }
+    bool key(std::string &value) override { return refuse_nul(value), next_key.swap(value), true; }
     bool end_object() override {
         std::unordered_set<std::string_view> keys(open.back()->items.size());
         for (const Json &item : open.back()->items)
@@ -86,8 +97,8 @@ struct Builder : nlohmann::json_sax<Library> {
 
 }  // namespace
 
-Json parse_json(const std::string &name, std::string text, bool as_python) {
-    if (text.size() > max_json_bytes) fail("%s: JSON of %zu bytes is too long", name.c_str(), text.size());
+Json parse_json(const std::string &name, std::string text, bool as_python, size_t limit) {
+    if (text.size() > limit) fail("%s: JSON of %zu bytes is too long", name.c_str(), text.size());
     if (as_python) mark_python_numbers(text);
     Builder builder(name, text, as_python);
     if (const size_t nul = text.find('\0'); nul != std::string::npos) builder.refuse(nul);  // which would end it

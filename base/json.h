@@ -22,7 +22,6 @@
 #include <type_traits>
 #include <vector>
 
-#include "python.h"
 
 // ---- What went wrong, in one line ----------------------------------------------------------------------------------
 
@@ -93,6 +92,15 @@ inline void remember_read(const std::string &path) {
     if (stat(path.c_str(), &status) == 0) files_read.insert({status.st_dev, status.st_ino});
 }
 
+// The end of a line about a file that is something else, whatever it should be; nullptr: it is none of these.
+inline const char *instead_of_file(const char *text, size_t length) {
+    if (length >= 23 && !memcmp(text, "version https://git-lfs", 23))
+        return "is a Git LFS pointer, not the file itself: run `git lfs pull` where it came from";
+    if (length >= 14 && (!strncasecmp(text, "<!doctype html", 14) || !strncasecmp(text, "<html", 5)))
+        return "is a web page, not the file itself: fetch it again (on huggingface.co: /resolve/, not /blob/)";
+    return nullptr;
+}
+
 using Mapping = std::unique_ptr<const char, Unmap>;  // a whole file, read-only; its size is get_deleter().size
 
 inline std::string join_path(const std::string &directory, const std::string &name) {
@@ -149,15 +157,16 @@ constexpr size_t max_json_bytes = 16 << 20;
 struct Json {
     enum class Type { null, boolean, number, text, list, object } type = Type::null;
     std::string key;          // of a member of an object
-    std::string text;         // UTF-8, which may hold NUL
+    std::string text;         // UTF-8, without NUL
     double number = 0;        // true is 1; NaN or infinite where Python writes that
     std::vector<Json> items;  // of a list or an object
 };
 
 // `name` is what messages call the text. Throws unless it is one JSON object, and white space; `as_python`: or what
 // Python's json takes for one. Objects with two equal keys, which readers take differently, are refused, and so is
-// nesting deeper than 1,000: recursion over the result is bounded.
-Json parse_json(const std::string &name, std::string text, bool as_python = false);
+// nesting deeper than 1,000, so that recursion over the result is bounded; \u0000, where a text would end in C; and
+// more than `limit` bytes.
+Json parse_json(const std::string &name, std::string text, bool as_python = false, size_t limit = max_json_bytes);
 
 std::string json_text(const Json &item);  // without white space; NaN and Infinity as Python writes them
 

@@ -13,7 +13,6 @@ inline TokenizerPointer load_tokenizer(const std::string &directory) {
     std::string file = join_path(directory, "tokenizer.json"), config = join_path(directory, "tokenizer_config.json");
     Tokenizer *tokenizer = tokenizer_load(file.c_str(), config.c_str(), error, sizeof error);
     if (!tokenizer) fail("%s", error);
-    remember_read(file), remember_read(config);
     return TokenizerPointer(tokenizer, tokenizer_free);
 }
 
@@ -35,14 +34,6 @@ inline void note(const std::string &line) {
 inline void require_utf8(const std::string &what, const std::string &text) {
     const size_t valid = utf8_valid(text.data(), text.size());
     if (valid < text.size()) fail(("%s: " NOT_UTF8), what.c_str(), valid, (unsigned)(uint8_t)text[valid]);
-}
-
-// A line of JSON that comes from outside. A C string holds no NUL.
-inline Json parse_line(const std::string &name, const std::string &line) {
-    for (size_t at = 0; at < line.size(); at += line[at] == '\\' ? 2 : 1)
-        if (line.compare(at, 6, "\\u0000") == 0) fail("%s: \\u0000 ends a text here: leave it out", name.c_str());
-    require_utf8(name, line);
-    return parse_json(name, line);
 }
 
 // `typed`: of a conversation (base/tokenizer.h), whose template says itself what stands before it.

@@ -1,5 +1,5 @@
 // What a tokenizer.json comes to: a vocabulary, merges, and the steps a text goes through on its way to the merging and
-// back. base/tokenizer_json.c reads it, tokenizer.c walks it.
+// back. base/tokenizer_json.cpp reads it, tokenizer.c walks it.
 #ifndef TOKENIZER_JSON_H
 #define TOKENIZER_JSON_H
 
@@ -9,25 +9,6 @@
 #include "tokenizer.h"
 
 enum { MAX_STEPS = 32, MAX_AROUND = 16, MAX_TEXT = 1 << 28 };  // MAX_TEXT: bytes of a text or a file
-
-// An Error is sticky: the first failure is kept, and everything called after it does nothing.
-typedef struct {
-    const char *name;  // of the file, NULL for none
-    char *text;        // (size): one line
-    size_t size;
-    bool failed;
-} Error;
-void fail(Error *error, const char *format, ...);
-
-// Makes room for `need` items of `item` bytes; on failure `data` stays as it is.
-void *reserve(Error *error, void *data, size_t *capacity, size_t need, size_t item);
-
-typedef struct {
-    char *data;  // (length), and a NUL behind them
-    size_t length, capacity;
-} Bytes;
-void append(Error *error, Bytes *bytes, const char *s, size_t n);
-Bytes read_file(const char *path, Error *error);
 
 typedef enum { ADDED, PREPEND, REPLACE, NORMALIZE, STRIP, SPLIT, BYTES, BYTE_FALLBACK, FUSE, JOIN } Kind;
 typedef enum { ISOLATED, REMOVED, CONTIGUOUS, MERGED_WITH_PREVIOUS, MERGED_WITH_NEXT } Behavior;
@@ -66,7 +47,7 @@ typedef struct {
 
 typedef struct {           // added tokens that are looked for together
     const Token **tokens;  // (count): by the text that is looked for
-    size_t count, capacity;
+    size_t count;
     bool starts[256];  // does one start with this byte?
 } AddedSet;
 
@@ -82,19 +63,24 @@ struct Tokenizer {
     int byte_ids[256];       // id of "<0x00>" to "<0xFF>" with byte_fallback, else -1
     int unknown;             // id, or -1
     bool fuse_unknown, ignore_merges;
-    AddedSet added[2];                          // looked for before and after normalizing; tokenizer.c gathers them
+    AddedSet added[2];                          // looked for before and after normalizing
     int before[MAX_AROUND], after[MAX_AROUND];  // the post-processor's ids around a text
     int before_count, after_count;
     int end;  // id of tokenizer_config.json's eos_token, or -1
-    struct cJSON *json;  // the file, to whose strings tokens and steps point
 };
 
-// The tokenizer of a tokenizer.json's text; NULL and an error if it cannot be used. `config`: path of the
-// tokenizer_config.json beside it, which there may be or not, or NULL.
-Tokenizer *read_tokenizer(const Bytes *json, const char *config, Error *error);
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 int *token_slot(const Tokenizer *tokenizer, const char *s, size_t n);  // slot of this content, or the free one for it
 int model_token(const Tokenizer *tokenizer, const char *s, size_t n);  // id of a token that merges may make, or -1
 Merge *merge_slot(const Tokenizer *tokenizer, int left, int right);    // the merge of this pair, or the free place
 
+// What the normalizer makes of a text: an array to free(), *n is its length. NULL and an error on failure.
+char *normalized_text(const Tokenizer *tokenizer, const char *s, size_t *n, char *error, size_t error_size);
+
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -114,7 +114,7 @@ inline std::vector<std::string> stops_of(const Section &of) {
 // What line `number` asks for. `name` is what messages call it. Without "seed" it has that of -s, or the one that was
 // drawn for the file, and one more for each line before it: so no two requests have the same luck.
 inline Request RequestReader::read(const std::string &name, int number, const std::string &line) {
-    const Json json = parse_line(name, line);
+    const Json json = parse_json(name, line);
     const Section of = {name, &json};
     require_known_keys(name, &json);
     Request request;

@@ -451,7 +451,7 @@ inline bool take_line(Chat &chat, const Typed &typed) {
     }
     if (text.empty()) return false;
     if (chat.options.json && !typed.whole && strchr("\"{", text[0])) {
-        const Json json = parse_line("this line", text[0] == '{' ? text : "{\"content\": " + text + "}");
+        const Json json = parse_json("this line", text[0] == '{' ? text : "{\"content\": " + text + "}");
         chat.turns.push_back({message_of(chat.form, {"this line", &json})});
     } else {
         chat.turns.push_back({{"user", marked(chat.form, text, "this turn")}});

@@ -11,8 +11,8 @@ FUZZ_SECONDS ?= 60
 ASAN_TESTS := $(filter-out test_cuda% test_twins test_plain,$(TESTS))
 GPU_TESTS := test_twins test_cuda_model
 SIMD_TESTS := $(addprefix build/simd/test_numbers.,sse2 avx2 neon) $(addprefix build/simd/test_products.,sse2 avx2)
-MACOS_CHECKS := $(addprefix build/macos/,llm.cu plain/llm.cu fast/attend.cpp fast/linear.cpp base/json.cpp tokenizer.c \
-  base/tokenizer_json.c)
+MACOS_CHECKS := $(addprefix build/macos/,llm.cu plain/llm.cu fast/attend.cpp fast/linear.cpp tokenizer.c \
+  base/json.cpp base/tokenizer_json.cpp)
 FUZZERS := $(patsubst tests/%.cpp,%,$(wildcard tests/fuzz_*.cpp))
 SANITIZE := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer \
   $(if $(findstring clang,$(CXX)),,-Wno-maybe-uninitialized)
@@ -67,11 +67,6 @@ build/asan/llm: llm.cu $(OBJECTS:build/%=build/asan/%)
 	$(CXX) $(CXXFLAGS) $(SANITIZE) $(DEPENDS) -x c++ llm.cu -x none $(OBJECTS:build/%=build/asan/%) $(LIBS) -o $@
 	ln -sfn ../../weights_tools build/asan/weights_tools  # llm looks for its built-in checkpoint beside itself
 
-build/asan/tokenizer.o: tokenizer.c
-build/asan/tokenizer_json.o: base/tokenizer_json.c
-$(TOKENIZER:build/%=build/asan/%): $(wildcard base/tokenizer*.h) base/python.h build/flags
-	$(CC) $(CFLAGS) $(SANITIZE) -c $(filter %.c,$^) -o $@
-
 build/asan/test_%: tests/test_%.cpp $(OBJECTS:build/%=build/asan/%)
 	$(CXX) $(CXXFLAGS) $(SANITIZE) $(DEPENDS) $< $(OBJECTS:build/%=build/asan/%) $(LIBS) -o $@
 
@@ -79,8 +74,7 @@ build/asan/test_%: tests/test_%.cpp $(OBJECTS:build/%=build/asan/%)
 FUZZ := -O1 -g -fno-sanitize-recover=all
 build/fuzz_%: tests/fuzz_%.cpp tokenizer.c $(wildcard base/*) build/flags
 	clang -std=c11 $(FUZZ) -fsanitize=fuzzer-no-link,address,undefined -c tokenizer.c -o $@.o
-	clang -std=c11 $(FUZZ) -fsanitize=fuzzer-no-link,address,undefined -c base/tokenizer_json.c -o $@.json.o
-	clang++ -std=c++17 $(FUZZ) -fsanitize=fuzzer,address,undefined $< base/json.cpp $@.o $@.json.o $(LIBS) -o $@
+	clang++ -std=c++17 $(FUZZ) -fsanitize=fuzzer,address,undefined $< base/*.cpp $@.o $(LIBS) -o $@
 
 # Numbers with another kind of SIMD than this machine's, and how that is run.
 SIMD.sse2 := $(CXX) -march=x86-64
@@ -104,7 +98,7 @@ build/zig/headers:
 	python3 -m venv build/zig
 	build/zig/bin/pip install -q ziglang==0.17.1
 	mkdir $@
-	ln -s $(INCLUDE)/cjson $(INCLUDE)/nlohmann $(INCLUDE)/oniguruma.h $(INCLUDE)/utf8proc.h $(INCLUDE)/editline $(INCLUDE)/hwy $@
+	ln -s $(INCLUDE)/nlohmann $(INCLUDE)/oniguruma.h $(INCLUDE)/utf8proc.h $(INCLUDE)/editline $(INCLUDE)/hwy $@
 
 build/macos/%: $(SOURCES) tokenizer.c $(wildcard base/* fast/*) build/flags | build/zig/headers
 	mkdir -p $(@D)

@@ -1,6 +1,5 @@
 // A libFuzzer target for config.json, generation_config.json and model.safetensors, all in memory:
-//   clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined tests/fuzz_model.cpp -lcjson -o fuzz_model
-//   ./fuzz_model -max_total_time=60 -max_len=8192
+//   make CUDA=0 build/fuzz_model && build/fuzz_model -max_total_time=60 -max_len=8192
 // An input is three parts, split by NUL bytes: config, generation config, weights. Weights that begin with '{' are a
 // header alone: its length is put in front and as much data behind it as the largest number in it says, so that one
 // changed number is enough to come past the checks that compare numbers with the file's size.

@@ -1,7 +1,6 @@
 // libFuzzer target: the input is a tokenizer.json, a NUL, and a text for it.
-//   clang -c -std=c11 -g -O1 -fsanitize=fuzzer-no-link,address,undefined tokenizer.c base/tokenizer_json.c
-//   clang++ -g -O1 -fsanitize=fuzzer,address,undefined tests/fuzz_tokenizer.cpp *.o -lonig -lutf8proc -lcjson
-//   ./a.out -max_len=20000 -timeout=10 CORPUS tests/fixtures/tokenizers
+//   make CUDA=0 build/fuzz_tokenizer
+//   build/fuzz_tokenizer -max_len=20000 -timeout=10 CORPUS tests/fixtures/tokenizers
 // What it checks: no crash, leak or undefined behaviour; errors are one line of UTF-8; ids lie in the vocabulary; a
 // stream gives whole characters, and together what decoding at once gives.
 #include <cstdint>

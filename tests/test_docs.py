@@ -141,7 +141,7 @@ class Exercises:
 
     def build(self, program, source, *flags):
         objects = [ROOT / f"build/{name}.o" for name in ("attend", "linear", "json", "tokenizer", "tokenizer_json")]
-        command = compiler([source], ["-x", "none", *objects, *"-lcjson -lonig -lutf8proc -ledit -o".split(), program],
+        command = compiler([source], ["-x", "none", *objects, *"-lonig -lutf8proc -ledit -o".split(), program],
                            "-include", self.folder / "exercise.h", *flags)
         (self.folder / "chosen/build").mkdir(exist_ok=True)
         said = subprocess.run(command, cwd=self.folder / "chosen", capture_output=True, text=True)

@@ -184,11 +184,9 @@ static const Built &built() {
                         spill(scratch / file, replaced(text, line, either(line, other)));
         spill(scratch / "exercise.h", "#include <cstdlib>\ninline bool exercise() {\n"
                                       "    static const bool asked = getenv(\"EXERCISE\");\n    return asked;\n}\n");
-        std::string enter = "cd " + scratch.string() + " && ", libraries = " -lcjson -lonig -lutf8proc -ledit";
-        std::string c = compile + "-x c -std=c11 ";
-        built.program =
-            shell(enter + c + "tokenizer.c -c -o tokenizer.o && " + c +
-                  "base/tokenizer_json.c -c -o tokenizer_json.o && " + compile + "-std=c++17 base/json.cpp -c -o json.o");
+        std::string enter = "cd " + scratch.string() + " && ", libraries = " -lonig -lutf8proc -ledit";
+        built.program = shell(enter + compile + "-x c -std=c11 tokenizer.c -c -o tokenizer.o && " + compile +
+                              "-std=c++17 base/json.cpp base/tokenizer_json.cpp -c");
         std::string objects = " -x none json.o tokenizer.o tokenizer_json.o" + libraries;
         std::thread test([&] {
             built.test = shell(enter + compile + "-std=c++17 -include exercise.h tests/test_cache.cpp" + objects +

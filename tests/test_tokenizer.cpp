@@ -388,14 +388,14 @@ TEST_CASE("only a template puts BOS before a text: add_bos_token says nothing be
     CHECK(encode(llama.load(R"({"add_bos_token": false})").get(), "").size() == 1);
     for (const char *none : {R"({"bos_token": 3})", R"({"extra_special_tokens": [{}]})"}) {
         CHECK_FALSE(folder.load(none));
-        check_contains(folder.error, "a token beside it is neither a string nor has a content");
+        check_contains(folder.error, "a token next to it is neither a string nor has a content");
     }
     CHECK_FALSE(folder.load(R"({"added_tokens_decoder": [{"content": "a"}, {"content": "b"}]})"));
-    check_contains(folder.error, "added_tokens_decoder beside it is not an object");
+    check_contains(folder.error, "added_tokens_decoder next to it is not an object");
     const char *refused[][2] = {
         {R"({"eos_token": "a", "eos_token": "b"})", "key \"eos_token\" stands twice in one object"},
-        {"[]", "not an object"},
-        {"{", "malformed JSON at byte 1"}};
+        {"[]", "expected a JSON object"},
+        {"{", "not valid JSON near line 1, byte 1"}};
     for (const auto &one : refused) {
         CHECK_FALSE(folder.load(one[0]));
         CHECK_MESSAGE(folder.error.find(config + ": ") == 0, folder.error);
@@ -426,21 +426,21 @@ static const char GOOD[] =
     R"("continuing_subword_prefix":null,"end_of_word_suffix":null,"fuse_unk":false,"byte_fallback":false,)"
     R"("vocab":{"a":0,"b":1,"ab":2,"c":3,"d":4},"merges":["a b"]}})";
 static const char BROKEN[] = R"(
-]}} ~ ]} | ]}} x ~ malformed JSON at byte
-"dropout":null ~ "dropout":nul ~ malformed JSON at byte
-["a b"] ~ ["a b",] | ["a b"} ~ malformed JSON at byte
-"a":0 ~ "\ud800":0 | "\ud800\u0041":0 | "\udc00\ud800":0 | "\u12g4":0 | "\x":0 ~ malformed JSON at byte
-"a":0 ~ "a" 0 | a:0 | "a":- | "a":0x1 | "a":0, ~ malformed JSON at byte
-"a":0 ~ "\u0000":0 ~ \u0000 is not supported
-"BPE" ~ "Unigram" ~ model of type Unigram, supported are: BPE
-"BPE" ~ "éééééééééééééééééééééééééééééééééééééééé\n" ~ model of type éé
-"BPE" ~ "xéééééééééééééééééééééééééééééééééééééééé" ~ ?, supported are: BPE
-"BPE" ~ 7 ~ type is missing or not a string
+]}} ~ ]} | ]}} x ~ not valid JSON near line 1, byte
+"dropout":null ~ "dropout":nul ~ not valid JSON near line 1, byte
+["a b"] ~ ["a b",] | ["a b"} ~ not valid JSON near line 1, byte
+"a":0 ~ "\ud800":0 | "\ud800\u0041":0 | "\udc00\ud800":0 | "\u12g4":0 | "\x":0 ~ not valid JSON near line 1, byte
+"a":0 ~ "a" 0 | a:0 | "a":- | "a":0x1 | "a":0, ~ not valid JSON near line 1, byte
+"a":0 ~ "\u0000":0 ~ \u0000 ends a text here: leave it out
+"BPE" ~ "Unigram" ~ model: type Unigram is not supported; supported is BPE
+"unk_token":null ~ "unk_token":"éééééééééééééééééééééééééééééééééééééééé\n" ~ unk_token éé
+"unk_token":null ~ "unk_token":"xéééééééééééééééééééééééééééééééééééééééé" ~ é is not in vocab
+"BPE" ~ 7 ~ type is 7, expected a text
 "dropout":null ~ "dropout":0.1 ~ dropout
 prefix":null ~ prefix":"##" ~ continuing_subword_prefix
 suffix":null ~ suffix":"</w>" ~ end_of_word_suffix
-"fuse_unk":false ~ "fuse_unk":3 ~ fuse_unk is not true or false
-"unk_token":null ~ "unk_token":"<unk>" ~ unk_token <unk> is not in model.vocab
+"fuse_unk":false ~ "fuse_unk":3 ~ fuse_unk is 3, expected true or false
+"unk_token":null ~ "unk_token":"<unk>" ~ unk_token <unk> is not in vocab
 "BPE" ~ "BPE","type":"BPE" ~ key "type" stands twice in one object
 "normalizer":null ~ "normalizer":null,"normalizer":null ~ key "normalizer" stands twice
 "special":true ~ "special":true,"special":false ~ key "special" stands twice
@@ -448,49 +448,49 @@ suffix":null ~ suffix":"</w>" ~ end_of_word_suffix
 "a":0 ~ "a":-1 ~ a is -1, expected a whole number from 0 to 16777215
 "a":0 ~ "a":0.5 ~ a is 0.5
 "a":0 ~ "a":16777216 | "a":1e300 ~ expected a whole number
-"a":0 ~ "a":"0" ~ a is missing or not a number
+"a":0 ~ "a":"0" ~ a is "0", expected a whole number
 "a":0 ~ "a":1 ~ id 1 stands for "a" and "b"
-"a":0, ~ "a":0,"a":9, ~ "a" has both id 0 and 9
+"a":0, ~ "a":0,"a":9, ~ key "a" stands twice in one object
 {"a":0,"b":1,"ab":2,"c":3,"d":4} ~ {} | [] ~ model.vocab is missing, empty or not an object
-["a b"] ~ ["a c"] ~ merge 0, "a" and "c": model.vocab has no "ac"
-["a b"] ~ ["a b","x b"] ~ merge 1, "x" and "b": model.vocab has no "x"
-["a b"] ~ [["a","y"]] ~ model.vocab has no "y"
+["a b"] ~ ["a c"] ~ merge 0, "a" and "c": vocab has no "ac"
+["a b"] ~ ["a b","x b"] ~ merge 1, "x" and "b": vocab has no "x"
+["a b"] ~ [["a","y"]] ~ vocab has no "y"
 ["a b"] ~ ["ab"] | ["a b c"] | [["a","b","c"]] | [["a"]] | [5] | [{"x":"a","y":"b"}] ~ merge 0 is neither
-["a b"] ~ {} ~ model.merges is missing or not a list
+["a b"] ~ {} ~ merges is {}, expected a list
 "id":5 ~ "id":4 ~ "<s>" has id 4, expected 5
 "<s>" ~ "c" ~ "c" has id 5, expected 3
 "id":5 ~ "id":7 ~ added token "<s>" has id 7, expected 5
-"id":5 ~ "id":-5 ~ added token's id is -5
+"id":5 ~ "id":-5 ~ an added token: id is -5
 "content":"<s>", ~  ~ content is missing
-"special":true ~ "special":"yes" ~ special is not true or false
-[{"id":5,"content":"<s>","special":true}] ~ {} ~ added_tokens is not a list
-[{"id":5,"content":"<s>","special":true}] ~ [null] ~ added token's id is missing
-"id":5, ~  ~ added token's id is missing
-PRE null ~ PRE {"type":"Bert"} ~ pre_tokenizer of type Bert, supported are: Sequence ByteLevel
+"special":true ~ "special":"yes" ~ special is "yes", expected true or false
+[{"id":5,"content":"<s>","special":true}] ~ {} ~ added_tokens is {}, expected a list
+[{"id":5,"content":"<s>","special":true}] ~ [null] ~ an added token: id is missing
+"id":5, ~  ~ an added token: id is missing
+PRE null ~ PRE {"type":"Bert"} ~ pre_tokenizer: type Bert is not supported; supported are Sequence ByteLevel
 PRE null ~ PRE 7 ~ pre_tokenizer: type is missing
-PRE null ~ PRE {"type":"Sequence"} ~ pretokenizers is missing or not a list
+PRE null ~ PRE {"type":"Sequence"} ~ pretokenizers is missing
 PRE null ~ PRE SPLIT null} ~ pattern is missing
 PRE null ~ PRE SPLIT {"Regex":"a("}} ~ pattern a(: end pattern with unmatched parenthesis
 PRE null ~ PRE SPLIT {"Regex":"(?|a)b"}} ~ pattern (?|a)b: undefined group option
 PRE null ~ PRE SPLIT {"Regex":"\\p{Elvish}"}} ~ invalid character property name {Elvish}
 PRE null ~ PRE SPLIT {"Regex":"(?<n>a)\\g<m>"}} ~ undefined name <m> reference
 PRE null ~ PRE SPLIT {"Regex":"a{200000}"}} ~ too big number for repeat range
-PRE null ~ PRE {"type":"Split","pattern":{"String":"a"},"behavior":"Sideways"} ~ Sideways, supported are: Isolated
+PRE null ~ PRE {"type":"Split","pattern":{"String":"a"},"behavior":"Sideways"} ~ behavior Sideways is not supported; supported are Isolated
 PRE null ~ PRE {"type":"Split","pattern":{"String":"a"}} ~ behavior is missing
-PRE null ~ PRE {"type":"ByteLevel","use_regex":1} ~ use_regex is not true or false
+PRE null ~ PRE {"type":"ByteLevel","use_regex":1} ~ use_regex is 1, expected true or false
 PRE null ~ PRE {"type":"Metaspace","replacement":""} ~ replacement is empty
-"normalizer":null,"pre_tokenizer":null ~ "normalizer":{"type":"NFC"},"pre_tokenizer":FIRST ~ first behind a step
-PRE null ~ PRE {"type":"Metaspace","replacement":"_","prepend_scheme":"last"} ~ last, supported are: always first never
-"normalizer":null ~ "normalizer":{"type":"Precompiled"} ~ of type Precompiled, supported are: Sequence Prepend
+"normalizer":null,"pre_tokenizer":null ~ "normalizer":{"type":"NFC"},"pre_tokenizer":FIRST ~ first after a step
+PRE null ~ PRE {"type":"Metaspace","replacement":"_","prepend_scheme":"last"} ~ prepend_scheme last is not supported; supported are always first never
+"normalizer":null ~ "normalizer":{"type":"Precompiled"} ~ normalizer: type Precompiled is not supported; supported are Sequence Prepend
 "normalizer":null ~ "normalizer":{"type":"Prepend"} ~ prepend is missing
 "normalizer":null ~ "normalizer":{"type":"Replace","pattern":{"String":"a"}} ~ content is missing
-DEC null ~ DEC {"type":"WordPiece"} ~ decoder of type WordPiece, supported are: Sequence ByteLevel
+DEC null ~ DEC {"type":"WordPiece"} ~ decoder: type WordPiece is not supported; supported are Sequence ByteLevel
 DEC null ~ DEC {"type":"Strip","content":" ","start":1,"stop":1} ~ stop is 1, expected
-DEC null ~ DEC {"type":"Sequence","decoders":[{"type":"Fuse"},{"type":"ByteFallback"}]} ~ behind Fuse
-POST null ~ POST {"type":"BertProcessing"} ~ post_processor of type BertProcessing, supported are
+DEC null ~ DEC {"type":"Sequence","decoders":[{"type":"Fuse"},{"type":"ByteFallback"}]} ~ ByteFallback after Fuse
+POST null ~ POST {"type":"BertProcessing"} ~ post_processor: type BertProcessing is not supported; supported are
 POST null ~ POST {"type":"TemplateProcessing","single":[]} ~ single holds the text 0 times
 POST null ~ POST {"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"y"}},TEXT 5]}}} ~ neither text nor known
-POST null ~ POST TEMPLATE 99]}}} ~ is 99, expected a whole number from 0 to 5
+POST null ~ POST TEMPLATE 99]}}} ~ an id is 99, expected a whole number from 0 to 5
 POST null ~ POST TEMPLATE 5,5,5,5,5,5,5,5,5,5,5,5,5,5,5,5,5]}}} ~ more than 16 special tokens
 POST null ~ POST {"type":"Sequence","processors":[TEMPLATE 5]}}},TEMPLATE 5]}}}]} ~ more than one TemplateProcessing
 )";
@@ -530,14 +530,14 @@ TEST_CASE("a broken tokenizer.json is refused in one line that says what is wron
             check_broken(line.substr(0, first), line.substr(at, end - at), line.substr(second + 3));
         }
     }
-    check_broken(GOOD, "", "malformed JSON");
-    check_broken(GOOD, "[]", "not an object");
+    check_broken(GOOD, "", "not valid JSON");
+    check_broken(GOOD, "[]", "expected a JSON object");
     check_broken(GOOD, "{}", "model is missing");
-    check_broken(GOOD, std::string("{}\0", 3), "malformed JSON at byte 2");
-    check_broken(GOOD, std::string(100000, '['), "malformed JSON");
+    check_broken(GOOD, std::string("{}\0", 3), "not valid JSON near line 1, byte 2");
+    check_broken(GOOD, std::string(100000, '['), "not valid JSON");
     check_broken("\"a\"", "\"\xFF\"", ", 0xFF, is not UTF-8");
     for (const char *control : {"\"\n\"", "\"\x01\"", "\f\"a\""})
-        check_broken("\"a\"", control, "malformed JSON at byte");
+        check_broken("\"a\"", control, "not valid JSON near line");
     std::string deep = std::string(SHORT[4][1]) + "{\"Regex\":\"" + std::string(5000, '(') + "\"}}";
     check_broken(R"("pre_tokenizer":null)", R"("pre_tokenizer":)" + deep, "parse depth limit over");
 }
@@ -567,11 +567,11 @@ TEST_CASE("a file cut short anywhere, or with any byte changed, is refused or lo
 TEST_CASE("a missing file, a directory and another kind of file are named") {
     char error[200];
     CHECK(tokenizer_load("no/such/tokenizer.json", nullptr, error, sizeof error) == nullptr);
-    CHECK(std::string(error).find("no/such/tokenizer.json: No such file") == 0);
+    CHECK(std::string(error).find("no/such/tokenizer.json: cannot open it: No such file") == 0);
     CHECK(tokenizer_load("tests", nullptr, error, sizeof error) == nullptr);
     CHECK(std::string(error).find("tests: ") == 0);
     CHECK(tokenizer_load("tests/test_tokenizer.cpp", nullptr, error, sizeof error) == nullptr);
-    CHECK(std::string(error).find("tests/test_tokenizer.cpp: malformed JSON") == 0);
+    CHECK(std::string(error).find("tests/test_tokenizer.cpp: not valid JSON") == 0);
 }
 
 TEST_CASE("a FIFO and a link that leads nowhere are refused in place of a file, at once") {
