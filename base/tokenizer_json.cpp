@@ -100,19 +100,19 @@ void load_vocabulary(Loaded &t, const Section &model, size_t more) {
 }
 
 // "a b" or ["a", "b"]
-void load_merge(Loaded &t, const Section &model, const Json *item, int rank) {
-    std::vector<std::string> parts;
-    if (is_text(item)) parts = split(item->text);
-    for (const Json *part : items_of(is_list(item) && count_of(item) == 2 ? item : nullptr))
-        if (is_text(part)) parts.push_back(part->text);
-    if (parts.size() != 2)
+void load_merge(Loaded &t, const Section &model, const Json &item, int rank) {
+    const std::vector<Json> &list = item.items;
+    const bool pair = is_list(&item) && list.size() == 2 && is_text(&list[0]) && is_text(&list[1]);
+    const size_t blank = item.text.find(' ');
+    if (!pair && (blank == std::string::npos || item.text.find(' ', blank + 1) != std::string::npos))
         fail("%s: merge %d is neither \"a b\" nor [\"a\", \"b\"]", model.name.c_str(), rank);
-    parts.push_back(parts[0] + parts[1]);
-    int ids[3];
-    for (int i = 0; i < 3; i++)
-        if ((ids[i] = model_id(t, parts[(size_t)i])) < 0)
-            fail("%s: merge %d, \"%s\" and \"%s\": vocab has no \"%s\"", model.name.c_str(), rank,
-                 shown(parts[0]).c_str(), shown(parts[1]).c_str(), shown(parts[(size_t)i]).c_str());
+    const std::string a = pair ? list[0].text : item.text.substr(0, blank);
+    const std::string b = pair ? list[1].text : item.text.substr(blank + 1), whole = a + b;
+    int ids[3], *id = ids;
+    for (const std::string *text : {&a, &b, &whole})
+        if ((*id++ = model_id(t, *text)) < 0)
+            fail("%s: merge %d, \"%s\" and \"%s\": vocab has no \"%s\"", model.name.c_str(), rank, shown(a).c_str(),
+                 shown(b).c_str(), shown(*text).c_str());
     *merge_slot(&t, ids[0], ids[1]) = {(uint64_t)ids[0] << 32 | (uint32_t)ids[1], rank, ids[2]};
 }
 
@@ -128,7 +128,7 @@ void load_model(Loaded &t, const Section &root, size_t more) {
     const std::vector<const Json *> merges = need_list(model, "merges");
     t.all_merges.assign(places_for(merges.size()), {UINT64_MAX, -1, -1});
     t.merges = t.all_merges.data(), t.merge_mask = t.all_merges.size() - 1;
-    for (size_t rank = 0; rank < merges.size(); rank++) load_merge(t, model, merges[rank], (int)rank);
+    for (size_t rank = 0; rank < merges.size(); rank++) load_merge(t, model, *merges[rank], (int)rank);
 
     // Ids that encoding asks for again and again.
     const std::string unknown = model.text("unk_token", "");
