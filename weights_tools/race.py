@@ -149,7 +149,8 @@ class LlamaBench:
         cache = GGML_CACHES[row.cache]
         common = ["-m", path, "-t", threads, "-ctk", cache, "-ctv", cache]
         if row.text:
-            name, more = ("llama-lookup", []) if row.work == "ngram" else ("llama-speculative-simple", ["-md", path])
+            name, more = (("llama-lookup", []) if row.work == "ngram" else
+                          ("llama-speculative-simple", ["-md", path, "--spec-type", "draft-simple"]))
             return [self.binary.with_name(name), *common, "-fa", "on", "-f", row.text, "-n", row.tokens, "--temp", "0",
                     "--spec-draft-n-max", GUESSES, *more]
         if row.work == "batch":
