@@ -237,12 +237,13 @@ inline void widen_row(float *to, const SplitRows &all, int t, size_t offset) {
 // Positions outside the stretch have the scale 1.
 inline void scale_rows(float *numbers, int queries, const Rows &rows, const Stretch &stretch, int first, int head) {
     auto position = [&](int i) { return i / near_positions * stream_positions + first + i % near_positions; };
+    auto scale_at = [&](int t) { return scale_of_row(rows.row[t] + head * rows.head_step); };
     f16 scales[near_rows];
-    for (int i = 0; i < near_rows; i++) {
-        const int t = position(i);
-        const bool inside = rows.count == near_rows || (t >= stretch.begin && t < stretch.end);
-        scales[i] = inside ? scale_of_row(rows.row[t] + head * rows.head_step) : f16{0x3c00};
-    }
+    for (int i = 0; rows.count < near_rows && i < near_rows; i++)
+        scales[i] = position(i) >= stretch.begin && position(i) < stretch.end ? scale_at(position(i)) : f16{0x3c00};
+    for (int s = 0; rows.count == near_rows && s < 4; s++)  // half the time of the loop above
+        for (int i = 0; i < near_positions; i++)
+            scales[s * near_positions + i] = scale_at(s * stream_positions + first + i);
     for (int i = 0; i < near_rows; i += lanes) {
         const Vec by = load(scales + i);
         for (int q = 0; q < queries; q++) {
