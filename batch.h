@@ -11,6 +11,9 @@
 
 #include <deque>
 
+#include "base/text.h"
+#include "draft.h"
+
 // What is asked for, and how far it is.
 struct Request {
     std::string id, name = "";  // name: what messages call it; "": as its id
@@ -285,57 +288,46 @@ template <class Show>
 void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass, bool ignore_end, Show show) {
     Cache &cache = schedule.cache;
     const double start = now();
-    bool decodes = true;    // and reads no prompt
-    std::vector<int> rows;  // of the pass: the last tokens of those whose tokens were all read, and guesses
-    const int vocabulary = engine.model.config.vocabulary;
-    std::vector<Proposal> proposals;  // (piece)
+    bool decodes = true;  // and reads no prompt
+    std::vector<Text> texts;
+    std::vector<Guesses> guesses(pass.size());
+    std::vector<size_t> sizes;  // (piece): tokens of its request before the pass
     for (const Piece &piece : pass) {
-        const Request &request = *piece.request;
-        proposals.push_back({request.sequence, request.tokens, request.sampler, piece.guesses});
-        blamed(*piece.request, [&] { propose(schedule.drafter, proposals.back()); });
+        Request &request = *piece.request;
+        Guesses &own = guesses[texts.size()];
+        blamed(request, [&] {
+            own = propose(schedule.drafter, request.sequence, request.tokens, request.sampler, piece.guesses);
+        });
+        const auto next = request.tokens.begin() + cache.lengths[request.sequence], end = next + piece.count;
+        texts.push_back({request.sequence, {next, end}, own.tokens, end == request.tokens.end()});
+        sizes.push_back(request.tokens.size());
         decodes &= piece.count == 1;
     }
-    Drafter::Checked checked{0, 0, 0, {}, false, 0, now() - start};
-    const std::vector<float> found = all_or_nothing(cache, [&] {
-        Batch batch;
-        for (size_t i = 0; i < pass.size(); i++) {
-            const Proposal &proposal = proposals[i];
-            const int count = pass[i].count + (int)proposal.guesses.size();
-            const int first = grow(cache, proposal.sequence, count);
-            for (int t = first; t < first + count; t++) {
-                if (t >= (int)proposal.tokens.size() - 1) rows.push_back(batch.count());
-                batch.add(proposal.token(t), proposal.sequence, t);
-            }
-        }
+    PassLog log{0, 0, 0, {}, false, 0, now() - start};
+    auto take = [&](int i, const std::vector<float> &logits) {
+        Request &request = *pass[i].request;
+        if (request.error.empty()) blamed(request, [&] {
+            require_finite(logits, (int)request.tokens.size() - 1, &cache);
+            if (schedule.checks) request.bits = checksum(request.bits, logits);
+            take_token(request, engine.model.config, ignore_end, logits);
+        });
+        return request.stop.empty() ? request.tokens.back() : -1;
+    };
+    step(engine, cache, texts, take, /*grown=*/[&] {
         schedule.bytes = bytes_of(cache).total();
         if (const PagePool *pool = scarce_pool(cache)) schedule.held = pool->used();
-        forward(engine, batch, cache.stores);
-        return logits(engine, rows);
     });
     // A GPU prefills with other instructions than it decodes with: what others may find there is prefilled.
     const bool alike = std::holds_alternative<Cpu>(*engine.machine);
-    const float *row = found.data();
     for (size_t i = 0; i < pass.size(); i++) {
         Request &request = *pass[i].request;
-        const std::vector<int> &guesses = proposals[i].guesses;
-        if (schedule.unread(request) <= 0) {  // all is read: the tokens that follow
+        if (texts[i].is_read) {
             // Now its prompt is found, and who waits with the same one may need no more pages than there are. Not for
             // optimists, who would try those that were preempted again too soon.
-            if ((int)request.tokens.size() == request.prompt) schedule.changed |= !schedule.optimistic;
-            auto take = [&](int at) {
-                const std::vector<float> own(row + at * vocabulary, row + (at + 1) * vocabulary);
-                require_finite(engine, &cache, request.tokens, own, (int)request.tokens.size() - 1);
-                if (schedule.checks) request.bits = checksum(request.bits, own);
-                take_token(request, engine.model.config, ignore_end, own);
-                return request.tokens.back();
-            };
-            const size_t before = request.tokens.size();
-            auto accept = [&] { checked.right += proposals[i].accept(take, [&] { return !request.stop.empty(); }); };
-            if (request.error.empty()) blamed(request, accept);
-            if (request.error.empty()) rewind(cache, request.sequence, (int)request.tokens.size() - 1);
-            checked.guesses.insert(checked.guesses.end(), guesses.begin(), guesses.end());
-            checked.tokens += (int)(request.tokens.size() - before), checked.paused |= proposals[i].paused;
-            row += (guesses.size() + 1) * vocabulary;
+            if ((int)sizes[i] == request.prompt) schedule.changed |= !schedule.optimistic;
+            log.guesses.insert(log.guesses.end(), guesses[i].tokens.begin(), guesses[i].tokens.end());
+            log.right += count_right(guesses[i], request.tokens, sizes[i]);
+            log.tokens += (int)(request.tokens.size() - sizes[i]), log.paused |= guesses[i].paused;
         }
         const int length = cache.lengths[request.sequence];
         if (request.error.empty())
@@ -345,6 +337,6 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
         leave(schedule, request);
         show(request);
     }
-    if (decodes) checked.seconds = now() - start;
-    schedule.drafter.add(checked);
+    if (decodes) log.seconds = now() - start;
+    schedule.drafter.add(log);
 }

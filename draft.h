@@ -1,13 +1,13 @@
-// Drafts: somebody quick guesses the next tokens, and one pass of the model checks all guesses.
+// Drafts: something quick guesses the next tokens, and one pass of the model checks all guesses.
 //
 // A pass reads the weights and the cache once, whether it computes one token or five (Leviathan et al. 2023; Chen et
 // al. 2023). Who guesses is a smaller model with the same tokenizer, the draft, or the text itself: what followed its
 // last words before (n-grams; Saxena 2023, prompt lookup). The model that checks is the target:
 //   propose     a line break is to be read next; the guesses at what follows:  At noon , Tom
-//   verify      one pass:                \n   At     noon   ,   Tom
+//   step        one pass:                \n   At     noon   ,   Tom
 //               the target's own next:   At   noon   ,      it
-//   accept      three guesses are its own tokens; the fourth is not, and "it" stands in its place
-//   roll back   the cache forgets "Tom"
+//   accept      three guesses are its own tokens; the fourth is not, and "it" is taken in its place
+//   go back     the cache forgets "Tom"
 // Why the text is the one without drafts: a token's vectors have the same bits in any pass, and the draw for a position
 // is a function of seed and position alone: a guess is right if it is what the target draws there anyway. (Not so on a
 // GPU, where several tokens go through other kernels than one: there a text may part at a tie.)
@@ -15,28 +15,26 @@
 
 #include <deque>
 
-// A sequence whose next tokens are wanted, and the guesses at them.
-struct Proposal {
-    int sequence;
-    const std::vector<int> &tokens;  // so far; the last one is not read yet
-    const Sampler &sampler;
-    int most;  // guesses at most
-    std::vector<int> guesses = {};
+#include "forward.cu"
+#include "sample.h"
+
+// Guesses at what follows a text.
+struct Guesses {
+    std::vector<int> tokens = {};
     std::vector<std::vector<double>> drawn = {};  // (guess): by Leviathan's rule, the distribution that it is from
-    int match = 0;                                // n-grams: how many of the last ids stood before,
-    bool paused = false;                          // and guesses at what follows would cost more time than they save
-    int token(size_t position) const {
-        return position < tokens.size() ? tokens[position] : guesses[position - tokens.size()];
-    }
-    // How many guesses are right. take(row) takes the target's own token after that row of the pass, and ended() says
-    // whether nothing may follow it.
-    template <class Take, class Ended>
-    int accept(Take take, Ended ended) const {
-        int row = 0;
-        for (; take(row) == (row < (int)guesses.size() ? guesses[row] : -1); row++)
-            if (ended()) return row + 1;
-        return row;
-    }
+    int match = 0;                                // n-grams: so many of the last ids were found earlier in the text,
+    bool paused = false;                          // and guesses would cost more time than they save
+};
+
+// What a pass of the target brought.
+struct PassLog {
+    int match;   // of its n-grams; 0 if it was of many texts
+    int tokens;  // that it brought
+    int right;   // guesses
+    std::vector<int> guesses;
+    bool paused;
+    double seconds;   // of all; 0 where it read prompts, too
+    double guessing;  // of the guesses
 };
 
 // Who guesses, and what came of it.
@@ -48,20 +46,14 @@ struct Drafter {
     std::vector<std::vector<int>> held = {};   // (sequence): and the tokens that it has read
     bool rejection = false;                    // --draft-rule leviathan
     bool pauses = false;                       // n-grams: no guesses while they cost more time than they save
-    struct Checked {
-        int match, tokens, right;  // match: 0 where it is of many texts; tokens: that the pass brought
-        std::vector<int> guesses;
-        bool paused;
-        double seconds, guessing;  // of all, 0 where it read prompts, too; of the guesses
-    };
     struct Counts {
         int passes = 0, drafted = 0, accepted = 0, paused = 0, guessed = 0;  // guessed: passes with guesses
         std::vector<int> tried = {}, right = {};                             // (guess): looked at, and right
         double guessing = 0, checking[2] = {};  // seconds: of all guesses; of the rest of passes without and with them
     };
-    std::deque<Checked> log = {};  // the last passes,
+    std::deque<PassLog> log = {};  // the last passes,
     Counts counts = {};            // and all since these were emptied
-    void add(const Checked &pass) {
+    void add(const PassLog &pass) {
         const int count = (int)pass.guesses.size();
         log.push_back(pass);
         if (log.size() > 128) log.pop_front();
@@ -73,46 +65,22 @@ struct Drafter {
             counts.tried[i]++, counts.right[i] += i < pass.right;
     }
 };
-inline int guesses_of_pass(const Cache &cache, int first, int end, int most);
-inline void propose(Drafter &drafter, Proposal &proposal);
 
-// The next tokens of a text: guesses that are right, `most` at most, and one more; none after an end id, if it `ends`.
-// use(logits, position) is told of each token's.
-template <class Use>
-std::vector<int> next_tokens(Engine &engine, Cache &cache, Drafter &drafter, const Sampler &sampler,
-                             const std::vector<int> &tokens, int most, bool ends, Use use) {
-    const double start = now();
-    const Config &config = engine.model.config;
-    const int last = (int)tokens.size() - 1;  // the position of the token that is read next
-    Proposal proposal{0, tokens, sampler, guesses_of_pass(cache, last, last + 1, std::min(most, drafter.most))};
-    propose(drafter, proposal);
-    const double guessing = now() - start;
-    const std::vector<float> found = all_or_nothing(cache, [&] {  // (1 + guesses, vocabulary)
-        Batch batch;
-        const int count = 1 + (int)proposal.guesses.size(), first = grow(cache, 0, count);
-        for (int t = first; t < first + count; t++) batch.add(proposal.token(t), 0, t);
-        forward(engine, batch, cache.stores);
-        return logits(engine, 0, batch.count());
-    });
-    std::vector<int> next;
-    auto take = [&](int row) {
-        const auto from = found.begin() + row * config.vocabulary;
-        const std::vector<float> own(from, from + config.vocabulary);
-        use(own, last + row);
-        next.push_back(drafter.rejection ? by_rejection(proposal, row, own, draw) : sample(sampler, own, last + row));
-        return next.back();
-    };
-    const int right = proposal.accept(take, [&] { return ends && config.ends(next.back()); });
-    const int read = last + (int)next.size();
-    if (rewind(cache, 0, read) < read) fail("guesses went further than the cache goes back: a fault here");
-    drafter.add({proposal.match, (int)next.size(), right, proposal.guesses, proposal.paused, now() - start, guessing});
-    return next;
+inline void look_up(const Drafter &drafter, const std::vector<int> &tokens, int most, Guesses &guesses);
+inline void ask_draft(Drafter &drafter, int sequence, const std::vector<int> &tokens, const Sampler &sampler, int most,
+                      Guesses &guesses);
+
+// At most so many guesses at what follows a text, whose last token is not read yet.
+inline Guesses propose(Drafter &drafter, int sequence, const std::vector<int> &tokens, const Sampler &sampler,
+                       int most) {
+    Guesses guesses;
+    if (most > 0 && drafter.engine) ask_draft(drafter, sequence, tokens, sampler, most, guesses);
+    else if (most > 0) look_up(drafter, tokens, most, guesses);
+    return guesses;
 }
 
-// ---- Guesses -------------------------------------------------------------------------------------------------------
-
-// Guesses behind the tokens of a pass, which are at positions [first, end): as many as the cache can take back. int4
-// and int2 encode 32 positions together, and only those that are certain: guesses never fill such a block.
+// Guesses that can follow the tokens of a pass, which are at positions [first, end): as many as the cache can take
+// back. int4 and int2 encode 32 positions together, and only those that are certain: guesses never fill such a block.
 inline int guesses_of_pass(const Cache &cache, int first, int end, int most) {
     most = std::min({most, chunk_of(cache) - (end - first), limit_of(cache) - end});
     const bool same_block = end % group_size || first % group_size == 0;
@@ -120,57 +88,93 @@ inline int guesses_of_pass(const Cache &cache, int first, int end, int most) {
     return std::max(0, most);
 }
 
-// How many guesses after such a match are worth their time: compares what a token took in passes with guesses and in
-// those without, of the last ones. If there are none with guesses, one guess is tried.
-inline int worth(const Drafter &drafter, Proposal &proposal) {
-    if (!drafter.pauses) return proposal.most;
-    double seconds[2] = {}, tokens[2] = {};  // (guesses or none)
-    for (const Drafter::Checked &pass : drafter.log) {
-        const bool with = !pass.guesses.empty(), other = with && pass.match && pass.match != proposal.match;
+// The token after `position`, at which guess number `i` was made.
+inline int next_token(const Drafter &drafter, const Guesses &guesses, int i, const Sampler &sampler,
+                      const std::vector<float> &logits, int position) {
+    if (!drafter.rejection) return sample(sampler, logits, position);
+    const bool any = i < (int)guesses.tokens.size();
+    const int guess = any ? guesses.tokens[i] : 0;
+    std::vector<double> q;
+    if (any) q = guesses.drawn.empty() ? point_mass(guess, logits.size()) : guesses.drawn[i];
+    return check_guess(sampler, logits, position, guess, q);
+}
+
+// How many guesses are right: those with which the text went on from token `size` on.
+inline int count_right(const Guesses &guesses, const std::vector<int> &tokens, size_t size) {
+    const auto begin = guesses.tokens.begin();
+    return (int)(std::mismatch(begin, guesses.tokens.end(), tokens.begin() + size, tokens.end()).first - begin);
+}
+
+// The next tokens of the only text of a cache, `most` guesses among them: a pass over its last token and the guesses.
+// take(logits) adds what follows to `tokens`, and says whether the text may go on. The last one is of next_token().
+template <class Take>
+void step_with_guesses(Engine &engine, Cache &cache, Drafter &drafter, const Sampler &sampler, std::vector<int> &tokens,
+                       int most, Take take) {
+    const double start = now();
+    const int size = (int)tokens.size();
+    const Guesses guesses =
+        propose(drafter, 0, tokens, sampler, guesses_of_pass(cache, size - 1, size, std::min(most, drafter.most)));
+    const double guessing = now() - start;
+    const std::vector<Text> texts = {{0, {tokens.back()}, guesses.tokens}};
+    step(engine, cache, texts, [&](int, const std::vector<float> &logits) {
+        const int position = (int)tokens.size() - 1;
+        require_finite(logits, position, &cache);
+        tokens.push_back(next_token(drafter, guesses, (int)tokens.size() - size, sampler, logits, position));
+        return take(logits) ? tokens.back() : -1;
+    });
+    drafter.add({guesses.match, (int)tokens.size() - size, count_right(guesses, tokens, size), guesses.tokens,
+                 guesses.paused, now() - start, guessing});
+}
+
+// ---- Guesses -------------------------------------------------------------------------------------------------------
+
+// How many guesses are worth their time after a match of so many ids: compares what a token took in passes with guesses
+// and in those without, in the last passes. If there are none with guesses, one guess is tried.
+inline int guesses_worth_making(const Drafter &drafter, int most, Guesses &guesses) {
+    if (!drafter.pauses) return most;
+    double seconds[2] = {}, tokens[2] = {};  // (without guesses, with them)
+    for (const PassLog &pass : drafter.log) {
+        const bool with = !pass.guesses.empty(), other = with && pass.match && pass.match != guesses.match;
         if (!other && pass.seconds > 0) seconds[with] += pass.seconds, tokens[with] += pass.tokens;
     }
-    if (tokens[1] == 0) return std::min(proposal.most, tokens[0] > 0 ? 1 : 0);
-    proposal.paused = seconds[1] * tokens[0] > seconds[0] * tokens[1];
-    return proposal.paused ? 0 : proposal.most;
+    if (tokens[1] == 0) return std::min(most, tokens[0] > 0 ? 1 : 0);
+    guesses.paused = seconds[1] * tokens[0] > seconds[0] * tokens[1];
+    return guesses.paused ? 0 : most;
 }
 
-// What followed the last three tokens where they stood before, or the last two, or one. A text that says the same again
-// and again goes on with the guesses themselves.
-inline void look_up(const Drafter &drafter, Proposal &proposal) {
-    const std::vector<int> &tokens = proposal.tokens;
+// N-grams: what followed the last three tokens where they were found before, or the last two, or one. A text that
+// repeats itself goes on with the guesses themselves.
+inline void look_up(const Drafter &drafter, const std::vector<int> &tokens, int most, Guesses &guesses) {
     const int count = (int)tokens.size();
     int from = 0;
-    for (int at = count - 1; at > 0 && proposal.match < 3; at--) {
+    for (int at = count - 1; at > 0 && guesses.match < 3; at--) {
         int match = 0;
         while (match < std::min(3, at) && tokens[at - 1 - match] == tokens[count - 1 - match]) match++;
-        if (match > proposal.match) proposal.match = match, from = at;
+        if (match > guesses.match) guesses.match = match, from = at;
     }
-    const int guesses = proposal.match ? worth(drafter, proposal) : 0;
-    for (int i = 0; i < guesses; i++) proposal.guesses.push_back(proposal.token(from + i));
+    most = guesses.match ? guesses_worth_making(drafter, most, guesses) : 0;
+    for (int i = from; i < from + most; i++) guesses.tokens.push_back(i < count ? tokens[i] : guesses.tokens[i - count]);
 }
 
-// The draft reads what it has not read of the text, then each of its own guesses but the last. What it had read that
-// was guessed wrong, or is of another text, shows when tokens are compared: nobody need tell it.
-inline void propose(Drafter &drafter, Proposal &proposal) {
-    if (proposal.most == 0) return;
-    if (!drafter.engine) return look_up(drafter, proposal);
-    const std::vector<int> &tokens = proposal.tokens;
-    std::vector<int> &held = drafter.held[proposal.sequence];
+// The draft reads what it has not read of the text, then each of its own guesses but the last. First it rewinds to the
+// longest prefix that its cache shares with the text, so wrong guesses and new texts need no call.
+inline void ask_draft(Drafter &drafter, int sequence, const std::vector<int> &tokens, const Sampler &sampler, int most,
+                      Guesses &guesses) {
+    std::vector<int> &held = drafter.held[sequence];
     const auto differs = std::mismatch(held.begin(), held.end(), tokens.begin(), tokens.end() - 1).first;
-    const int same = rewind(drafter.cache, proposal.sequence, (int)(differs - held.begin()));
-    held.resize(same);
-    std::vector<int> unread(tokens.begin() + same, tokens.end());
+    held.resize(rewind(drafter.cache, sequence, (int)(differs - held.begin())));
+    std::vector<int> unread(tokens.begin() + held.size(), tokens.end());
     if (*std::max_element(unread.begin(), unread.end()) >= drafter.engine->model.config.vocabulary) return;
-    proposal.most = std::min(proposal.most, limit_of(drafter.cache) - (int)tokens.size());  // its own context
-    while ((int)proposal.guesses.size() < proposal.most) {
-        std::vector<float> row = prefill(*drafter.engine, drafter.cache, proposal.sequence, unread);
+    most = std::min(most, limit_of(drafter.cache) - (int)tokens.size());  // its own context
+    while ((int)guesses.tokens.size() < most) {
+        std::vector<float> row = prefill(*drafter.engine, drafter.cache, sequence, unread);
         held.insert(held.end(), unread.begin(), unread.end());
         const int position = (int)held.size() - 1;
-        require_finite(*drafter.engine, &drafter.cache, held, row, position, "the draft, ");
+        require_finite(row, position, &drafter.cache, "the draft, ");
         row.resize(drafter.vocabulary, -INFINITY);  // a head may be wider than the tokenizer that both have
-        if (drafter.rejection) proposal.drawn.push_back(distribution(proposal.sampler, row));
-        unread = {drafter.rejection ? draw_from(proposal.drawn.back(), draw(proposal.sampler.seed, position))
+        if (drafter.rejection) guesses.drawn.push_back(distribution(sampler, row));
+        unread = {drafter.rejection ? draw_from(guesses.drawn.back(), draw(sampler.seed, position))
                                     : argmax(row.data(), (int)row.size())};
-        proposal.guesses.push_back(unread[0]);
+        guesses.tokens.push_back(unread[0]);
     }
 }

@@ -1,155 +1,19 @@
-// The layers around attention: embedding, RMSNorm, matrix products, rotary positions, SwiGLU.
+// The layers around attention: RMSNorm, matrix products, rotary positions, SwiGLU, embedding.
 //
 // Each operation is written once, for all machines: `m` runs its body for every item, and `team` says which threads
 // share it, one on the CPU, the 32 of a warp on a GPU. On the CPU all threads call an operation inside m.run(); its
 // results can be read when it returns. fast/ has twins, with the same names and parameters, of those that cost time.
 #pragma once
 
-#include <vector>
-
-#include "base/device.h"
 #include "base/team.h"
 #include "base/weights.h"
-
-struct Heads {
-    int query = 0, kv = 0, width = 0;                      // query heads, KV heads, D
-    int rotary = width;                                    // numbers of a head that RoPE turns, the first ones
-    HOST_DEVICE int per_kv() const { return query / kv; }  // query heads of a KV head (Ainslie et al. 2023, GQA)
-    HOST_DEVICE int kv_head(int query_head) const { return query_head / per_kv(); }
-};
-
-// A convolution counts as one head, as wide as x.
-inline Heads heads_of(const Config &config, const Kind &kind) {
-    return {kind.taps ? 1 : config.heads, kind.kv_heads, kind.key_width, kind.rotary()};
-}
-
-// ---- A pass --------------------------------------------------------------------------------------------------
-
-// The tokens of one pass. Those of a sequence stand together, in order.
-struct Batch {
-    std::vector<int> tokens, sequences, positions;
-    int count() const { return (int)tokens.size(); }
-    void add(int token, int sequence, int position) {
-        tokens.push_back(token), sequences.push_back(sequence), positions.push_back(position);
-    }
-};
-
-// Some positions of a sequence that follow one another, and their rows in a pass.
-struct Span {
-    int row, count;          // rows [row, row + count) of the pass
-    int sequence, position;  // positions [position, position + count) of this sequence
-    int first, end;          // not the span's: all that the pass has of the sequence, positions [first, end). What lies
-                             // before `first` is in the cache.
-};
-
-// The tokens of one pass, where the machine can read them, as a kind of layers has them.
-struct Pass {
-    int count = 0;
-    const int *tokens = nullptr;         // (count)
-    const Span *spans = nullptr;         // (count): where each stands, a span of 1
-    float *cos_sin = nullptr;            // (count, rotary): of each pair's angle at its position, cosines first
-    const float *frequencies = nullptr;  // (rotary / 2): radians a position
-    Heads heads = {};
-    const Span *spans_on_host = nullptr;  // the same spans, where a GPU computes: for what is planned on the host
-    int kind = 0;                         // in Config::kinds
-    int window = 0;                       // the kind's; 0: none
-    int taps = 0;                         // the kind's; 0: its layers attend
-    QueryScale query_scale = {};          // the kind's
-};
-
-// A span for each token of a batch. For positions 5 and 6 of sequence A and position 9 of B:
-//   row 0: A, position 5, [5, 7)     row 1: A, position 6, [5, 7)     row 2: B, position 9, [9, 10)
-inline std::vector<Span> spans_of(const Batch &batch) {
-    std::vector<Span> spans;
-    for (int begin = 0; begin < batch.count();) {
-        int end = begin;  // behind the last row of the same sequence
-        while (end < batch.count() && batch.sequences[end] == batch.sequences[begin]) end++;
-        const int first = batch.positions[begin], behind = first + end - begin;
-        for (; begin < end; begin++)
-            spans.push_back({begin, 1, batch.sequences[begin], batch.positions[begin], first, behind});
-    }
-    return spans;
-}
-
-// What the passes of a model compute with, in float32, in the machine's memory.
-struct Activations {
-    Buffer<float> x;                // (count, hidden): the residual stream
-    Buffer<float> normed;           // (count, hidden)
-    Buffer<float> query, attended;  // (count, heads, D)
-    Buffer<float> gate, up;         // (count, ffn), or (count, P)
-    Buffer<float> picked;           // (rows, hidden): of x, those whose logits are wanted
-    Buffer<float> logits;           // (rows, vocabulary)
-    Buffer<int> tokens;             // (count)
-    Buffer<Span> spans;             // (count)
-    std::vector<Span> spans_on_host;
-    struct OfKind {
-        Buffer<float> key, value;   // (count, kv_heads, D): of its newest layer that has some
-        Buffer<float> cos_sin;      // (count, rotary)
-        Buffer<float> frequencies;  // (rotary / 2)
-    };
-    std::vector<OfKind> kinds;
-};
-
-// Takes a batch to the machine, with room for all that its pass computes. Returns the pass of each kind of layers.
-inline std::vector<Pass> begin_pass(Activations &a, Memory &memory, const Config &config, const Batch &batch) {
-    size_t count = (size_t)batch.count();
-    for (auto *buffer : {&a.x, &a.normed}) buffer->resize(memory, count * config.hidden);
-    const int widest = std::max({config.ffn, config.shared_ffn, config.per_layer});
-    for (auto *buffer : {&a.gate, &a.up}) buffer->resize(memory, count * widest);
-    a.tokens.assign(memory, batch.tokens);
-    a.spans.assign(memory, a.spans_on_host = spans_of(batch));
-    std::vector<Pass> passes;
-    for (const Kind &kind : config.kinds) {
-        Activations::OfKind &of = a.kinds[passes.size()];
-        const Heads heads = heads_of(config, kind);
-        for (auto *buffer : {&a.query, &a.attended}) buffer->resize(memory, count * heads.query * heads.width);
-        for (auto *buffer : {&of.key, &of.value}) buffer->resize(memory, count * heads.kv * heads.width);
-        of.cos_sin.resize(memory, count * heads.rotary);
-        passes.push_back({(int)count, a.tokens.data(), a.spans.data(), of.cos_sin.data(), of.frequencies.data(), heads,
-                          a.spans_on_host.data(), (int)passes.size(), kind.window, kind.taps, kind.query_scale()});
-    }
-    return passes;
-}
-
-// ---- What operations share -----------------------------------------------------------------------------------
-
-// Rotary positions (Su et al. 2021, RoFormer). Of a head's first R numbers, most often all, x_i and x_(i + R/2) are a
-// pair, which at position p is turned by the angle p f_i, f_i = theta^(-2i/R):
-//   x_i'         = x_i cos(p f_i) - x_(i + R/2) sin(p f_i)
-//   x_(i + R/2)' = x_(i + R/2) cos(p f_i) + x_i sin(p f_i)
-// Turned like this, the product of a query at p and a key at t is a function of p - t. Turns add up: turned by the
-// angles of -p, a key is as it was; by those of s more, it stands at p + s.
-
-// The angle by which a pair is rotated at a position. From 2^20 positions on, where a ring may go, an angle in float32
-// may be off by 1/16 radian and more. There it is computed in double precision, and full turns are taken off.
-HOST_DEVICE inline float rope_angle(int position, float frequency) {
-    if (position < 1 << 20) return (float)position * frequency;
-    return (float)remainder((double)position * frequency, 2 * M_PI);
-}
+#include "pass.h"
 
 enum class Into { set, add };  // y = W x, or y += W x (a residual connection)
 
-struct Product {  // of a list of matrices that read the same vectors
-    const Linear &linear;
-    float *y;  // (count, outputs)
-};
-
 namespace plain {
 
-// x (count, width): row t = or += `scale` times the embedding of token t, or one of its parts, which are as wide.
-template <class M>
-void embed(M &m, float *x, const Tensor &embedding, float scale, const Pass &pass, Into into = Into::set, int part = 0,
-           int parts = 1) {
-    const int64_t width = embedding.cols / parts;
-    m.for_each(pass.count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
-        for (int64_t i = team.first(); i < width; i += team.step()) {
-            const float number = number_of(embedding, (pass.tokens[t] * (int64_t)parts + part) * width + i) * scale;
-            x[t * width + i] = into == Into::add ? x[t * width + i] + number : number;
-        }
-    });
-}
-
-// ---- Matrix products ---------------------------------------------------------------------------------------
+// ---- RMSNorm -----------------------------------------------------------------------------------------------
 
 // Row `row` of a weight times x (n). Sums go side by side, as no addition has to wait for the one before it then.
 template <class Number, class Team>
@@ -186,6 +50,17 @@ template <class M>
 void add_rms_norm(M &m, float *x, const float *y, const Tensor &weight, int64_t count, double epsilon, float scale) {
     rms_norm(m, x, y, weight, count, epsilon, Into::add, scale);
 }
+
+}  // namespace plain
+
+// ---- Matrix products ---------------------------------------------------------------------------------------
+
+struct Product {  // of a list of matrices that read the same vectors
+    const Linear &linear;
+    float *y;  // (count, outputs)
+};
+
+namespace plain {
 
 // --weights int8: each 32 neighbours of a row became whole numbers times a scale of their own, and so does what they
 // are multiplied with, for each token anew. Their products are then exact.
@@ -245,7 +120,25 @@ void linear(M &m, const float *x, int count, std::initializer_list<Product> prod
     }
 }
 
+}  // namespace plain
+
 // ---- Rotary positions --------------------------------------------------------------------------------------
+
+// Rotary positions (Su et al. 2021, RoFormer). Of a head's first R numbers, most often all, x_i and x_(i + R/2) are a
+// pair, which at position p is turned by the angle p f_i, f_i = theta^(-2i/R):
+//   x_i'         = x_i cos(p f_i) - x_(i + R/2) sin(p f_i)
+//   x_(i + R/2)' = x_(i + R/2) cos(p f_i) + x_i sin(p f_i)
+// Turned like this, the product of a query at p and a key at t is a function of p - t. Turns add up: turned by the
+// angles of -p, a key is as it was; by those of s more, it stands at p + s.
+
+// The angle by which a pair is rotated at a position. From 2^20 positions on, where a ring may go, an angle in float32
+// may be off by 1/16 radian and more. There it is computed in double precision, and full turns are taken off.
+HOST_DEVICE inline float rope_angle(int position, float frequency) {
+    if (position < 1 << 20) return (float)position * frequency;
+    return (float)remainder((double)position * frequency, 2 * M_PI);
+}
+
+namespace plain {
 
 // Fills pass.cos_sin, for all layers of a kind.
 template <class M>
@@ -337,6 +230,21 @@ void gate(M &m, float *x, const float *by, int64_t count) {
 template <class M>
 void cap_logits(M &m, float *logits, int64_t count, float cap) {
     for_each_number(m, count, [=] HOST_DEVICE(int64_t i) { logits[i] = cap * tanhf(logits[i] / cap); });
+}
+
+// ---- Embedding ---------------------------------------------------------------------------------------------
+
+// x (count, width): row t = or += `scale` times the embedding of token t, or one of its parts, which are as wide.
+template <class M>
+void embed(M &m, float *x, const Tensor &embedding, float scale, const Pass &pass, Into into = Into::set, int part = 0,
+           int parts = 1) {
+    const int64_t width = embedding.cols / parts;
+    m.for_each(pass.count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
+        for (int64_t i = team.first(); i < width; i += team.step()) {
+            const float number = number_of(embedding, (pass.tokens[t] * (int64_t)parts + part) * width + i) * scale;
+            x[t * width + i] = into == Into::add ? x[t * width + i] + number : number;
+        }
+    });
 }
 
 }  // namespace plain

@@ -87,6 +87,8 @@ public:
             total += sums_[b] = (double)(tally_[b] / one) * most - (double)(tally_[b] % one) * step;
         }
     }
+    // Its p; 0 where it is never drawn.
+    double p(int token) const { return bucket_[token] == last ? 0 : p_of({-logits_[token], token}); }
     struct Place {
         int token = 0;
         size_t count = 0;  // of the tokens up to this one

@@ -355,7 +355,7 @@ inline bool same_alone(const Options &options, Session &session, const Request &
     blamed(alone, [&] {
         std::vector<float> logits = prefill(engine, cache, 0, alone.tokens);
         while (true) {
-            require_finite(engine, &cache, alone.tokens, logits, (int)alone.tokens.size() - 1);
+            require_finite(logits, (int)alone.tokens.size() - 1, &cache);
             alone.bits = checksum(alone.bits, logits);
             take_token(alone, engine.model.config, options.ignore_end, logits);
             if (!alone.stop.empty()) break;

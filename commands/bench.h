@@ -205,8 +205,7 @@ inline void decode_some(Engine &engine, Cache &cache, int steps) {
         found = decode(engine, cache, sequences, std::vector<int>(sequences.size(), token));
         for (int i : sequences) argmax(&found[(size_t)i * vocabulary], vocabulary);
     }
-    require_finite(engine, &cache, tokens, found, depth + steps - 1, "",
-                   [&](Cache &exact) { fill(engine, exact, depth); });
+    require_finite(found, depth + steps - 1, &cache);
 }
 
 // Rounds of runs that take turns with measurements of the machine, whose rates other programs change within seconds.
@@ -249,7 +248,7 @@ struct Bench {
                         operations_of(engine.model, cache.layout, 0, prompt, 1), [&] { rewind(cache, 0, 0); },
                         [&] {
                             const std::vector<float> found = prefill(engine, cache, 0, tokens);
-                            require_finite(engine, &cache, tokens, found, prompt - 1);
+                            require_finite(found, prompt - 1, &cache);
                         }});
         measure(rows.size() - 1);
     }
@@ -258,7 +257,7 @@ struct Bench {
         std::vector<int> tokens = bench_tokens(depth + 1, engine.model.config.vocabulary);
         rows.push_back({"naive", nullptr, 1, depth, 1, weights_read(engine.model),
                         operations_of(engine.model, Contiguous{}, 0, depth + 1, 1), [] {},
-                        [&] { require_finite(engine, nullptr, tokens, forward_naive(engine, tokens), depth); }});
+                        [&] { require_finite(forward_naive(engine, tokens), depth, nullptr); }});
         measure(rows.size() - 1);
     }
     void time_decode(std::vector<Cache> &caches, int depth, int steps) {

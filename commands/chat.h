@@ -212,7 +212,7 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
     const std::vector<std::string> dimmed = split(painted("2", "|"), '|');
     writer.dim = dimmed[0], writer.bright = dimmed[1], writer.end_of_thought = asked.end_of_thought;
     if (!asked.end_of_thought.empty()) show(writer.dim);
-    Generation result = generate(session, chat.options, std::move(writer), dump, show);
+    Generation result = generate(session, std::move(writer), dump, show);
     if (last != '\n') show("\n");
     const size_t ends = result.stop == "end id" ? 1 : 0;  // what ends an answer is not of it
     const std::string ending = ends ? decode(session.tokenizer.get(), {session.tokens.back()}) : "";
@@ -399,7 +399,7 @@ inline Chat open_chat(Options options) {
             formatted("the context is %d positions, for which this model has frequencies of its own (longrope): -c %d "
                       "goes further, with those for longer texts from the first token on",
                       original, usual));
-    if (ring && !options.has("-n")) chat.options.count = config.context;  // or an answer might never end
+    if (ring && !options.has("-n")) chat.session.count = config.context;  // or an answer might never end
     const int limit = ring              ? INT_MAX
                       : options.context ? limit_of(options, config, 0, false)
                                         : std::min(usual, original);

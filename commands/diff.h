@@ -107,7 +107,7 @@ inline void judge(DiffResult &result, const Session &session, const Options &opt
             tested += read_as_stored(result.cache, config, next) > 0;
         const int count = next - session.prompt + 1;
         const bool fits = next < config.context;
-        const std::string stop = reason_to_stop(session, options);
+        const std::string stop = reason_to_stop(session);
         std::vector<std::string> cures;
         if (!fits) cures.push_back(given || proof ? "a longer context" : "--tolerance, as the context is too short");
         if (fits && options.count < count) cures.push_back(formatted("-n %d or more", count));
@@ -229,12 +229,12 @@ inline int run_diff(const Options &options) {
         flush_output();
     };
     try {
-        run_lockstep(session, options, show);
+        run_lockstep(session, options.against == "full", show);
     } catch (Interrupted) {  // what was compared so far is said
         if (results[0].steps.empty()) throw;
     }
     const int64_t compared = (int64_t)session.tokens.size() - session.prompt;
-    const std::string stop = reason_to_stop(session, options);
+    const std::string stop = reason_to_stop(session);
     Report all = prompt_of(session.tokens, session.prompt).add("against", against);
     all.add("compared", compared, "\ncompared    " + counted(compared, "step") + ", stopped: " + stop + "\n");
     all.show("device", session.engine.name(), "device      %s\n");

@@ -81,19 +81,15 @@ inline Report about_draft(const Drafter &drafter) {
 
 // The text goes on, `guesses` at most in a pass, until -n more tokens are there: by the exact rule the same in all
 // runs.
-inline double time_drafts(Session &session, const Options &options, const Sampler &sampler, int guesses, bool pauses) {
+inline double time_drafts(Session &session, int guesses, bool pauses) {
     Cache &cache = session.caches[0];
     Drafter &drafter = session.drafter;
-    std::vector<int> tokens(session.tokens.begin(), session.tokens.begin() + session.prompt);
-    const int end = session.prompt + room_for(session.prompt, options.count, session.limit);
+    std::vector<int> &tokens = session.tokens;
+    tokens.resize(session.prompt);
     drafter.most = guesses, drafter.pauses = pauses;
     auto go_on = [&] {
-        auto use = [&](const std::vector<float> &found, int at) {
-            require_finite(session.engine, &cache, tokens, found, at);
-        };
-        for (int token :
-             next_tokens(session.engine, cache, drafter, sampler, tokens, end - (int)tokens.size() - 1, false, use))
-            tokens.push_back(token);
+        step_with_guesses(session.engine, cache, drafter, session.sampler, tokens, session.left() - 1,
+                          [](const auto &) { return true; });
     };
     rewind(cache, 0, 0);
     if (session.prompt > 1) prefill_pass(session.engine, cache, 0, {tokens.begin(), tokens.end() - 1});
@@ -101,9 +97,8 @@ inline double time_drafts(Session &session, const Options &options, const Sample
     drafter.log.clear(), drafter.counts = {};
     const int before = (int)tokens.size();
     const double start = now();
-    while ((int)tokens.size() < end) go_on();
+    while (session.left() > 0) go_on();
     const double seconds = (now() - start) / ((int)tokens.size() - before);
-    session.tokens = tokens;
     return seconds;
 }
 
@@ -136,14 +131,13 @@ inline int run_bench_draft(const Options &options) {
     if (session.limit - session.prompt < options.draft_tokens + 2)
         fail("-n: the prompt has %s, and the context %d: too few are left to guess %d of them",
              counted(session.prompt, "token").c_str(), session.limit, options.draft_tokens);
-    const Sampler sampler{options.temperature, options.top_p, options.min_p, options.top_k, (uint64_t)options.seed};
     std::vector<DraftRow> rows;
     for (int guesses = 0; guesses <= options.draft_tokens; guesses++) rows.push_back({guesses, false});
     if (session.drafter.pauses) rows.push_back({options.draft_tokens, true});
     for (int round = 0; round <= options.repeats; round++)  // the first one warms up
         for (DraftRow &row : rows) {
             show_progress(formatted("%d guesses, round %d of %d", row.guesses, round, options.repeats));
-            const double seconds = time_drafts(session, options, sampler, row.guesses, row.pauses);
+            const double seconds = time_drafts(session, row.guesses, row.pauses);
             if (round == 0) continue;
             row.counts = session.drafter.counts;
             row.seconds.push_back(seconds);
@@ -213,24 +207,19 @@ inline int run_diff_draft(const Options &options) {
     try {
         std::vector<float> expected = prefill(engine, plain, 0, tokens);
         if (session.prompt > 1) prefill_pass(engine, cache, 0, {tokens.begin(), tokens.end() - 1});
-        while (!(stop = reason_to_stop(session, options))) {
+        while (!(stop = reason_to_stop(session))) {
             const int size = (int)tokens.size();
-            const int left = session.prompt + room_for(session.prompt, options.count, session.limit) - size;
             std::vector<std::vector<float>> rows;
-            auto use = [&](const std::vector<float> &row, int at) {
-                require_finite(engine, &cache, tokens, row, at);
-                rows.push_back(row);
-            };
-            const std::vector<int> next =
-                next_tokens(engine, cache, session.drafter, Sampler{}, tokens, left - 1, !options.ignore_end, use);
+            auto take = [&](const std::vector<float> &row) { return rows.push_back(row), !reason_to_stop(session); };
+            step_with_guesses(engine, cache, session.drafter, Sampler{}, tokens, session.left() - 1, take);
+            const std::vector<int> next(tokens.begin() + size, tokens.end());
             for (size_t i = 0; i < next.size(); i++) {
                 if (i > 0) expected = decode(engine, plain, {0}, {next[i - 1]});
                 const DiffStep step = compare(expected, rows[i]);
                 compared++, same_bits += step.same_bits, same_tokens += step.token == next[i];
                 difference = std::max(difference, step.difference);
             }
-            tokens.insert(tokens.end(), next.begin(), next.end());
-            const Drafter::Checked &pass = session.drafter.log.back();
+            const PassLog &pass = session.drafter.log.back();
             const auto guesses = pass.guesses.begin(), wrong = guesses + pass.right, end = pass.guesses.end();
             Report line;
             line.show("position", size, "%9d  ", "position  ").add("guessed", pass.guesses);
@@ -243,7 +232,7 @@ inline int run_diff_draft(const Options &options) {
             if (!options.json && passes.empty()) printf(" pass  %stext\n", line.heads.c_str());
             if (!options.json) printf("%5zu  %s%s\n", passes.size(), line.text.c_str(), words.c_str()), flush_output();
             passes.push_back(line);
-            if (!reason_to_stop(session, options)) expected = decode(engine, plain, {0}, {next.back()});
+            if (!reason_to_stop(session)) expected = decode(engine, plain, {0}, {next.back()});
         }
     } catch (Interrupted) {
         if (passes.empty()) throw;

@@ -145,8 +145,7 @@ inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const Ev
             Cache &cache = results[i].cache;
             use_activations(engine, results[i]);
             auto use = [&](const float *found, bool is_reference) {
-                require_finite(engine, &cache, {text.tokens.begin(), text.tokens.begin() + next},
-                               {found, found + vocabulary}, next - 1);
+                require_finite({found, found + vocabulary}, next - 1, &cache);
                 double log_sum = log_sum_exp(found, vocabulary), loss = log_sum - found[text.tokens[next]];
                 for (int id = 0; id < vocabulary; id++) {
                     if (is_reference) reference.push_back(found[id] - log_sum);

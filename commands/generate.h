@@ -3,8 +3,12 @@
 
 #include <filesystem>
 
-#include "overflow.h"
+#include "options.h"
 #include "report.h"
+#ifndef LLM_CU  // that includes the commands, which need what it defines
+#define LLM_WITHOUT_MAIN
+#include "../llm.cu"
+#endif
 
 [[noreturn]] inline void refuse(const std::string &flag, const std::string &value, const std::string &why) {
     size_t size = std::min<size_t>(80, value.size());
@@ -169,6 +173,8 @@ inline void note_sampler(const Options &options) {
 // it beside those of the model, as with vLLM and mlx-lm.
 inline Session open_model(const Options &options) {
     Session session{open_engine(options, options.directory), open_tokenizer(options, options.directory)};
+    session.count = options.count, session.ignore_end = options.ignore_end;
+    session.sampler = {options.temperature, options.top_p, options.min_p, options.top_k, (uint64_t)options.seed};
     Config &config = session.engine.model.config;
     if (has("generate chat", options.command)) note_sampler(options);
     const int end = session.tokenizer ? tokenizer_end(session.tokenizer.get()) : -1;
@@ -470,7 +476,7 @@ inline int run_generate(const Options &options) {
     const int before = options.has("--ids") ? 0 : tokenizer_before(session.tokenizer.get());
     for (int i = before; i < session.prompt && !options.hide_prompt; i++) show(prompt.next(session.tokens[i]));
     Writer text(session.tokenizer.get(), session.tokens, options.stops);
-    Generation result = generate(session, options, std::move(text), dump.add(), show);
+    Generation result = generate(session, std::move(text), dump.add(), show);
     dump.finish();
     if (!options.json) puts("");
 

@@ -12,12 +12,11 @@ inline int run_samples(const Options &options) {
     Cache &cache = session.caches[0];
     const Config &config = engine.model.config;
     std::vector<Request> samples((size_t)options.sequences);
-    std::vector<int> running, next;
     double start = now(), prefill_seconds = 0;
     auto take = [&](int i, const std::vector<float> &logits) {
-        require_finite(engine, &cache, samples[i].tokens, logits, cache.lengths[i] - 1);
+        require_finite(logits, cache.lengths[i] - 1, &cache);
         take_token(samples[i], config, options.ignore_end, logits);
-        if (samples[i].stop.empty()) running.push_back(i), next.push_back(samples[i].tokens.back());
+        return samples[i].stop.empty() ? samples[i].tokens.back() : -1;
     };
     for (size_t i = 0; i < samples.size(); i++) {
         Request &sample = samples[i];
@@ -33,13 +32,12 @@ inline int run_samples(const Options &options) {
         for (int i = 1; i < options.sequences; i++) fork(cache, 0, i);
         for (int i = 0; i < options.sequences; i++) take(i, first);
         Progress progress("samples", (double)samples.size() * options.count);
-        while (!running.empty()) {
-            const std::vector<int> sequences = std::exchange(running, {});
-            const std::vector<float> found = decode(engine, cache, sequences, std::exchange(next, {}));
-            for (size_t i = 0; i < sequences.size(); i++) {
-                const float *logits = &found[i * config.vocabulary];
-                take(sequences[i], {logits, logits + config.vocabulary});
-            }
+        while (true) {
+            std::vector<Text> running;
+            for (int i = 0; i < options.sequences; i++)
+                if (samples[i].stop.empty()) running.push_back({i, {samples[i].tokens.back()}});
+            if (running.empty()) break;
+            step(engine, cache, running, [&](int i, const auto &logits) { return take(running[i].sequence, logits); });
         }
     } catch (Interrupted) {
         for (Request &sample : samples)

@@ -261,9 +261,8 @@ inline int run_show(const Options &given) {
     Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
     try {
         require_finite(
-            session.engine, cache, session.tokens,
             cache ? prefill(session.engine, *cache, 0, session.tokens) : forward_naive(session.engine, session.tokens),
-            last);
+            last, cache);
         for (int i = 1; i < options.sequences; i++) fork(*cache, 0, i);
         stop_after(session, options.layer);
         add_attention(report, session, options, texts);

@@ -2,7 +2,7 @@
 // taken from the story, and so is each for which a machine has nothing better.
 #pragma once
 
-#include "../attention.cu"
+#include "../states.cu"
 #include "decode.cu"
 #include "linear.cu"
 #include "prefill.cu"

@@ -5,7 +5,7 @@
 #ifndef __CUDACC__
 #include "cuda_on_cpu.h"
 #endif
-#include "../llm.cu"
+#include "../commands/bench.h"
 
 // ---- Random models and caches, made on the card ------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 // Many requests through one cache (batch.h): a request's text and logits are the same to the last bit, alone or in
 // company, shared or not, preempted or not. Everything here is ==.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "../commands/batch.h"
 #include "kinds.h"
 
 // ---- A request alone, and in company -------------------------------------------------------------------------------
@@ -288,7 +289,7 @@ TEST_CASE("guesses are never published: who says what was guessed, and not said,
     const Request &request = company.come(random_tokens(engine, 6), 40);
     int looked_at = 0;
     for (Tokens before = request.tokens; company.one_pass() && request.sequence >= 0; before = request.tokens) {
-        const Drafter::Checked &pass = company.schedule.drafter.log.back();
+        const PassLog &pass = company.schedule.drafter.log.back();
         if (pass.right == (int)pass.guesses.size()) continue;
         Tokens other = before;
         append(other, part(pass.guesses, 0, pass.right + 1));

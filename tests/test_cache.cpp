@@ -7,6 +7,7 @@
 #endif
 #include <set>
 
+#include "../commands/options.h"
 #include "scene.h"
 
 using namespace scene;

@@ -1,5 +1,6 @@
 // llm chat: turns that keep the cache read what is new, and write what they would write if they had read all.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "../commands/main.h"
 #include "kinds.h"
 #include "program.h"
 

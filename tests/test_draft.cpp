@@ -5,13 +5,13 @@
 
 // ---- With guesses and without -------------------------------------------------------------------------------------
 
-struct Text {
+struct Drawn {
     Tokens tokens;  // the prompt, then `count` more
     Vector rows;    // the logits from which each was taken
 };
 
-static Text plainly(Engine &engine, Cache &cache, const Tokens &prompt, const Sampler &sampler, int count) {
-    Text text{prompt, {}};
+static Drawn plainly(Engine &engine, Cache &cache, const Tokens &prompt, const Sampler &sampler, int count) {
+    Drawn text{prompt, {}};
     for (int i = 0; i < count; i++) {
         const Vector row = i ? decode(engine, cache, {0}, {text.tokens.back()}) : prefill(engine, cache, 0, prompt);
         append(text.rows, row);
@@ -21,20 +21,20 @@ static Text plainly(Engine &engine, Cache &cache, const Tokens &prompt, const Sa
 }
 
 // The last token of the prompt is read with the first guesses.
-static Text with_guesses(Engine &engine, Cache &cache, Drafter &drafter, const Tokens &prompt, const Sampler &sampler,
+static Drawn with_guesses(Engine &engine, Cache &cache, Drafter &drafter, const Tokens &prompt, const Sampler &sampler,
                          int count) {
-    Text text{prompt, {}};
+    Drawn text{prompt, {}};
     if (prompt.size() > 1) prefill(engine, cache, 0, part(prompt, 0, (int)prompt.size() - 1));
     const int end = (int)prompt.size() + count;
     while ((int)text.tokens.size() < end) {
         const int size = (int)text.tokens.size();
-        auto use = [&](const Vector &row, int position) {
-            CHECK(position == (int)prompt.size() - 1 + (int)(text.rows.size() / row.size()));
+        step_with_guesses(engine, cache, drafter, sampler, text.tokens, end - size - 1, [&](const Vector &row) {
             append(text.rows, row);
-        };
-        const Tokens next = next_tokens(engine, cache, drafter, sampler, text.tokens, end - size - 1, false, use);
-        REQUIRE((!next.empty() && (int)next.size() <= 1 + drafter.most));
-        append(text.tokens, next);
+            CHECK(text.rows.size() / row.size() == text.tokens.size() - prompt.size());
+            return true;
+        });
+        const int drawn = (int)text.tokens.size() - size;
+        REQUIRE((drawn > 0 && drawn <= 1 + drafter.most));
         CHECK(cache.lengths[0] == (int)text.tokens.size() - 1);  // drafts' keys are gone (vLLM 9730, 40149)
         check_pages(cache);
     }
@@ -54,6 +54,9 @@ static Drafter drafter_of(const Engine &target, std::optional<Model> model, int 
     return drafter;
 }
 
+static Tokens guessed(Drafter &drafter, int sequence, const Tokens &text, int most) {
+    return propose(drafter, sequence, text, {}, most).tokens;
+}
 static int right_in(const Drafter &drafter) { return drafter.counts.accepted; }
 static int guessed_in(const Drafter &drafter) { return drafter.counts.drafted; }
 
@@ -77,13 +80,13 @@ TEST_CASE("a text with guesses is the text without: any model, cache, sampler, n
         const Sampler sampler = random_sampler(random);
         Cache plain = cache_for(engine, type_k, type_v, 300, place);
         Cache cache = cache_for(engine, type_k, type_v, 300, place);
-        const Text expected = plainly(engine, plain, prompt, sampler, count);
+        const Drawn expected = plainly(engine, plain, prompt, sampler, count);
         std::optional<Model> model;  // nobody; the target itself, always right but for its f32 cache; another one
         if (who == 1) model.emplace(random_model(shape, seed));
         if (who == 2) model.emplace(random_model(random_shape(random), seed + 1));
         Drafter drafter = drafter_of(engine, std::move(model), 1 + below(random, 9));
         drafter.pauses = below(random, 4) == 0;
-        const Text found = with_guesses(engine, cache, drafter, prompt, sampler, count);
+        const Drawn found = with_guesses(engine, cache, drafter, prompt, sampler, count);
         CHECK(found.tokens == expected.tokens);
         CHECK(same_bits(found.rows, expected.rows));
         const Tokens more = random_tokens(engine, 40, 5);  // and what comes after reads the same rows
@@ -107,14 +110,13 @@ TEST_CASE("the draft has read the last token, too, when all its guesses were rig
     for (int most : {1, 2, 5}) {
         Drafter drafter = drafter_of(engine, small_model(), most);
         Cache cache = cache_for(engine, F32{}, F32{}, 200, {});
-        const Text text = with_guesses(engine, cache, drafter, random_tokens(engine, 9), {}, 61);
+        const Drawn text = with_guesses(engine, cache, drafter, random_tokens(engine, 9), {}, 61);
         CHECK(right_in(drafter) == guessed_in(drafter));
         CHECK(drafter.counts.passes == (60 + most) / (most + 1) + (60 % (most + 1) == 0));
         // What it guesses next is what it would if it had read all of the text in one go.
         Drafter other = drafter_of(engine, small_model(), most);
-        Proposal next{0, text.tokens, {}, most}, again{0, text.tokens, {}, most};
-        propose(drafter, next), propose(other, again);
-        CHECK((next.guesses == again.guesses && drafter.held == other.held));
+        const Tokens next = guessed(drafter, 0, text.tokens, most), again = guessed(other, 0, text.tokens, most);
+        CHECK((next == again && drafter.held == other.held));
     }
 }
 
@@ -127,11 +129,9 @@ TEST_CASE("the draft's cache goes back where its guesses were wrong, and begins 
             Tokens text = random_tokens(engine, 300 + turn, turn / 2 + 1);
             const Tokens begin = random_tokens(engine, 20);  // of all: a ring cannot go back so far
             std::copy(begin.begin(), begin.end(), text.begin());
-            Proposal proposal{sequence, text, {}, 4}, expected{0, text, {}, 4};
-            propose(drafter, proposal);
+            const Tokens guesses = guessed(drafter, sequence, text, 4);
             Drafter fresh = drafter_of(engine, small_model(2), 4, 1, place);
-            propose(fresh, expected);
-            CHECK((proposal.guesses.size() == 4 && proposal.guesses == expected.guesses));
+            CHECK((guesses.size() == 4 && guesses == guessed(fresh, 0, text, 4)));
             CHECK(drafter.cache.lengths[sequence] == (int)drafter.held[sequence].size());
         }
     }
@@ -153,22 +153,20 @@ TEST_CASE("a draft with windows: texts that are one another's beginnings, in any
             const Tokens longest = random_tokens(engine, 350);
             for (int turn = 0; turn < 42; turn++) {  // each a little shorter than the one before, then any
                 const Tokens text = part(longest, 0, turn < 30 ? 350 - 4 * turn : 2 + below(random, 349));
-                Proposal proposal{0, text, {}, 4}, expected{0, text, {}, 4};
                 const int had = (int)drafter.held[0].size();
                 if (turn > 30 && turn % 3 == 1) {  // within its first passes, or the next ones
                     const InterruptAfter press(1 + below(random, 30));
                     try {
-                        propose(drafter, proposal);
+                        guessed(drafter, 0, text, 4);
                     } catch (Interrupted) {
                         ended++;
                     }
                     continue;
                 }
-                propose(drafter, proposal);
+                const Tokens guesses = guessed(drafter, 0, text, 4);
                 Drafter fresh = draft();
-                propose(fresh, expected);
                 reread += had > (int)text.size();
-                CHECK((proposal.guesses.size() == 4 && proposal.guesses == expected.guesses));
+                CHECK((guesses.size() == 4 && guesses == guessed(fresh, 0, text, 4)));
                 CHECK(drafter.cache.lengths[0] == (int)drafter.held[0].size());
             }
         }
@@ -188,8 +186,8 @@ TEST_CASE("guesses that were wrong are gone from a convolution's state") {
                 Cache plain = cache_for(engine, type, type, 300, place);
                 Cache cache = cache_for(engine, type, type, 300, place);
                 Drafter drafter = drafter_of(engine, random_model(shape, 2), most);
-                const Text expected = plainly(engine, plain, prompt, {}, 120);
-                const Text found = with_guesses(engine, cache, drafter, prompt, {}, 120);
+                const Drawn expected = plainly(engine, plain, prompt, {}, 120);
+                const Drawn found = with_guesses(engine, cache, drafter, prompt, {}, 120);
                 CHECK((found.tokens == expected.tokens && same_bits(found.rows, expected.rows)));
                 CHECK(guessed_in(drafter) - right_in(drafter) > 30);
             }
@@ -209,37 +207,36 @@ TEST_CASE("each seed has its text, with guesses and without (vLLM 13196)") {
 }
 
 // What generate() makes of a prompt.
-static Generation generated(Session &session, const Options &options, Drafter drafter) {
+static Generation generated(Session &session, Drafter drafter) {
     Engine &engine = session.engine;
     session.tokens.resize(session.prompt);
     session.caches.clear();
     session.caches.push_back(cache_for(engine, F16{}, F16{}, session.limit, {}));
     session.drafter = std::move(drafter);
-    return generate(session, options, {nullptr, {}}, nullptr, [](const std::string &) {});
+    return generate(session, {nullptr, {}}, nullptr, [](const std::string &) {});
 }
 
 TEST_CASE("an end id, -n and the context end a text where they end it without guesses (mlx-examples 149)") {
     Session session{engine_of(small_model()), {nullptr, tokenizer_free}};
     session.tokens = random_tokens(session.engine, 6);
     session.prompt = 6;
-    Options options;
-    options.temperature = 0.3, options.seed = 3;
+    session.sampler = {0.3, 1, 0, 0, 3};
     int inside = 0;  // end ids that were guessed
     for (int end = -1; end < 40; end += 4)
         for (int limit : {7, 8, 12, 30, 100})
             for (int count : {1, 2, 3, 7, 25}) {
-                session.limit = limit, options.count = count;
+                session.limit = limit, session.count = count;
                 session.engine.model.config.end_ids = {end};
-                const Generation plain = generated(session, options, Drafter{});
+                const Generation plain = generated(session, Drafter{});
                 const Tokens expected = session.tokens;
                 for (int most : {1, 4, 64}) {
                     Drafter drafter = drafter_of(session.engine, small_model(), most);
-                    const Generation found = generated(session, options, std::move(drafter));
+                    const Generation found = generated(session, std::move(drafter));
                     CHECK((session.tokens == expected && found.text == plain.text && found.stop == plain.stop));
                     CHECK((int)expected.size() == session.prompt + 1 + found.decoded);
                     CHECK(session.caches[0].lengths[0] <= (int)expected.size());
                     if (found.stop != "end id" || session.drafter.log.empty()) continue;
-                    const Drafter::Checked &last = session.drafter.log.back();
+                    const PassLog &last = session.drafter.log.back();
                     inside += last.right && last.guesses[last.right - 1] == end;
                 }
             }
@@ -268,10 +265,10 @@ TEST_CASE("ids that only one of the two models knows are not guessed, and not re
             Drafter drafter = drafter_of(engine, random_model(draft_is_wide ? wide : narrow), 3);
             Cache plain = cache_for(engine, F16{}, F16{}, 150, {}), cache = cache_for(engine, F16{}, F16{}, 150, {});
             const Tokens prompt = random_tokens(engine, 5);
-            const Text text = with_guesses(engine, cache, drafter, prompt, sampler, 100);
+            const Drawn text = with_guesses(engine, cache, drafter, prompt, sampler, 100);
             CHECK(text.tokens == plainly(engine, plain, prompt, sampler, 100).tokens);
             size_t read = prompt.size();  // of the text, before a pass
-            for (const Drafter::Checked &pass : drafter.log) {
+            for (const PassLog &pass : drafter.log) {
                 const int largest = *std::max_element(text.tokens.begin(), text.tokens.begin() + (int64_t)read);
                 CHECK((draft_is_wide || largest < 37 || pass.guesses.empty()));
                 for (int guess : pass.guesses) CHECK(guess < 37);
@@ -307,9 +304,7 @@ TEST_CASE("n-grams: what followed the longest of the last three, two, one tokens
             for (int at = 0; at + length < size; at++)  // the last one counts
                 if (length < size && part(text, at, at + length) == part(text, size - length, size)) from = at + length;
         for (int i = 0; from >= 0 && i < most; i++) expected.push_back(expected[from + i]);
-        Proposal proposal{0, text, {}, most};
-        propose(drafter, proposal);
-        CHECK(proposal.guesses == part(expected, size, (int)expected.size()));
+        CHECK(guessed(drafter, 0, text, most) == part(expected, size, (int)expected.size()));
     }
 }
 
@@ -317,14 +312,13 @@ TEST_CASE("n-grams stop while they cost more time than they save, and are tried 
     const Tokens text = {1, 2, 3, 1, 2, 3, 1, 2};
     bool paused = false;
     auto guesses = [&](Drafter &drafter) {
-        Proposal proposal{0, text, {}, 4};
-        propose(drafter, proposal);
-        CHECK((proposal.match == 3 && (!proposal.paused || proposal.guesses.empty())));
-        paused = proposal.paused;
-        return (int)proposal.guesses.size();
+        const Guesses found = propose(drafter, 0, text, {}, 4);
+        CHECK((found.match == 3 && (!found.paused || found.tokens.empty())));
+        paused = found.paused;
+        return (int)found.tokens.size();
     };
     auto pass = [](int match, int right, double seconds) {
-        return Drafter::Checked{match, right + 1, right, Tokens(match ? 4 : 0), false, seconds, 0};
+        return PassLog{match, right + 1, right, Tokens(match ? 4 : 0), false, seconds, 0};
     };
     Drafter drafter;
     drafter.most = 4;
@@ -354,10 +348,10 @@ TEST_CASE("n-grams stop while they cost more time than they save, and are tried 
 TEST_CASE("what guesses brought: passes, guesses by their place, pauses") {
     Drafter drafter;
     drafter.most = 2;
-    const std::vector<Drafter::Checked> passes = {
+    const std::vector<PassLog> passes = {
         {1, 3, 2, {7, 8}, false, 1, 0}, {1, 1, 0, {7, 8}, false, 1, 0}, {1, 1, 0, {}, true, 1, 0},
         {0, 1, 0, {}, false, 1, 0},     {1, 2, 1, {7, 8}, false, 1, 0}, {0, 9, 3, Tokens(9), false, 1, 0}};
-    for (const Drafter::Checked &pass : passes) drafter.add(pass);
+    for (const PassLog &pass : passes) drafter.add(pass);
     const Drafter::Counts &counts = drafter.counts;
     CHECK((counts.passes == 6 && counts.guessed == 4 && counts.paused == 1));
     CHECK((counts.drafted == 15 && counts.accepted == 6));
@@ -405,7 +399,7 @@ TEST_CASE("leviathan: whatever was guessed, the outcome has the target's distrib
     Random random{1};
     for (int round = 0; round < 2000; round++) {
         const std::vector<double> p = random_distribution(random, 5), q = random_distribution(random, 5);
-        const std::vector<double> found = outcome(p, q), certain = outcome(p, only(below(random, 5), 5));
+        const std::vector<double> found = outcome(p, q), certain = outcome(p, point_mass(below(random, 5), 5));
         for (int token = 0; token < 5; token++) {
             CHECK(std::fabs(found[token] - p[token]) < 1e-12);
             CHECK(std::fabs(certain[token] - p[token]) < 1e-12);  // n-grams: all of q on one token
@@ -444,9 +438,9 @@ TEST_CASE("leviathan: 100,000 draws of the built-in pair, chi-square beside the 
     const int draws = 100000;
     for (int i = 0; i < draws; i++) {
         sampler.seed = i;
-        Proposal proposal{0, text, sampler, 1, {draw_from(q, draw(sampler.seed, (int)text.size() - 1))}, {q}};
-        const int token = by_rejection(proposal, 0, row, draw);
-        drawn[token]++, taken += token == proposal.guesses[0];
+        const int position = (int)text.size() - 1, guess = draw_from(q, draw(sampler.seed, position));
+        const int token = check_guess(sampler, row, position, guess, q);
+        drawn[token]++, taken += token == guess;
     }
     double chi_square = 0;
     int tokens = 0;
@@ -489,8 +483,7 @@ TEST_CASE("leviathan: the tokens of whole passes have the target's distribution,
                 rewind(cache, 0, 2);
                 Tokens text = prompt;
                 while (text.size() < 5)
-                    for (int token : next_tokens(engine, cache, drafter, sampler, text, 2, false, [](auto &, int) {}))
-                        text.push_back(token);
+                    step_with_guesses(engine, cache, drafter, sampler, text, 2, [](const Vector &) { return true; });
                 drawn[text[3] * 5 + text[4]]++;
             }
             double chi_square = 0;

@@ -3,6 +3,7 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <iterator>
 
+#include "../commands/main.h"
 #include "scene.h"
 
 using scene::Tokens;

@@ -3,7 +3,7 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #define LLM_WITHOUT_MAIN
 #define PLAIN
-#include "../llm.cu"
+#include "../commands/main.h"
 
 #include <thread>
 

@@ -1,6 +1,7 @@
 // The two paths: the naive one against Transformers, the cached one against the naive one.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 
+#include "../commands/options.h"
 #include "program.h"
 #include "scene.h"
 
@@ -82,7 +83,7 @@ TEST_CASE("generation goes on for thousands of steps behind the context, and sta
         Tokens tokens = random_tokens(engine, 10);
         Vector row = prefill(engine, cache, 0, tokens), rows;
         for (int step = 0; step < 3000; step++) {
-            require_finite(engine, nullptr, tokens, row, (int)tokens.size() - 1);
+            require_finite(row, (int)tokens.size() - 1, &cache);
             append(rows, row);
             tokens.push_back(argmax(row.data(), vocabulary));
             row = decode(engine, cache, {0}, {tokens.back()});

@@ -50,13 +50,13 @@ struct Checkpoint {
 };
 
 // A text that the model itself says.
-struct Text {
+struct Sampled {
     Tokens tokens = {first_token};
     std::vector<Vector> logits;  // (position): of the next token, with the full f32 cache
 };
 
-static Text sample_text(Checkpoint &checkpoint) {
-    Text text;
+static Sampled sample_text(Checkpoint &checkpoint) {
+    Sampled text;
     Sampler sampler{1, 1, 0, 0, 1};  // temperature 1, nothing cut off
     Cache cache = checkpoint.full();
     for (int t = 0; t < positions; t++) {
@@ -69,7 +69,7 @@ static Text sample_text(Checkpoint &checkpoint) {
 }
 
 // (position, head) of a layer: the first token's share of attention, from the naive path.
-static std::vector<double> shares(const Text &text, int layer, bool with_sinks = true) {
+static std::vector<double> shares(const Sampled &text, int layer, bool with_sinks = true) {
     Checkpoint checkpoint;
     if (!with_sinks) checkpoint.remove_sinks();
     checkpoint.probe(layer);
@@ -90,7 +90,7 @@ static double length(const float *x, int count) {
 
 TEST_CASE("every head gives the first token most of its attention; without the queries' bias none does") {
     Checkpoint checkpoint;
-    Text text = sample_text(checkpoint);
+    Sampled text = sample_text(checkpoint);
     int heads = checkpoint.config.heads;
     for (bool with_sinks : {true, false}) {
         printf("the first token's share of attention, by head%s\n", with_sinks ? "" : ", without sinks");
@@ -111,7 +111,7 @@ TEST_CASE("every head gives the first token most of its attention; without the q
 
 TEST_CASE("the first token's value is next to nothing") {
     Checkpoint checkpoint;
-    Text text = sample_text(checkpoint);
+    Sampled text = sample_text(checkpoint);
     Cache cache = checkpoint.full();
     prefill(checkpoint.engine, cache, 0, part(text.tokens, 0, positions));
     for (int layer = 0; layer < checkpoint.config.layers; layer++) {
@@ -135,7 +135,7 @@ TEST_CASE("the first token's value is next to nothing") {
 // ---- What dropping it does -----------------------------------------------------------------------------------
 
 // What the first layer's heads bring: (position, head), the length of the vector.
-static std::vector<double> brought(Checkpoint &first_layer, const Text &text, Cache cache) {
+static std::vector<double> brought(Checkpoint &first_layer, const Sampled &text, Cache cache) {
     std::vector<double> lengths;
     int heads = first_layer.config.heads, width = first_layer.config.kinds[0].key_width;
     for (int t = 0; t < positions; t++) {
@@ -148,7 +148,7 @@ static std::vector<double> brought(Checkpoint &first_layer, const Text &text, Ca
 
 TEST_CASE("without its sink, a head brings 1 / (1 - share) times as much") {
     Checkpoint checkpoint;
-    Text text = sample_text(checkpoint);
+    Sampled text = sample_text(checkpoint);
     std::vector<double> of_first = shares(text, 0);
     checkpoint.engine.model.config.layers = 1;
     std::vector<double> full = brought(checkpoint, text, checkpoint.full());
@@ -173,7 +173,7 @@ struct Quality {
     double perplexity = 0;  // of the text
 };
 
-static Quality quality(Checkpoint &checkpoint, const Text &text, const std::string &name, Cache cache) {
+static Quality quality(Checkpoint &checkpoint, const Sampled &text, const std::string &name, Cache cache) {
     Quality result;
     for (int t = 0; t < positions; t++) {
         Vector found = decode(checkpoint.engine, cache, {0}, {text.tokens[t]});
@@ -188,7 +188,7 @@ static Quality quality(Checkpoint &checkpoint, const Text &text, const std::stri
 
 TEST_CASE("a ring without sinks collapses; with one or four it is as good as the full cache, in 8 and 4 bits too") {
     Checkpoint checkpoint;
-    Text text = sample_text(checkpoint);
+    Sampled text = sample_text(checkpoint);
     printf("with sinks, window %d\n", window);
     Quality full = quality(checkpoint, text, "full, f32", checkpoint.full());
     CHECK(full.kl < 1e-9);
@@ -214,7 +214,7 @@ TEST_CASE("a ring without sinks collapses; with one or four it is as good as the
 TEST_CASE("the same checkpoint without sinks: a ring is as good with them as without") {
     Checkpoint checkpoint;
     checkpoint.remove_sinks();
-    Text text = sample_text(checkpoint);
+    Sampled text = sample_text(checkpoint);
     printf("without sinks, window %d\n", window);
     Quality full = quality(checkpoint, text, "full, f32", checkpoint.full());
     for (int sinks : {0, 1, 4}) {
