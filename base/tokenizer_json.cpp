@@ -338,7 +338,7 @@ std::vector<Added> read_added(const Section &root) {
 // ---- Added tokens that files next to tokenizer.json name -----------------------------------------------------------
 // As Transformers 5.24 reads them (PreTrainedTokenizerFast): first added_tokens_decoder, or without it
 // added_tokens.json, each in the order of ids; then the named ones (eos_token and all that end in _token); then the
-// list of extra ones. add_bos_token says nothing where there is a tokenizer.json: only a template puts BOS before a text.
+// list of extra ones. add_bos_token changes nothing: next to a tokenizer.json only a template puts BOS before a text.
 
 // The object in a file next to the config, or null where there is none.
 Json read_beside(const std::string &config, const char *name) {
@@ -521,6 +521,8 @@ static Tokenizer *or_error(char *error, size_t error_size, Read read) {
         return read().release();
     } catch (const std::exception &wrong) {
         snprintf(error, error_size, "%s", wrong.what());
+        const size_t n = error_size ? strlen(error) : 0;
+        for (size_t at; (at = utf8_valid(error, n)) < n;) error[at] = '?';  // a character that was cut
         return nullptr;
     }
 }
