@@ -1295,7 +1295,7 @@ TEST_CASE("texts that cannot be evaluated") {
         {"empty.txt", "", {"is empty"}},
         {"empty.jsonl", "", {"is empty"}},
         {"nonsense.txt", nonsense, {"not UTF-8"}},
-        {"nonsense.jsonl", nonsense, {"line 1", "not valid JSON"}},
+        {"nonsense.jsonl", nonsense, {"line 1", "not UTF-8"}},
         {"broken.jsonl", "{\"text\": \"" + story + "\"}\n{\"text\": ", {"line 2", "not valid JSON"}},
         {"latin1.jsonl", "{\"text\": \"caf\xe9 " + story + "\"}", {"line 1", "not UTF-8"}},
         {"nul.jsonl", "{\"text\": \"Once\\u0000 " + story + "\"}", {"line 1"}},  // of which C sees the first word
