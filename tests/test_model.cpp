@@ -1216,8 +1216,9 @@ TEST_CASE("config.json that is not JSON") {
     for (size_t length = 1; length < good.size(); length++) CHECK(refusal(good.substr(0, length)) != "");
     check_contains(refusal("{\n\"a\": 1,\n}"), "config.json: not valid JSON near line 3, byte 1");
     check_contains(refusal(good + "x"), "not valid JSON near line 1, byte " + std::to_string(good.size()));
-    for (const std::string &text : {good + good, good + nul, nul + good, std::string("\xff\xfe{}")})
+    for (const std::string &text : {good + good, good + nul, nul + good})
         check_contains(refusal(text), "not valid JSON");
+    check_contains(refusal("\xff\xfe{}"), "config.json: byte 0, 0xFF, is not UTF-8");
     for (const char *text : {"[]", "3", "null", "\"x\"", "true"})
         check_contains(refusal(text), "expected a JSON object");
     CHECK(refusal(good + " \n\t") == "");
@@ -1594,7 +1595,8 @@ TEST_CASE("a result described once is text, and JSON with every digit") {
     report.add("prefill", prefill).table("rows", rows).list("none", {});
     CHECK(report.text ==
           "head\nprefill   3 tokens in 0.5 s\nname  tokens/s    K\na          0.0 |  f16 \nb          1.5 |  f16 \n");
-    Json parsed = parse_json("json", report.json());
+    // NUL is written, but not read: a text ends at it in C.
+    Json parsed = parse_json("json", replaced(report.json(), "\\u0000", ""));
     auto item = [&](const char *key) { return json_text(*member(&parsed, key)); };
     CHECK(report.json().rfind(R"({"text": "a\u0000\"\\\n\u001f)"
                               "\xc3\xa9"
@@ -1616,7 +1618,7 @@ TEST_CASE("a result described once is text, and JSON with every digit") {
     fclose(file);
     std::string printed = slurp(scratch / "out");
     CHECK(std::count(printed.begin(), printed.end(), '\n') == 2 + 15 + 3);  // braces, keys, two rows and their bracket
-    CHECK(json_text(parse_json("printed", printed)) == json_text(parsed));
+    CHECK(json_text(parse_json("printed", replaced(printed, "\\u0000", ""))) == json_text(parsed));
 }
 
 // ---- What this process may use -------------------------------------------------------------------------------------
