@@ -97,7 +97,8 @@ read: need-read
 
 test: need-explorer
 	$(AGAIN) found llm llm-plain $(TESTS:%=build/%)
-	@sh tests/run.sh tests/test_docs.py $(TESTS:%=build/%) tests/test_explorer.py  # the longest first
+	@sh tests/run.sh tests/test_docs.py $(TESTS:%=build/%) tests/test_explorer.py \
+	  tests/test_files.py  # the longest first
 
 # What cannot be fetched from PyPI is said, and counts as skipped.
 test-real: need-tests need-venv

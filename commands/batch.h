@@ -1,7 +1,8 @@
 // llm batch: many requests through one cache, from a file of JSON lines; a line for each that ends, a summary.
 #pragma once
 
-#include "generate.h"
+#include "about.h"
+#include "files.h"
 #include "template.h"
 
 // ---- Requests ------------------------------------------------------------------------------------------------------

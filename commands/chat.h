@@ -14,6 +14,7 @@
 #include <iostream>
 
 #include "draft.h"
+#include "files.h"
 #include "template.h"
 
 // One turn: what is said, and what the model answered, with its marks; the last one is not answered yet.

@@ -7,6 +7,7 @@
 #include "diff.h"
 #include "draft.h"
 #include "eval.h"
+#include "generate.h"
 #include "memory.h"
 #include "samples.h"
 #include "show.h"

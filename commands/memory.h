@@ -1,7 +1,8 @@
 // llm memory: the formula. Bytes of a cache, for every layout and precision; what fits; how fast it is read.
 #pragma once
 
-#include "generate.h"
+#include "about.h"
+#include "reads.h"
 #include "sizes.h"
 
 // What is asked about. A shape by flags is that of a model without weights, whose layers look back to the beginning.

@@ -180,3 +180,26 @@ private:
         long_items.push_back(json_of(key) + ": " + broken);
     }
 };
+
+[[noreturn]] inline void refuse(const std::string &flag, const std::string &value, const std::string &why) {
+    size_t size = std::min<size_t>(80, value.size());
+    while (size < value.size() && (value[size] & 0xc0) == 0x80) size--;  // whole characters
+    fail("%s%s%s: %s", flag.c_str(), value.empty() ? "" : " ", value.substr(0, size).c_str(), why.c_str());
+}
+
+// Standard output may be a full disk. (A pipe that nobody reads ends the program by SIGPIPE.)
+inline void flush_output() {
+    begin_work();
+    if (fflush(stdout) != 0 || ferror(stdout))
+        throw Error("standard output: not all could be written: is the disk full?", 1);
+}
+
+// Text of a token on one line: what would break the line or the column is shown as an escape.
+inline std::string on_one_line(const std::string &text) {
+    std::string result;
+    for (char c : text) {
+        bool shown = (unsigned char)c >= ' ' && c != 127;
+        result += shown ? std::string(1, c) : c == '\n' ? "\\n" : formatted("\\x%02x", (unsigned char)c);
+    }
+    return result;
+}

@@ -4,7 +4,7 @@
 
 #include <numeric>
 
-#include "generate.h"
+#include "about.h"
 
 inline int run_samples(const Options &options) {
     Session session = open_session(options);

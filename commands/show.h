@@ -2,7 +2,7 @@
 // output; where the position's row lives, its bytes, and what they read as; how far the cache is off an f32 one.
 #pragma once
 
-#include "generate.h"
+#include "about.h"
 
 // ---- Attention of one head -----------------------------------------------------------------------------------
 
