@@ -1,7 +1,7 @@
 // One pass: forward() computes it; prefill, decode and step call it.
 //
-// A pass is of a batch of tokens, each at one position of one sequence. Two paths differ only in where attention finds
-// the past:
+// A pass runs a batch of tokens through all layers. Each token has one position in one sequence. The two paths differ
+// only in where attention finds the past:
 //   naive    all tokens so far, every time: the keys and values of the past are computed again
 //   cached   only the new tokens: the keys and values of the past are read from the cache
 #pragma once
@@ -10,8 +10,8 @@
 
 #include "cache.h"
 #include "states.cu"
-// best::f is the twin of plain::f in fast/ where there is one, and else plain::f itself. `make plain` takes plain::f
-// everywhere, for the same text, more slowly.
+// best::f is the faster twin of plain::f (fast/) if there is one, else plain::f itself. `make plain` takes plain::f
+// everywhere: the same text, more slowly.
 #ifdef PLAIN
 namespace best = plain;
 #else
@@ -20,12 +20,12 @@ namespace best = fast;
 #endif
 
 struct Engine {
-    std::unique_ptr<Machine> machine;  // outlives what is kept in its memory
+    std::unique_ptr<Machine> machine;  // declared first, so it outlives what is in its memory
     Model model;
-    std::shared_ptr<void> weights = nullptr;  // where the model's tensors are, if they were moved
+    std::shared_ptr<void> weights = nullptr;  // owns the model's tensors, if they were moved
     Activations a = {};
-    int positions = 0;  // of the longest text to come (expect_positions)
-    int chunk = 512;  // tokens of a prefill pass: enough to use each weight often, few enough to stay small
+    int positions = 0;  // RoPE is set for texts of up to this (expect_positions)
+    int chunk = 512;  // most tokens of a prefill pass: fewer read the weights more often, more need more memory
     Memory &memory() const {
         return std::visit([](auto &m) -> Memory & { return m; }, *machine);
     }
@@ -36,9 +36,9 @@ struct Engine {
 
 // ---- A pass ------------------------------------------------------------------------------------------------
 
-// All layers, for one batch: the equations of a decoder, line by line. What comes out is in engine.a.x. What is new is
-// stored in the cache's stores, and the past is read from them. On the naive path they have no memory: all that a token
-// sees is in the batch. `m` is the machine, Cpu or Gpu. After Ctrl-C it throws Interrupted; so does logits().
+// Runs a batch through all layers: the equations of a decoder, line by line. Leaves the residual stream (count, hidden)
+// in engine.a.x, for logits(). Stores keys and values in `stores`, one for each kind of layers, and reads the past from
+// them. On the naive path they have no memory: all that a token sees is in the batch. `m` is a Cpu or a Gpu.
 template <class M>
 void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> &stores) {
     const Model &model = engine.model;
@@ -75,13 +75,13 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
             if (cached && rows.own) best::store_rows(m, task, pass);      // before a query reads them
             if (!pass.taps) best::attention(m, task, pass);               // o = softmax(q K^T / sqrt(D)) V
             else best::short_convolution(m, task, pass, w);               // o = c * (taps * u), over the last L
-            if (cached && rows.last) best::keep_residual(m, task, pass);  // after all have read: the newest block
+            if (cached && rows.last) best::keep_residual(m, task, pass);  // after the last layer that reads them
             add(attended, w.output, w.attention_out_norm, 1);             // x += W o
             n = norm(w.mlp_norm);                                         // n = RMSNorm(x)
             best::linear(m, n, count, {{w.gate, gate}, {w.up, up}});
             best::swiglu(m, gate, gate, up, (int64_t)count * w.down.weight.cols, config.gelu);
             add(gate, w.down, w.mlp_out_norm, w.scale);  // x += W (silu(W n) * W n)
-            if (!config.per_layer) continue;  // x += W (gelu(W x) * e), e: the token's embedding for this layer
+            if (!config.per_layer) continue;  // Gemma 4: x += W (gelu(W x) * e), e: this layer's embedding
             best::embed(m, normed, model.embedding, (float)config.embedding_scale, pass);
             best::linear(m, normed, count, {{w.per_layer.projection, up}});
             plain::rms_norm(m, up, up, model.layer_norm, count, epsilon * config.hidden);
@@ -99,8 +99,8 @@ inline void forward(Engine &engine, const Batch &batch, const std::vector<Store>
     Progress::add(batch.count());
 }
 
-// Logits (rows, vocabulary) of some rows of the last pass. embed() gathers them: x is its table, their numbers are its
-// tokens.
+// Returns the logits (rows, vocabulary) of some rows of the last pass; throws Interrupted after Ctrl-C, as forward()
+// does. embed() gathers the rows: x is its table, the row numbers are its tokens.
 inline std::vector<float> logits(Engine &engine, const std::vector<int> &rows) {
     const Model &model = engine.model;
     const int count = (int)rows.size();
@@ -139,7 +139,7 @@ inline std::vector<float> logits(Engine &engine, int first, int count) {
 
 // ---- Prefill, decode, step -------------------------------------------------------------------------------------
 
-// What the naive path stores: nothing. `layout` says what each token sees: with a ring, what the ring would still hold.
+// Stores without memory, for the naive path. `layout` still says what a token sees: in a ring, sinks and window.
 inline std::vector<Store> nothing_stored(const Config &config, const Layout &layout = Contiguous{}) {
     Store nothing;
     nothing.view.layout = layout;
@@ -154,22 +154,22 @@ inline void naive_pass(Engine &engine, const std::vector<int> &tokens, const Lay
     forward(engine, batch, nothing_stored(engine.model.config, layout));
 }
 
-// The naive path's logits of the last token.
+// Returns the naive path's logits (vocabulary) of the last token.
 inline std::vector<float> forward_naive(Engine &engine, const std::vector<int> &tokens) {
     naive_pass(engine, tokens);
     return logits(engine, (int)tokens.size() - 1, 1);
 }
 
-// What a pass reads of a text: its next tokens and, if these are the last that it has, guesses at what follows them.
+// One text's share of a pass: its next tokens and, if the last token so far is among them, guesses at what follows it.
 struct Text {
-    int sequence;             // where the cache holds what was read before
+    int sequence;             // its sequence in the cache
     std::vector<int> tokens;  // one at least
     std::vector<int> guesses = {};
-    bool is_read = true;  // by this pass, to its end: so what follows it can be drawn
+    bool is_read = true;  // `tokens` reach its end, so its next token can be drawn
 };
 
-// A pass over some texts, all or nothing: the cache grows by their tokens and guesses, forward() computes and stores
-// these, and look() asks for logits. If anything fails, the cache is as long as before. Returns what look() does.
+// Runs one pass over some texts: grows the cache by their tokens and guesses, calls forward(), then look(), which may
+// ask for logits. Returns what look() returns. If anything throws, the cache is as long as before.
 template <class Look>
 auto read_texts(Engine &engine, Cache &cache, const std::vector<Text> &texts, Look look) {
     return all_or_nothing(cache, [&] {
@@ -184,18 +184,18 @@ auto read_texts(Engine &engine, Cache &cache, const std::vector<Text> &texts, Lo
     });
 }
 
-// How many of the next `count` tokens of a sequence a pass can take. int4 and int2 encode 32 positions together: what
-// begins within such a block goes no further than its end. Positions of the next block would overwrite those of the
-// residual block that are from before the pass; and if the pass fails, these are still needed (all_or_nothing).
+// Returns how many of a sequence's next `count` tokens one pass can take. int4 and int2 encode 32 positions together,
+// so a pass that begins within such a block goes no further than its end. Why: the next block's positions would
+// overwrite older ones in the residual block, which are needed again if the pass fails (all_or_nothing).
 inline int tokens_of_pass(const Cache &cache, int sequence, int count) {
     const int in_block = blocks_of(cache) ? cache.lengths[sequence] % group_size : 0;
     return std::min({count, chunk_of(cache), in_block ? group_size - in_block : count});
 }
 
-// Reads a prompt into the cache in chunks, and returns the row of its last token in the last pass. Why not at once: a
-// pass keeps the activations of all its tokens, and a ring must hold all of a chunk next to what the chunk's first
-// query sees. after_chunk(count), if there is one, may ask for the logits of all tokens of the chunk. After Ctrl-C the
-// earlier chunks are stored, and the sequence is as long as they are.
+// Reads a prompt into the cache in chunks. Returns the index, within the last pass, of the prompt's last token. Why not
+// at once: a pass keeps the activations of all its tokens, and a ring must hold all of a chunk next to what the chunk's
+// first query sees. after_chunk(count), if set, may ask for the logits of the chunk's tokens. After Ctrl-C the cache
+// keeps the chunks that were complete.
 inline int prefill_pass(Engine &engine, Cache &cache, int sequence, const std::vector<int> &tokens,
                         const std::function<void(int count)> &after_chunk = nullptr) {
     require_room(cache, sequence, (int)tokens.size());
@@ -210,7 +210,7 @@ inline int prefill_pass(Engine &engine, Cache &cache, int sequence, const std::v
     return count - 1;
 }
 
-// Reads a prompt into the cache, and returns the logits of its last token.
+// Reads a prompt into the cache. Returns the logits (vocabulary) of its last token.
 inline std::vector<float> prefill(Engine &engine, Cache &cache, int sequence, const std::vector<int> &tokens) {
     std::vector<float> last;
     const int end = cache.lengths.at(sequence) + (int)tokens.size();
@@ -220,7 +220,7 @@ inline std::vector<float> prefill(Engine &engine, Cache &cache, int sequence, co
     return last;
 }
 
-// Reads one new token of each of some sequences in one pass. Returns their logits (sequences, vocabulary).
+// Reads one new token of each sequence in one pass. Returns logits (sequences, vocabulary). To draw tokens, use step().
 inline std::vector<float> decode(Engine &engine, Cache &cache, const std::vector<int> &sequences,
                                  const std::vector<int> &tokens) {
     std::vector<Text> texts;
@@ -228,14 +228,13 @@ inline std::vector<float> decode(Engine &engine, Cache &cache, const std::vector
     return read_texts(engine, cache, texts, [&] { return logits(engine, 0, (int)texts.size()); });
 }
 
-// One step of some texts: a pass over their next tokens, then what follows each that is read to its end. take(i,
-// logits) draws that for text i, and returns the token, or -1 if the text ends with it. As long as it is the next
-// guess, the guess was right: its logits are there too, and take() is called again. The cache forgets wrong guesses.
-// grown() is called while it still holds them.
+// One step: a pass over the next tokens and guesses of some texts, then grown(). For each text read to its end, take(i,
+// logits) draws the next token and returns it, or -1 if text i ends. While that equals the next guess, take() is called
+// again: the pass has those logits, too. Wrong guesses are then cut from the cache.
 template <class Take>
 void step(Engine &engine, Cache &cache, const std::vector<Text> &texts, Take take,
           const std::function<void()> &grown = [] {}) {
-    std::vector<int> rows;  // of the pass: the last token of each text that is read to its end, and its guesses
+    std::vector<int> rows;  // (wanted logits): row of a text's last token, then of its guesses
     int row = 0;
     for (const Text &text : texts) {
         row += (int)text.tokens.size() - 1;
@@ -261,8 +260,8 @@ void step(Engine &engine, Cache &cache, const std::vector<Text> &texts, Take tak
     }
 }
 
-// A damaged checkpoint shows here first: fails where a logit is no finite number, instead of going on from nonsense.
-// The same happens where a key or a value is more than the cache's type can hold. `whose`: "the draft, ".
+// Fails if a logit is not finite, instead of going on with nonsense: the weights are damaged, or a key or value is too
+// large for its type. The message begins with `whose`: "the draft, " or nothing.
 inline void require_finite(const std::vector<float> &logits, int position, const Cache *cache, const char *whose = "") {
     const auto finite = [](float logit) { return std::isfinite(logit); };
     const auto wrong = std::find_if_not(logits.begin(), logits.end(), finite);
@@ -277,11 +276,12 @@ inline void require_finite(const std::vector<float> &logits, int position, const
     }
     fail("%sposition %d: a logit is %g, expected a finite number: %s", whose, position, *wrong, cause.c_str());
 }
+
 // ---- Opening -----------------------------------------------------------------------------------------------
 
-// RoPE for texts of up to `positions`, before the first token: where longrope has other frequencies for long texts, the
-// keys in a cache would be wrong from the original context on. Returns that context if this call is the first that goes
-// beyond it, or else 0.
+// Chooses RoPE frequencies for the longest text to come. Call it before prefill: LongRoPE uses other frequencies beyond
+// the original context, and cached keys cannot be rotated again. Returns the original context if this call is the first
+// beyond it, else 0.
 inline int expect_positions(Engine &engine, int positions) {
     const std::vector<Kind> &kinds = engine.model.config.kinds;
     engine.a.kinds.resize(kinds.size());
@@ -296,8 +296,8 @@ inline int expect_positions(Engine &engine, int positions) {
     return passed;
 }
 
-// Why products of bf16 pairs are refused, or "". `gain`: how many times as many products a second they bring. Two
-// processors with the same instruction differ: a Zen 5 gains 2, an Intel Sapphire Rapids 0.5.
+// Returns why --activations bf16 is refused, or "". `gain`: products a second in bf16 pairs, divided by those in f32.
+// Two processors with the same instruction differ: a Zen 5 gains 2, an Intel Sapphire Rapids 0.5.
 inline std::string why_no_pairs(double gain) {
     if (gain == 0) return "this processor has no instruction for it (AVX512_BF16)";
     if (gain > 0.9) return "";
@@ -305,8 +305,8 @@ inline std::string why_no_pairs(double gain) {
                      gain);
 }
 
-// A model on a machine. `weights`: stored (where the file has them, if the machine can read that), copied or int8.
-// `activations`: f32, or bf16, to which the inputs of matrices are rounded then.
+// Puts a model on a machine. `weights`: "stored" (read where the file has them, if the machine can), "copied" or "int8"
+// (rounded). `activations`: "f32", or "bf16", to which the inputs of matrix products are rounded.
 inline Engine open_engine(Model model, std::unique_ptr<Machine> machine, const std::string &weights = "stored",
                           const std::string &activations = "f32") {
     Engine engine{std::move(machine), std::move(model)};

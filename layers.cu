@@ -1,8 +1,8 @@
 // The layers around attention: RMSNorm, matrix products, rotary positions, SwiGLU, embedding.
 //
-// Each operation is written once, for all machines: `m` runs its body for every item, and `team` says which threads
-// share it, one on the CPU, the 32 of a warp on a GPU. On the CPU all threads call an operation inside m.run(); its
-// results can be read when it returns. fast/ has twins, with the same names and parameters, of those that cost time.
+// Each operation is written once, for all machines. m.for_each() runs its body for every item, and `team` is the
+// threads that share an item: one on the CPU, the 32 of a warp on a GPU. On the CPU every thread calls the operation,
+// inside m.run(), and can read the results when it returns. fast/ has faster twins with the same names and parameters.
 #pragma once
 
 #include "base/team.h"
@@ -15,7 +15,7 @@ namespace plain {
 
 // ---- RMSNorm -----------------------------------------------------------------------------------------------
 
-// Row `row` of a weight times x (n). Sums go side by side, as no addition has to wait for the one before it then.
+// Returns row `row` of a weight times x (n). Keeps 8 sums, so that an addition need not wait for the one before it.
 template <class Number, class Team>
 HOST_DEVICE float dot(const Number *weight, int64_t row, const float *x, int n, Team team) {
     constexpr int together = 8;
@@ -29,8 +29,8 @@ HOST_DEVICE float dot(const Number *weight, int64_t row, const float *x, int n, 
     return team.sum(total);
 }
 
-// n = x / sqrt(mean(x^2) + epsilon) * weight, for each of `count` vectors (Zhang and Sennrich 2019). out = n, where
-// `out` may be `x`; or out = (out + n) * scale.
+// n = x / sqrt(mean(x^2) + epsilon) * weight, for each of `count` vectors (Zhang and Sennrich 2019).
+// Into::set: out = n, where `out` may be `x`. Into::add: out = (out + n) * scale.
 template <class M>
 void rms_norm(M &m, float *out, const float *x, const Tensor &weight, int64_t count, double epsilon,
               Into into = Into::set, float scale = 1) {
@@ -45,7 +45,7 @@ void rms_norm(M &m, float *out, const float *x, const Tensor &weight, int64_t co
     });
 }
 
-// x = (x + RMSNorm(y)) * scale: where what is added to the residual stream is normed first.
+// x = (x + RMSNorm(y)) * scale, in models that norm what they add to the residual stream.
 template <class M>
 void add_rms_norm(M &m, float *x, const float *y, const Tensor &weight, int64_t count, double epsilon, float scale) {
     rms_norm(m, x, y, weight, count, epsilon, Into::add, scale);
@@ -55,15 +55,15 @@ void add_rms_norm(M &m, float *x, const float *y, const Tensor &weight, int64_t 
 
 // ---- Matrix products ---------------------------------------------------------------------------------------
 
-struct Product {  // of a list of matrices that read the same vectors
+struct Product {  // one of the matrices that linear() applies to x
     const Linear &linear;
     float *y;  // (count, outputs)
 };
 
 namespace plain {
 
-// --weights int8: each 32 neighbours of a row became whole numbers times a scale of their own, and so does what they
-// are multiplied with, for each token anew. Their products are then exact.
+// For --weights int8. Each 32 neighbours of a row are whole numbers that share a scale. Each 32 neighbours of x are
+// rounded in the same way, for every product again. Products of whole numbers are then exact.
 template <class Team>
 HOST_DEVICE float dot(const Int8Block *blocks, int64_t row, const float *x, int n, Team team) {
     float total = 0;
@@ -79,7 +79,7 @@ HOST_DEVICE float dot(const Int8Block *blocks, int64_t row, const float *x, int 
     return team.sum(total);
 }
 
-// --activations bf16: what bf16 weights are multiplied with is rounded to bf16, too, in pairs of neighbours.
+// For --activations bf16: x is rounded to bf16, like the weights, and multiplied in pairs of neighbours.
 template <class Team>
 HOST_DEVICE float dot(const paired_bf16 *weight, int64_t row, const float *x, int n, Team team) {
     const paired_bf16 *w = weight + row * n;
@@ -93,7 +93,7 @@ HOST_DEVICE float dot(const paired_bf16 *weight, int64_t row, const float *x, in
     return team.sum(total);
 }
 
-// How many times as many products a second pairs bring. Plain products are slow either way.
+// The gain of bf16 pairs (why_no_pairs): 1 if this machine has them, else 0. Plain products are slow either way.
 inline double pairs_gain() { return multiplies_pairs; }
 
 template <class M, class Number>
@@ -108,7 +108,7 @@ void product(M &m, const Number *weight, const float *x, int count, const Produc
     });
 }
 
-// y (count, outputs) = or += W x + bias for each of some matrices; x (count, inputs). An absent one has no outputs.
+// For each matrix: y (count, outputs) = W x + bias, or y += W x + bias; x (count, inputs). An absent one has 0 outputs.
 template <class M>
 void linear(M &m, const float *x, int count, std::initializer_list<Product> products, Into into = Into::set) {
     for (const Product &each : products) {
@@ -124,15 +124,15 @@ void linear(M &m, const float *x, int count, std::initializer_list<Product> prod
 
 // ---- Rotary positions --------------------------------------------------------------------------------------
 
-// Rotary positions (Su et al. 2021, RoFormer). Of a head's first R numbers, most often all, x_i and x_(i + R/2) are a
-// pair, which at position p is turned by the angle p f_i, f_i = theta^(-2i/R):
+// Rotary positions (RoPE; Su et al. 2021, RoFormer). The first R numbers of a head rotate, most often all.
+// x_i and x_(i + R/2) are a pair; at position p it is rotated by the angle p f_i, with f_i = theta^(-2i/R):
 //   x_i'         = x_i cos(p f_i) - x_(i + R/2) sin(p f_i)
 //   x_(i + R/2)' = x_(i + R/2) cos(p f_i) + x_i sin(p f_i)
-// Turned like this, the product of a query at p and a key at t is a function of p - t. Turns add up: turned by the
-// angles of -p, a key is as it was; by those of s more, it stands at p + s.
+// So the product of a query at p and a key at t is a function of p - t. Rotations add up: a key rotated to p is
+// unrotated by the angles of -p, and rotated to p + s by those of s.
 
-// The angle by which a pair is rotated at a position. From 2^20 positions on, where a ring may go, an angle in float32
-// may be off by 1/16 radian and more. There it is computed in double precision, and full turns are taken off.
+// Returns the angle of a pair at a position. From 2^20 positions on, where a ring may go, an angle in float32 may be
+// off by 1/16 radian and more. There it is computed in double precision, less full turns.
 HOST_DEVICE inline float rope_angle(int position, float frequency) {
     if (position < 1 << 20) return (float)position * frequency;
     return (float)remainder((double)position * frequency, 2 * M_PI);
@@ -140,10 +140,10 @@ HOST_DEVICE inline float rope_angle(int position, float frequency) {
 
 namespace plain {
 
-// Fills pass.cos_sin, for all layers of a kind.
+// Fills pass.cos_sin (count, rotary), for all layers of a kind.
 template <class M>
 void rope_angles(M &m, const Pass &pass) {
-    const int half = pass.taps ? 0 : pass.heads.rotary / 2;  // of a convolution nothing turns
+    const int half = pass.taps ? 0 : pass.heads.rotary / 2;  // a convolution rotates nothing
     m.for_each(pass.count, [=] HOST_DEVICE(int64_t t, typename M::Team team) {
         for (int i = team.first(); i < half; i += team.step()) {
             float angle = rope_angle(pass.spans[t].position, pass.frequencies[i]);
@@ -153,12 +153,11 @@ void rope_angles(M &m, const Pass &pass) {
     });
 }
 
-// Each head of query (count, query_heads, D) and, if the layer has some, of key (count, kv_heads, D); and of value
-// where it is normed (Gemma 4). Before that, all heads of a token where they are normed as one vector (OLMo 2). Why not
-// one loop for each: on a GPU that is one more kernel. So the items are all heads of `query`, after them all of `key`,
-// and after them all of `value`. Of a head, in place: RMSNorm where the layer has one (Qwen3), then the pairs of its
-// first `rotary` numbers turned by the angles of the token's position; of a value none is. Of a query these numbers are
-// multiplied with `turned`, the others with `still` (QueryScale). Behind the sum a thread reads its own numbers alone.
+// In place: RMSNorm of each head, where the layer has one, then RoPE. Heads of query (count, query_heads, D) and key
+// (count, kv_heads, D), if the layer has keys of its own; heads of value are only normed (Gemma 4). OLMo 2 norms all
+// heads of a token as one vector, before the loop. One loop saves two kernels on a GPU: items are the query heads, then
+// the key heads, then the value heads. Query numbers are also scaled: rotated ones by `turned`, others by `still`
+// (QueryScale). After the sum, a thread reads only numbers that it then writes.
 template <class M>
 void norm_and_rope(M &m, float *query, float *key, float *value, const LayerWeights &w, double epsilon,
                    const Pass &pass) {
@@ -204,7 +203,7 @@ HOST_DEVICE inline float gated(float x, bool gelu) {
     return x / (1 + expf(-z));
 }
 
-// change(i) for each of `count` numbers, in pieces.
+// Calls change(i) for each i below `count`; an item is 256 of them.
 template <class M, class Change>
 void for_each_number(M &m, int64_t count, Change change) {
     constexpr int piece = 256;
@@ -214,7 +213,7 @@ void for_each_number(M &m, int64_t count, Change change) {
     });
 }
 
-// out = silu(gate) * up (Shazeer 2020), or with GELU in its place, for `count` numbers; `out` may be `gate`.
+// out = silu(gate) * up (Shazeer 2020), or gelu(gate) * up, for `count` numbers; `out` may be `gate`.
 template <class M>
 void swiglu(M &m, float *out, const float *gate, const float *up, int64_t count, bool gelu = false) {
     for_each_number(m, count, [=] HOST_DEVICE(int64_t i) { out[i] = gated(gate[i], gelu) * up[i]; });
@@ -226,7 +225,7 @@ void gate(M &m, float *x, const float *by, int64_t count) {
     for_each_number(m, count, [=] HOST_DEVICE(int64_t i) { x[i] *= by[i]; });
 }
 
-// c tanh(x / c) for each of `count` logits, so that none is beyond c, the cap (Gemma 4).
+// x = c tanh(x / c) for `count` logits, with the cap c, so that all are from -c to c (Gemma 4).
 template <class M>
 void cap_logits(M &m, float *logits, int64_t count, float cap) {
     for_each_number(m, count, [=] HOST_DEVICE(int64_t i) { logits[i] = cap * tanhf(logits[i] / cap); });
@@ -234,7 +233,7 @@ void cap_logits(M &m, float *logits, int64_t count, float cap) {
 
 // ---- Embedding ---------------------------------------------------------------------------------------------
 
-// x (count, width): row t = or += `scale` times the embedding of token t, or one of its parts, which are as wide.
+// x (count, width): row t = (or +=) scale * embedding of token t, or its part number `part` of `parts` equal parts.
 template <class M>
 void embed(M &m, float *x, const Tensor &embedding, float scale, const Pass &pass, Into into = Into::set, int part = 0,
            int parts = 1) {

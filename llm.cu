@@ -1,8 +1,7 @@
 // llm: a small language model, with and without a KV cache.
-//
-// generate() makes a text: it reads the prompt (prefill), then takes step by step. run_lockstep() makes one on two paths
-// side by side: without a cache, and with one. What a step computes is in forward.cu; how a token is drawn, in sample.h;
-// the flags and the other commands are in commands/.
+// generate() makes a text: it reads the prompt (prefill), then takes one decode step at a time. run_lockstep() (llm
+// diff) makes a text on the naive path and on caches, and compares their logits. A step is in forward.cu, its guesses
+// are in draft.h, a token is drawn in sample.h. The flags and the other commands are in commands/.
 #ifndef LLM_CU
 #define LLM_CU
 
@@ -11,21 +10,21 @@
 
 // ---- llm generate ------------------------------------------------------------------------------------------
 
-// How many tokens may follow a prompt, of `count` that are asked for: all but the last of them are stored.
+// Returns how many of `count` tokens can follow a prompt. Each needs a position, except the last, which is never read.
 inline int room_for(int prompt, int count, int positions) {
     return (int)std::min<int64_t>(count, (int64_t)positions - prompt + 1);
 }
 
-// All that one text needs to go on, on either path.
+// One text, and what generating it needs, on the naive or the cached path.
 struct Session {
     Engine engine;
     TokenizerPointer tokenizer;
-    std::vector<Cache> caches = {};  // generate: one, or none on the naive path; diff: all that are compared
-    Drafter drafter = {};            // guesses nothing unless --draft says who does
+    std::vector<Cache> caches = {};  // generate: one, or none on the naive path; diff: those compared
+    Drafter drafter = {};            // makes no guesses unless --draft is set
     std::vector<int> tokens = {};    // the prompt, then what was generated
     int prompt = 0;                  // tokens of the prompt
     int count = 0;                   // tokens to generate at most
-    int limit = 0;                   // positions that the cache holds
+    int limit = 0;                   // positions that the cache has room for
     bool ignore_end = false;         // goes on after an end id
     Sampler sampler = {};
 
@@ -33,7 +32,7 @@ struct Session {
     int left() const { return room_for(prompt, count, limit) - generated(); }
 };
 
-// Why nothing follows the tokens so far, or nullptr if something may.
+// Returns why the text ends here, or nullptr if it goes on.
 inline const char *reason_to_stop(const Session &session) {
     const bool ended = session.generated() && session.engine.model.config.ends(session.tokens.back());
     if (interrupted()) return "interrupted";
@@ -46,14 +45,14 @@ inline const char *reason_to_stop(const Session &session) {
 struct Generation {
     std::string text, thought, stop;
     double prefill_seconds = 0, decode_seconds = 0;
-    int prefilled = 0, decoded = 0;  // tokens of the prompt that were read; tokens that were decoded,
-    std::vector<int> passes = {};    // and in each pass the positions that the last of them sees
+    int prefilled = 0, decoded = 0;  // prompt tokens read by prefill; tokens drawn by decode steps
+    std::vector<int> passes = {};    // (decode step): positions that the last token it read sees
 };
 
-using UseLogits = std::function<void(const std::vector<float> &)>;  // rows of them
+using UseLogits = std::function<void(const std::vector<float> &)>;  // called with (rows, vocabulary)
 
-// Reads what the cache does not hold yet of session.tokens. Returns the logits of the last token. `dump`, if there is
-// one, gets those of all, some at a time, since a vocabulary is wide.
+// Prefill: reads the tokens that the cache does not hold yet. Returns the logits (vocabulary) of the last one. `dump`,
+// if set, is called with the logits of every token, 32 at a time since a vocabulary is wide.
 inline std::vector<float> read_prompt(Session &session, const UseLogits &dump) {
     Engine &engine = session.engine;
     std::vector<int> &tokens = session.tokens;
@@ -71,17 +70,17 @@ inline std::vector<float> read_prompt(Session &session, const UseLogits &dump) {
     return logits(engine, row, 1);
 }
 
-// Prefill, then step by step. show(text) gets what `text` shows of the tokens, as they come.
+// Prefill, then decode steps. show(part) gets the text as it comes; `dump`, if set, gets the logits of every token.
 inline Generation generate(Session &session, Writer text, const UseLogits &dump,
                            const std::function<void(const std::string &)> &show) {
     Engine &engine = session.engine;
     std::vector<int> &tokens = session.tokens;
     Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
-    const int kept = cache ? cache->lengths[0] : 0;  // of the turns before, in a chat
+    const int kept = cache ? cache->lengths[0] : 0;  // positions of earlier turns of a chat
     Generation result;
     const char *stop = reason_to_stop(session);
     std::string drawn;  // the text of the tokens that this step drew
-    // After a token was drawn: does the text go on?
+    // Call it after a token is drawn. Returns whether the text goes on.
     auto go_on = [&] {
         drawn += text.next(tokens.back());
         stop = text.stopped ? "stop" : reason_to_stop(session);
@@ -116,7 +115,7 @@ inline Generation generate(Session &session, Writer text, const UseLogits &dump,
             result.passes.push_back((int)tokens.size() - 1);
             show(std::exchange(drawn, ""));
         }
-        // What follows the last token is asked for by `dump` alone, if there is room.
+        // Only `dump` wants the logits after the last token: one more pass, if there is room.
         if (dump && session.generated() && (int)tokens.size() <= session.limit)
             use(cache ? decode(engine, *cache, {0}, {tokens.back()}) : forward_naive(engine, tokens));
     } catch (Interrupted) {
@@ -133,13 +132,13 @@ inline Generation generate(Session &session, Writer text, const UseLogits &dump,
 
 // ---- llm diff ----------------------------------------------------------------------------------------------
 
-// A token of one cache compared with the reference: the naive path, or with --against full an f32 cache of all positions.
+// One token's logits from a cache, compared with the reference's (run_lockstep).
 struct DiffStep {
-    int token = 0, cached_token = 0;                   // what each finds likeliest, the reference first
+    int token = 0, cached_token = 0;                   // the likeliest: by the reference, by the cache
     bool same_bits = false;                            // of all logits
     double difference = 0, kl = 0;                     // max |logit - logit|; Kullback-Leibler divergence, nats
     double tv = 0;                                     // total variation: half the sum of |p - q|
-    double margin = 0;                                 // the reference's logit of its token less that of the cache's
+    double margin = 0;                                 // reference's logits: its token's less the cache's token's
     double reference_seconds = 0, cached_seconds = 0;  // for the logits of this step
 };
 
@@ -149,7 +148,7 @@ inline double log_sum_exp(const float *logits, int count) {
     return most + std::log(total);
 }
 
-// How far cached logits lie from the true ones, in double precision. KL: sum p log(p / q) for p, q = softmax of each.
+// Compares cached logits with the true ones, in double precision. KL: sum p log(p / q) for p, q = softmax of each.
 inline DiffStep compare(const std::vector<float> &truth, const std::vector<float> &cached) {
     DiffStep step;
     int count = (int)truth.size();
@@ -168,8 +167,9 @@ inline DiffStep compare(const std::vector<float> &truth, const std::vector<float
     return step;
 }
 
-// All get the tokens that the reference finds likeliest. It is the first cache if that is `full` (--against full), else
-// the naive path, which sees all that the model does, whatever a cache drops. show(steps) is called after each token with a step of each cache.
+// Generates one text on the reference and on each cache; all read the tokens that the reference finds likeliest. The
+// reference is the naive path, which sees all, whatever a cache drops; or, if `full` (--against full), the first cache.
+// After each token show() gets a step of each other cache.
 inline void run_lockstep(Session &session, bool full,
                          const std::function<void(const std::vector<DiffStep> &)> &show) {
     Engine &engine = session.engine;

@@ -6,7 +6,7 @@
 #include "base/device.h"
 #include "base/weights.h"
 
-// The tokens of one pass. Those of a sequence stand together, in order.
+// The tokens of one pass. Tokens of one sequence are consecutive, in the order of their positions.
 struct Batch {
     std::vector<int> tokens, sequences, positions;
     int count() const { return (int)tokens.size(); }
@@ -17,7 +17,7 @@ struct Batch {
 
 struct Heads {
     int query = 0, kv = 0, width = 0;                      // query heads, KV heads, D
-    int rotary = width;                                    // numbers of a head that RoPE turns, the first ones
+    int rotary = width;                                    // RoPE rotates the first `rotary` numbers of a head
     HOST_DEVICE int per_kv() const { return query / kv; }  // query heads of a KV head (Ainslie et al. 2023, GQA)
     HOST_DEVICE int kv_head(int query_head) const { return query_head / per_kv(); }
 };
@@ -27,35 +27,35 @@ inline Heads heads_of(const Config &config, const Kind &kind) {
     return {kind.taps ? 1 : config.heads, kind.kv_heads, kind.key_width, kind.rotary()};
 }
 
-// Some positions of a sequence that follow one another, and their rows in a pass.
+// Consecutive positions of one sequence, and their rows in a pass.
 struct Span {
     int row, count;          // rows [row, row + count) of the pass
     int sequence, position;  // positions [position, position + count) of this sequence
-    int first, end;          // not the span's: all that the pass has of the sequence, positions [first, end). What lies
-                             // before `first` is in the cache.
+    int first, end;          // the pass has positions [first, end) of the sequence, the span among them; those before
+                             // `first` are in the cache
 };
 
-// The tokens of one pass, where the machine can read them, as a kind of layers has them.
+// What the operations of one kind of layers know of a pass. Pointers are into memory of the machine.
 struct Pass {
     int count = 0;
     const int *tokens = nullptr;         // (count)
-    const Span *spans = nullptr;         // (count): where each stands, a span of 1
-    float *cos_sin = nullptr;            // (count, rotary): of each pair's angle at its position, cosines first
+    const Span *spans = nullptr;         // (count): position of each token, as a span of 1
+    float *cos_sin = nullptr;            // (count, rotary): rotary / 2 cosines, then as many sines
     const float *frequencies = nullptr;  // (rotary / 2): radians a position
     Heads heads = {};
-    const Span *spans_on_host = nullptr;  // the same spans, where a GPU computes: for what is planned on the host
-    int kind = 0;                         // in Config::kinds
-    int window = 0;                       // the kind's; 0: none
-    int taps = 0;                         // the kind's; 0: its layers attend
-    QueryScale query_scale = {};          // the kind's
+    const Span *spans_on_host = nullptr;  // the same spans in memory of the host, which plans for a GPU
+    int kind = 0;                         // index in Config::kinds
+    int window = 0;                       // positions that the layers look back; 0: all
+    int taps = 0;                         // length of the kind's convolution; 0: its layers attend
+    QueryScale query_scale = {};          // what queries are multiplied with
 };
 
-// A span for each token of a batch. For positions 5 and 6 of sequence A and position 9 of B:
+// Returns a span of 1 for each token of a batch. For positions 5 and 6 of sequence A and position 9 of B:
 //   row 0: A, position 5, [5, 7)     row 1: A, position 6, [5, 7)     row 2: B, position 9, [9, 10)
 inline std::vector<Span> spans_of(const Batch &batch) {
     std::vector<Span> spans;
     for (int begin = 0; begin < batch.count();) {
-        int end = begin;  // behind the last row of the same sequence
+        int end = begin;  // one past the last row of the same sequence
         while (end < batch.count() && batch.sequences[end] == batch.sequences[begin]) end++;
         const int first = batch.positions[begin], behind = first + end - begin;
         for (; begin < end; begin++)
@@ -64,26 +64,26 @@ inline std::vector<Span> spans_of(const Batch &batch) {
     return spans;
 }
 
-// What the passes of a model compute with, in float32, in the machine's memory.
+// The buffers of a pass, in float32, in memory of the machine. The next pass uses them again.
 struct Activations {
     Buffer<float> x;                // (count, hidden): the residual stream
     Buffer<float> normed;           // (count, hidden)
     Buffer<float> query, attended;  // (count, heads, D)
-    Buffer<float> gate, up;         // (count, ffn), or (count, P)
-    Buffer<float> picked;           // (rows, hidden): of x, those whose logits are wanted
+    Buffer<float> gate, up;         // (count, ffn), or (count, per_layer) in Gemma 4
+    Buffer<float> picked;           // (rows, hidden): rows of x whose logits are wanted
     Buffer<float> logits;           // (rows, vocabulary)
     Buffer<int> tokens;             // (count)
     Buffer<Span> spans;             // (count)
     std::vector<Span> spans_on_host;
     struct OfKind {
-        Buffer<float> key, value;   // (count, kv_heads, D): of its newest layer that has some
+        Buffer<float> key, value;   // (count, kv_heads, D): of the last layer that computed some
         Buffer<float> cos_sin;      // (count, rotary)
         Buffer<float> frequencies;  // (rotary / 2)
     };
     std::vector<OfKind> kinds;
 };
 
-// Takes a batch to the machine, with room for all that its pass computes. Returns the pass of each kind of layers.
+// Copies a batch to the machine and makes the buffers large enough. Returns a Pass for each kind of layers.
 inline std::vector<Pass> begin_pass(Activations &a, Memory &memory, const Config &config, const Batch &batch) {
     size_t count = (size_t)batch.count();
     for (auto *buffer : {&a.x, &a.normed}) buffer->resize(memory, count * config.hidden);

@@ -1,20 +1,19 @@
-// Layers without keys: what they need of the past has one size, however long the text is.
-//
-// A short convolution (Liquid AI 2025, LFM2) computes b, c and v, as wide as x, and for each channel
+// Layers without keys: what they need of the past has one size, however long the text is. forward() calls a function of
+// this file in place of attention(). A short convolution (Liquid AI 2025, LFM2) projects x to b, c and v, as wide as x:
 //
 //   u_t = b_t v_t,   o_t = c_t (taps[0] u_(t - L + 1) + ... + taps[L - 1] u_t + bias)
 //
-// Each channel has its own taps; before position 0, u is 0. The past that it needs is L - 1 vectors u, however long the
-// text is. Here u is stored like a key, in the row of its position, and the layer has a window of L. So sharing, going
-// back and giving pages back work for these states as for any rows.
+// Each channel has its own taps; before position 0, u is 0. Only the last L vectors u are read. Each is stored like a
+// key, in the row of its position, and the layer has a window of L. So sharing, rewinding and freeing pages work here,
+// too.
 #pragma once
 
 #include "attention.cu"
 
 namespace plain {
 
-// c is in task.query, u in task.keys and, on the cached path, in the rows of the store. These are f32, so both paths
-// have the same bits. Sums go from the first tap to the last, so a token's sums do not depend on the chunk it came in.
+// Computes o (task.out) from c (task.query) and u (task.keys; on the cached path the rows of the store, at f32, so both
+// paths have the same bits). Sums run from the first tap to the last, so they do not depend on the chunk.
 template <class M>
 void short_convolution(M &m, const Attention &task, const Pass &pass, const LayerWeights &w) {
     constexpr int piece = 256;  // channels of an item
