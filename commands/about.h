@@ -1,15 +1,15 @@
-// What is said of a cache, of a prompt, of the time that something took, and of drafts.
+// Reports that several commands share: on a cache, a prompt, the time of a phase, and drafts.
 #pragma once
 
 #include "open.h"
 
-// "int8", "int8/int4": of K and V.
+// Names of the types of K and V: "int8" where they are equal, else "int8/int4".
 inline std::string types_of(const CacheChoice &cache) {
     std::string k = name_of(cache.type_k), v = name_of(cache.type_v);
     return k == v ? k : k + "/" + v;
 }
 
-// A cache's layout and types by name, "none" for nullptr, "ring 124 + 4": window and sinks; `heads` are of a table.
+// Adds a cache's layout and types ("none" for nullptr); a ring as "ring 124 + 4", window + sinks. `heads`: above them.
 inline void add_names(Report &report, const Cache *cache, const char *layout_format, const char *k_format,
                       const char *v_format, const std::vector<std::string> &heads = {"", "", ""}) {
     auto name = [&](auto choice) { return std::string(cache ? name_of(cache->*choice) : "none"); };
@@ -21,7 +21,7 @@ inline void add_names(Report &report, const Cache *cache, const char *layout_for
     report.show("type_v", name(&Cache::type_v), v_format, heads[2]);
 }
 
-// A ring's rows are used again: it has the last positions, and its sinks. Of the kind of layers that keeps most.
+// How many positions are stored, for the kind of layers that keeps most: in a ring the last ones and the sinks.
 inline std::string positions_stored(const Cache &cache) {
     const int all = cache.lengths[0];
     auto keeps_less = [](const Store &a, const Store &b) { return kept_by(a.layout) < kept_by(b.layout); };
@@ -32,7 +32,7 @@ inline std::string positions_stored(const Cache &cache) {
     return formatted(", with %sthe last %d of %d positions stored", first.c_str(), ring->slots, all);
 }
 
-// Those of a cache with all its rows, without memory.
+// The stores of a cache with all its rows, but without memory: for counting rows and bytes.
 inline std::vector<Store> stores_of(const std::vector<CacheShape> &shapes, const Layout &layout) {
     std::vector<Store> stores;
     for (const CacheShape &shape : shapes) {
@@ -47,7 +47,7 @@ inline int shared_of(const std::vector<LayerRows> &rows, size_t kind) {
     return (int)std::count_if(rows.begin(), rows.end(), [&](auto &it) { return it.kind == (int)kind && !it.own; });
 }
 
-// What the layers of each kind keep of `positions`: a line each. A list in the JSON, also where there is only one.
+// A line for each kind of layers: what it keeps of `positions`. In the JSON it is a list, even of one kind.
 inline std::vector<Report> kinds_of(const std::vector<Kind> &kinds, const std::vector<LayerRows> &rows,
                                     const std::vector<Store> &stores, const CacheChoice &cache, int positions) {
     std::vector<Report> list;
@@ -78,14 +78,14 @@ inline std::vector<Report> kinds_of(const Config &config, const Cache &cache) {
     return kinds_of(config.kinds, config.rows, cache.stores, cache, cache.lengths[0]);
 }
 
-// Their lines; none of one kind, about which other lines say all.
+// The lines of kinds_of(), indented; "" for one kind, as other lines already say all about it.
 inline std::string lines_of(const std::vector<Report> &kinds, const std::string &indent) {
     std::string lines;
     for (const Report &kind : kinds) lines += kinds.size() > 1 ? indent + kind.text + "\n" : "";
     return lines;
 }
 
-// nullptr: there is none, every token is computed from all before it.
+// What a cache is and how many bytes it holds. nullptr: no cache, every token was computed from all before it.
 inline Report about_cache(const Config &config, const Cache *cache) {
     CacheBytes bytes = cache ? bytes_of(*cache) : CacheBytes{};
     Report about;
@@ -99,13 +99,13 @@ inline Report about_cache(const Config &config, const Cache *cache) {
     return about;
 }
 
-// What a text begins with; `tokens` may go on.
+// The prompt's length and ids: the first `prompt` of `tokens`, which may go on.
 inline Report prompt_of(const std::vector<int> &tokens, int prompt) {
     const std::vector<int> ids(tokens.begin(), tokens.begin() + prompt);
     return Report().add("prompt_tokens", prompt).add("prompt_ids", ids);
 }
 
-// What a phase took. A reader gets no rate of fewer than `least` tokens.
+// Tokens, seconds and rate of a phase. The text has no rate for fewer than `least` tokens.
 inline Report phase(const char *name, int64_t count, double seconds, int least, const std::string &before = "") {
     Report part;
     part.add("tokens", count, formatted("%-9s", name) + counted(count, "token", 6) + before).add("seconds", seconds);

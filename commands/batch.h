@@ -1,4 +1,4 @@
-// llm batch: many requests through one cache, from a file of JSON lines; a line for each that ends, a summary.
+// llm batch: many requests through one cache. Reads JSON lines, prints one for each request that ends, then a summary.
 #pragma once
 
 #include "about.h"
@@ -7,12 +7,12 @@
 
 // ---- Requests ------------------------------------------------------------------------------------------------------
 
-constexpr double exact_end = 0x1p53 - 1;  // JSON's numbers are read as doubles: up to here all that are whole are exact
+constexpr double exact_end = 0x1p53 - 1;  // JSON's numbers are read as doubles; whole ones are exact up to here
 
-// What a request may hold, in the order of the help.
+// A key that a request may have. The table has the order of the help.
 struct RequestKey {
     const char *name, *type, *help;
-    const char *elsewhere = "";  // what others call it
+    const char *elsewhere = "";  // names that other programs use
 };
 constexpr RequestKey request_keys[] = {
     {"id", "text or whole number", "what its line is called; its number where there is none", "custom_id request_id"},
@@ -37,7 +37,7 @@ inline std::string names_of_keys() {
     return names;
 }
 
-// Refuses keys that no request has, and names the one that is meant.
+// Fails on a key that no request has, and names the one that was probably meant.
 inline void require_known_keys(const std::string &name, const Json *request) {
     for (const Json *item : items_of(request)) {
         if (has(names_of_keys(), item->key)) continue;
@@ -48,21 +48,21 @@ inline void require_known_keys(const std::string &name, const Json *request) {
     }
 }
 
-// Reads requests of a file for a model.
+// Reads the requests of a file and encodes them for a model.
 struct RequestReader {
     const Options &options;
     const Tokenizer *tokenizer;
     const Config &config;
-    int positions;                          // of a sequence
-    std::optional<ChatTemplate> form = {};  // opened when the first request has messages
-    bool any_text = false;                  // a prompt that no template was applied to
+    int positions;                          // most positions of a sequence
+    std::optional<ChatTemplate> form = {};  // opened by the first request with messages
+    bool any_text = false;                  // some request has a prompt, to which no template is applied
 
     std::vector<int> ids_of_messages(const Section &of, const Json *list);
     std::vector<int> tokens_of(const Section &of);
     Request read(const std::string &name, int number, const std::string &line);
 };
 
-// A conversation, as the checkpoint's template has it.
+// The ids of a conversation, in the form of the checkpoint's chat template.
 inline std::vector<int> RequestReader::ids_of_messages(const Section &of, const Json *list) {
     if (!is_list(list)) of.refuse("messages", list, "a list of {\"role\", \"content\"}");
     if (!form) form.emplace(open_template(options.directory, "", tokenizer));
@@ -78,7 +78,7 @@ inline std::vector<int> RequestReader::ids_of_messages(const Section &of, const 
     return require_ids(ids, config), ids;
 }
 
-// The tokens of a request: it has one of a text, a conversation and ids.
+// The tokens of a request, which has exactly one of a text, a conversation and ids.
 inline std::vector<int> RequestReader::tokens_of(const Section &of) {
     const char *name = of.name.c_str();
     const Json *prompt = of.find("prompt"), *messages = of.find("messages"), *ids = of.find("ids");
@@ -112,8 +112,8 @@ inline std::vector<std::string> stops_of(const Section &of) {
     return stops;
 }
 
-// What line `number` asks for. `name` is what messages call it. Without "seed" it has that of -s, or the one that was
-// drawn for the file, and one more for each line before it: so no two requests have the same luck.
+// Reads line `number` of the file; `name` is what messages call it. Without "seed" its seed is that of -s, or the one
+// drawn for the file, plus one for each line above it, so that no two requests draw alike.
 inline Request RequestReader::read(const std::string &name, int number, const std::string &line) {
     const Json json = parse_json(name, line);
     const Section of = {name, &json};
@@ -140,18 +140,18 @@ inline Request RequestReader::read(const std::string &name, int number, const st
     return request;
 }
 
-// What is wrong with a request ends the program, or is said and counted.
+// Ends the program with a request's error, or with --keep-going notes it and counts it in `wrong`.
 inline void leave_out(const Options &options, const Error &error, int &wrong) {
     if (!options.keep_going) throw error;
     begin_work(), note(error.what());
     wrong++;
 }
 
-// All requests of the file, in the order that they come. Lines that are wrong end the program before anything runs;
-// with --keep-going they are said and left out, and `wrong` counts them.
+// All requests of the file, ordered by the time at which they come. A wrong line ends the program before anything runs;
+// with --keep-going it is noted, left out and counted in `wrong`.
 inline std::vector<std::unique_ptr<Request>> read_requests(const Options &options, Session &session, int &wrong) {
     std::vector<std::unique_ptr<Request>> requests;
-    std::map<std::string, int> lines;  // by id
+    std::map<std::string, int> lines;  // id -> line number
     Config &config = session.engine.model.config;
     const bool endless = std::holds_alternative<Ring>(options.layouts[0]);
     const int limit = options.context ? options.context : config.context;
@@ -188,7 +188,7 @@ inline std::vector<std::unique_ptr<Request>> read_requests(const Options &option
     return requests;
 }
 
-// The value that so many percent are not above; NAN if there is none.
+// The smallest value that at least `percent` % of all do not exceed (nearest rank); NAN if there are none.
 inline double percentile(std::vector<double> values, int percent) {
     if (values.empty()) return NAN;
     const auto place = values.begin() + ((std::ptrdiff_t)values.size() * percent - 1) / 100;
@@ -211,7 +211,7 @@ struct BatchRun {
     double seconds = 0, planning = 0, next_line = start + 0.5;
     size_t come = 0, ended = 0;
     int64_t generated = 0, found = 0, preemptions = 0, passes = 0;
-    std::vector<double> to_first = {}, between = {};  // seconds: (request) to its first token; from a token to the next
+    std::vector<double> to_first = {}, between = {};  // seconds: to a request's first token; from a token to the next
     int most_pages = 0, errors = 0;
     double most_bytes = 0;
 
@@ -237,15 +237,15 @@ struct BatchRun {
         if (!options.has("--events")) return;
         events = std::make_unique<PartFile>(options.events, "--events");
         cache.tell = [&](const PageEvent &page) { tell_page(page); };
-        // `known`: positions that it has in the cache, for one that comes in those that were found.
+        // `known`: positions of the request in the cache; when it is admitted, those found there (the prefix hit).
         schedule.tell = [&](const std::string &what, const Request &request) {
             tell(Report().add("event", what).add("id", request.id).add("known", cache.lengths[request.sequence]));
         };
     }
 
-    // A line of what it has, as soon as it ends.
+    // Prints the line of a request that has ended, and adds its numbers to the summary's.
     void end(Request &request) {
-        if (has("interrupted error", request.stop)) request.text += request.writer->flush();  // no stop follows
+        if (has("interrupted error", request.stop)) request.text += request.writer->flush();  // no stop text can follow
         const double time = now() - start;
         const auto middle = request.tokens.begin() + request.prompt;
         generated += request.tokens.end() - middle, found += std::max(0, request.known);
@@ -258,7 +258,7 @@ struct BatchRun {
         line.add("tokens", std::vector<int>(middle, request.tokens.end())).add("text", request.text);
         line.add("stop", request.stop);
         if (!request.error.empty()) line.add("error", request.error);
-        // Where nothing is drawn, a seed says nothing.
+        // At temperature 0 nothing is drawn, so the seed is null.
         line.add("seed", request.sampler.temperature > 0 ? (double)request.sampler.seed : NAN);
         line.add("preemptions", request.preemptions);
         line.add("seconds_to_first_token", request.times.empty() ? NAN : to_first.back());
@@ -292,7 +292,7 @@ struct BatchRun {
             for (; come < requests.size() && requests[come]->at <= time; come++) submit(schedule, *requests[come]);
             const std::vector<Piece> pass = next_pass(schedule);
             planning += now() - start - time;
-            if (pass.empty()) {  // until the next one comes
+            if (pass.empty()) {  // waits for the next request
                 usleep((useconds_t)(1e6 * std::min(0.02, std::max(0.0, requests.at(come)->at - time))));
                 stop_if_interrupted();
                 continue;
@@ -344,7 +344,7 @@ struct BatchRun {
     }
 };
 
-// Whether a request alone, with a cache of its own, has the same tokens, text and logits, to the last bit.
+// Runs a request again, alone in a cache of its own. True: tokens, text and logits are the same, to the last bit.
 inline bool same_alone(const Options &options, Session &session, const Request &request) {
     Engine &engine = session.engine;
     Cache cache = open_cache(options, engine, options.caches()[0], request.positions());
@@ -366,7 +366,7 @@ inline bool same_alone(const Options &options, Session &session, const Request &
     return alone.tokens == request.tokens && alone.bits == request.bits && alone.text == request.text;
 }
 
-// A text alone has the frequencies of its length (longrope); in company all have the same, which then must be those.
+// Chooses RoPE's frequencies for all requests; fails if LongRoPE asks for different ones, for short and long requests.
 inline void require_one_rope(const Options &options, Engine &engine, const Requests &requests) {
     int longest = 0, shortest = INT_MAX;
     for (auto &request : requests) {

@@ -1,11 +1,11 @@
-// llm chat: a conversation. The cache holds the turns before, so a turn reads what is new of it, and no more:
+// llm chat: a conversation. The cache keeps the turns so far, so a turn reads only what is new in it:
 //
 //   turn 1   <user> Hi <end> <model>                                  read; then Hello is decoded
 //   turn 2   <user> Hi <end> <model> Hello <end> <user> Bye <end> <model>
 //            ------------- kept ----------- ---------- read ------------
 //
-// Ids are compared, not trusted. Where they are no longer those of the turn before, since a template leaves out what a
-// model thought, a turn was taken back, or the oldest were dropped, the cache goes back to what is the same.
+// Ids are compared, not trusted, and the cache rewinds to the first that differs. Ids differ when a template leaves out
+// what a model thought, when a turn is taken back, and when the oldest turns are dropped.
 #pragma once
 
 #include <editline/readline.h>
@@ -17,35 +17,35 @@
 #include "files.h"
 #include "template.h"
 
-// One turn: what is said, and what the model answered, with its marks; the last one is not answered yet.
+// A turn: a message and the model's answer, both with marks (template.h). The last turn may have no answer yet.
 struct Turn {
     Message said;
     std::string answer = "";
 };
 
-// The conversation as it was read last.
+// The conversation as the model last read it.
 struct Asked {
     std::vector<int> ids = {};         // up to where the answer begins
-    std::vector<size_t> borders = {};  // how many tokens there are up to the end of each answer that kept its ids
-    size_t dropped = 0;                // turns, of the oldest
-    std::string end_of_thought = "";   // where the template has begun a thought
+    std::vector<size_t> borders = {};  // (answer that kept its ids): tokens up to its end
+    size_t dropped = 0;                // how many of the oldest turns
+    std::string end_of_thought = "";   // what ends a thought that the template began; else ""
 };
 
 struct Chat {
-    Session session;  // its tokens: all that was read, and the last answer
+    Session session;  // its tokens: all that was read, then the last answer
     ChatTemplate form;
     Options options;
     std::vector<Turn> turns = {};
     Asked asked = {};
 };
 
-// The model was not tuned for chat: its answer is the rest of a line.
+// True for a model that was not tuned for chat: its answer is the rest of a line.
 inline bool is_plain(const Chat &chat) { return chat.options.chat_template == "plain"; }
 
 // ---- The ids of a turn ---------------------------------------------------------------------------------------------
 
-// How many of the ids in `whole` have the text that `begin` has, or SIZE_MAX if none end there. Special tokens must be
-// the same: \xff, which is in no text, comes after each.
+// How many of the first ids of `whole` spell the text of `begin`; SIZE_MAX if none end there. Special tokens must be
+// equal, too: \xff, which is in no text, follows each one's spelling.
 inline size_t place_of(const Tokenizer *tokenizer, const std::vector<int> &begin, const std::vector<int> &whole) {
     const auto differs = std::mismatch(begin.begin(), begin.end(), whole.begin(), whole.end()).first;
     if (differs == begin.end()) return begin.size();
@@ -62,7 +62,7 @@ inline size_t place_of(const Tokenizer *tokenizer, const std::vector<int> &begin
     };
     auto all = [](size_t, const std::string &, bool) { return false; };
     const std::string wanted = spelled(begin, begin.size(), all);
-    size_t found = SIZE_MAX, waiting = 0;  // tokens whose bytes wait for those of the next
+    size_t found = SIZE_MAX, waiting = 0;  // tokens whose bytes wait for the next token's
     spelled(whole, whole.size(), [&](size_t count, const std::string &text, bool waits) {
         waiting = waits ? waiting + 1 : 0;
         if (text.size() <= wanted.size() && wanted.size() - text.size() <= 3 * waiting)
@@ -72,9 +72,9 @@ inline size_t place_of(const Tokenizer *tokenizer, const std::vector<int> &begin
     return found;
 }
 
-// The ids are those of the whole text. But a model need not write the ids that its text would become: up to the last
-// answer whose text is still at its place, a conversation keeps the ids that it has, and what follows comes of the
-// whole text. (Encoded by itself it would begin anew, for some tokenizers with a blank.)
+// Encodes a conversation. The model may have written other ids than its text becomes. So the conversation's own ids are
+// kept up to the last answer whose text is still at its place; the ids after it are those of the whole text. (Encoded
+// alone, the rest would begin like a new text, with some tokenizers with a blank.)
 inline Asked with_ids(const Chat &chat, const Rendered &text, size_t dropped) {
     const Tokenizer *tokenizer = chat.session.tokenizer.get();
     const std::vector<int> &tokens = chat.session.tokens;
@@ -103,11 +103,11 @@ inline std::vector<Message> messages_of(const Chat &chat, size_t dropped) {
         messages.push_back(chat.turns[i].said);
         messages.push_back({"assistant", chat.turns[i].answer});
     }
-    messages.pop_back();  // the last answer is to come
+    messages.pop_back();  // the last answer is yet to come
     return messages;
 }
 
-// Takes turns back that got an empty answer, which some templates refuse. False: there is none.
+// Removes earlier turns with an empty answer, which some templates refuse. Returns false if there are none.
 inline bool drop_unanswered(Chat &chat) {
     auto empty = [&](const Turn &turn) { return turn.answer.empty() && &turn != &chat.turns.back(); };
     const auto left = std::remove_if(chat.turns.begin(), chat.turns.end() - 1, empty);
@@ -118,13 +118,13 @@ inline bool drop_unanswered(Chat &chat) {
     return true;
 }
 
-// Where the context has no room for the conversation and an answer, the oldest turns are dropped, if that is wanted. Of
-// an answer it is -n tokens, but a quarter of the context at most: otherwise a large -n would drop all.
+// Renders and encodes the conversation. If the context lacks room for it and an answer, fails or drops the oldest
+// turns. Dropping makes room for -n tokens, but for a quarter of the context at most, as a large -n would drop all.
 inline Asked ask(Chat &chat) {
     const Options &o = chat.options;
     const bool drops = o.when_full == "drop";
     const int limit = chat.session.limit, room = drops ? std::min(o.count, limit / 4) : 1;
-    const bool more = limit < chat.session.engine.model.config.context;  // is what -c may ask for
+    const bool more = limit < chat.session.engine.model.config.context;  // -c may ask for more
     for (size_t dropped = chat.asked.dropped;; dropped++) {
         Rendered text;
         try {
@@ -145,7 +145,7 @@ inline Asked ask(Chat &chat) {
     }
 }
 
-// Lets the cache forget what is not the same, and returns how many positions it keeps: at least one is left to read.
+// Rewinds the cache to where `ids` still agree. Returns how many positions are kept; at least one id is left to read.
 inline int keep_same(Cache &cache, const std::vector<int> &held, const std::vector<int> &ids) {
     const int most = std::min({cache.lengths[0], (int)held.size(), (int)ids.size() - 1});
     return rewind(cache, 0, (int)(std::mismatch(held.begin(), held.begin() + most, ids.begin()).first - held.begin()));
@@ -153,10 +153,10 @@ inline int keep_same(Cache &cache, const std::vector<int> &held, const std::vect
 
 // ---- A turn --------------------------------------------------------------------------------------------------------
 
-// Takes an answer of so many tokens of the conversation. The template gets its text with its special tokens, and marks
-// before what only spells one: by itself, as it would be decoded elsewhere, without the blank that a word of
-// SentencePiece begins with, which the template writes; a plain text goes on as it is. An answer that ends within a
-// character loses the ids of its last one; one that ends at a stop text, those that reach into it.
+// Stores the last turn's answer, which ends after `count` tokens of the conversation: as the text for the template,
+// with special tokens, and marked() where it only spells one. Decoded alone, it lacks the blank that begins a word of
+// SentencePiece and that the template writes; a plain text is decoded as a continuation. An answer that ends within a
+// character loses the ids of that character; one that ends at a stop text loses the ids that reach into it.
 inline void take_answer(Chat &chat, size_t count) {
     const Tokenizer *tokenizer = chat.session.tokenizer.get();
     const std::vector<int> &tokens = chat.session.tokens;
@@ -177,7 +177,7 @@ inline void take_answer(Chat &chat, size_t count) {
     auto take = [&](const std::string &special) {
         chat.turns.back().answer += marked(chat.form, run, "the answer") + special, run.clear();
     };
-    size_t others = before;  // bytes of the prompt, of which a token's may come with the next
+    size_t others = before;  // bytes of the prompt to skip; a token's last ones may come with the next
     for (size_t i = from; i < count; i++) {
         const std::string piece = stream.next(tokens[i]);
         run += piece.substr(std::min(others, piece.size()));
@@ -192,7 +192,7 @@ inline void take_answer(Chat &chat, size_t count) {
     chat.asked.borders.push_back(count);
 }
 
-// Answers the last turn. What it says of it: on the terminal a line, with --json all.
+// Answers the last turn. Returns the report on it: as text a short line, as JSON everything.
 inline Report answer(Chat &chat, const UseLogits &dump) {
     Session &session = chat.session;
     Cache *cache = session.caches.empty() ? nullptr : &session.caches[0];
@@ -207,7 +207,7 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
         if (!piece.empty()) last = piece.back();
         if (!chat.options.json) fwrite(piece.data(), 1, piece.size(), stdout), flush_output();
     };
-    session.drafter.counts = {};  // those of this turn
+    session.drafter.counts = {};  // the counts of this turn
     Writer writer(session.tokenizer.get(), is_plain(chat) ? session.tokens : std::vector<int>{}, chat.options.stops);
     for (auto &[begins, ends] : thoughts) writer.thoughts[begins] = ends;
     const std::vector<std::string> dimmed = split(painted("2", "|"), '|');
@@ -215,7 +215,7 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
     if (!asked.end_of_thought.empty()) show(writer.dim);
     Generation result = generate(session, std::move(writer), dump, show);
     if (last != '\n') show("\n");
-    const size_t ends = result.stop == "end id" ? 1 : 0;  // what ends an answer is not of it
+    const size_t ends = result.stop == "end id" ? 1 : 0;  // the end id is not part of the answer
     const std::string ending = ends ? decode(session.tokenizer.get(), {session.tokens.back()}) : "";
     const size_t rest = result.text.size() - std::min(result.text.size(), ending.size());
     if (result.text.compare(rest, SIZE_MAX, ending) == 0) result.text.resize(rest);
@@ -246,9 +246,9 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
 
 // ---- The picture of a cache ----------------------------------------------------------------------------------------
 
-// A line for each kind of layers, of at most 64 marks: rows that hold a position of the conversation (#), some of which
-// do (+), and that are free (.). A ring begins again on the left; pages lie where there was one. In fewer columns than
-// that there are fewer marks, and their legend is below them where it leaves none room.
+// Draws a cache, a line for each kind of layers. A mark is one row or several: all of them hold a position of the
+// conversation (#), some do (+), none does (.). A ring begins again on the left; pages are where one was free. There
+// are at most 64 marks, fewer if `columns` are few; the legend is below them if there is too little room next to them.
 inline std::string picture_of(const Cache &cache, size_t columns) {
     std::string all;
     for (const Store &store : cache.stores) {
@@ -274,12 +274,12 @@ inline std::string picture_of(const Cache &cache, size_t columns) {
 
 // ---- What is typed -------------------------------------------------------------------------------------------------
 
-// A character of the terminal, for libedit, which drops bytes that are in none. Here a byte comes as one of its own, of
-// those for private use; and so does each byte of a character that is one of these. whole_line() gives bytes again.
+// Reads a character of the terminal for libedit, which drops bytes that form none. Here each comes as a character for
+// private use, and so does each byte of a character that is one of these. whole_line() gives the bytes again.
 constexpr wchar_t lone_byte = 0x10ff00;
 inline int next_character(FILE *from) {
-    static std::string bytes;  // that are not given yet
-    static int lone = 0;       // so many of them come by themselves
+    static std::string bytes;  // read, but not returned yet
+    static int lone = 0;       // how many of them to return one by one
     while (true) {
         if (lone > 0) {
             const int byte = (unsigned char)bytes[0];
@@ -314,14 +314,14 @@ inline std::string whole_line(const std::string &line) {
     return bytes;
 }
 
-// What is typed: a line, or with `whole` a text between two """, of which no line is a command.
+// What was typed: a line, or a text between two """ (`whole`), in which no line is a command.
 struct Typed {
     std::string text = "";
     bool there = true, given_up = false, whole = false;
 };
 
-// A line from a pipe; on a terminal with editing and a history, where Ctrl-C gives it up. A Ctrl-C is meant for the
-// answer or the line during which it is typed, and for no other: also one that came while a pipe had no line.
+// Reads a line from a pipe, or on a terminal with editing and a history, where Ctrl-C gives it up. A Ctrl-C counts only
+// for the line or the answer during which it is typed, so it is forgotten before and after.
 inline Typed next_line(bool on_terminal, const char *prompt) {
     interrupts = 0;
     Typed typed;
@@ -346,7 +346,7 @@ inline Typed next_message(bool on_terminal) {
     if (typed.text.compare(0, 3, mark) != 0) return typed;
     std::string all = typed.text.substr(3);
     auto ends = [&] {
-        const std::string cut = all.substr(0, all.find_last_not_of(" \t") + 1);  // blanks after the mark are not seen
+        const std::string cut = all.substr(0, all.find_last_not_of(" \t") + 1);  // blanks after the mark do not count
         const bool closed = cut.size() >= 3 && cut.compare(cut.size() - 3, 3, mark) == 0;
         if (closed) all = cut;
         return closed;
@@ -365,7 +365,7 @@ inline Typed next_message(bool on_terminal) {
 
 // ---- llm chat ------------------------------------------------------------------------------------------------------
 
-// The model without -m: the built-in one; for a chat one that was tuned for it, if `make smollm2` has fetched that.
+// The model without -m: the built-in one; for a chat the one tuned for it that `make smollm2` fetches, if it is there.
 inline std::string usual_model(const Options &options) {
     const std::string real = file_of_project("models/SmolLM2-135M-Instruct");
     const bool answers = options.command == "chat" && options.chat_template.empty();
@@ -374,7 +374,7 @@ inline std::string usual_model(const Options &options) {
 
 inline Chat open_chat(Options options) {
     if (options.chat_template.empty() && options.directory == file_of_project("weights_tools/builtin")) {
-        options.chat_template = "plain";  // it was not tuned for chat
+        options.chat_template = "plain";  // the built-in model was not tuned for chat
         note("this model goes on with a text: `make smollm2` fetches one that answers, and chat takes it then");
     }
     Session session = open_model(options);
@@ -383,13 +383,13 @@ inline Chat open_chat(Options options) {
         open_template(options.directory, options.chat_template, tokenizer, options.system, options.template_arguments);
     Chat chat{std::move(session), std::move(form), options};
     Config &config = chat.session.engine.model.config;
-    for (int i = 0; is_plain(chat) && i < tokenizer_before(tokenizer); i++)  // no template says what a text begins with
+    for (int i = 0; is_plain(chat) && i < tokenizer_before(tokenizer); i++)  // no template writes them
         chat.form.before += tokenizer_token(tokenizer, encode(tokenizer, "")[i]);
     const std::vector<int> line_end = encode(tokenizer, {"\n", std::string(1, '\0')}, "the template");
     const int end = !is_plain(chat) ? end_id(chat.form, tokenizer) : line_end.empty() ? -1 : line_end.back();
     if (end >= 0)
         config.end_ids.push_back(end);
-    else if (config.end_ids.empty() || !options.chat_template.empty())  // its own may leave that to the model
+    else if (config.end_ids.empty() || !options.chat_template.empty())  // a checkpoint's own may leave it to the model
         note("no special token ends an answer: is the template the model's?");
     int usual = std::min(config.context, 8192), original = config.context;
     for (const Kind &kind : config.kinds)
@@ -411,7 +411,7 @@ inline Chat open_chat(Options options) {
 constexpr const char *chat_commands = "/undo /again /clear /cache /help /bye /quit /exit";
 inline std::string suggestion(const std::string &word, const std::string &known);  // flags.h
 
-// What a command does; true: the last turn is to be answered.
+// Obeys a command of the chat. Returns true if the last turn is to be answered.
 inline bool obey(Chat &chat, const std::string &command) {
     if (command == "/cache") {
         const std::string picture =
@@ -430,7 +430,7 @@ inline bool obey(Chat &chat, const std::string &command) {
         note("there is no turn");
     } else if (command == "/undo") {
         chat.turns.pop_back();
-        chat.asked.dropped = 0;  // as many turns as fit come again
+        chat.asked.dropped = 0;  // dropped turns that fit come back
         note(counted((int64_t)chat.turns.size(), "turn is", "turns are") + " left");
     } else {
         chat.turns.back().answer.clear();
@@ -440,8 +440,8 @@ inline bool obey(Chat &chat, const std::string &command) {
     return false;
 }
 
-// Takes what was typed; true: the last turn is to be answered. A word that is no command is a text, as /no_think is for
-// some models, but not where a command was misspelled.
+// Takes what was typed, a turn or a command. Returns true if the last turn is to be answered. A word that is no command
+// is a text, as /no_think is for some models, unless it looks like a misspelled command.
 inline bool take_line(Chat &chat, const Typed &typed) {
     const std::string &text = typed.text, word = text.substr(0, text.find_last_not_of(' ') + 1);
     if (!typed.whole && has(chat_commands, word)) return obey(chat, word);
@@ -462,11 +462,11 @@ inline bool take_line(Chat &chat, const Typed &typed) {
 
 inline int run_chat(const Options &options) {
     const bool on_terminal = isatty(0);
-    const char *set = setlocale(LC_CTYPE, "");  // for what is typed
+    const char *set = setlocale(LC_CTYPE, "");  // for the characters that are typed
     if (!set || !strstr(set, "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8");
     rl_outstream = stderr;
     rl_getc_function = next_character;
-    rl_bind_key('\t', rl_insert);  // and no names of files
+    rl_bind_key('\t', rl_insert);  // Tab completes no file names
     Chat chat = open_chat(options);
     LogitsFile dump(options, chat.session.engine.model.config.vocabulary);
     if (on_terminal) begin_work(), note("/help says what else there is");

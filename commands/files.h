@@ -5,7 +5,7 @@
 
 #include "open.h"
 
-// A file that a flag names. It is written under another name in the same folder, and gets its own when it is whole.
+// Writes the file that a flag names: under another name in the same folder, until finish() renames it.
 class PartFile {
 public:
     PartFile(const std::string &path, const std::string &flag) : path_(path), flag_(flag) {
@@ -41,11 +41,11 @@ private:
         throw Error(formatted("%s %s: cannot write it: %s", flag_.c_str(), path_.c_str(), strerror(errno)), 1);
     }
     std::string path_, part_, flag_;
-    std::atomic<const char *> *name_;  // in `unfinished`
+    std::atomic<const char *> *name_;  // the entry of part_ in `unfinished`
     std::unique_ptr<FILE, int (*)(FILE *)> file_{nullptr, fclose};
 };
 
-// --dump-logits: a NumPy file of float32 rows, or without the flag none.
+// --dump-logits: writes a NumPy file of float32 rows, `width` numbers each. Without the flag it does nothing.
 class LogitsFile {
 public:
     LogitsFile(const Options &options, int width) : width_(width) {
@@ -60,7 +60,7 @@ public:
             count_ += rows.size() / (size_t)width_;
         };
     }
-    // The header: magic, version 1.0, length of the rest, a Python dictionary.
+    // Writes the header: magic, version 1.0, length of the rest, a Python dictionary.
     void finish() {
         if (!part_) return;
         std::string start("\x93NUMPY\x01\x00\x76\x00", 10), shape = formatted("(%zu, %d)", count_, width_);

@@ -1,4 +1,4 @@
-// llm generate: streams the text, and says what it took. llm tokenize.
+// llm generate: streams a text, and reports times, rates and the cache. llm tokenize.
 #pragma once
 
 #include "about.h"
@@ -14,7 +14,7 @@ inline int run_generate(const Options &options) {
     auto show = [&](const std::string &piece) {
         if (!options.json) fwrite(piece.data(), 1, piece.size(), stdout), flush_output();
     };
-    TextStream prompt(session.tokenizer.get(), false);  // special tokens as they are written
+    TextStream prompt(session.tokenizer.get(), false);  // special tokens as they are spelled
     const int before = options.has("--ids") ? 0 : tokenizer_before(session.tokenizer.get());
     for (int i = before; i < session.prompt && !options.hide_prompt; i++) show(prompt.next(session.tokens[i]));
     Writer text(session.tokenizer.get(), session.tokens, options.stops);
@@ -24,7 +24,7 @@ inline int run_generate(const Options &options) {
 
     const std::string first_token = formatted("  %9.1f ms", result.prefill_seconds * 1e3) +
                                     (result.prefilled == session.prompt ? " to the first token" : "");
-    // A prompt's rate says something from 64 tokens on: the first pass also reads the weights for the first time.
+    // A prompt's rate is shown from 64 tokens on: the first pass also reads the weights for the first time.
     Report prefill = phase("prefill", result.prefilled, result.prefill_seconds, 64, first_token).say("\n");
     Report decode = phase("decode", result.decoded, result.decode_seconds, 1);
     Report report = prompt_of(session.tokens, session.prompt);
@@ -57,7 +57,7 @@ inline int run_tokenize(const Options &options) {
     std::string text = from_ids ? decode(tokenizer.get(), ids) : options.prompt, list = json_of(ids);
     Report report;
     list.erase(std::remove_if(list.begin(), list.end(), [](char c) { return strchr("[ ]", c); }), list.end());
-    if (!from_ids && isatty(fileno(stdout))) {  // each piece beside its id; as spelled, if it is a part of a character
+    if (!from_ids && isatty(fileno(stdout))) {  // each piece next to its id; as spelled, if part of a character
         TextStream pieces(tokenizer.get(), false);
         list.clear();
         for (int id : ids) {

@@ -1,5 +1,5 @@
-// llm generate --samples N: several continuations of one prompt. It is read once; each continuation is a fork of it,
-// which shares the prompt's pages and copies the last of them when it writes there.
+// llm generate --samples N: several continuations of one prompt. The prompt is read once. Each continuation is a fork
+// that shares the prompt's pages, and copies the last of them when it writes there.
 #pragma once
 
 #include <numeric>

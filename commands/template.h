@@ -1,6 +1,6 @@
-// A conversation as the text that a model was tuned on. A checkpoint brings its chat template as a program, in Jinja's
-// language. An imitation of Jinja writes nearly the right text; the answers get worse, and no message says why. So
-// Jinja itself runs it, in a process of its own: weights_tools/chat_template.py.
+// Turns a conversation into the text that a model was tuned on. A checkpoint brings its chat template as a program in
+// Jinja's language. An imitation of Jinja would write nearly the right text, and the answers would get worse without a
+// message. So Jinja itself runs it, in a process of its own: weights_tools/chat_template.py.
 #pragma once
 
 #include <fcntl.h>
@@ -18,26 +18,26 @@ struct Message {
     std::string role, content;  // with its marks: see marked()
 };
 
-// A text as a model reads it. `typed`: of a special token's spelling that comes from outside the template the
-// first byte is 1, as it is text there; all others are 0.
+// A text as a model reads it. `typed` (byte): 1 at the first byte of a special token's spelling that comes from outside
+// the template, so that it stays plain text; else 0.
 struct Rendered {
     std::string text, typed;
 };
 
-// The program that runs a template: it writes a line of JSON for each line that it reads. And the special tokens, which
-// only a template and the model may write.
+// The process that runs a template, and the special tokens, which only a template and the model may write. The process
+// answers each line with a line of JSON.
 struct ChatTemplate {
     pid_t child;
-    std::shared_ptr<FILE> channel;  // both ways; closed, it ends the program
+    std::shared_ptr<FILE> channel;  // both ways; closing it ends the process
     std::vector<std::string> specials = {};
-    std::string before = "", end = "";  // comes before all that it writes; what it writes after an answer
+    std::string before = "", end = "";  // put before all that it writes; what it writes after an answer
 
     void ask(const std::string &question) const {
-        const auto before = signal(SIGPIPE, SIG_IGN);  // if it is gone, text() says so
+        const auto before = signal(SIGPIPE, SIG_IGN);  // if the process has ended, text() says so
         dprintf(fileno(channel.get()), "%s\n", question.c_str());
         signal(SIGPIPE, before);
     }
-    // What its next line says under a key.
+    // The text that the process's next line has under a key.
     std::string text(const char *key) const {
         std::string line;
         for (int c; (c = getc(channel.get())) != '\n'; line += (char)c)
@@ -50,9 +50,9 @@ struct ChatTemplate {
     }
 };
 
-// What comes from outside has a mark before each special token's spelling, and another after it. A template takes them
-// for letters, which it never looks for; where it cuts a text at the spelling, one of them may stay alone. A letter
-// that is one of them, and NUL, which ends a text, come after the first as a letter.
+// Text from outside gets `mark` before each special token's spelling and `end_mark` after it. A template takes them for
+// letters; where it cuts a text at a spelling, one of them may remain alone. A text's own letters equal to `mark`,
+// `nul` or `end_mark` are written after a `mark`, and so is NUL, which would end the text, as `nul`.
 const char mark = '\1', nul = '\2', end_mark = '\3';
 inline size_t special_at(const ChatTemplate &with, const std::string &text, size_t at) {  // bytes of the longest, or 0
     size_t most = 0;
@@ -76,13 +76,13 @@ inline std::string marked(const ChatTemplate &with, const std::string &text, con
     return result;
 }
 
-// `asked`: as --template has it; "": the checkpoint's own. `arguments`: NAME=VALUE, variables of the template. What
-// ends an answer is found with the system text that the conversation will have: "" if there is none.
+// Starts the process of a template. `asked`: what --template says; "": the checkpoint's own. `arguments`: NAME=VALUE,
+// the template's variables. `system`: the system text of the conversation, or "", used to find what ends an answer.
 inline ChatTemplate open_template(const std::string &directory, const std::string &asked, const Tokenizer *tokenizer,
                                   const std::string &system = "", const std::vector<std::string> &arguments = {}) {
     const std::string script = file_of_project("weights_tools/chat_template.py");
     if (!file_exists(script)) fail("%s: is not there, expected it beside the program", script.c_str());
-    int ends[2];  // ours and its
+    int ends[2];  // ours, and the process's
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends)) fail("python3: no pipe to it (%s)", strerror(errno));
     for (int end : ends) fcntl(end, F_SETFD, FD_CLOEXEC);
     const pid_t child = fork();
@@ -105,7 +105,7 @@ inline ChatTemplate open_template(const std::string &directory, const std::strin
     return opened;
 }
 
-// A text without its marks, and which special tokens had one on either side.
+// Removes the marks. `typed` is set where a special token had one on either side.
 inline Rendered unmarked(const ChatTemplate &with, const std::string &text) {
     Rendered all;
     std::vector<size_t> begins;
@@ -139,18 +139,18 @@ constexpr const char *thoughts[][2] = {{"<think>", "</think>"},
                                        {"<|START_THINKING|>", "<|END_THINKING|>"},
                                        {"<|inner_prefix|>", "<|inner_suffix|>"}};
 
-// A message that comes from outside: of a request, or a line of llm chat. Without a role it is the user's.
+// Reads a message from outside: of a request, or a line of llm chat. Without a role it is the user's.
 inline Message message_of(const ChatTemplate &with, const Section &from) {
     from.refuse_others("role content", "role and content alone");
     from.need("content");
-    const std::string role = from.text("role", "user");  // has no marks, so it must need none
+    const std::string role = from.text("role", "user");  // roles get no marks, so they must need none
     if (marked(with, role, "role") != role) from.refuse("role", from.find("role"), "no special token in it");
     return {role, marked(with, from.text("content", ""), from.name.c_str())};
 }
 
-// Renders the conversation up to where the model's next answer begins. Where texts have marks, it is rendered without
-// them, too, and that text counts: a mark may keep a template from trimming white space, or stay alone where the
-// template cuts a text at a special token. The marks then only tell which special tokens come from outside.
+// Renders the conversation up to where the model's next answer begins. Texts with marks are rendered without them, too,
+// and that text counts: a mark may keep a template from trimming white space, or remain alone where the template cuts a
+// text at a special token. The text with marks only tells which special tokens come from outside.
 inline Rendered render(const ChatTemplate &with, const std::vector<Message> &messages) {
     auto ask = [&](bool marks) {
         std::vector<Report> all;
@@ -186,7 +186,7 @@ inline std::vector<int> encode(const Tokenizer *tokenizer, const Rendered &text,
     return encode(tokenizer, text.text, what, text.typed.data());
 }
 
-// The special token that a template writes after an answer, or -1. It ends an answer also where no config says so.
+// The special token that a template writes after an answer, or -1. It ends answers even if no config says so.
 inline int end_id(const ChatTemplate &with, const Tokenizer *tokenizer) {
     for (int id : encode(tokenizer, {with.end, std::string(with.end.size(), '\0')}, "the template"))
         if (tokenizer_is_special(tokenizer, id)) return id;
