@@ -1,4 +1,4 @@
-// llm bench: prefill and decode at some depths, beside what memory and processor give: the roofline.
+// llm bench: prefill and decode at some depths, compared with what memory and processor can give: the roofline.
 #pragma once
 
 #include <sys/resource.h>
@@ -16,15 +16,15 @@ inline double median(std::vector<double> values) {
 
 // ---- What the machine gives --------------------------------------------------------------------------------
 
-// What the roofline is made of. Each call measures anew.
+// Measures the two limits of the roofline. Each call measures again.
 struct Roofline {
-    std::function<double()> bandwidth;    // bytes read a second
-    std::function<double()> matrix_rate;  // operations a second, a multiply-add being two
-    std::string number;                   // of what type the numbers are that are multiplied
-    double buffer_bytes;                  // that measuring takes
+    std::function<double()> bandwidth;    // bytes read per second
+    std::function<double()> matrix_rate;  // operations per second; a multiply-add is two
+    std::string number;                   // the type of the numbers that are multiplied
+    double buffer_bytes;                  // memory that measuring takes
 };
 
-// Chains of multiply-adds, of a register each: more than the latency of one covers, and no more than registers hold.
+// Chains of multiply-adds, a register each: enough to hide the latency of one, few enough to stay in registers.
 #if defined(__AVX512F__)
 constexpr int chain_count = 12, chain_width = 16;
 #elif defined(__AVX__)
@@ -35,8 +35,8 @@ constexpr int chain_count = 20, chain_width = 4;
 constexpr int chain_count = 12, chain_width = 4;
 #endif
 
-// Multiply-adds of numbers in registers; each sum, 1 + 1/2 + 1/4 ..., stays below 2. Compilers hold back from registers
-// of 512 bits, which made old processors clock down, where they are not told.
+// Runs multiply-adds in registers. True: the sums 1 + 1/2 + 1/4 ... are right, just below 2 or rounded to it. Unless
+// told, compilers avoid 512-bit registers, which made old processors clock down.
 #ifdef __clang__
 __attribute__((min_vector_width(512)))
 #elif defined(__AVX512F__)
@@ -55,8 +55,8 @@ multiply_add(int rounds) {
     return right;
 }
 
-// The bandwidth is that of a buffer as large as the model's weights and in pages like theirs: of the one as of the
-// other the processor's caches may hold a part.
+// A CPU's roofline. The bandwidth is that of a buffer as large as the model's weights and in the same kind of pages, so
+// that the processor's caches hold about the same share of both.
 inline Roofline roofline_of(Cpu &cpu, const Engine &engine) {
     constexpr int words = 1 << 18, stream = words / 4, passes = 3, rounds = 2000000;
     using Block = uint32_t[words];
@@ -64,12 +64,12 @@ inline Roofline roofline_of(Cpu &cpu, const Engine &engine) {
     double bytes = (double)blocks * sizeof(Block);
     auto buffer = map_memory((size_t)bytes, "measuring the bandwidth", "free some", engine.weights != nullptr);
     Block *block = (Block *)buffer.get();
-    // Each is first written by the thread that will read it.
+    // Each block is first written by the thread that will read it.
     cpu.run([&] { cpu.for_each(blocks, [&](int64_t b, Alone) { std::fill(block[b], block[b] + words, 1); }); });
     auto bandwidth = [=, &cpu, keep = buffer] {
         std::atomic<int64_t> sum{0};
         auto add_block = [&](int64_t b, Alone) {
-            uint32_t part = 0;  // as four streams: of what was tried this reads fastest
+            uint32_t part = 0;  // four streams: the fastest of what was tried
             for (const uint32_t *at = block[b], *end = at + stream; at < end; at++)
                 part += at[0] + at[stream] + at[2 * stream] + at[3 * stream];
             sum += part;
@@ -89,14 +89,14 @@ inline Roofline roofline_of(Cpu &cpu, const Engine &engine) {
     return {bandwidth, matrix_rate, "f32", bytes};
 }
 
-// Of a GPU: the bandwidth of copies in its memory, read and written, and the rate of a large product of such weights.
+// A GPU's roofline: the bandwidth of copies (bytes read and written), and the rate of a large product of such weights.
 template <class M>
 Roofline roofline_of(M &gpu, const Engine &engine) {
-    const int side = gpu.room().bytes > 4e9 ? 8192 : 64;  // the emulated one is slow
+    const int side = gpu.room().bytes > 4e9 ? 8192 : 64;  // the emulated GPU is slow
     DType type = engine.model.layers[0].up.weight.type;
     std::vector<uint32_t> bits((size_t)side * side);
     size_t bytes = 4 * bits.size();
-    std::mt19937 random(0);  // signs and fractions: zeros would be multiplied faster
+    std::mt19937 random(0);  // random signs and fractions: zeros would be multiplied faster
     for (uint32_t &word : bits) word = (random() & 0x83ff83ff) | 0x3c003c00;
     auto x = gpu.reserve(bytes, "measuring the matrix rate", "free some"), y = x;
     y = gpu.reserve(bytes, "measuring the matrix rate", "free some");
@@ -105,7 +105,7 @@ Roofline roofline_of(M &gpu, const Engine &engine) {
         constexpr int times = 5;
         float end;
         auto wait = [&] { gpu.read(&end, y.get(), sizeof end); };
-        gpu.run(work), wait();  // libraries load their kernels
+        gpu.run(work), wait();  // the first call loads the libraries' kernels
         double start = now();
         for (int i = 0; i < times; i++) gpu.run(work);
         wait();
@@ -126,17 +126,17 @@ struct BenchRow {
     std::string name;
     const Cache *cache;  // nullptr on the naive path
     int tokens, depth, sequences;  // tokens: of all sequences
-    double bytes, operations;            // of all tokens: what must be read from memory, and computed, at least
-    std::function<void()> prepare, run;  // what is not timed: to where it begins; and what is
+    double bytes, operations;            // of all tokens: the least to be read from memory, and to be computed
+    std::function<void()> prepare, run;  // prepare is not timed: it goes to where run begins
     std::vector<double> seconds = {}, shares = {};
-    // The roofline (Williams et al. 2009): whichever of the two takes longer.
+    // The roofline (Williams et al. 2009): the time to read the bytes or to compute, whichever is longer.
     double least_seconds(double bandwidth, double matrix_rate) const {
         return std::max(bytes / bandwidth, operations / matrix_rate);
     }
 };
 
-// Operations of `count` tokens after `depth` others: two for each weight of the layers, and for each number of each
-// visible key and value; and the head for `heads_of` of the tokens.
+// Operations of `count` tokens after `depth` others: 2 for each weight of the layers and for each number of a visible
+// key and value, plus those of the head for `heads_of` of the tokens.
 inline double operations_of(const Model &model, const Layout &layout, int depth, int count, int heads_of) {
     const Config &config = model.config;
     double weights = 0, seen = 0;
@@ -153,15 +153,14 @@ inline double operations_of(const Model &model, const Layout &layout, int depth,
     return 2 * (weights * count + seen + (double)model.head.rows * model.head.cols * heads_of);
 }
 
-// Ids that look like a text to the machine: anything but one row of the embedding again and again.
+// `count` ids that load the machine as a text does: many rows of the embedding, not one row again and again.
 inline std::vector<int> bench_tokens(int count, int vocabulary) {
     std::vector<int> tokens(count);
     for (int i = 0; i < count; i++) tokens[i] = (int)((i * 7919LL + 13) % vocabulary);
     return tokens;
 }
 
-// Fills each sequence up to `depth` positions with random numbers: what keys and values are does not change the time
-// taken.
+// Fills each sequence up to `depth` positions with random keys and values, which take the same time as real ones.
 inline void fill(Engine &engine, Cache &cache, int depth) {
     int chunk = std::min(engine.chunk, chunk_of(cache)), widest = 0;
     for (const Store &store : cache.stores) widest = std::max(widest, store.shape.kv_heads * store.shape.key_width);
@@ -194,7 +193,7 @@ inline void fill(Engine &engine, Cache &cache, int depth) {
     }
 }
 
-// All sequences a token a step, greedily, but for the tokens.
+// Decodes `steps` tokens of all sequences at once. Takes the argmax, as greedy decoding does, but feeds fixed tokens.
 inline void decode_some(Engine &engine, Cache &cache, int steps) {
     const int vocabulary = engine.model.config.vocabulary, depth = cache.lengths[0];
     const std::vector<int> tokens = bench_tokens(steps, vocabulary);
@@ -208,7 +207,7 @@ inline void decode_some(Engine &engine, Cache &cache, int steps) {
     require_finite(found, depth + steps - 1, &cache);
 }
 
-// Rounds of runs that take turns with measurements of the machine, whose rates other programs change within seconds.
+// Times runs in rounds and measures the machine after each run, as other programs change its rates within seconds.
 struct Bench {
     Engine &engine;
     const Options &options;
@@ -220,7 +219,7 @@ struct Bench {
         bandwidths.push_back(roofline.bandwidth());
         matrix_rates.push_back(roofline.matrix_rate());
     }
-    // Times each row from `first` on, and then all of them again; the first time warms up.
+    // Times the rows from `first` on, `repeats` rounds of all; one round more, before these, warms up.
     void measure(size_t first) {
         auto mean = [](const std::vector<double> &rates) { return (rates.end()[-2] + rates.end()[-1]) / 2; };
         if (bandwidths.empty()) measure_machine();
@@ -252,7 +251,7 @@ struct Bench {
                         }});
         measure(rows.size() - 1);
     }
-    // The naive path's next token: a pass over all tokens so far.
+    // Times the naive path's next token: one pass over all tokens so far.
     void time_naive(int depth) {
         std::vector<int> tokens = bench_tokens(depth + 1, engine.model.config.vocabulary);
         rows.push_back({"naive", nullptr, 1, depth, 1, weights_read(engine.model),
@@ -302,14 +301,14 @@ inline Report bench_row(const BenchRow &row) {
     return report.add("of_roofline_most", *most, " .. " + percent(*most) + ")");
 }
 
-// `start`: seconds of loading.
+// The whole report of the command. `start`: the seconds that loading took.
 inline Report bench_report(const Bench &bench, const Report &start, double cache_bytes) {
     Report report, roofline, memory;
     std::vector<Report> rows;
     for (const BenchRow &row : bench.rows)
         if (!row.seconds.empty()) rows.push_back(bench_row(row));
     auto add_rate = [&](const char *key, const char *name, const std::vector<double> &rates, const char *unit) {
-        if (rates.empty()) return;  // interrupted
+        if (rates.empty()) return;  // interrupted before the first
         auto [least, most] = std::minmax_element(rates.begin(), rates.end());
         double rate = median(rates) / 1e9;
         roofline.add(key, rate, formatted("%s %.2f %s (%.2f .. %.2f)", name, rate, unit, *least / 1e9, *most / 1e9));
@@ -338,7 +337,8 @@ weights that fit the processor's cache are read faster.
 )");
 }
 
-// The lengths of a list that leave room for `beside` positions in the context: all, or it fails, if a flag gave them.
+// The lengths of `list`, sorted, that fit the context together with the other positions. If `flag` gave the list, fails
+// on one that does not.
 inline std::vector<int> that_fit(const Options &options, const char *flag, const std::vector<int> &list, int context,
                                  int beside, const std::string &what) {
     std::vector<int> fitting;

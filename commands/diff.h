@@ -1,24 +1,24 @@
-// llm diff: each cache beside the naive path, or beside the full f32 cache, in lockstep: a line a token, and a verdict.
+// llm diff: each cache compared with the naive path, or the full f32 cache, in lockstep: a line a token, and a verdict.
 #pragma once
 
 #include "bench.h"
 
-// What one cache did.
+// How one cache compares.
 struct DiffResult {
     const Cache &cache;
     std::string name;  // "int8", "ring int8"
     std::vector<DiffStep> steps = {};
     std::vector<int> stored = {};          // (step): read_as_stored()
-    int tested = 0, most_stored = 0;       // steps that read any; how many positions, at the most
-    int dropped = 0;                       // positions that a layer of the model sees at the last step, and here not
+    int tested = 0, most_stored = 0;       // steps with stored > 0; the largest stored
+    int dropped = 0;                       // positions that the model sees at the last step and this cache does not
     int divergence = -1;                   // the first step at which the likeliest tokens differ
     bool same_bits = true;                 // of all logits of all steps
-    double difference = 0, allowed = NAN;  // of a logit; NAN: any
+    double difference = 0, allowed = NAN;  // the largest of a logit; NAN: any is allowed
     double kl = 0, most_kl = 0, tv = 0;    // of the tested steps: mean, largest, mean
     double reference_seconds = 0, cached_seconds = 0;  // of all steps
     bool good = false;
     std::string verdict = "";
-    // Milliseconds of the steps but the first: that one is the prefill, and reads the weights for the first time.
+    // Milliseconds of each step but the first, which is the prefill and reads the weights for the first time.
     std::vector<double> later(double DiffStep::*seconds) const {
         std::vector<double> times;
         for (size_t i = 1; i < steps.size(); i++) times.push_back(steps[i].*seconds * 1e3);
@@ -30,8 +30,8 @@ struct DiffResult {
     }
 };
 
-// Positions that the query at `position` reads as the cache's types store them, in the layer that looks back furthest:
-// not the newest block of int4 and int2, which is at f16, nor the sinks of a ring, at f32.
+// How many positions the query at `position` reads in the cache's own types, in the layer that looks back furthest. The
+// newest block of int4 and int2, at f16, and the sinks of a ring, at f32, do not count.
 inline int read_as_stored(const Cache &cache, const Config &config, int position) {
     const int end = blocks_of(cache) ? position / group_size * group_size : position + 1;
     int most = 0;
@@ -62,27 +62,27 @@ inline void sum_up(DiffResult &result, const Config &config, int prompt) {
     }
 }
 
-// Whether both paths multiply the same numbers. Otherwise a last digit that differs is made large: a GPU and
-// --activations bf16 round activations to 16 bits where weights have them, int8 weights ask for whole numbers.
+// True: both paths multiply the same numbers. Otherwise rounding makes a last digit that differs large: a GPU and
+// --activations bf16 round activations to 16 bits if weights have 16; int8 weights take int8 activations.
 inline bool exact_products(const Engine &engine) {
     const DType weights = engine.model.layers[0].query.weight.type;
     return weights == DType::f32 || (std::holds_alternative<Cpu>(*engine.machine) && weights != DType::int8 &&
                                       weights != DType::bf16_pairs);
 }
 
-// What a cache changes is measured in two ways, over the steps that read something as it is stored:
+// What a cache changes is measured in two ways, over the steps that read positions as they are stored:
 //   words        the mean total variation of the next token's two distributions: the share of words that differ if both
-//                are drawn as alike as can be (Levin and Peres 2017, Proposition 4.7)
-//   perplexity   that of a text the model itself would write grows by the factor e^(mean KL)
-// Over 100 steps or more, f16 changed a word in 3,400 or fewer on the built-in checkpoint, stories260K and the tests'
-// random ones, but where weights are int8 or keys are huge: rarer than one in 3,000 is as good as f16. Three percent
-// more perplexity break a model: 20 stories of the built-in one got 1.1 % at most by int4, 0.4 by fp8 and 6 to 160 by
-// int2. Over fewer steps one unlucky word decides: over 50 steps int2 gave 0.05 to 19 %.
+//                are drawn to agree as often as they can (Levin and Peres 2017, Proposition 4.7)
+//   perplexity   grows by the factor e^(mean KL), for a text that the model itself would write
+// In runs of 100 steps or more, f16 changed at most a word in 3,400 on the built-in checkpoint, stories260K and the
+// tests' random ones, except with int8 weights or huge keys. So fewer than one in 3,000 is as good as f16. Three
+// percent more perplexity break a model: 20 stories of the built-in one got at most 1.1 % by int4, 0.4 by fp8, and 6 to
+// 160 by int2. One unlucky word decides a shorter run: over 50 steps int2 gave 0.05 to 19 %.
 constexpr double good_as_f16 = 3000, broken = 0.0296;  // 1 / total variation; KL in nats, ln 1.03
 constexpr int enough_steps = 100;
 
 inline std::string measured(const DiffResult &result) {
-    const double every = std::stod(formatted("%.1e", 1 / result.tv));  // two digits
+    const double every = std::stod(formatted("%.1e", 1 / result.tv));  // to two digits
     const bool breaks = result.kl > broken, good = every >= good_as_f16;
     std::string said = breaks ? "breaks it: " : good ? "as good as f16: " : "";
     said += good ? "changes less than a word in 3,000" : formatted("changes a word in %g", every);
@@ -91,7 +91,7 @@ inline std::string measured(const DiffResult &result) {
     return said;
 }
 
-// A verdict is of what was tested. That a cache holds the same numbers can be proved; less than that is measured.
+// Sets the verdict, on what was tested. That a cache holds the same numbers can be proved; less than that is measured.
 inline void judge(DiffResult &result, const Session &session, const Options &options) {
     const Config &config = session.engine.model.config;
     const bool given = options.tolerance >= 0, f32 = types_of(result.cache) == "f32";
@@ -102,7 +102,7 @@ inline void judge(DiffResult &result, const Session &session, const Options &opt
     const std::string tokens =
         identical ? "identical tokens" : "the tokens part at step " + std::to_string(result.divergence);
     if (const int needed = proof || given ? 1 : enough_steps; result.tested < needed) {
-        int tested = result.tested, next = session.prompt + (int)result.steps.size() - 1;  // position of one step more
+        int tested = result.tested, next = session.prompt + (int)result.steps.size() - 1;  // position of the next step
         for (; tested < needed && next < config.context; next++)
             tested += read_as_stored(result.cache, config, next) > 0;
         const int count = next - session.prompt + 1;
@@ -129,7 +129,7 @@ inline void judge(DiffResult &result, const Session &session, const Options &opt
 
 inline std::string coloured(const DiffResult &result) { return painted(result.good ? "32" : "31", result.verdict); }
 
-// A step of one cache; the line of the table, if there is no other.
+// A step of one cache. Its text is the table's line if one cache is compared.
 inline Report step_row(size_t count, const DiffStep &step, const std::string &against) {
     const char mark = step.token == step.cached_token ? ' ' : '!';
     Report row;
@@ -142,7 +142,7 @@ inline Report step_row(size_t count, const DiffStep &step, const std::string &ag
     return row.add("cached_seconds", step.cached_seconds, formatted("%9.3f ", step.cached_seconds * 1e3), "cached ms ");
 }
 
-// The line of several: a column each.
+// The table's line if several caches are compared: a column each.
 inline Report columns_row(const std::vector<DiffResult> &results, const std::string &against) {
     Report row;
     row.say(formatted("%5zu  ", results[0].steps.size() - 1), " step  ");
@@ -163,7 +163,7 @@ inline std::string growth(const std::string &name, const std::vector<double> &ti
     return formatted("%s %.2f -> %.2f", name.c_str(), median({begin, begin + quarter}), median({end - quarter, end}));
 }
 
-// What is said of one cache.
+// Adds the whole report on one cache.
 inline void add_result(Report &report, const DiffResult &result, const Config &config, const std::string &against) {
     const Cache &cache = result.cache;
     const bool same = result.divergence < 0;
@@ -198,11 +198,11 @@ inline void add_result(Report &report, const DiffResult &result, const Config &c
 
 inline int run_diff_draft(const Options &options);  // draft.h
 
-// 0 if all caches are as good as their verdicts ask for, else 1.
+// Returns 0 if all verdicts are good, else 1.
 inline int run_diff(const Options &options) {
     if (!options.draft.empty()) return run_diff_draft(options);
     Session session = open_session(options);
-    stop_if_interrupted();  // a step at least is compared
+    stop_if_interrupted();  // at least one step is compared
     const std::string &against = options.against;
     std::vector<DiffResult> results;
     int width = 11;  // columns of the longest name
@@ -230,7 +230,7 @@ inline int run_diff(const Options &options) {
     };
     try {
         run_lockstep(session, options.against == "full", show);
-    } catch (Interrupted) {  // what was compared so far is said
+    } catch (Interrupted) {  // reports what was compared so far
         if (results[0].steps.empty()) throw;
     }
     const int64_t compared = (int64_t)session.tokens.size() - session.prompt;

@@ -1,12 +1,12 @@
-// --draft: who guesses; what guessing brought (llm bench --draft), and each pass of it (llm diff --draft).
+// --draft: what a number of guesses saves (llm bench --draft), and what each pass does with them (llm diff --draft).
 #pragma once
 
 #include "bench.h"
 
 // ---- llm bench --draft ---------------------------------------------------------------------------------------------
 
-// The text goes on, `guesses` at most in a pass, until -n more tokens are there: by the exact rule the same in all
-// runs.
+// Decodes -n tokens after the prompt with at most `guesses` a pass. Returns the seconds of a token after the first
+// pass. By the exact rule the text is the same in all runs.
 inline double time_drafts(Session &session, int guesses, bool pauses) {
     Cache &cache = session.caches[0];
     Drafter &drafter = session.drafter;
@@ -19,7 +19,7 @@ inline double time_drafts(Session &session, int guesses, bool pauses) {
     };
     rewind(cache, 0, 0);
     if (session.prompt > 1) prefill_pass(session.engine, cache, 0, {tokens.begin(), tokens.end() - 1});
-    go_on();  // the draft, too, has read the prompt then
+    go_on();  // from here on the draft, too, has read the prompt
     drafter.log.clear(), drafter.counts = {};
     const int before = (int)tokens.size();
     const double start = now();
@@ -28,24 +28,23 @@ inline double time_drafts(Session &session, int guesses, bool pauses) {
     return seconds;
 }
 
-// What guesses of one length brought. `seconds` are a token's, of each round; of the same rounds without guesses:
-// `alone`.
+// What a number of guesses a pass costs and saves. `seconds` (round): of a token.
 struct DraftRow {
     int guesses;
     bool pauses;
-    std::vector<double> seconds = {}, checking = {}, guessing = {};  // (round): of a pass with guesses, of its guesses
+    std::vector<double> seconds = {}, checking = {}, guessing = {};  // (round): seconds of a pass, of guessing in it
     Drafter::Counts counts = {};
-    double share() const {  // alpha: of the guesses that were looked at
+    double share() const {  // alpha: how many of the checked guesses are right
         const double looked_at = std::accumulate(counts.tried.begin(), counts.tried.end(), 0.0);
         return looked_at ? counts.accepted / looked_at : NAN;
     }
     double check() const {  // seconds of a pass
         return counts.guessed ? counts.checking[1] / counts.guessed : counts.checking[0] / counts.passes;
     }
-    double tokens() const { return 1 + (double)counts.accepted / counts.passes; }  // of a pass
-    double with() const { return (double)counts.guessed / counts.passes; }         // guesses
-    // By the share of guesses that are right, as if it were the same for each (Leviathan et al. 2023, equation 1); a
-    // pass without guesses brings one token.
+    double tokens() const { return 1 + (double)counts.accepted / counts.passes; }  // per pass
+    double with() const { return (double)counts.guessed / counts.passes; }         // the share of passes with guesses
+    // Tokens per pass if each guess were right with the same probability, share() (Leviathan et al. 2023, equation 1).
+    // A pass without guesses brings one token.
     double expected_tokens() const {
         const double a = share(), k = (double)counts.drafted / std::max(1, counts.guessed);
         return with() > 0 ? 1 - with() + with() * (a < 1 ? (1 - std::pow(a, k + 1)) / (1 - a) : k + 1) : 1;
@@ -115,8 +114,8 @@ these. measured: by the time that a token takes without guesses.
 
 // ---- llm diff --draft ----------------------------------------------------------------------------------------------
 
-// A pass a line: the guesses that were right, in [] the first one that was not, and the model's own token. Beside it
-// the same text is decoded token by token, in a cache of its own: tokens and logits must be the same.
+// Prints a line a pass: the right guesses, the first wrong one in [], and the model's own token. A second cache reads
+// the same text token by token, without guesses: its tokens and logits must be the same.
 inline int run_diff_draft(const Options &options) {
     Session session = open_session(options);
     Engine &engine = session.engine;

@@ -1,5 +1,5 @@
-// llm eval: what a cache does to a text. All caches read the same texts: perplexity, KL divergence to the f32 cache,
-// answers that need facts from far back, bytes, tokens/s.
+// llm eval: how much quality each cache keeps. All caches read the same texts: perplexity, KL divergence to the f32
+// cache, answers that need facts from far back, bytes, tokens/s.
 #pragma once
 
 #include <sstream>
@@ -8,7 +8,7 @@
 
 // ---- Texts -------------------------------------------------------------------------------------------------
 
-// A question in a text: the tokens [start, end) are its answer, which was told `distance` tokens before.
+// A question in a text: the tokens [start, end) are its answer, a fact that was told `distance` tokens before.
 struct Recall {
     int start, end, distance;
 };
@@ -18,14 +18,14 @@ struct EvalText {
     std::vector<Recall> questions;
 };
 
-// Tokens of a question's answer and of the fact it asks for; `ends` (token): characters of the text up to its end.
+// Finds the tokens of a question's answer, and its fact's distance. `ends` (token): characters of the text up to there.
 inline Recall read_question(const Section &question, const std::vector<size_t> &ends) {
     auto token_of = [&](const char *key) {
         int place = question.integer(key, 1, (int)ends.back() - 2);
         return (int)(std::upper_bound(ends.begin(), ends.end(), (size_t)place) - ends.begin());
     };
     int fact = token_of("fact_char"), start = token_of("answer_char");
-    Recall recall{start, token_of("place_char") + 2, start - fact};  // up to the full stop behind the place
+    Recall recall{start, token_of("place_char") + 2, start - fact};  // up to the full stop after the place
     const char *where = question.name.c_str();
     if (recall.distance <= 0) fail("%s: fact_char does not stand before answer_char", where);
     if (recall.end > (int)ends.size() || recall.end <= recall.start)
@@ -33,7 +33,7 @@ inline Recall read_question(const Section &question, const std::vector<size_t> &
     return recall;
 }
 
-// A line of heldout_mixed.jsonl (weights_tools/README.md).
+// Reads a line of heldout_mixed.jsonl (weights_tools/README.md).
 inline EvalText read_story(const std::string &where, const std::string &line, const Tokenizer *tokenizer) {
     Json root = parse_json(where, line);
     Section story{where, &root};
@@ -46,7 +46,7 @@ inline EvalText read_story(const std::string &where, const std::string &line, co
     TextStream stream(tokenizer);
     size_t characters = 0;
     for (int token : result.tokens) {
-        for (char byte : stream.next(token)) characters += (byte & 0xc0) != 0x80;  // not inside a UTF-8 character
+        for (char byte : stream.next(token)) characters += (byte & 0xc0) != 0x80;  // characters, not bytes
         ends.push_back(characters);
     }
     for (const Json *question : items_of(questions))
@@ -54,7 +54,7 @@ inline EvalText read_story(const std::string &where, const std::string &line, co
     return result;
 }
 
-// The texts of a .jsonl file with their questions; or any other text, in pieces as long as the context.
+// The texts of a .jsonl file with their questions; or any other text, cut into pieces as long as the context.
 inline std::vector<EvalText> eval_texts(const Options &options, const std::string &directory, const Config &config,
                                         const Tokenizer *tokenizer) {
     std::vector<EvalText> texts;
@@ -92,20 +92,20 @@ inline std::vector<EvalText> eval_texts(const Options &options, const std::strin
 // ---- Figures -----------------------------------------------------------------------------------------------
 
 constexpr int recall_classes = 6;
-// Tokens: distances are shown in classes of this width, which is about a sixth of the context, in hundreds.
+// Width of a class of distances, in tokens: a sixth of the context, rounded down to hundreds, but 100 at least.
 inline int recall_step(const Config &config) { return 100 * std::max(1, config.context / (100 * recall_classes)); }
 
-// What came of the texts that a cache has read.
+// Sums and counts over the texts that a cache has read.
 struct EvalFigures {
     double loss = 0, loss_squares = 0, kl = 0;  // sums over the predicted tokens, nats
     int predicted = 0;
     int asked[recall_classes] = {}, right[recall_classes] = {};
     int longest = 0;              // tokens of the longest text
-    double bytes_per_token = 0;   // of that text
-    std::vector<char> hits = {};  // (token) of the text that is read: it was the likeliest
+    double bytes_per_token = 0;   // of the longest text
+    std::vector<char> hits = {};  // (token of this text): it was predicted as the likeliest
     double mean_kl() const { return kl / predicted; }
     double perplexity() const { return std::exp(loss / predicted); }
-    // The standard error of the mean loss, carried over to the perplexity.
+    // The standard error of the perplexity: that of the mean loss, times the perplexity.
     double standard_error() const {
         double mean = loss / predicted, variance = std::max(0.0, loss_squares / predicted - mean * mean);
         return perplexity() * std::sqrt(variance / predicted);
@@ -114,7 +114,7 @@ struct EvalFigures {
 
 struct EvalResult : EvalFigures {
     Cache cache;
-    std::string activations;         // f32 or bf16; "": as the model's weights have them
+    std::string activations;         // f32 or bf16; "" without --activations bf16
     std::vector<double> rates = {};  // decode, tokens/s
 };
 
@@ -124,20 +124,20 @@ struct Evaluation {
     size_t texts;
 };
 
-// The same weights serve rows with rounded activations and the row that they are held against.
+// Rounds activations to bf16 or not, as the result asks: the same weights serve both kinds of rows.
 inline void use_activations(Engine &engine, const EvalResult &result) {
     if (!result.activations.empty()) round_inputs(engine.model, result.activations == "bf16");
 }
 
-// One text through all caches, a chunk at a time: what the first, in f32, predicts is what the others are held against.
-// The true token comes next, whatever was predicted. After Ctrl-C the figures are of what all have read.
+// Reads a text into all caches, a chunk at a time. The first one's predictions, in f32, are those to compare with. The
+// text's own token comes next, whatever was predicted. After Ctrl-C the figures are of what all caches have read.
 inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const EvalText &text) {
     constexpr int chunk = 128;
     int count = (int)text.tokens.size(), vocabulary = engine.model.config.vocabulary;
     for (EvalResult &result : results) rewind(result.cache, 0, 0), result.hits.assign(count, 0);
     for (int begin = 0, end; begin < count; begin = end) {
         std::vector<double> reference;  // (tokens of the chunk, vocabulary): log-probabilities
-        std::vector<EvalFigures> read(results.begin(), results.end());  // and of this chunk
+        std::vector<EvalFigures> read(results.begin(), results.end());  // the same sums, with this chunk
         end = std::min(begin + chunk, count);
         for (size_t i = 0; i < read.size(); i++) {
             int next = begin;
@@ -177,10 +177,10 @@ inline void eval_text(Engine &engine, std::vector<EvalResult> &results, const Ev
     }
 }
 
-constexpr int eval_steps = 32;  // tokens decoded for the time a token takes
+constexpr int eval_steps = 32;  // tokens that are decoded to time one
 
-// Decoding after the text that was read last, or after as much of it as leaves room, in rounds over all caches; the
-// first warms up.
+// Times decoding after the last text, or after as much of it as leaves room, in rounds over all caches. The first round
+// warms up.
 inline void eval_decode(Engine &engine, std::vector<EvalResult> &results, const EvalText &text, int repeats) {
     for (int round = 0; round <= repeats; round++) {
         for (EvalResult &result : results) {
@@ -198,7 +198,7 @@ inline void eval_decode(Engine &engine, std::vector<EvalResult> &results, const 
 
 // ---- What is said ------------------------------------------------------------------------------------------
 
-// A row of the table; `f32` is that of the reference.
+// A row of the table; `f32` is the reference's result.
 inline Report eval_row(const Config &config, const EvalResult &result, const EvalResult &f32) {
     Report report;
     const Cache &cache = result.cache;
@@ -246,15 +246,15 @@ inline Report report_of(const Evaluation &eval) {
     return report;
 }
 
-// The f32 cache, with --activations bf16 once more with these, and those that the flags ask for; of --all each
-// precision, some pairs that differ, a page table, and rings of a quarter of the context.
+// Opens the f32 cache, a second one if --activations bf16 is given, then the caches that the flags ask for. --all gives
+// each precision, two pairs that differ, a page table, and rings of a quarter of the context.
 inline std::vector<EvalResult> open_results(const Options &options, Engine &engine, int capacity) {
     std::vector<EvalResult> results;
     auto add = [&](const CacheChoice &choice, int window = 0, int sinks = -1) {
         Options with = options;
         if (window) with.window = window, with.sinks = sinks;
         const char *activations = options.activations == "f32" ? "" : results.empty() ? "f32" : "bf16";
-        EvalResult &result = results.emplace_back();  // g++ 12 -O3 takes what braces make for uninitialized
+        EvalResult &result = results.emplace_back();  // with braces, g++ 12 -O3 warns that it is uninitialized
         result.cache = open_cache(with, engine, choice, capacity);
         result.activations = activations;
     };

@@ -1,5 +1,5 @@
-// llm show: one head at one position, in numbers that can be checked by hand: its query, the scores, their softmax, the
-// output; where the position's row lives, its bytes, and what they read as; how far the cache is off an f32 one.
+// llm show: one head at one position, in numbers that can be checked by hand: query, scores, their softmax, output;
+// where the position's row is stored, its bytes, and the numbers they read as; how far the cache is off an f32 one.
 #pragma once
 
 #include "about.h"
@@ -12,7 +12,7 @@ struct SeenPosition {
     double score = 0, weight = 0;   // q . k, scaled; softmax of the scores
 };
 
-// The key or the value of position t as a query reads it: keys rotated by these frequencies where the segment asks.
+// The key or the value of position t as a query reads it. Keys are rotated by `frequencies` if the segment asks for it.
 inline std::vector<float> read_row(const Segment &segment, bool keys, int t, const float *frequencies = nullptr,
                                    int rotary = 0) {
     const Source &source = keys ? segment.keys : segment.values;
@@ -26,7 +26,7 @@ inline std::vector<float> read_row(const Segment &segment, bool keys, int t, con
     return numbers;
 }
 
-// The last token's pass again, through the layers up to `layer`: what that one computed is then in engine.a.
+// Runs the last token's pass again, up to and including `layer`: engine.a then has what that layer computed.
 inline void stop_after(Session &session, int layer) {
     Engine &engine = session.engine;
     const int all = std::exchange(engine.model.config.layers, layer + 1), last = (int)session.tokens.size() - 1;
@@ -37,7 +37,7 @@ inline void stop_after(Session &session, int layer) {
     session.caches.empty() ? naive_pass(engine, session.tokens) : forward(engine, batch, session.caches[0].stores);
 }
 
-// What the query of a head reads in the pass of that span, as plain::attend_query does, and what it makes of it.
+// The positions that a head's query reads in the pass of `span`, as plain::attend_query does, with scores and weights.
 inline std::vector<SeenPosition> look_back(const Attention &task, const Span &span, const float *frequencies,
                                            int head) {
     const float *query = task.query + (span.row * (int64_t)task.heads.query + head) * task.heads.width;
@@ -78,7 +78,7 @@ inline void add_attention(Report &report, Session &session, const Options &optio
     const float *frequencies = engine.a.kinds[config.rows[options.layer].kind].frequencies.data();
     const Span &span = engine.a.spans_on_host.back();
     const Heads heads = task.heads;
-    const bool scaled = config.score_scale;  // by a number of the model's own
+    const bool scaled = config.score_scale;  // by the model's own factor
     const int width = heads.width, kv_head = heads.kv_head(options.head);
     auto vector_at = [&](const float *of) {
         const float *start = of + ((int64_t)span.row * heads.query + options.head) * width;
@@ -112,8 +112,8 @@ inline void add_attention(Report &report, Session &session, const Options &optio
 
 // ---- Where a row lives, and what is in it --------------------------------------------------------------------
 
-// Where the next query, at position `length`, finds position t of a head: in a stored row, or where a precision has
-// blocks and the newest is not full, in the residual block.
+// The segment from which the next query, at position `length`, reads position t of a head: stored rows, or the residual
+// block, if a type has blocks and t is in a newest block that is not full.
 inline Segment stored_at(const Attention &task, int kv_head, int length, int t) {
     Segments stored;
     const HeadRows head = {task.cache, task.layer, kv_head, task.keys, task.values};
@@ -123,7 +123,7 @@ inline Segment stored_at(const Attention &task, int kv_head, int length, int t) 
     return *std::find_if(stored.list, stored.list + stored.count, [&](auto &segment) { return t < segment.end; });
 }
 
-// Layout, page, row of a position.
+// Where a position is stored: layout, page, row.
 inline Report place_of(const Store &cache, int length, int position) {
     Report report;
     std::string sum, others;
@@ -149,7 +149,7 @@ inline Report place_of(const Store &cache, int length, int position) {
     return report.add("row", row, "row " + sum + std::to_string(row) + "\n").say(others);
 }
 
-// The key or value of the last position, and what its numbers were when it was stored.
+// The last position's key or value: its bytes, the numbers they read as, and the numbers before they were stored.
 inline Report stored_report(const Session &session, int layer, int kv_head, bool keys) {
     const Engine &engine = session.engine;
     const Cache &cache = session.caches[0];
@@ -183,7 +183,7 @@ inline Report stored_report(const Session &session, int layer, int kv_head, bool
 
 // ---- How far a cache is off ----------------------------------------------------------------------------------
 
-// Over the positions that the last one sees; `exact` is the same cache at f32.
+// Adds each head's errors over the positions that the last one sees. `exact` is the same cache at f32.
 inline void add_errors(Report &report, const Session &session, const Cache &exact) {
     const Engine &engine = session.engine;
     const Config &config = engine.model.config;
@@ -228,7 +228,7 @@ inline void add_errors(Report &report, const Session &session, const Cache &exac
 
 inline int run_show(const Options &given) {
     Options options = given;
-    options.count = 0, options.device = "cpu";  // whose memory is read here
+    options.count = 0, options.device = "cpu";  // its memory can be read here
     Session session = open_session(options);
     const Config &config = session.engine.model.config;
     auto check = [](const char *flag, int value, int end) {
