@@ -1,5 +1,5 @@
-// The command line: a typed row a flag, from which parsing, help and messages come; what may not stand together; and
-// parse_options(), which fills Options (options.h), or fails with the flag, what was found and expected, and the cure.
+// The command line: a typed row for each flag, from which parsing, help and messages come; flags that exclude each
+// other; and parse_options(), which fills Options or fails with the flag, what was found and expected, and the cure.
 #pragma once
 
 #include "batch.h"
@@ -16,24 +16,24 @@
 
 template <class Value>
 struct Range {
-    using Field = Value Options::*;  // nvcc writes Value (Options::*field), of which g++ warns
+    using Field = Value Options::*;  // without Field nvcc writes Value (Options::*field), and g++ warns
     Field field;
     double least, most;
 };
 
 struct Flag {
-    std::string names;     // the first is the one in Options::given
+    std::string names;     // the first is its key in Options::given
     const char *argument;  // "": a switch; "a|b": one of these; whole numbers named N may end in k (1,024)
-    const char *commands;  // that know it; a name has a row for each meaning
+    const char *commands;  // that have it; a name has a row for each meaning
     std::variant<bool Options::*, std::string Options::*, std::vector<std::string> Options::*, Range<int>,
                  Range<int64_t>, Range<std::vector<int>>, Range<double>, double Options::*,
                  std::vector<Layout> Options::*, std::vector<Precision> Options::*>
-        value;  // where it goes, and so of which kind it is; a double without range: bytes
+        value;  // the field it fills, whose type says how it is read; a double without range: bytes
     std::string help;
-    const char *group = nullptr;  // of the help, which begins with this row
+    const char *group = nullptr;  // the heading of a group of the help, whose first row this is
 };
 
-constexpr const char *takes_several = "diff eval bench memory";  // layouts and types, as a,b
+constexpr const char *takes_several = "diff eval bench memory";  // commands that take several layouts and types, as a,b
 
 inline const std::vector<Flag> &flags() {
     using O = Options;
@@ -232,7 +232,7 @@ constexpr const char *elsewhere[][2] = {
     {"hf hf-repo mu model-url", "nothing is downloaded: hf download ORG/NAME --local-dir DIR, then -m DIR"},
 };
 
-// The row of a name for a command, or else its first one; nullptr: there is none.
+// The row of the flag `name` for a command, else the name's first row; nullptr if there is no such flag.
 inline const Flag *find_flag(const std::string &name, const std::string &command = "") {
     const Flag *found = nullptr;
     for (const Flag &flag : flags())
@@ -240,7 +240,7 @@ inline const Flag *find_flag(const std::string &name, const std::string &command
     return found;
 }
 
-// Of all rows of a name.
+// All commands that have a flag, with blanks between.
 inline std::string commands_with(const std::string &name) {
     std::vector<std::string> list;
     for (const Command &each : commands)
@@ -250,7 +250,7 @@ inline std::string commands_with(const std::string &name) {
 
 // ---- Values --------------------------------------------------------------------------------------------------
 
-// "40GiB" and "40G", "1.5 GB", "128k"; NAN: none of these.
+// A number with a unit: "40GiB" and "40G" are the same, "1.5 GB" has powers of 1000; NAN if it is none.
 inline double with_unit(const std::string &text) {
     if (!isdigit((unsigned char)text[0]) && text[0] != '.') return NAN;
     char *end;
@@ -263,17 +263,17 @@ inline double with_unit(const std::string &text) {
     return power > 4 || end == text.c_str() ? NAN : number * std::pow(base, power);
 }
 
-// Reads a value into where its flag says: one body a kind.
+// Reads a flag's value into its field of Options: a function for each type of field.
 struct ReadValue {
     Options &options;
     const Flag &flag;
-    std::string name, value;  // as they stood on the command line
+    std::string name, value;  // as given on the command line
 
     int64_t whole(const std::string &text, double least, double most, const std::string &expected) const {
         size_t digits = std::min(text.find_first_not_of("0123456789"), text.size());
         bool unit = flag.argument[0] == 'N' && digits + 1 == text.size() && strchr("kKM", text[digits]);
         if (least < 0 && text == "-1") return -1;
-        if (!text.empty() && digits == text.size()) {  // a double has not every number beyond 2^53
+        if (!text.empty() && digits == text.size()) {  // a double is not exact beyond 2^53
             int64_t number = strtoll(text.c_str(), nullptr, 10);
             if (number >= (int64_t)least && number <= (int64_t)most) return number;
         }
@@ -281,7 +281,7 @@ struct ReadValue {
         if (number >= least && number <= most) return (int64_t)number;
         refuse(name, value, formatted("%s from %.0f to %.0f", expected.c_str(), least, most));
     }
-    std::vector<std::string> names() const {  // one or several, in small letters
+    std::vector<std::string> names() const {  // one or several, in lower case
         std::vector<std::string> words = split(value, ',');
         if (words.size() > 1 && !has(takes_several, options.command))
             refuse(name, value, "llm " + options.command + " takes one; the other commands take several");
@@ -304,7 +304,7 @@ struct ReadValue {
     }
     void operator()(Range<std::vector<int>> to) const {
         (options.*to.field).clear();
-        size_t at = 1;  // of the character that is wrong, which a long list does not show
+        size_t at = 1;  // the place of the wrong character, which is hard to see in a long list
         for (const std::string &part : split(value, ',')) {
             std::string expected = formatted("\"%.20s\" at character %zu, expected whole numbers", part.c_str(), at);
             (options.*to.field).push_back((int)whole(part, to.least, to.most, expected));
@@ -331,8 +331,8 @@ struct ReadValue {
         for (const std::string &word : names())
             word == "none" ? (void)(options.naive = true) : (options.*field).push_back(parse_layout(name, word));
     }
-    // fp16, float16, bfloat16, fp32 and float32 are what others call f16, bf16 and f32; llama.cpp's q8_0 has as many
-    // bits as int8, and q4_0 as int4, in groups of other numbers.
+    // Accepts other programs' names, too: fp16, float16, bfloat16, fp32, float32. llama.cpp's q8_0 has as many bits as
+    // int8, and q4_0 and q4_1 about as many as int4, in groups of other sizes.
     void operator()(std::vector<Precision> Options::*field) const {
         (options.*field).clear();
         for (std::string word : names()) {
@@ -349,7 +349,7 @@ struct ReadValue {
     }
 };
 
-// ---- What may not stand together -----------------------------------------------------------------------------
+// ---- Flags that exclude each other ---------------------------------------------------------------------------
 
 inline bool any_blocks(const Options &o) {
     auto any = [](auto &types) { return std::any_of(types.begin(), types.end(), has_blocks); };
@@ -415,7 +415,7 @@ inline void check_together(const Options &o) {
 
 // ---- The command line ----------------------------------------------------------------------------------------
 
-// Whether so many letters changed, added or dropped, or neighbours swapped, make one word the other (Damerau 1964).
+// True: at most `edits` letters changed, added or dropped, or neighbours swapped, turn `a` into `b` (Damerau 1964).
 inline bool is_near(const char *a, const char *b, size_t edits) {
     for (; *a && *a == *b; a++) b++;
     if (!*a && !*b) return true;
@@ -424,7 +424,7 @@ inline bool is_near(const char *a, const char *b, size_t edits) {
                          (*a && *b && a[0] == b[1] && a[1] == b[0] && is_near(a + 2, b + 2, edits - 1)));
 }
 
-// "; did you mean --cache?" where one of the known words is two letters off at most, and a third of this one.
+// "; did you mean --cache?" if a known word is at most 2 edits away, and at most 1 for every 3 letters; else "".
 inline std::string suggestion(const std::string &word, const std::string &known) {
     for (size_t edits = 1; edits <= std::min<size_t>(2, word.size() / 3); edits++)
         for (const std::string &each : split(known))
@@ -476,8 +476,8 @@ inline void read_flag(Options &options, const std::vector<std::string> &words, s
     std::visit(ReadValue{options, flag, name, value}, flag.value);
 }
 
-// Standard input is called -. A pipe is read to its end. The newline that ends the last line, and the byte order mark
-// that some editors begin with, are not the text's: a model would take them for tokens.
+// Reads a whole file, or standard input if it is called "-". A newline at the end, and a byte order mark that some
+// editors put first, are left out: a model would take them for tokens.
 inline std::string read_text(const std::string &name) {
     std::unique_ptr<FILE, int (*)(FILE *)> file(name == "-" ? stdin : fopen(name.c_str(), "rb"), fclose);
     if (!file) refuse("-f", name, strerror(errno));
@@ -533,7 +533,7 @@ inline Options parse_options(const std::vector<std::string> &words) {
         if (options.when_full == "ring" && !options.has("--cache")) options.layouts = {Ring{}};
         if (ring && !options.has("--when-full")) options.when_full = "ring";
     }
-    // What comes through a pipe, or from a file with <, is the prompt where no other is given.
+    // Input from a pipe, or from a file with <, is the prompt if no other is given.
     struct stat status = {};
     const bool piped = fstat(0, &status) == 0 && (S_ISFIFO(status.st_mode) || S_ISREG(status.st_mode));
     const bool given = options.has("-p") || options.has("-f") || options.has("--ids");
@@ -544,7 +544,7 @@ inline Options parse_options(const std::vector<std::string> &words) {
     check_together(options);
     if (!options.has("-m") && !options.has("--layers") && !file_exists(options.directory))
         fail("%s: the built-in checkpoint is not there: give -m DIR", options.directory.c_str());
-    if (options.count < 0) options.count = INT_MAX / 2;  // and with a prompt it is still an int
+    if (options.count < 0) options.count = INT_MAX / 2;  // so that the sum with a prompt is still an int
     const int processors = usable_threads("", nullptr);
     if (options.threads > processors)
         note(formatted("-t %d: taken as %d, the processors that may be used: more threads would wait for one another",
@@ -558,7 +558,7 @@ inline Options parse_options(const std::vector<std::string> &words) {
 
 // ---- Help ----------------------------------------------------------------------------------------------------
 
-// `text` behind `line`, or below it where that leaves little room, from a column on; in at most 100 columns.
+// Prints `line`, and `text` from `column` on, or below if there is little room; at most 100 columns wide.
 inline void print_wrapped(std::string line, const std::string &text, size_t column) {
     const size_t width = std::min<size_t>(100, columns_of(stdout));
     if (width < 72 && column > 8) line += '\n' + std::string((column = 8) - 1, ' ');
@@ -580,7 +580,7 @@ inline void print_version() {
            std::variant_size_v<Machine> > 1 ? "with" : "without");
 }
 
-// Of a command, or of all; or what this program is.
+// Prints the help of a command, or of all, or the version.
 inline void print_help(const Options &options) {
     if (options.version) return print_version();
     const std::string &of = options.command;

@@ -1,9 +1,9 @@
-// llm info: what is in a checkpoint, what its cache costs, and will it run; of any that has a config.json.
+// llm info: what is in a checkpoint, what its cache costs, and whether it runs here. It needs a config.json alone.
 #pragma once
 
 #include "memory.h"
 
-// `window`: how far back the layers look at the most that have one.
+// Adds what is known of a model that runs here. `window`: the widest window of a layer; 0: none has one.
 inline void add_config(Report &report, const Model &model, int window, int tokenizer_ids) {
     const Config &config = model.config;
     const Kind &kind = config.kinds[0];
@@ -25,7 +25,7 @@ inline void add_config(Report &report, const Model &model, int window, int token
     for (int id : config.end_ids) report.say(" " + std::to_string(id));
 }
 
-// 1 if it does not run here.
+// Returns 1 if the checkpoint does not run here, else 0.
 inline int run_info(const Options &options) {
     const std::string &directory = options.directory;
     CacheSizes sizes = load_cache_sizes(directory);

@@ -1,4 +1,4 @@
-// From the words of the command line to a command's exit status.
+// Runs the command that the words of the command line ask for, and returns the exit status.
 #pragma once
 
 #include "flags.h"
@@ -12,7 +12,7 @@ inline int run(const std::vector<std::string> &words) {
         else
             for (const Command &command : commands)
                 if (options.command == command.name) status = command.run(options);
-    } catch (Interrupted) {  // before there was anything to say
+    } catch (Interrupted) {  // before there was any result
         Report().add("interrupted", true, "llm: interrupted\n").print(options.json, stderr);
         status = 130;
     }

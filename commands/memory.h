@@ -5,13 +5,13 @@
 #include "reads.h"
 #include "sizes.h"
 
-// What is asked about. A shape by flags is that of a model without weights, whose layers look back to the beginning.
+// What is asked about: a model, or a shape by flags, which has no weights, and whose layers see all positions.
 struct MemoryQuestion {
     std::string model;               // its directory; "": the flags give the shape
     CacheSizes sizes;
     std::vector<CacheShape> shapes;  // (kind)
     double weights = 0;              // bytes that a decoding step reads of them; 0: not known
-    bool several() const { return shapes.size() > 1 || shapes[0].local; }  // the formula is a sum, or about a window
+    bool several() const { return shapes.size() > 1 || shapes[0].local; }  // the formula is a sum, or has a window
 };
 
 inline MemoryQuestion memory_question(const Options &options) {
@@ -27,7 +27,7 @@ inline MemoryQuestion memory_question(const Options &options) {
         if (!sizes.no_size.empty()) fail("%s", sizes.no_size.c_str());
         if (sizes.why_not.empty()) question.weights = weights_read(load_model(question.model));
     }
-    if (options.has("--weight-bytes")) question.weights = options.weight_bytes;  // of a model, as if they were others
+    if (options.has("--weight-bytes")) question.weights = options.weight_bytes;  // replaces a model's own
     if (!options.context && !sizes.context)
         fail("%s: config.json does not say for how many positions: add -c N", question.model.c_str());
     if (!sizes.kinds[0].value_width && options.has("-ctv"))
@@ -38,7 +38,7 @@ inline MemoryQuestion memory_question(const Options &options) {
     return question;
 }
 
-// What a position takes in all layers.
+// Bytes that one position takes in all layers.
 inline double bytes_per_token(const std::vector<CacheShape> &shapes, const CacheChoice &cache) {
     double bytes = 0;
     for (const CacheShape &shape : shapes) {
@@ -52,9 +52,9 @@ inline double bytes_per_token(const std::vector<CacheShape> &shapes, const Cache
 
 // ---- What fits in a budget ----
 
-// A cache made for `count` units, at most `most` of them, and the positions that all its sequences together then hold.
-// A unit is a position of every sequence; paged: a page of the pool, which the sequences share evenly; ring: a position
-// of the window beyond as many as there are sinks.
+// A cache of `count` units: its shapes, the most units it could have, and the positions that all its sequences hold
+// together. A unit is a position of every sequence; paged: a page of the pool, which the sequences share evenly; ring:
+// a position of the window after the first ones, as many as there are sinks.
 struct Sized {
     std::vector<CacheShape> shapes;
     int64_t most;
@@ -80,7 +80,7 @@ inline Sized sized(const std::vector<CacheShape> &shapes, const Layout &layout, 
     return result;
 }
 
-// Positions in the largest cache that takes at most `budget` bytes; 0: not even the smallest does.
+// Positions in the largest cache that takes at most `budget` bytes; 0: even the smallest takes more.
 inline double tokens_in(double budget, const std::vector<CacheShape> &shapes, const CacheChoice &cache) {
     int64_t fits = 0, above = sized(shapes, cache.layout, 1).most + 1;
     while (above - fits > 1) {
@@ -97,7 +97,7 @@ inline std::string in_figures(double number) {
     return number > 0 && number < 0.005 ? "~0" : in_digits(number);
 }
 
-// Refuses what no page table, or no double, can tell.
+// Fails if a page table cannot number all pages, or a double cannot hold all bytes exactly.
 inline void check_size(const std::vector<CacheShape> &shapes, const CacheChoice &cache) {
     const CacheShape &shape = shapes[0];
     if (std::holds_alternative<Paged>(cache.layout)) {
@@ -112,7 +112,7 @@ inline void check_size(const std::vector<CacheShape> &shapes, const CacheChoice 
              name_of(cache.layout), name_of(cache.type_k), name_of(cache.type_v), bytes);
 }
 
-// The cells of a cache's row, and its part of the JSON.
+// A cache's row of the table, and its part of the JSON.
 inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cache, const Options &options) {
     const CacheSizes &sizes = question.sizes;
     const std::vector<CacheShape> &shapes = question.shapes;
@@ -122,8 +122,8 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cach
     const CacheBytes bytes = full_bytes(shapes, cache);
     double percent = 100 * bytes.metadata / bytes.payload, read = question.weights;
     double smaller = full_bytes(shapes, {cache.layout, F32{}, F32{}}).total() / bytes.total();
-    std::vector<CacheShape> no_layers = shapes;  // page tables, which all layers share
-    int64_t layers = 0, rows = 0, pages = 0;     // rows of a layer that keeps most
+    std::vector<CacheShape> no_layers = shapes;  // for the bytes of page tables, which all layers share
+    int64_t layers = 0, rows = 0, pages = 0;     // rows: of a layer that keeps most
     for (size_t i = 0; i < stores.size(); i++) {
         const CacheChoice opened = {stores[i].layout, cache.type_k, cache.type_v};
         const double readers = sizes.kinds[i].layers + shared_of(sizes.rows, i);
@@ -160,7 +160,7 @@ inline Report memory_row(const MemoryQuestion &question, const CacheChoice &cach
     return row;
 }
 
-// The lines above the table; in the JSON the question, and the bytes of the cache that the flags name.
+// Adds the lines above the table; to the JSON the question, and the bytes of the cache that the flags name.
 inline void add_question(Report &report, const MemoryQuestion &question, const CacheChoice &named,
                          const Options &options) {
     const CacheShape &shape = question.shapes[0];
@@ -200,7 +200,7 @@ inline void add_question(Report &report, const MemoryQuestion &question, const C
     report.add("bytes_per_token", bytes_per_token(question.shapes, named));
 }
 
-// The rows of a layer, of each kind.
+// A layout's line: how many rows a layer of each kind has, and its pages or window.
 inline std::string layout_line(const std::vector<CacheShape> &shapes, const Layout &layout) {
     std::vector<std::string> parts;
     for (const Store &store : stores_of(shapes, layout)) {
@@ -215,7 +215,7 @@ inline std::string layout_line(const std::vector<CacheShape> &shapes, const Layo
     return std::string(name_of(layout)) + ": " + joined(parts, ";\n  ") + "\n";
 }
 
-// Which types take more than a larger one, and why; "" if none does.
+// Names the types that take more bytes than a type of more bits, and why; "" if none does.
 inline std::string larger_line(const std::vector<CacheShape> &shapes, const std::vector<CacheChoice> &caches) {
     auto bits = [](const Precision &type) { return std::visit([](auto of) { return of.bits; }, type); };
     auto larger = [&](const CacheChoice &a, const CacheChoice &b) {

@@ -1,4 +1,4 @@
-// What the flags ask for is opened: a model and its tokenizer, caches, who guesses, a prompt.
+// Opens what the flags ask for: a model and its tokenizer, caches, what guesses for --draft, a prompt.
 #pragma once
 
 #include "options.h"
@@ -8,7 +8,7 @@
 #include "../llm.cu"
 #endif
 
-// `least`: bytes of weights that are worth a thread of their own.
+// Opens a model on the device that the flags name. `least`: bytes of weights that are worth one more thread.
 inline Engine open_engine(const Options &options, const std::string &directory, int64_t least = 1) {
     const bool of_cpu = options.weights == "int8" || options.activations == "bf16";
     std::string device = of_cpu && options.device == "auto" ? "cpu" : options.device;
@@ -20,8 +20,8 @@ inline Engine open_engine(const Options &options, const std::string &directory, 
     return engine;
 }
 
-// What a cache for this model is made for. Unless --window says less, a ring sees what the layers see that look back
-// furthest: their sliding window, or as far as the model was trained to; and no further than -c says that texts go.
+// The shape of a cache for each kind of layers. Without --window a ring sees as far back as the layers that look back
+// furthest: their sliding window, or the context that the model was trained for; but no further than -c.
 inline std::vector<CacheShape> cache_shapes(const Options &options, const std::vector<Kind> &kinds, int context,
                                             int capacity) {
     CacheShape shape;
@@ -47,7 +47,7 @@ inline std::vector<CacheShape> cache_shapes(const Options &options, const std::v
     return shapes;
 }
 
-// Says it where a text may become longer than a model was trained for at first, and is computed otherwise for it.
+// Chooses RoPE's frequencies for texts of up to `positions`, and notes it if LongRoPE then takes those for long texts.
 inline void expect_positions_of(Engine &engine, int positions) {
     if (const int original = expect_positions(engine, positions))
         note(
@@ -70,7 +70,7 @@ inline void require_ids(const std::vector<int> &ids, const Config &config) {
                  config.vocabulary - 1);
 }
 
-// The ids of a text; or those that are `given`, and nothing before them.
+// The ids of a prompt: those that are `given`, with nothing put before them, or else those of `text`.
 inline std::vector<int> prompt_tokens(const std::string &text, const std::vector<int> *given,
                                       const Tokenizer *tokenizer, const Config &config) {
     std::vector<int> ids;
@@ -83,7 +83,7 @@ inline std::vector<int> prompt_tokens(const std::string &text, const std::vector
             note(formatted("the prompt begins with %s, which the tokenizer puts before a text, too: it stands there "
                            "twice; leave it out of the prompt", tokenizer_token(tokenizer, ids[before])));
     }
-    if (ids.empty() && config.bos_id >= 0) ids = {config.bos_id};  // nothing before the first word but its beginning
+    if (ids.empty() && config.bos_id >= 0) ids = {config.bos_id};  // an empty text is the token that begins one
     require_ids(ids, config);
     if (ids.empty()) fail("the prompt has no tokens, and this model has none that a text begins with: give some text");
     return ids;
@@ -92,7 +92,7 @@ inline std::vector<int> prompt_tokens(const Options &options, const Tokenizer *t
     return prompt_tokens(options.prompt, options.has("--ids") ? &options.prompt_ids : nullptr, tokenizer, config);
 }
 
-// How many positions the cache holds: what -c says, or the prompt and -n.
+// How many positions the cache holds: what -c says, or else the prompt and -n.
 inline int limit_of(const Options &options, const Config &config, int prompt, bool endless) {
     const char *ring = options.command == "diff" ? "" : ", or use --cache ring";
     int64_t wanted = (int64_t)prompt + options.count;
@@ -106,7 +106,7 @@ inline int limit_of(const Options &options, const Config &config, int prompt, bo
     return (int)std::min<int64_t>(INT_MAX, options.context ? limit : std::min(limit, wanted));
 }
 
-// None where there is no tokenizer.json, and none is needed.
+// Opens the tokenizer; nullptr if there is no tokenizer.json and the command does without, by ids.
 inline TokenizerPointer open_tokenizer(const Options &options, const std::string &directory) {
     const std::string file = join_path(directory, "tokenizer.json");
     std::string cure = "fetch it",
@@ -123,8 +123,8 @@ inline TokenizerPointer open_tokenizer(const Options &options, const std::string
     fail("%s: No such file; %s%s", file.c_str(), cure.c_str(), or_ids.c_str());
 }
 
-// How a checkpoint's generation_config.json draws tokens, as in Transformers: without do_sample none, it takes the
-// likeliest; with it, by 50 at most where it does not say. Temperature 0: there is no such file, or it draws none.
+// The sampler that a checkpoint's generation_config.json asks for, read as Transformers does: if do_sample is set,
+// top_k is 50 by default. Temperature 0, the likeliest token: do_sample is not set, or there is no such file.
 inline Sampler sampler_of(const std::string &directory) {
     const std::string name = join_path(directory, "generation_config.json");
     Json root;
@@ -135,7 +135,7 @@ inline Sampler sampler_of(const std::string &directory) {
             std::max(0, own.integer("top_k", -1, 1 << 30, 50))};
 }
 
-// --temp auto: as the checkpoint asks, but for what other flags say.
+// --temp auto: samples as the checkpoint asks, except for --top-k, --top-p and --min-p.
 inline void take_sampler(Options &options) {
     const Sampler own = sampler_of(options.directory);
     options.temperature = own.temperature;
@@ -144,7 +144,7 @@ inline void take_sampler(Options &options) {
     if (!options.has("--min-p")) options.min_p = own.min_p;
 }
 
-// Says how the checkpoint asks to be sampled from where it is done otherwise, unless --temp 0 was said.
+// Notes how the checkpoint asks to be sampled if the flags say otherwise, unless --temp 0 was given.
 inline void note_sampler(const Options &options) {
     const std::string given = options.has("--temp") ? options.given.at("--temp") : "";
     if (!given.empty() && given != "auto" && options.temperature == 0) return;
@@ -161,8 +161,8 @@ inline void note_sampler(const Options &options) {
         note("this model's generation_config.json asks for " + asks + ": --temp auto takes that");
 }
 
-// The model and its tokenizer, without a text or a cache yet. The end of a text that tokenizer_config.json names ends
-// it beside those of the model, as with vLLM and mlx-lm.
+// Opens the model and its tokenizer, without a text or a cache yet. The token that ends a text in tokenizer_config.json
+// is added to the model's end ids, as with vLLM and mlx-lm.
 inline Session open_model(const Options &options) {
     Session session{open_engine(options, options.directory), open_tokenizer(options, options.directory)};
     session.count = options.count, session.ignore_end = options.ignore_end;
@@ -180,7 +180,7 @@ inline Session open_model(const Options &options) {
 
 // ---- Opening -------------------------------------------------------------------------------------------------------
 
-// A guess is an id: both must mean the same by it.
+// Fails unless every id is the same token in both tokenizers: a guess is an id.
 inline void require_same_tokenizer(const std::string &directory, const Tokenizer *target, const Tokenizer *draft) {
     const int ids = std::max(tokenizer_size(target), tokenizer_size(draft));
     auto spelled = [](const Tokenizer *tokenizer, int id) {
@@ -197,7 +197,7 @@ inline void require_same_tokenizer(const std::string &directory, const Tokenizer
     }
 }
 
-// For `sequences` texts of up to `capacity` positions in that cache.
+// Opens what --draft asks for, for `sequences` texts of up to `capacity` positions in `cache`.
 inline Drafter open_drafter(const Options &options, const Session &session, const Cache &cache, int sequences,
                             int capacity) {
     Drafter drafter;
@@ -217,7 +217,7 @@ inline Drafter open_drafter(const Options &options, const Session &session, cons
     if (!file_exists(options.draft)) refuse("--draft", options.draft, "is not there: expected a directory, or ngram");
     if (session.tokenizer && !options.has("--ids") && !file_exists(join_path(options.draft, "tokenizer.json")))
         refuse("--draft", options.draft, "has no tokenizer.json: expected a model with the same tokenizer");
-    // In a small model threads wait for one another longer than they compute.
+    // A small model has fewer threads, as they would wait for one another longer than they compute.
     drafter.engine = std::make_unique<Engine>(open_engine(options, options.draft, /*least=*/2 << 20));
     const Config &config = drafter.engine->model.config;
     const TokenizerPointer tokenizer = open_tokenizer(options, options.draft);
@@ -239,7 +239,7 @@ inline Drafter open_drafter(const Options &options, const Session &session, cons
     return drafter;
 }
 
-// The caches of a session, for so many tokens, and who guesses for the first of them.
+// Opens the caches of a session, each for `limit` positions, and what guesses for the first of them.
 inline void open_caches(const Options &options, Session &session, const std::vector<CacheChoice> &choices, int limit) {
     session.limit = limit;
     expect_positions_of(session.engine, limit);
@@ -248,7 +248,7 @@ inline void open_caches(const Options &options, Session &session, const std::vec
     if (!choices.empty()) session.drafter = open_drafter(options, session, session.caches[0], 1, limit);
 }
 
-// Says it where a checkpoint was tuned for chat: it expects texts in a form that its template would give them.
+// Notes it if a checkpoint was tuned for chat: it expects texts in the form of its template, which is not applied.
 inline void note_template(const std::string &directory) {
     bool is_there = file_exists(join_path(directory, "chat_template.jinja"));
     const std::string name = join_path(directory, "tokenizer_config.json");
@@ -262,7 +262,7 @@ inline void note_template(const std::string &directory) {
             "(llm chat applies it)");
 }
 
-// Checks the prompt against the context and opens caches just large enough, unless -c says how large.
+// Opens the model, reads the prompt, and opens caches just large enough for it and -n, unless -c says how large.
 inline Session open_session(const Options &options) {
     Session session = open_model(options);
     const Config &config = session.engine.model.config;
@@ -271,7 +271,7 @@ inline Session open_session(const Options &options) {
     if (session.tokenizer && options.command == "generate") note_template(options.directory);
     std::vector<CacheChoice> choices = options.caches();
     if (options.against == "full") choices.insert(choices.begin(), {Contiguous{}, F32{}, F32{}});
-    bool endless = !choices.empty() && options.command != "diff";  // what it compares with sees all positions
+    bool endless = !choices.empty() && options.command != "diff";  // the path it compares with sees all positions
     for (const CacheChoice &choice : choices) endless &= std::holds_alternative<Ring>(choice.layout);
     open_caches(options, session, choices, limit_of(options, config, session.prompt, endless));
     return session;

@@ -3,15 +3,15 @@
 
 #include "open.h"
 
-// Bytes that one decoding step reads: all weights but the embedding table, of which it reads a row.
+// Bytes of weights that a decoding step reads: all but embedding tables that are not the head, of which it reads a row.
 inline double weights_read(const Model &model) {
     const Tensor &table = model.embedding;
     const double tables = (model.head.data != table.data ? (double)stored_bytes(table) : 0);
     return (double)model.weight_bytes - tables - (double)stored_bytes(model.layer_embedding);
 }
 
-// And of a layer of one sequence's cache, with `positions` in it: what it sees of the rows, of int4 and int2 the newest
-// block at f16, of a ring the sinks at f32. The layer looks back `window` positions; 0: to the first.
+// Bytes that a decoding step reads of one layer and sequence of a cache of `positions`: the rows it sees, the newest
+// block of int4 and int2 at f16, a ring's sinks at f32. The layer looks back `window` positions; 0: to the first.
 inline double layer_read(const CacheShape &shape, const CacheChoice &opened, int window, int positions) {
     const Visible visible = visible_of(opened.layout, window);
     const int last = positions - 1, first = visible.first(last), block = last / group_size * group_size;

@@ -1,5 +1,5 @@
-// How a command says what it found: numbers with their units, text in as many columns as there are, and results, which
-// are described once for both a reader and a program.
+// How a command reports what it found: numbers with units, text wrapped to the columns there are, and results that are
+// described once, as text for a reader and as JSON for a program.
 #pragma once
 
 #include <sys/ioctl.h>
@@ -8,10 +8,10 @@
 
 // ---- Numbers and words ---------------------------------------------------------------------------------------------
 
-// Three digits, or all of those before the point: 0.0123, 45.1, 1050.
+// A number in three digits, or in all of those before the point: 0.0123, 45.1, 1050.
 inline std::string in_digits(double number) { return formatted(number < 999.5 ? "%.3g" : "%.0f", number); }
 
-// Three digits and a unit: "1.25 GiB".
+// Bytes in three digits and a unit: "1.25 GiB".
 inline std::string in_units(double bytes) {
     const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
     int unit = 0;
@@ -25,8 +25,8 @@ inline std::string joined(const std::vector<std::string> &items, const char *bet
     return all;
 }
 
-// Words on a terminal whose user did not set NO_COLOR (no-color.org) in green ("32"), red ("31") or dim ("2"), else as
-// they are.
+// Words in green ("32"), red ("31") or dim ("2") if the stream is a terminal and NO_COLOR (no-color.org) is not set,
+// else unchanged.
 inline std::string painted(const char *colour, const std::string &words, int stream = 1) {
     const char *none = getenv("NO_COLOR");
     const bool plain = !isatty(stream) || (none && *none) || words.empty();
@@ -35,7 +35,7 @@ inline std::string painted(const char *colour, const std::string &words, int str
 
 // ---- Text in as many columns as there are ---------------------------------------------------------------------------
 
-// Columns of a stream's lines: COLUMNS, or what the terminal says. Files and pipes have no line's end.
+// Columns of a stream's lines: COLUMNS, or the terminal's width. Lines of files and pipes have no limit: SIZE_MAX.
 inline size_t columns_of(FILE *stream) {
     const char *given = getenv("COLUMNS");
     int columns = given ? atoi(given) : 0;
@@ -44,7 +44,7 @@ inline size_t columns_of(FILE *stream) {
     return columns > 0 ? (size_t)columns : SIZE_MAX;
 }
 
-// Lines with more columns (bytes) are broken at their blanks; the rest begins behind `indent` blanks.
+// Breaks lines of more than `columns` bytes at their blanks. The rest begins on a new line after `indent` blanks.
 inline std::string wrapped(const std::string &text, size_t columns, size_t indent = 0) {
     std::vector<std::string> lines;
     for (std::string line : split(text, '\n')) {
@@ -53,7 +53,7 @@ inline std::string wrapped(const std::string &text, size_t columns, size_t inden
             size_t blank = line.rfind(' ', columns);
             if (blank == std::string::npos || blank < first) blank = line.find(' ', first);
             const size_t rest = line.find_first_not_of(' ', blank);
-            if (rest == std::string::npos) {  // blanks at its end
+            if (rest == std::string::npos) {  // only blanks are left
                 line.resize(std::min(blank, line.size()));
                 break;
             }
@@ -67,23 +67,23 @@ inline std::string wrapped(const std::string &text, size_t columns, size_t inden
 
 // ---- Results, described once: as text for a reader, as JSON for a program ------------------------------------------
 
-// What a command found, or a row or a part of it. In the order of the calls: what has a key stands in the JSON, what
-// has a text stands in the text, as it is given (several values may share a line). For example
+// What a command found, or a row or part of it, in the order of the calls. A value with a key goes to the JSON. A value
+// with a text goes to the text, as it is given, so several may share a line. For example
 //   Report report;
 //   report.add("tokens", 12, formatted("prefill  %6d tokens", 12)).add("seconds", 0.5, "  24.0 tokens/s\n");
 // says "prefill      12 tokens  24.0 tokens/s" or {"tokens": 12, "seconds": 0.5}.
 class Report {
 public:
     std::string text;
-    std::string heads;  // over the columns of such rows: over numbers on the right, else behind the text's blanks
-    std::string above;  // a line of its own over such a row
+    std::string heads;  // column heads of such rows: right-aligned above numbers, else left-aligned with the text
+    std::string above;  // lines of their own above such a row
 
     template <class Value>
     Report &add(const char *key, const Value &value, const std::string &shown = "", const std::string &head = "") {
         put(key, json_of(value), json_of(value));
         return say(shown, head, std::is_arithmetic_v<Value>);
     }
-    // The same, with printf's format for this one value.
+    // The same as add(), with printf's format for this one value.
     template <class Value>
     Report &show(const char *key, const Value &value, const char *format, const std::string &head = "") {
         if constexpr (std::is_same_v<Value, std::string>)
@@ -106,7 +106,7 @@ public:
         text += shown;
         return *this;
     }
-    // Rows whose text is shown elsewhere; table() shows it here, under the heads, a line a row.
+    // Adds rows to the JSON alone. table() adds them to the text, too: the heads, then a line a row.
     Report &list(const char *key, const std::vector<Report> &rows) {
         std::vector<std::string> items;
         for (const Report &row : rows) items.push_back(row.json());
@@ -117,7 +117,7 @@ public:
         if (!rows.empty()) say(lines_of(rows, width));
         return list(key, rows);
     }
-    // This row, or the heads over it, with lines of so many columns: what does not fit goes on below.
+    // This row, or its heads, in lines of at most `width` columns: what does not fit goes on below.
     std::string folded(bool head, size_t width = columns_of(stdout)) const {
         std::string lines, last;
         for (size_t i = 0; i < columns.size(); i++) {
@@ -129,8 +129,8 @@ public:
         return lines + trimmed(last) + "\n";
     }
     std::string json() const { return "{" + joined(short_items, ", ") + "}"; }
-    // The JSON to standard output, a key a line; or else the text to `readers`. Returns the program's status: `status`,
-    // or after Ctrl-C 130.
+    // Prints the JSON to standard output, a key a line, or else the text to `readers`. Returns `status`, the program's,
+    // or 130 after Ctrl-C.
     int print(bool as_json, FILE *readers = stdout, int status = 0) const {
         begin_work();
         std::string all = "{\n  " + joined(long_items, ",\n  ") + "\n}\n";
@@ -144,12 +144,12 @@ private:
         size_t text, head;  // where it begins in each
     };
     std::vector<Column> columns;
-    size_t names = 0;                                  // the first columns, which are no numbers
+    size_t names = 0;                                  // how many of the first columns are no numbers
     std::vector<std::string> short_items, long_items;  // "key": value; the long ones have a line for each row of a list
 
     static std::string trimmed(const std::string &line) { return line.substr(0, line.find_last_not_of(' ') + 1); }
 
-    // The columns [from, to) of this row, or of the heads over it.
+    // The columns [from, to) of this row, or of its heads.
     std::string part(bool head, size_t from, size_t to) const {
         const std::string &line = head ? heads : text;
         auto place = [&](size_t i) {
@@ -157,7 +157,7 @@ private:
         };
         return line.substr(place(from), place(to) - place(from));
     }
-    // A table's lines. If they are too long, its columns come in blocks below one another, with the names in each.
+    // A table's lines. Columns that do not fit go below in further blocks, each with the names at its left.
     static std::string lines_of(const std::vector<Report> &rows, size_t width) {
         const size_t count = rows[0].columns.size(), names = std::min(std::max<size_t>(1, rows[0].names), count);
         std::string result;
@@ -183,18 +183,18 @@ private:
 
 [[noreturn]] inline void refuse(const std::string &flag, const std::string &value, const std::string &why) {
     size_t size = std::min<size_t>(80, value.size());
-    while (size < value.size() && (value[size] & 0xc0) == 0x80) size--;  // whole characters
+    while (size < value.size() && (value[size] & 0xc0) == 0x80) size--;  // keeps characters whole
     fail("%s%s%s: %s", flag.c_str(), value.empty() ? "" : " ", value.substr(0, size).c_str(), why.c_str());
 }
 
-// Standard output may be a full disk. (A pipe that nobody reads ends the program by SIGPIPE.)
+// Flushes standard output; fails if it cannot, as on a full disk. (Without a reader of its pipe, SIGPIPE ends llm.)
 inline void flush_output() {
     begin_work();
     if (fflush(stdout) != 0 || ferror(stdout))
         throw Error("standard output: not all could be written: is the disk full?", 1);
 }
 
-// Text of a token on one line: what would break the line or the column is shown as an escape.
+// A token's text on one line: characters that would break the line or the column are shown as escapes.
 inline std::string on_one_line(const std::string &text) {
     std::string result;
     for (char c : text) {

@@ -1,26 +1,26 @@
-// Which rows the cache of any checkpoint has, from its config.json alone: also of architectures that do not run here.
+// Which rows a checkpoint's cache has, from its config.json alone, also for architectures that do not run here.
 #pragma once
 
 #include "../base/weights.h"
 
-// What a cache's size follows from, also of architectures that do not run here.
+// What a cache's size is computed from.
 struct CacheSizes {
     std::string architecture, why_not;  // why_not: the line that load_model() fails with; "": it runs
-    std::string no_size;                // why nothing below is known; "": it is
+    std::string no_size;                // why all below is unknown; "": it is known
     int context = 0;                    // 0: the config does not say
-    std::vector<Kind> kinds;            // not of layers without keys, unless they run here: short convolutions
-    std::vector<LayerRows> rows;        // (layers of these kinds)
+    std::vector<Kind> kinds;            // without layers that have no keys, except short convolutions, which run here
+    std::vector<LayerRows> rows;        // one for each layer of these kinds
 };
 
-// Whether `text` has one of the parts, words with a blank between.
+// True: `text` contains one of `parts`, words with blanks between.
 inline bool has_part(const std::string &text, const char *parts) {
     const std::vector<std::string> words = split(parts);
     return std::any_of(words.begin(), words.end(), [&](auto &part) { return text.find(part) != std::string::npos; });
 }
 
-// New architectures come with keys of their own, and a size that leaves one out is wrong without a word. So a key that
-// sounds like attention or layers must be one that is read here, or of a sort that no size follows from; or it asks for
-// nothing. `mixed`: the config says which layers attend, so those of the others do not matter.
+// Fails on a key that sounds like attention or layers, unless it is read here, is of a sort that changes no size, or
+// asks for nothing. New architectures bring new keys, and a size that ignores one would be wrong without a word.
+// `mixed`: the config says which layers attend, so keys of the other layers do not matter.
 inline void refuse_unknown_shape(const Section &config, const Family &family, bool mixed) {
     const std::string read =
         "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads num_heads "
@@ -50,7 +50,7 @@ inline void refuse_unknown_shape(const Section &config, const Family &family, bo
             (mixed && has_part(key,
                                "mamba ssm state lru linear_ conv window_size window_pattern global_attn attn_alpha "
                                "attn_beta attention_hidden_size adapter")) ||
-            (key == "attention_chunk_size" && window && item->number == window->number);  // MiMo: the same
+            (key == "attention_chunk_size" && window && item->number == window->number);  // MiMo: equals the window
         const bool own = (family.chunks && key == "attention_chunk_size") ||
                          (family.ways == Ways::gemma4 && key == "use_bidirectional_attention");
         if (!shape || harmless || own || is_neutral(item, 0) || has(read, key)) continue;
@@ -61,7 +61,7 @@ inline void refuse_unknown_shape(const Section &config, const Family &family, bo
 
 // ---- The sizes -----------------------------------------------------------------------------------------------------
 
-// What each layer sees where a config names none, and says it by a rule; empty: by none that is known here.
+// What each layer sees, for a config that has a rule and no list; empty if it has no rule that is known here.
 inline std::vector<Sees> layers_by_rule(const Section &config, const Family &family, int layers) {
     std::vector<Sees> sees;
     if (family.chunks) {  // Llama 4; null: all layers see everything
@@ -77,8 +77,7 @@ inline std::vector<Sees> layers_by_rule(const Section &config, const Family &fam
     return sees;
 }
 
-
-// KV heads of each layer; 0: as many as the others have. `sees` loses the layers without attention.
+// KV heads of each layer; 0: the model's usual number. Layers without attention become Sees::nothing in `sees`.
 inline std::vector<int> read_heads_by_layer(const Section &config, int heads, std::vector<Sees> &sees) {
     const int layers = (int)sees.size();
     std::vector<int> own((size_t)layers, 0);
@@ -105,23 +104,23 @@ inline std::vector<int> read_heads_by_layer(const Section &config, int heads, st
     return own;
 }
 
-// `model_type`: whose defaults count. A config inside another must say all that has none.
+// Reads the sizes into `out`; defaults are those of `model_type`. A config inside another must say all that has none.
 inline void read_any_sizes(Section config, const std::string &model_type, bool inside, CacheSizes &out) {
     Family known = {};
     for (const Family &family : families)
         if (model_type == family.model_type) known = family;
     for (const Family &other : others)
         if (has(other.model_type, model_type)) known = other;
-    const bool numbers = known.context > 0;  // of the family are known, not its words alone
-    // To families that leave the number of heads to a config, Transformers gives the shape of the first Llama, 7B.
+    const bool numbers = known.context > 0;  // the family's numbers are known, not its words alone
+    // Transformers gives families without a usual number of heads the shape of the first Llama, 7B.
     auto if_7b = [&](int value) { return numbers && !known.heads ? std::optional<int>(value) : std::nullopt; };
-    // The first of these spellings that is there; without `otherwise` one must be.
+    // The value of the first of these keys that is there; without `otherwise` one must be.
     auto size = [&](std::initializer_list<const char *> keys, int most, std::optional<int> otherwise = {}) {
         for (const char *key : keys)
             if (config.find(key)) return config.integer(key, 1, most);
         return config.integer(*keys.begin(), 1, most, otherwise);
     };
-    const int blocks = (int)items_of(config.find("layers_block_type")).size();  // Nemotron 3 counts its layers by it
+    const int blocks = (int)items_of(config.find("layers_block_type")).size();  // Nemotron 3 gives no other count
     const int layers = size({"num_hidden_layers", "n_layer", "n_layers", "num_layers"}, max_layers,
                             blocks ? std::optional<int>(blocks) : if_7b(32));
     out.context = size({"max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length",
@@ -159,7 +158,7 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
     std::vector<int> own_heads((size_t)layers, 0);
     const Json *rank = config.find("kv_lora_rank"), *values = config.find("v_head_dim");
     const std::optional<int> no_index = config.find("index_topk") ? std::nullopt : std::optional<int>(0);
-    const int index_width = config.integer("index_head_dim", 1, max_size, no_index);  // V3.2: keys to find rows by
+    const int index_width = config.integer("index_head_dim", 1, max_size, no_index);  // V3.2: its index keys
     if (rank && !is_neutral(rank, 0)) {  // DeepSeek-AI 2024, DeepSeek-V2, section 2.1: one row for all heads
         all.kv_heads = 1;
         all.key_width = config.integer("kv_lora_rank", 1, max_size) + config.integer("qk_rope_head_dim", 0, max_size);
@@ -193,7 +192,7 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
         all.value_width = values && !is_neutral(values, 0) ? size({"v_head_dim"}, max_size) : all.key_width;
     }
 
-    // What layers with a window have for themselves, those without, and single layers.
+    // Sizes that only layers with a window have, only those without, or only single layers.
     local.kv_heads = all.kv_heads, local.key_width = all.key_width, local.value_width = all.value_width;
     if (known.swa_heads) config.need("swa_num_key_value_heads");
     take(config, "swa_num_key_value_heads", {&local.kv_heads});
@@ -202,7 +201,7 @@ inline void read_any_sizes(Section config, const std::string &model_type, bool i
     read_global_heads(config, known, all);
     const std::vector<Section> own = sections_of_layers(config, layers);
     const int shared = config.integer("num_kv_shared_layers", 0, layers, 0);  // the last ones: they store nothing
-    // "shared": finds rows by the keys of a layer before
+    // "shared": uses the index keys of a layer before it
     const std::vector<const Json *> indexers = config.by_layer("indexer_types", layers, " names");
     if (!indexers.empty() && !index_width)
         config.refuse("indexer_types", config.find("indexer_types"), "none without index_topk");
@@ -230,7 +229,7 @@ inline CacheSizes read_cache_sizes(const std::string &name, const std::string &t
     CacheSizes out;
     Json root = parse_json(name, text, /*as_python=*/true);
     Section config{name, &root};
-    for (bool again : {false, true}) {  // what is quantized does not run, and has the cache of what it was made from
+    for (bool again : {false, true}) {  // a quantized checkpoint does not run, but has the original's cache
         try {
             const Config c = read_config(config, {"", nullptr});
             return {c.family->architecture, out.why_not, "", c.context, c.kinds, c.rows};
@@ -261,13 +260,13 @@ inline CacheSizes read_cache_sizes(const std::string &name, const std::string &t
     return out;
 }
 
-// Refuses only what is no JSON; what load_model() refuses is in why_not.
+// The sizes of a checkpoint's cache. Fails only if it is no JSON; why load_model() fails is in why_not.
 inline CacheSizes load_cache_sizes(const std::string &directory) {
     auto [name, text] = read_config_file(directory);
     CacheSizes sizes = read_cache_sizes(name, text);
     try {
         load_model(directory);
-        sizes.why_not.clear();  // its generation_config.json may say what its config.json has wrong
+        sizes.why_not.clear();  // generation_config.json may correct config.json
     } catch (const Error &error) {
         sizes.why_not = error.what();
     }
