@@ -1,4 +1,4 @@
-// Lists of types (layouts, precisions), each a std::variant: going through all, and carrying one into a kernel.
+// Lists of types (layouts, precisions), each a std::variant: a loop over all types, and a way to pass one to a kernel.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 #include "formats.h"
 
-// Calls visit(Type{}) for each type of a list, from place i on.
+// Calls visit(Type{}) for each type of a list, from index i on.
 template <class List, size_t i = 0, class Visit>
 void for_each_type(const Visit &visit) {
     visit(std::variant_alternative_t<i, List>{});
@@ -20,10 +20,10 @@ const char *name_of(const List &choice) {
     return std::visit([](auto type) { return decltype(type)::name; }, choice);
 }
 
-// One of the types of a list, for both machines: the type's place in the list, and the bytes of its object.
+// An object of one of a list's types, for CPU and GPU: the type's index in the list, and the object's bytes.
 //   a Paged of 16 in std::variant<Contiguous, Paged, Ring>:   index 1, bytes {page 16, capacity, table ...}
-// Why not the std::variant itself: std::visit and std::get are host functions, which kernels cannot call. Two are equal
-// if their bytes are: the types have no padding.
+// Why not the std::variant itself: std::visit and std::get are host functions, which kernels cannot call. Two
+// choices are equal if their bytes are, as the types have no padding.
 template <class List>
 struct Choice;
 template <class... Types>
@@ -36,7 +36,7 @@ struct Choice<std::variant<Types...>> {
         static_assert(((std::is_empty_v<Types> || std::has_unique_object_representations_v<Types>)&&...));
         *this = std::visit([](auto &type) { return of(type); }, chosen);
     }
-    // Of a type that is known when this is compiled. It is found in the list from place i on.
+    // From an object whose type is known at compile time. Searches the list for that type, from index i on.
     template <class T, size_t i = 0>
     HOST_DEVICE static Choice of(const T &chosen) {
         if constexpr (std::is_same_v<T, std::variant_alternative_t<i, List>>) {
@@ -51,7 +51,7 @@ struct Choice<std::variant<Types...>> {
     bool operator==(const Choice &other) const {
         return index == other.index && memcmp(bytes, other.bytes, sizeof bytes) == 0;
     }
-    // use(chosen): the types are tried one after the other, from place i on. All threads of a warp take the same way.
+    // Calls use(object): compares the index with each type's in turn, from i on. All threads of a warp branch alike.
     CALLS_ITS_ARGUMENT
     template <int i = 0, class Use>
     HOST_DEVICE auto visit(Use use) const {

@@ -1,7 +1,7 @@
-// What config.json and generation_config.json say of a model: a Config, or one line that says what is wrong.
+// Reads config.json and generation_config.json into a Config, or refuses them with one line.
 //
-// Nothing in these files is trusted. Whatever is wrong with them ends in fail(): an Error that holds one line, which
-// names the file, what was found, what was expected and, where there is one, the cure.
+// Nothing in these files is trusted. Every fault ends in fail(): an Error of one line that names the file, what was
+// found, what was expected and, if there is one, the cure.
 #pragma once
 
 #include <cmath>
@@ -17,45 +17,45 @@
 
 struct Config {
     const Family *family = &families[0];
-    std::string dtype;               // what the config says of the weights; each Tensor knows its own type
+    std::string dtype;               // the weights' type by the config; each Tensor has its own type
     int layers = 0, hidden = 0, ffn = 0, heads = 0, vocabulary = 0;
-    int shared_ffn = 0;            // of layers that read others' rows; 0: ffn, too
-    bool keys_are_values = false;  // of layers without a window: the value is the key before its norm and RoPE
-    int per_layer = 0, layer_vocabulary = 0;  // P of PerLayer, and of how many ids; 0: there is no second embedding
-    float layer_scale = 0;                    // what that is multiplied with
-    int context = 0;  // positions the model was made for
+    int shared_ffn = 0;            // in layers that read another layer's rows; 0: ffn
+    bool keys_are_values = false;  // in layers without a window, the value is the key before norm and RoPE
+    int per_layer = 0, layer_vocabulary = 0;  // second embedding: P (see PerLayer), and its ids; 0: none
+    float layer_scale = 0;                    // its factor
+    int context = 0;  // positions that the model was made for
     double norm_epsilon = 0;
-    double embedding_scale = 1;  // of what a token's embedding enters x with
-    double score_scale = 0;      // q k is multiplied with; 0: 1 / sqrt(D)
-    double logit_scale = 1;      // of logits
-    double logit_cap = 0;        // c: a logit becomes c tanh(logit / c); 0: it stays
-    bool gelu = false;           // the gate of the MLP: GELU by tanh, otherwise SiLU
+    double embedding_scale = 1;  // factor of a token's embedding on entering x
+    double score_scale = 0;      // factor of q k; 0: 1 / sqrt(D)
+    double logit_scale = 1;      // factor of the logits
+    double logit_cap = 0;        // c: a logit becomes c tanh(logit / c); 0: no cap
+    bool gelu = false;           // the MLP's activation: GELU by tanh, otherwise SiLU
     std::vector<Kind> kinds;
     std::vector<LayerRows> rows;  // (layers)
-    bool tied = false;         // in a Model: the head is the embedding, not a matrix of its own
-    std::vector<int> end_ids;  // a text ends after any of them; empty: it ends at -n or the context alone
+    bool tied = false;         // the head is the embedding; bind_weights() clears it if the files have both
+    std::vector<int> end_ids;  // a text ends after any of them; empty: only at -n or with the context
     int bos_id = -1;           // -1: none
     bool qkv_bias = false, output_bias = false, mlp_bias = false;
-    bool convolution_bias = false;  // of a convolution's taps and matrices
+    bool convolution_bias = false;  // for the taps and matrices of convolutions
     const Kind &kind(int layer) const { return kinds[(size_t)rows[(size_t)layer].kind]; }
     bool ends(int id) const { return std::count(end_ids.begin(), end_ids.end(), id) > 0; }
 };
 
-// No size in a config may exceed this, nor may heads * head_dim: products of two fit an int64_t with room to spare.
+// The largest size in a config, and the largest heads * head_dim: a product of two fits an int64_t with room to spare.
 constexpr int max_size = 1 << 24, max_ids = max_size - 1;  // base/ranking.h counts ids in 24 bits
 constexpr int max_layers = 10000;
 
-// `text`: in it, the config of the text model, of one that also sees or hears and has another name. A base model,
-// without a head of its own (Qwen3Model, as embedding models are published), is one whose head is tied.
+// Returns the family that a config names, or refuses it. `text`: the text_config of a model that also sees or hears. A
+// base model, which has no head (Qwen3Model: embedding models are published so), counts as one with a tied head.
 inline const Family &find_family(const Section &config, const Section &text) {
     std::string model_type = config.text("model_type", ""), wanted = model_type, known;
     const Json *list = config.find("architectures");
     if (list && (!is_list(list) || count_of(list) != 1 || !is_text(&list->items[0])))
         config.refuse("architectures", list, "a list of one name");
     if (list) wanted = list->items[0].text;
-    if (wanted == "LLaMAForCausalLM") wanted = "LlamaForCausalLM";  // as the first conversions spell it
+    if (wanted == "LLaMAForCausalLM") wanted = "LlamaForCausalLM";  // the first conversions' spelling
     if (wanted.empty()) config.need("architectures");
-    std::string types;  // of the text models of a wrapper
+    std::string types;  // model_types that this wrapper may contain
     for (const Family &family : families) {
         known += " " + std::string(family.architecture, strlen(family.architecture) - strlen("ForCausalLM"));
         std::string type = family.model_type, name = family.architecture, stem = name.substr(0, name.find("ForCausal"));
@@ -81,14 +81,14 @@ inline const Family &find_family(const Section &config, const Section &text) {
          (nearest.empty() ? "; supported are" + known + ", each ForCausalLM" : nearest).c_str());
 }
 
-// What other architectures compute differently and no tensor shows: Granite, Cohere, MiniCPM, Falcon-H1 scale
-// embedding, residual stream, scores or logits; Gemma 2 and OLMo cut them off; SmolLM3, Llama 4, MPT and DeepSeek place
-// tokens in other ways; then experts, the order of steps, norms of q and k, more of Gemma 4. By what changes nothing:
+// Refuses keys that change the computation without a tensor: factors of embedding, residual stream, scores or logits
+// (Granite, Cohere, MiniCPM, Falcon-H1), caps (Gemma 2, OLMo), positions (SmolLM3, Llama 4, MPT, DeepSeek), experts,
+// the order of steps, norms of q and k, parts of Gemma 4. A row: the value that changes nothing, then the keys.
 inline void refuse_foreign_keys(const Section &config, const Family &family, const Config &sizes, const Kind &kind) {
     const struct {
         double neutral;
         const char *keys;
-        bool read = false;  // by this family
+        bool read = false;  // this family reads these keys
     } table[] = {
         {1, "embedding_multiplier residual_multiplier logits_scaling", family.multipliers},
         {1, "logit_scale scale_emb lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier "
@@ -118,7 +118,7 @@ inline void refuse_foreign_keys(const Section &config, const Family &family, con
     }
 }
 
-// Throws unless the heads of a kind can be computed with.
+// Throws unless attention can compute with heads of these sizes.
 inline void check_heads(const char *name, int heads, const Kind &kind) {
     if (heads % kind.kv_heads)
         fail("%s: num_attention_heads is %d, expected a multiple of num_key_value_heads, %d", name, heads,
@@ -129,13 +129,13 @@ inline void check_heads(const char *name, int heads, const Kind &kind) {
              max_size);
 }
 
-// A key that some layers may have for themselves.
+// Reads `key` into each of `sizes`, if the section has it.
 inline void take(const Section &own, const char *key, std::initializer_list<int *> sizes) {
     for (int *size : sizes)
         if (own.find(key)) *size = own.integer(key, 1, max_size);
 }
 
-// Heads of one layer, and those of layers that see everything.
+// Read the head sizes of one layer that has its own, and those of all layers without a window.
 inline void read_own_heads(const Section &own, Kind &kind) {
     take(own, "head_dim", {&kind.key_width, &kind.value_width});
     take(own, "num_key_value_heads", {&kind.kv_heads});
@@ -147,7 +147,7 @@ inline void read_global_heads(const Section &config, const Family &family, Kind 
     if (config.flag("attention_k_eq_v", !gemma4)) take(config, "num_global_key_value_heads", {&kind.kv_heads});
 }
 
-// What per_layer_config, which Transformers 5 writes, has for each layer; "05" is layer 5.
+// Returns per_layer_config (written by Transformers 5) as one section per layer; the key "05" is layer 5.
 inline std::vector<Section> sections_of_layers(const Section &config, int layers) {
     const Section by_layer = config.section("per_layer_config");
     std::vector<Section> sections((size_t)layers, {config.name, nullptr});
@@ -160,7 +160,7 @@ inline std::vector<Section> sections_of_layers(const Section &config, int layers
     return sections;
 }
 
-// `kind` is what the layers have in common.
+// Reads the sizes of the model into `out`, and what its layers have in common into `kind`.
 inline void read_sizes(const Section &config, const Family &family, Config &out, Kind &kind) {
     auto or_none = [](int value) { return value ? std::optional<int>(value) : std::nullopt; };
     out.layers = config.integer("num_hidden_layers", 1, max_layers);
@@ -170,7 +170,7 @@ inline void read_sizes(const Section &config, const Family &family, Config &out,
     out.vocabulary = config.integer("vocab_size", 1, max_ids, or_none(family.vocabulary));
     out.context = config.integer("max_position_embeddings", 1, 1 << 30, family.context);
     out.heads = config.integer("num_attention_heads", 1, max_size, or_none(family.heads));
-    // A null asks for as many KV heads as heads; only a key that is not there takes the family's default.
+    // null means as many KV heads as heads; only a missing key means the family's default.
     bool as_heads = config.has_null("num_key_value_heads") || family.kv_heads == 0;
     kind.kv_heads = config.integer("num_key_value_heads", 1, max_size, as_heads ? out.heads : family.kv_heads);
     int &width = kind.key_width = config.integer("head_dim", 1, max_size, family.head_dim);
@@ -182,15 +182,15 @@ inline void read_sizes(const Section &config, const Family &family, Config &out,
     if (family.ways != Ways::lfm2) out.norm_epsilon = config.number("rms_norm_eps", 1e-30, 1, family.epsilon);
 }
 
-// Phi-3: its first files say su or yarn and mean longrope, whose original context is always the same.
+// Phi-3: its first files say su or yarn but mean longrope. The original context is always the same.
 inline void read_phi3(const Family &family, std::string &rope_type, int &original_context) {
     if (rope_type == "su" || rope_type == "yarn") rope_type = "longrope";
     original_context = family.context;
 }
 
-// Two spellings: rope_theta next to rope_scaling {type or rope_type, factor, ...}, or all of it in rope_parameters.
-// As in Transformers, rope_scaling goes before rope_parameters, and a theta in either before the one next to them.
-// Gemma's local layers turn in another way: first by rope_local_base_freq alone, later each kind has an object.
+// Reads RoPE into `kind`. Two spellings: rope_theta next to rope_scaling {type or rope_type, factor, ...}, or all of it
+// in rope_parameters. As in Transformers, rope_scaling wins over rope_parameters, and a theta in either wins over the
+// one next to them. Gemma's local layers have their own: rope_local_base_freq at first, later an object per kind.
 inline void read_rope(const Section &config, const Family &family, int context, Kind &kind) {
     const bool by_kind = family.ropes, local = by_kind && kind.window;
     Section rope = config.section("rope_scaling");
@@ -200,7 +200,7 @@ inline void read_rope(const Section &config, const Family &family, int context, 
         rope = config.section("rope_parameters");
         if (by_kind) rope = rope.section(local ? "sliding_attention" : "full_attention");
     }
-    if (family.query_growth && !rope.object) config.need("rope_parameters");  // or YaRN by 16
+    if (family.query_growth && !rope.object) config.need("rope_parameters");  // the default would be YaRN by 16
     const char *name = rope.name.c_str();
     for (const Json *item : items_of(rope.object))
         if (is_object(item))
@@ -212,7 +212,7 @@ inline void read_rope(const Section &config, const Family &family, int context, 
     kind.rope_theta = local ? around.number("rope_local_base_freq", 1, 1e15, 10000)
                             : around.number("rope_theta", 1, 1e15, family.theta);
     kind.rope_theta = rope.number("rope_theta", 1, 1e15, kind.rope_theta);
-    for (const char *key : {"type", "truncate"})  // Transformers 4 and 5 read these in other ways
+    for (const char *key : {"type", "truncate"})  // Transformers 4 and 5 read these differently
         if (const Json *item = member(rope.object, key); by_kind && item)
             rope.refuse(key, item, "no such key (but rope_type)");
     std::string type = rope.text("rope_type", rope.text("type", "default"));
@@ -229,18 +229,18 @@ inline void read_rope(const Section &config, const Family &family, int context, 
         kind.rope.original_context = rope.integer("original_max_position_embeddings", 1, 1 << 30, context);
 }
 
-// Which layers RoPE turns: not each fourth one of SmolLM3, and of Granite 4 all or none.
+// Returns for each layer whether it has RoPE. SmolLM3: all but each fourth. Granite 4: all or none.
 inline std::vector<bool> read_turning(const Section &config, const Family &family, int layers) {
     std::vector<bool> turning((size_t)layers, true);
     if (family.ways == Ways::granite4) {
         const std::string type = config.text("position_embedding_type", "");
         if (!type.empty()) config.require_known("position_embedding_type", type, "rope nope");
         turning.assign((size_t)layers, type == "rope");
-        config.need("num_local_experts"), config.need("layer_types");  // or there are 8, and no layer attends
+        config.need("num_local_experts"), config.need("layer_types");  // the defaults: 8, and no attention
     }
     if (!family.some_turn) return turning;
     const Json *list = config.find("no_rope_layers");
-    std::vector<const Json *> listed;  // [], as Llama 4 is published, is no list
+    std::vector<const Json *> listed;  // [], as in published Llama 4, counts as missing
     if (!is_list(list) || count_of(list)) listed = config.by_layer("no_rope_layers", layers, " of 0 and 1");
     const int every = config.integer("no_rope_layer_interval", 1, max_layers, 4);
     for (size_t i = 0; i < turning.size(); i++) {
@@ -252,12 +252,12 @@ inline std::vector<bool> read_turning(const Section &config, const Family &famil
 
 // ---- Which layers attend, and how far they look back ---------------------------------------------------------------
 
-enum class Sees { nothing, window, all };  // nothing: linear attention, a convolution, an MLP: it has no keys
+enum class Sees { nothing, window, all };  // nothing: a layer without keys (linear attention, a convolution, an MLP)
 
-// Keys with a word for each layer in a list, or a letter for each in a text; or a pattern of them that repeats.
+// A key with a word per layer in a list or a letter per layer in a text, and the words for each thing a layer may see.
 struct LayerWords {
     const char *key, *all, *window, *nothing;
-    bool repeats;
+    bool repeats;  // the words are a pattern that repeats over the layers
 };
 constexpr LayerWords layer_words[] = {
     {"layer_types", "full_attention attention indexed_attention deepseek_sparse_attention",
@@ -272,7 +272,7 @@ constexpr LayerWords layer_words[] = {
     {"sliding_window_pattern", "G", "L", "", true},        // EXAONE 4
 };
 
-// Keys with the numbers of some layers, and what these see; the others see the other thing.
+// A key with the numbers of some layers, what these see (`named`), and what all others see.
 struct LayerNumbers {
     const char *section, *key;
     Sees named, others;
@@ -286,7 +286,7 @@ constexpr LayerNumbers layer_numbers[] = {
     {"linear_attn_config", "full_attn_layers", Sees::all, Sees::nothing, 1},  // Kimi Linear
 };
 
-// What each layer sees by one of these keys; empty: the config has it not. `hybrid`: layers so called attend.
+// Returns what each layer sees by one of these keys; empty without the key. hybrid: a layer of that name attends.
 inline std::vector<Sees> layers_named(const Section &config, const LayerWords &known, int layers, bool hybrid = false) {
     std::vector<Sees> sees;
     const Json *list = config.find(known.key);
@@ -300,7 +300,7 @@ inline std::vector<Sees> layers_named(const Section &config, const LayerWords &k
     for (int i = 0; i < layers; i++) {
         const std::string &word = words[(size_t)i % words.size()];
         if (word == "indexed_attention" || word == "deepseek_sparse_attention") config.need("index_head_dim");
-        const bool last = word == "L" && i + 1 == layers;  // of EXAONE 4 sees everything
+        const bool last = word == "L" && i + 1 == layers;  // EXAONE 4: it sees everything
         if (last || (hybrid && word == "hybrid") || has(known.all, word))
             sees.push_back(Sees::all);
         else if (has(known.window, word) || has(known.nothing, word))
@@ -327,7 +327,7 @@ inline std::vector<Sees> layers_numbered(const Section &config, const LayerNumbe
     return sees;
 }
 
-// By layer_types, in families that run: of its words they know `expected` alone.
+// Returns what each layer sees by layer_types, empty without it. Refuses words that are not in `expected`.
 inline std::vector<Sees> read_layer_types(const Section &config, int layers, const std::string &expected) {
     std::string either;
     for (const std::string &word : split(expected)) either += (either.empty() ? "" : " or ") + word;
@@ -337,9 +337,9 @@ inline std::vector<Sees> read_layer_types(const Section &config, int layers, con
     return layers_named(config, layer_words[0], layers);
 }
 
-// Mistral: every layer slides. Qwen: only with use_sliding_window, and then the layers from max_window_layers on. Gemma
-// and Granite: by a pattern. SmolLM3: those that RoPE does not turn. Some may name other layers in layer_types.
-// A window as long as the context is none: no text of the model's is longer (Phi-4-mini: 262,144 of 131,072).
+// Returns each layer's window in positions, 0: none. Mistral: every layer has one. Qwen: with use_sliding_window, from
+// layer max_window_layers on. Gemma and Granite: by a pattern. SmolLM3: layers without RoPE. layer_types overrides
+// this. A window as long as the context counts as none, as no text is longer (Phi-4-mini: 262,144 of 131,072).
 inline std::vector<int> read_windows(const Section &config, const Family &family, const std::vector<bool> &turning,
                                      int context) {
     const int layers = (int)turning.size();
@@ -364,14 +364,14 @@ inline std::vector<int> read_windows(const Section &config, const Family &family
     if (!window && std::count(named.begin(), named.end(), Sees::window))
         fail("%s: layer_types has sliding_attention, but use_sliding_window and sliding_window give no window",
              config.name.c_str());
-    if (family.ways == Ways::gemma4) windows.back() = 0;  // whatever the config says, the last sees everything
+    if (family.ways == Ways::gemma4) windows.back() = 0;  // the last sees everything, whatever the config says
     for (int &back : windows) back = back < context ? back : 0;
     return windows;
 }
 
-// LFM2: short convolutions, and between them layers that attend alike; layer_types names them, or full_attn_idxs counts
-// those that attend. As in Transformers, w1 and w3 have two thirds of the rows that the config names, times a factor,
-// up to a multiple of some number; unless it says that they have as many as it names.
+// LFM2: short convolutions, and between them layers with attention, given by layer_types or by their numbers in
+// full_attn_idxs. As in Transformers, the MLP's width is two thirds of the config's, times a factor, rounded up to a
+// multiple of block_multiple_of; if block_auto_adjust_ff_dim is false, it is the config's.
 inline void read_lfm2(const Section &config, Config &out, std::vector<Kind> &layers) {
     const char *key = config.find("block_ff_dim") ? "block_ff_dim" : "intermediate_size";
     const int named = config.integer(key, 1, max_size), unit = config.integer("block_multiple_of", 1, max_size, 256);
@@ -395,9 +395,9 @@ inline void read_lfm2(const Section &config, Config &out, std::vector<Kind> &lay
         if (sees[i] == Sees::nothing) layers[i] = convolution;
 }
 
-// Gemma 4: layers that see everything have heads of their own, and any layer in per_layer_config, as Transformers 5
-// writes it. The last num_kv_shared_layers read the rows of others: their number is returned. Each token has a second
-// embedding for each layer.
+// Gemma 4: returns how many of the last layers read another layer's rows (num_kv_shared_layers). Layers without a
+// window have their own head sizes; in per_layer_config, which Transformers 5 writes, any layer may. Each token has a
+// second embedding for each layer.
 inline int read_gemma4(const Section &config, Config &out, std::vector<Kind> &layers) {
     const std::vector<Section> own = sections_of_layers(config, out.layers);
     out.keys_are_values = config.flag("attention_k_eq_v", false);
@@ -413,14 +413,14 @@ inline int read_gemma4(const Section &config, Config &out, std::vector<Kind> &la
     out.layer_scale = std::sqrt((float)out.per_layer / 2);
     const int least = out.per_layer ? out.vocabulary : 0;
     out.layer_vocabulary = config.integer("vocab_size_per_layer_input", least, max_size, out.family->vocabulary);
-    const std::string both_ways = config.text("use_bidirectional_attention", "vision");  // among an image's tokens
+    const std::string both_ways = config.text("use_bidirectional_attention", "vision");  // between an image's tokens
     config.require_known("use_bidirectional_attention", both_ways, "vision");
     if (config.flag("use_double_wide_mlp", false)) out.shared_ffn = 2 * out.ffn;
     return config.integer("num_kv_shared_layers", 0, out.layers - 1, 0);
 }
 
-// What differs from layer to layer: window, RoPE, and what the readers above know. A kind that attends comes first: of
-// it commands say most.
+// Reads what differs from layer to layer: window, RoPE, and what only one family has. The first kind is one with
+// attention, because commands say most about the first.
 inline void read_layers(const Section &config, const Family &family, const Kind &common, Config &out) {
     std::vector<Kind> layers((size_t)out.layers, common);
     const std::vector<bool> turning = read_turning(config, family, out.layers);
@@ -459,7 +459,7 @@ inline void read_layers(const Section &config, const Family &family, const Kind 
     }
 }
 
-// generation_config.json goes before config.json, and there what is outside of text_config; the family comes last.
+// Reads BOS and EOS from generation_config.json, else config.json outside text_config, else inside it, else the family.
 inline void read_special_ids(const Section &root, const Section &text, const Section &generation, const Family &family,
                              Config &out) {
     const int last = out.vocabulary - 1;
@@ -478,8 +478,8 @@ inline void read_special_ids(const Section &root, const Section &text, const Sec
     }
 }
 
-// Granite adds r y to x where others add y. RMSNorm does not see how large x is, so x / r is kept in its place: it
-// begins at 1 / r of the embedding, and epsilon, which is added to the mean of x^2, becomes epsilon / r^2.
+// Reads the factors. Granite adds r y to x where others add y. RMSNorm ignores the scale of x, so x / r is kept: the
+// embedding is divided by r, and epsilon, which is added to the mean of x^2, by r^2.
 inline void read_factors(const Section &config, const Family &family, Config &out) {
     if (family.scaled_embedding) out.embedding_scale = std::sqrt(out.hidden);
     if (family.unscaled_scores) out.score_scale = 1;
@@ -503,14 +503,14 @@ inline Config read_config(const Section &whole, const Section &generation) {
     for (const Section &section : {config, whole})
         out.dtype = section.text("dtype", section.text("torch_dtype", out.dtype));
     if (out.dtype.rfind("torch.", 0) == 0) out.dtype = out.dtype.substr(6);
-    if (out.dtype == "auto") out.dtype = "";  // as it is stored
+    if (out.dtype == "auto") out.dtype = "";  // the type as stored
     if (!out.dtype.empty()) config.require_known("dtype", out.dtype, "float32 float16 bfloat16");
     const bool gelu = family.gelu;
     const char *key = gelu ? "hidden_activation" : "hidden_act", *other = gelu ? "hidden_act" : "hidden_activation";
     std::string activation = config.text(key, gelu ? "gelu_pytorch_tanh" : "silu");
     if (config.text(other, activation) != activation)
         config.refuse(other, config.find(other), activation + ", as " + key + " says");
-    if (activation == "swish") activation = "silu";  // two names: x * sigmoid(x)
+    if (activation == "swish") activation = "silu";  // two names of x * sigmoid(x)
     config.require_known(key, activation, family.ways == Ways::lfm2 ? "silu" : "silu gelu_pytorch_tanh");
     out.gelu = activation != "silu";
     for (const Section &section : {config, whole})
@@ -533,7 +533,7 @@ inline Config read_config(const Section &whole, const Section &generation) {
     return out;
 }
 
-// From the two texts in memory; `generation_text` may be empty: no such file. Names are for messages.
+// Reads the two files as texts in memory; an empty `generation_text` means no such file. Names are for messages.
 inline Config parse_config(const std::string &name, const std::string &text, const std::string &generation_name,
                            const std::string &generation_text) {
     Json root = parse_json(name, text, /*as_python=*/true), generation_root;
@@ -541,7 +541,7 @@ inline Config parse_config(const std::string &name, const std::string &text, con
     return read_config({name, &root}, {generation_name, &generation_root});
 }
 
-// What to do about what was given as a directory and holds no config.json, by what is found in its place.
+// Returns advice for a model path without a config.json, by what is found there instead.
 inline std::string directory_cure(const std::string &given) {
     const std::string cure = ": weights_tools/from_gguf.py FILE DIR makes a directory of it";
     const size_t slash = given.find('/');
@@ -552,7 +552,7 @@ inline std::string directory_cure(const std::string &given) {
     if (std::filesystem::is_regular_file(path, none))
         return "it is a file: give its directory" +
                (path.has_parent_path() ? ", -m " + path.parent_path().string() : ", -m .");
-    // models--org--name of the hub's cache, or its snapshots.
+    // The hub's cache: models--org--name, or the snapshots in it.
     const std::string all = given.substr(0, given.find_last_not_of('/') + 1);
     const std::string snapshots =
         std::filesystem::path(all).filename() == "snapshots" ? all : join_path(all, "snapshots");
@@ -560,7 +560,7 @@ inline std::string directory_cure(const std::string &given) {
         std::string best, main;
         for (const auto &entry : std::filesystem::directory_iterator(snapshots, none))
             if (file_exists(entry.path() / "config.json")) best = std::max(best, entry.path().string());
-        std::ifstream(join_path(snapshots, "../refs/main")) >> main;  // names the one that was fetched last
+        std::ifstream(join_path(snapshots, "../refs/main")) >> main;  // the snapshot that was fetched last
         if (!main.empty() && file_exists(join_path(join_path(snapshots, main), "config.json")))
             best = join_path(snapshots, main);
         return best.empty() ? "it holds no whole snapshot: fetch it again" : "give its snapshot: -m " + best;
@@ -578,7 +578,7 @@ inline std::string directory_cure(const std::string &given) {
     return "expected the directory that holds config.json and model.safetensors";
 }
 
-// The text of DIR/config.json, and what messages call it.
+// Returns the name of DIR/config.json for messages, and its text.
 inline std::pair<std::string, std::string> read_config_file(const std::string &directory) {
     std::string name = join_path(directory, "config.json");
     if (!file_exists(name)) {

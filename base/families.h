@@ -1,25 +1,25 @@
-// The families of models: one row for each that runs here, and one for each whose cache has a size that its config.json
-// leaves open. What a row says is what Transformers takes where a config.json is silent, and what the family does that
-// Llama does not. A new family is a row; if it reads keys of its own, also a reader in config.h.
+// The model families: a row for each that runs here, and for each that does not but whose cache can be sized. A row has
+// the defaults that Transformers uses for missing keys, and what the family does that Llama does not. A new family is a
+// new row; if it has keys of its own, also a reader in config.h.
 #pragma once
 
 #include <utility>
 
-enum class Bias { none, asked, always };  // asked: where attention_bias or mlp_bias says so
+enum class Bias { none, asked, always };  // asked: if attention_bias or mlp_bias is true
 
 // Families with a reader of their own in config.h.
 enum class Ways { none, phi3, granite4, gemma4, lfm2 };
 
 struct Family {
-    const char *architecture = "", *model_type = "";  // of those that do not run: "", and maybe several model_types
-    const char *wrapper = "";  // "Gemma3": the family of those that also see or hear, and have this one as text_config
+    const char *architecture = "", *model_type = "";  // in `others`: "", and maybe several model_types
+    const char *wrapper = "";  // "Gemma3": models that also see or hear, with this family as text_config
     Ways ways = Ways::none;
 
-    // What Transformers takes where a config is silent (transformers/models/*/configuration_*.py). hidden_size,
-    // intermediate_size and num_hidden_layers have no default here: a checkpoint without them is none.
-    int heads = 0, kv_heads = 0, head_dim = 0;  // 0: must be said; as many as heads; hidden_size / heads
-    int vocabulary = 0;                         // 0: must be said
-    int context = 0, window = 0;                // window -1: none; 0: whatever a config says
+    // Transformers' defaults for missing keys (transformers/models/*/configuration_*.py). hidden_size,
+    // intermediate_size and num_hidden_layers have no default here: every checkpoint must have them.
+    int heads = 0, kv_heads = 0, head_dim = 0;  // 0: required; as many as heads; hidden_size / heads
+    int vocabulary = 0;                         // 0: required
+    int context = 0, window = 0;                // window -1: none by default; 0: never one
     int bos_id = -1, end_id = -1;               // -1: none
     double epsilon = 1e-6, theta = 1e4;
     bool tied = false;  // the head is the embedding
@@ -28,33 +28,33 @@ struct Family {
     Bias qkv_bias = Bias::none, output_bias = Bias::none, mlp_bias = Bias::none;
     bool fused_qkv = false, fused_mlp = false;   // one matrix in a file for query, key and value; for gate and up
     bool head_norms = false, all_norms = false;  // RMSNorm of each head's query and key; of all heads as one vector
-    bool value_norms = false;                    // of each head's value, without weights
-    bool norms_before = true, norms_after = false;  // of what attention and MLP read; of what they add to x
-    bool one_plus = false;                          // norms multiply with 1 + w
-    bool sinks = false;                             // learned ones
-    std::pair<const char *, const char *> names[9] = {};  // parts of names: Llama's, and this family's
+    bool value_norms = false;                    // RMSNorm of each head's value, without weights
+    bool norms_before = true, norms_after = false;  // norms of what attention and MLP read; of what they add
+    bool one_plus = false;                          // norms multiply by 1 + w
+    bool sinks = false;                             // learned sinks
+    std::pair<const char *, const char *> names[9] = {};  // parts of tensor names: Llama's, this family's
 
     // Layers, and the rest.
-    int pattern = 0;  // n: each n-th layer sees everything, the others slide; -n: the first of each n; 0: all alike
-    bool some_slide = false;        // by layer_types
-    bool ropes = false;             // one for each kind of layers
-    bool some_turn = false;         // RoPE turns some layers: no_rope_layers, no_rope_layer_interval
-    bool layer_thetas = false;      // each layer has its own: layer_rope_theta
-    bool part_turns = false;        // RoPE turns a part of a head: partial_rotary_factor
-    bool query_growth = false;      // with the position: llama_4_scaling_beta
-    bool gelu = false;              // in the MLP's gate, where the config does not say otherwise, under another key
-    bool scaled_embedding = false;  // times sqrt(hidden)
-    bool unscaled_scores = false;   // not divided by sqrt(D)
-    bool query_scalar = false;      // divided by sqrt(query_pre_attn_scalar)
-    bool multipliers = false;       // of embedding, scores, logits and what is added to x
+    int pattern = 0;  // n: each n-th layer sees everything, the others a window; -n: the first of each n; 0: all alike
+    bool some_slide = false;        // some layers have a window: layer_types
+    bool ropes = false;             // layers with and without a window differ in RoPE
+    bool some_turn = false;         // only some layers have RoPE: no_rope_layers, no_rope_layer_interval
+    bool layer_thetas = false;      // each layer has its own theta: layer_rope_theta
+    bool part_turns = false;        // RoPE rotates a part of a head: partial_rotary_factor
+    bool query_growth = false;      // queries grow with the position: llama_4_scaling_beta
+    bool gelu = false;              // the MLP's default activation, under the key hidden_activation
+    bool scaled_embedding = false;  // the embedding is multiplied by sqrt(hidden)
+    bool unscaled_scores = false;   // scores are not divided by sqrt(D)
+    bool query_scalar = false;      // scores are divided by sqrt(query_pre_attn_scalar)
+    bool multipliers = false;       // factors of embedding, scores, logits and what is added to x
 
-    // What a config that does not run leaves open of a cache's size (commands/sizes.h).
-    bool own_width = false;    // hidden_size / heads is a head's width only by chance: head_dim must be said
-    bool multi_query = false;  // one KV head, where a config is silent
-    bool swa_heads = false;    // those of layers with a window must be said
-    bool hybrid = false;       // is what layers with attention are called
-    bool all_attend = false;   // next to what else a layer has
-    bool chunks = false;       // layers that RoPE turns see a chunk of the text alone: attention_chunk_size
+    // What the cache's size depends on in families that do not run (commands/sizes.h).
+    bool own_width = false;    // head_dim is required: it need not be hidden_size / heads
+    bool multi_query = false;  // one KV head by default
+    bool swa_heads = false;    // the KV heads of layers with a window are required
+    bool hybrid = false;       // layers with attention are called "hybrid"
+    bool all_attend = false;   // each layer has attention next to its other parts
+    bool chunks = false;       // layers with RoPE see only a chunk of the text: attention_chunk_size
 };
 
 constexpr Family families[] = {
@@ -110,7 +110,7 @@ constexpr Family families[] = {
                {"mlp.down_proj", "feed_forward.w2"}}},
 };
 
-// Families that do not run here. Without a context nothing of their numbers is known.
+// Families that do not run here. In a row without a context, the numbers are unknown.
 constexpr Family others[] = {
     {.model_type = "mixtral phimoe", .kv_heads = 8, .context = 131072, .window = -1},
     {.model_type = "starcoder2", .heads = 24, .kv_heads = 2, .context = 4096, .window = -1},
@@ -128,7 +128,7 @@ constexpr Family others[] = {
      .own_width = true},
 };
 
-// What is asked for and does not run here: the family that is nearest to it, and what is in its way.
+// Architectures that do not run here: how the name begins, the nearest family that runs, and what it lacks.
 constexpr struct {
     const char *begins, *family, *differs;
 } nearest_families[] = {

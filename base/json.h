@@ -1,4 +1,4 @@
-// What everything stands on that reads or writes: errors of one line, files, and JSON, read and written.
+// The base of all reading and writing: errors of one line, files, and JSON.
 #pragma once
 
 #include <fcntl.h>
@@ -26,7 +26,7 @@
 // ---- What went wrong, in one line ----------------------------------------------------------------------------------
 
 struct Error : std::runtime_error {
-    int status;  // that the program ends with: 2, the input is wrong; 1, it could not finish
+    int status;  // the program's exit status: 2, the input is wrong; 1, it could not finish
     explicit Error(const std::string &line, int status = 2) : std::runtime_error(line), status(status) {}
 };
 
@@ -60,7 +60,7 @@ __attribute__((format(printf, 1, 2))) inline std::string formatted(const char *f
 
 // ---- Words ---------------------------------------------------------------------------------------------------------
 
-// Lists of words stand in texts, with a blank, comma or bar between.
+// A list of words is one text, with a blank, comma or bar between the words.
 inline std::vector<std::string> split(const std::string &list, char between = ' ') {
     std::vector<std::string> words(1);
     for (char c : list) c == between ? words.push_back("") : words.back().push_back(c);
@@ -85,14 +85,14 @@ struct Unmap {
     size_t size = 0;
     void operator()(const char *data) const { munmap(const_cast<char *>(data), size); }
 };
-// Device and number of each file that was read: what is written replaces none of them.
+// Device and inode of each file that was read: no output may replace one of them.
 inline std::set<std::pair<dev_t, ino_t>> files_read;
 inline void remember_read(const std::string &path) {
     struct stat status;
     if (stat(path.c_str(), &status) == 0) files_read.insert({status.st_dev, status.st_ino});
 }
 
-// The end of a line about a file that is something else, whatever it should be; nullptr: it is none of these.
+// Returns how an error line ends if the file is a Git LFS pointer or a web page; nullptr if it is neither.
 inline const char *instead_of_file(const char *text, size_t length) {
     if (length >= 23 && !memcmp(text, "version https://git-lfs", 23))
         return "is a Git LFS pointer, not the file itself: run `git lfs pull` where it came from";
@@ -107,13 +107,13 @@ inline std::string join_path(const std::string &directory, const std::string &na
     return !directory.empty() && directory.back() == '/' ? directory + name : directory + "/" + name;
 }
 
-// Also a link that leads nowhere: whoever opens it then hears so, where a missing file would be nothing.
+// True also for a broken link: opening it then reports an error, where a missing file would be accepted.
 inline bool file_exists(const std::string &path) {
     struct stat status;
     return lstat(path.c_str(), &status) == 0;
 }
 
-// Maps a regular file that is not empty. O_NONBLOCK: opening a FIFO must not wait for somebody to write to it.
+// Maps a regular file that is not empty. O_NONBLOCK: opening a FIFO must not wait for a writer.
 inline Mapping map_file(const std::string &path) {
     int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (descriptor < 0) fail("%s: cannot open it: %s", path.c_str(), strerror(errno));
@@ -134,12 +134,12 @@ inline Mapping map_file(const std::string &path) {
     return Mapping((const char *)data, Unmap{(size_t)status.st_size});
 }
 
-// Gives the memory back that its pages take here. Who reads them again gets them from the kernel's cache, or the disk.
+// Gives back the memory that the file's pages take here. A later read gets them from the kernel's cache or the disk.
 inline void forget_pages(const Mapping &file) {
     madvise(const_cast<char *>(file.get()), file.get_deleter().size, MADV_DONTNEED);
 }
 
-// The whole file as text. `limit` bounds what a wrong file can make us allocate.
+// Returns the whole file as text. `limit`, in bytes, bounds what a wrong file can make us allocate.
 inline std::string read_file(const std::string &path, size_t limit) {
     Mapping file = map_file(path);
     size_t size = file.get_deleter().size;
@@ -150,7 +150,7 @@ inline std::string read_file(const std::string &path, size_t limit) {
 
 // ---- JSON, read -----------------------------------------------------------------------------------------------------
 
-// A value takes 104 bytes where the text may take 2: this bounds memory, too. A header of 10,000 tensors takes 1 MiB.
+// Bounds memory, too: a value takes 104 bytes, in the text perhaps 2. A header of 10,000 tensors has 1 MiB.
 constexpr size_t max_json_bytes = 16 << 20;
 
 // A value of a JSON text. Members and entries have the order of the text.
@@ -162,10 +162,9 @@ struct Json {
     std::vector<Json> items;  // of a list or an object
 };
 
-// `name` is what messages call the text. Throws unless it is one JSON object, and white space; `as_python`: or what
-// Python's json takes for one. Objects with two equal keys, which readers take differently, are refused, and so is
-// nesting deeper than 1,000, so that recursion over the result is bounded; \u0000, where a text would end in C; and
-// more than `limit` bytes.
+// Returns the JSON object that a text is, or throws. `as_python` also allows what Python's json allows. `name` is what
+// messages call the text. Refused are two equal keys in an object (readers disagree about them), nesting deeper than
+// 1,000 (so that recursion over the result is bounded), \u0000 (it ends a text in C), and more than `limit` bytes.
 Json parse_json(const std::string &name, std::string text, bool as_python = false, size_t limit = max_json_bytes);
 
 std::string json_text(const Json &item);  // without white space; NaN and Infinity as Python writes them
@@ -177,7 +176,7 @@ inline bool is_text(const Json *item) { return item && item->type == Json::Type:
 inline bool is_list(const Json *item) { return item && item->type == Json::Type::list; }
 inline bool is_object(const Json *item) { return item && item->type == Json::Type::object; }
 
-// What a file says, fit for a message, whatever it is: ASCII, and at most 80 characters of it.
+// Makes a file's text safe for a message: only ASCII, and at most 80 characters.
 inline std::string printable(std::string text) {
     if (text.size() > 80) text = text.substr(0, 77) + "...";
     for (char &c : text) c = c < ' ' || c > '~' ? '?' : c;
@@ -185,20 +184,20 @@ inline std::string printable(std::string text) {
 }
 inline std::string printable(const Json *item) { return printable(json_text(*item)); }
 
-// The members of an object or the entries of a list; of anything else, and of nullptr, none.
+// Returns the members of an object or the entries of a list; none for anything else or nullptr.
 inline std::vector<const Json *> items_of(const Json *whole) {
     std::vector<const Json *> items;
     if (whole)
         for (const Json &item : whole->items) items.push_back(&item);
     return items;
 }
-// The entries of a list, or the one value that is given in place of a list.
+// Returns the entries of a list, or the one value that is given in place of a list.
 inline std::vector<const Json *> entries_of(const Json *item) {
     return !item || is_list(item) ? items_of(item) : std::vector<const Json *>{item};
 }
 inline int count_of(const Json *whole) { return whole ? (int)whole->items.size() : 0; }
 
-// The member of an object, or nullptr; null is one, too.
+// Returns the member with this key, which may be null, or nullptr if there is none.
 inline const Json *member(const Json *object, const std::string &key) {
     if (is_object(object))
         for (const Json &item : object->items)
@@ -211,7 +210,7 @@ inline bool is_whole(const Json *item, double low, double high) {
     return number >= low && number <= high && number == std::floor(number);
 }
 
-// Whether a key asks for nothing: `neutral` or a list of nothing else, false being 0 and true 1; or nothing at all.
+// Whether a value changes nothing: `neutral` (false is 0, true is 1), a list of only `neutral`, or something empty.
 inline bool is_neutral(const Json *item, double neutral) {
     if (is_number(item)) return std::fabs(item->number - neutral) <= 1e-5 * std::fabs(neutral);
     if (is_bool(item)) return item->number == (neutral != 0);
@@ -221,7 +220,7 @@ inline bool is_neutral(const Json *item, double neutral) {
     return true;
 }
 
-// A JSON object and the questions a loader asks of it. A key whose value is null counts as missing.
+// A JSON object whose keys are read by type and checked. A key whose value is null counts as missing.
 struct Section {
     std::string name;     // as messages call it: "DIR/config.json"
     const Json *object;  // nullptr: every key is missing
@@ -239,7 +238,7 @@ struct Section {
         if (!item) fail("%s: %s is missing", name.c_str(), key);
         return item;
     }
-    // The value of a key that must be there, unless there is an `otherwise`.
+    // Returns the value of a key. A missing key gives `otherwise`, or is refused without one.
     int integer(const char *key, int low, int high, std::optional<int> otherwise = {}) const {
         if (otherwise && !find(key)) return *otherwise;
         const Json *item = need(key);
@@ -278,20 +277,20 @@ struct Section {
         if (item && !is_object(item)) refuse(key, item, "an object");
         return {name + ": " + key, item};
     }
-    // A list with an entry for each layer; nothing where the key is missing. `what`: " names".
+    // Returns a list's entries, one per layer; none if the key is missing. `what`, for the message: " names".
     std::vector<const Json *> by_layer(const char *key, int layers, const char *what = "") const {
         const Json *item = find(key);
         if (item && (!is_list(item) || count_of(item) != layers))
             refuse(key, item, formatted("a list of %d (num_hidden_layers)%s", layers, what));
         return items_of(item);
     }
-    // `known`: words with a blank between.
+    // Throws unless `word` is one of `known`: words with a blank between.
     void require_known(const char *what, const std::string &word, const std::string &known) const {
         if (has(known, word)) return;
         fail("%s: %s %s is not supported; supported %s %s", name.c_str(), what, printable(word).c_str(),
              known.find(' ') == std::string::npos ? "is" : "are", known.c_str());
     }
-    // For an object that may have no other keys than the `known` ones, words with a blank between.
+    // Throws if the object has a key that is not one of `known`: words with a blank between.
     void refuse_others(const std::string &known, const std::string &expected) const {
         for (const Json *item : items_of(object))
             if (!has(known, item->key)) refuse(printable(item->key).c_str(), item, expected);
@@ -300,7 +299,7 @@ struct Section {
 
 // ---- JSON, written -------------------------------------------------------------------------------------------------
 
-// A number with all its digits, as few as give it back; null if it is infinite or none.
+// A number with enough digits to read it back exactly; null if it is infinite or NaN.
 template <class Number, class = std::enable_if_t<std::is_arithmetic_v<Number>>>
 std::string json_of(Number number) {
     if constexpr (std::is_same_v<Number, bool>) return number ? "true" : "false";

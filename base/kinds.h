@@ -1,4 +1,4 @@
-// Which layers are alike: a model is a short list of kinds, and each layer has one.
+// Groups layers that are alike: a model has a short list of kinds, and each layer is of one kind.
 #pragma once
 
 #include <algorithm>
@@ -8,34 +8,34 @@
 
 #include "rope.h"
 
-// What layers have in common whose rows are alike: a cache keeps the rows of a kind in one store (cache.h).
+// What layers with the same rows have in common. A cache keeps the rows of a kind in one store (cache.h).
 struct Kind {
     int kv_heads = 0;
-    int key_width = 0, value_width = 0;  // numbers of a head's row: D. MLA: rank + rope, and 0: the value is in the key
+    int key_width = 0, value_width = 0;  // numbers in a head's row: D. MLA: rank + rope, and 0: the key holds the value
     int window = 0;         // the query at position p sees positions max(0, p - window + 1) .. p; 0: all of 0 .. p
-    double rope_theta = 0;  // 0: nothing turns, whatever the position
+    double rope_theta = 0;  // 0: no RoPE
     RopeScaling rope = {};
-    int layers = 0;  // that store rows
-    int taps = 0;    // L of a short convolution, which has no keys: 1 head, whose rows are its state, hidden wide; its
-                     // window is L. 0: attention
+    int layers = 0;  // how many of them store rows
+    int taps = 0;    // L of a short convolution, 0: attention. It has no keys: its state is stored as rows of 1 head,
+                     // hidden wide, with a window of L
     int rotary() const { return (int)(key_width * rope.rotary); }
     QueryScale query_scale() const {
         return {(float)(rope.attention_factor * rope.attention_factor), (float)rope.query_growth,
                 std::max(1, rope.original_context)};
     }
-    auto of_rows() const {  // all but the layers
+    auto of_rows() const {  // all fields but `layers`
         return std::tuple_cat(std::tie(kv_heads, key_width, value_width, window, rope_theta, taps), rope.all());
     }
 };
 
 // Where a layer's rows are.
 struct LayerRows {
-    int kind = 0, index = 0;  // in Config::kinds, and among the layers of that kind that store rows
+    int kind = 0, index = 0;  // place in Config::kinds, and among the layers of that kind that store rows
     bool own = true;          // false: the layer reads rows that an earlier one stored
     bool last = true;         // false: a later layer reads them, too
 };
 
-// One more layer, whose kind others may have, too. Without rows of its own it reads those of its kind's last that has.
+// Appends a layer; equal kinds are merged. own = false: it reads the rows of its kind's last layer that stores some.
 inline void add_layer(std::vector<Kind> &kinds, std::vector<LayerRows> &rows, const Kind &kind, bool own = true) {
     auto alike = [&](const Kind &other) { return other.of_rows() == kind.of_rows(); };
     const size_t at = (size_t)(std::find_if(kinds.begin(), kinds.end(), alike) - kinds.begin());
@@ -47,7 +47,7 @@ inline void add_layer(std::vector<Kind> &kinds, std::vector<LayerRows> &rows, co
     rows.push_back(added);
 }
 
-// How far the layers look back that look furthest; 0: some to the first position.
+// The widest window in positions, or 0 if some layers have no window.
 inline int widest_window(const std::vector<Kind> &kinds) {
     int widest = 0;
     for (const Kind &kind : kinds) widest = std::max(widest, kind.window ? kind.window : INT_MAX);
