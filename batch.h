@@ -1,12 +1,12 @@
-// Many requests, one cache: who may come in, what the next pass computes, who must make room.
+// Many requests, one cache: who is admitted, what the next pass computes, who is preempted.
 //
-// Requests come, run and end at any pass (Yu et al. 2022, Orca). A pass takes one token of each request that is being
-// decoded, and pieces of prompts in what is left of it (Agrawal et al. 2024, Sarathi-Serve), each request with as many
-// positions as it has: there is no padding. Of a pass of 8 tokens, where A and B are decoded and C's prompt has 9:
+// Requests come, run and end at any pass (Yu et al. 2022, Orca). A pass takes one token of each request that decodes,
+// and fills up with pieces of prompts (Agrawal et al. 2024, Sarathi-Serve). Requests need not have the same length:
+// there is no padding. With passes of 8 tokens, where A and B decode and the prompt of C has 9:
 //   pass 1   A B C C C C C C      pass 2   A B C C C      pass 3   A B C
-// A text does not depend on its company: a token's vectors have the same bits in any pass, and the draw for a position
-// is a function of seed and position alone. So requests may share pages, wait, or be computed anew, and nothing shows;
-// on a GPU the last bits do (docs/gpu.md).
+// A text does not depend on the other requests: a token's vectors have the same bits in any pass, and the draw for a
+// position is a function of seed and position alone. So requests may share pages, wait, or be computed again without a
+// change of their texts; on a GPU the last bits change (docs/gpu.md).
 #pragma once
 
 #include <deque>
@@ -14,30 +14,30 @@
 #include "base/text.h"
 #include "draft.h"
 
-// What is asked for, and how far it is.
+// What is asked for, and what has come of it so far.
 struct Request {
-    std::string id, name = "";  // name: what messages call it; "": as its id
+    std::string id, name = "";  // name: in messages; "": its id
     std::vector<int> tokens;    // the prompt, then what was generated
     int prompt = 0, count = 0;  // tokens of the prompt; tokens to generate at most
-    bool fills = false;         // count is what the context has room for
+    bool fills = false;         // count was set to what the context has room for
     Sampler sampler = {};
-    std::vector<std::string> stops = {};  // texts that end it, and do not stand in its text
-    std::string salt;                     // it shares pages with requests of the same salt alone
-    double at = 0;                        // when it comes, in seconds
-    int number = 0;                       // in the order that they come
-    int sequence = -1;                    // its own in the cache, or -1: it waits
-    int known = -1;                       // tokens of the prompt that were found in the cache when it was let in
-    int preemptions = 0, overtaken = 0;   // times that it had to make room; that a later one was let in before it
-    std::string text, stop, error;        // stop: why it ended; error: the line, if it is that
-    uint64_t bits = 0;                    // a checksum of all its logits
+    std::vector<std::string> stops = {};  // texts that end it; they are cut from its text
+    std::string salt;                     // it shares pages only with requests of the same salt
+    double at = 0;                        // when it arrives, in seconds
+    int number = 0;                       // in order of arrival
+    int sequence = -1;                    // its sequence in the cache; -1: it waits
+    int known = -1;                       // tokens found in the cache when it was first admitted; -1: never yet
+    int preemptions = 0, overtaken = 0;   // times preempted; times a later one was admitted first
+    std::string text, stop, error;        // stop: why it ended; error: the message, if "error"
+    uint64_t bits = 0;                    // checksum of all its logits
     std::unique_ptr<Writer> writer = nullptr;
-    std::vector<double> times = {};  // (token): when it was there, by now()
+    std::vector<double> times = {};  // (generated token): when it was drawn, by now()
 
-    // Positions that the cache holds of it in the end. Nobody asks what follows its last token.
+    // Positions that it takes in the cache at most. Its last token is never read, so it takes none.
     int positions() const { return prompt + std::max(count, 1) - 1; }
 };
 
-// The next `count` tokens of a request, and how many guesses may stand behind them.
+// One request's share of a pass: its next `count` tokens, then at most `guesses` guesses.
 struct Piece {
     Request *request;
     int count, guesses = 0;
@@ -45,18 +45,18 @@ struct Piece {
 
 struct Schedule {
     Cache &cache;
-    int pass_tokens = 512;                // of a pass at most, and no fewer than sequences
-    bool optimistic = false;              // admission by what is needed now
-    bool prefix_first = false;            // --order prefix: the waiting request with most pages known comes in first,
-    int patience = 16;                    // but one that was overtaken so often comes before all
-    Drafter drafter = {};                 // guesses nothing unless --draft says who does
-    std::deque<Request *> waiting = {};   // in the order that they came
-    std::vector<Request *> running = {};  // in the order that they came
-    bool changed = true;                  // there may be room for somebody who waits
-    bool checks = false;                  // Request::bits are wanted
-    int held = 0;                         // pages in the last pass,
-    double bytes = 0;                     // and bytes of the cache
-    // Who came in, made room or ended.
+    int pass_tokens = 512;                // most tokens of a pass, no fewer than sequences
+    bool optimistic = false;              // admits by the pages needed now, not by the peak
+    bool prefix_first = false;            // --order prefix: admits who has most known pages first,
+    int patience = 16;                    // but the oldest before it, if overtaken so often
+    Drafter drafter = {};                 // makes no guesses unless --draft is set
+    std::deque<Request *> waiting = {};   // in order of arrival
+    std::vector<Request *> running = {};  // in order of arrival
+    bool changed = true;                  // a waiting request may have room now
+    bool checks = false;                  // fill Request::bits
+    int held = 0;                         // pages in use in the last pass
+    double bytes = 0;                     // bytes of the cache in the last pass
+    // Called when a request is admitted ("admit"), preempted ("preempt") or has ended ("end").
     std::function<void(const std::string &what, const Request &)> tell = [](auto &, auto &) {};
     int unread(const Request &request) const { return (int)request.tokens.size() - cache.lengths[request.sequence]; }
 };
@@ -66,10 +66,10 @@ inline int64_t spare_pages(const Schedule &schedule, const std::vector<Piece> &p
 inline void add_guesses(const Schedule &schedule, std::vector<Piece> &pass, int left);
 inline void preempt(Schedule &schedule);
 
-// What the next pass computes: a token of each request that is being decoded, then pieces of prompts, first come, first
-// served. Nobody who is decoded waits for a long prompt by more than one pass. Who waits is let in only when a pass has
-// tokens left for it: so of requests that begin alike and come together, the later ones find what the first has read.
-// Empty where there is nothing to do.
+// Returns the pieces of the next pass, empty if there is nothing to do: a token of each request that decodes, then
+// pieces of prompts, first come, first served. So a request that decodes gets its token in each pass, however long a
+// prompt is. A waiting request is admitted only when a pass has tokens left for it. So if requests that begin alike
+// come together, the later ones find what the first has read. If pages are short, a request is preempted.
 inline std::vector<Piece> next_pass(Schedule &schedule) {
     while (true) {
         std::vector<Piece> pass;
@@ -90,24 +90,24 @@ inline std::vector<Piece> next_pass(Schedule &schedule) {
 
 // ---- Who may come in -------------------------------------------------------------------------------------------
 
-// The pages that can run out: those of layers that see everything. Behind a window there is always one.
+// Returns the pool that can run out, of layers that see everything, or nullptr. With a window there is always a page.
 inline PagePool *scarce_pool(const Cache &cache) {
     for (const Store &store : cache.stores)
         if (store.pool && !store.pool->window) return store.pool;
     return nullptr;
 }
 
-// The most pages that the requests that run will ever hold at once, if each generates all that it may. After t passes
-// a request has at most the tokens that it has now and t more; then it ends, and gives its pages back. So the most are
-// held just before one ends, and those that end later are there (LightLLM's scheduler). Three that are decoded:
+// Returns the most pages that the running requests can hold at once, if each generates all that it may. In t passes a
+// request grows by at most t tokens; then it ends, and gives its pages back. So the most are held just before one ends,
+// by that one and all that end later (LightLLM's scheduler). Three that decode:
 //
 //   positions now   to come   held when A ends   when C ends   when B ends
 //   A       5          1             5+1
 //   C       2          3             2+1             2+3
 //   B       4          7             4+1             4+3           4+7        the most: max(14, 12, 11)
 //
-// Here in pages, of which those that several hold count once. A prompt may be read in one pass or in many, and guesses
-// may save any pass, so a request that is still reading or guesses is there at the end of any other.
+// The same in pages; a shared page counts once. A prompt may take one pass or many, and guesses may save some, so a
+// request that still reads its prompt, or has guesses, counts whenever another one ends.
 inline int64_t peak_pages(const Schedule &schedule, const PagePool &pool) {
     auto length = [&](const Request *request) { return schedule.cache.lengths[request->sequence]; };
     auto to_come = [&](const Request *request) {  // passes until it ends
@@ -133,7 +133,7 @@ inline int64_t peak_pages(const Schedule &schedule, const PagePool &pool) {
     return most;
 }
 
-// Refuses what can never fit.
+// Fails if a request could never fit, even alone.
 inline void require_fit(const Schedule &schedule, const Request &request) {
     auto require = [&](int takes, const char *what, int there, const char *flag) {
         const std::string &name = request.name.empty() ? request.id : request.name;
@@ -151,13 +151,14 @@ inline void submit(Schedule &schedule, Request &request) {
     schedule.waiting.push_back(&request);
 }
 
-// Into the place that its number gives it, as requests that were preempted come back.
+// Inserts a request in order of arrival: one that was preempted comes back before later ones.
 template <class List>
 void insert_by_number(List &list, Request *request) {
     auto later = [](const Request *a, const Request *b) { return a->number < b->number; };
     list.insert(std::upper_bound(list.begin(), list.end(), request, later), request);
 }
 
+// Takes a request that ended or is preempted out of those that run: gives back its pages and its sequence.
 inline void leave(Schedule &schedule, Request &request) {
     rewind(schedule.cache, request.sequence, 0);
     request.sequence = -1;
@@ -165,10 +166,9 @@ inline void leave(Schedule &schedule, Request &request) {
     schedule.changed = true;
 }
 
-// The waiting request that may come in next: the first. With prefix_first it is the one with the most known pages, the
-// first of equals (SGLang's cache-aware order), so that these are used before other requests push them out. A request
-// that begins as no other does would wait as long as such requests come: `patience` limits that. Only the first 128 are
-// compared, since each costs a walk through the trie whenever one is let in.
+// Returns the waiting request to admit next: the first. With prefix_first it is the one with the most known pages, the
+// first of equals (SGLang's cache-aware order), so these pages are used before they are evicted. `patience` limits how
+// long a request without known pages waits. Only the first 128 are compared, since each comparison walks the trie.
 inline std::deque<Request *>::iterator next_to_admit(Schedule &schedule) {
     auto best = schedule.waiting.begin();
     if (!schedule.prefix_first || !schedule.cache.pages || (*best)->overtaken >= schedule.patience) return best;
@@ -180,8 +180,8 @@ inline std::deque<Request *>::iterator next_to_admit(Schedule &schedule) {
     return best;
 }
 
-// Lets in one of those who wait, if there are a sequence and pages: so many that the peak fits, or, as optimists do,
-// that what its tokens take now is there. It holds what is known of its tokens while that is asked.
+// Admits one waiting request and returns it, or nullptr if sequences or pages are short: the peak must fit or, if
+// optimistic, the tokens so far. The prefix hit is taken first, so the page count is exact; a refusal gives it back.
 inline Request *admit(Schedule &schedule) {
     Cache &cache = schedule.cache;
     const PagePool *pool = scarce_pool(cache);
@@ -194,7 +194,7 @@ inline Request *admit(Schedule &schedule) {
     request.sequence = (int)unused;
     insert_by_number(schedule.running, &request);
     const int known = find_known(cache, request.sequence, request.tokens, request.salt);
-    int64_t now = 0;  // pages that the tokens of all that run still take
+    int64_t now = 0;  // new pages for the tokens of the running requests
     for (const Request *running : schedule.running)
         if (pool) now += pool->between(cache.lengths[running->sequence], (int)running->tokens.size());
     bool enough = !pool || now <= pool->available();
@@ -209,7 +209,7 @@ inline Request *admit(Schedule &schedule) {
 
 // ---- Who must make room ------------------------------------------------------------------------------------------
 
-// Pages that a pass leaves; fewer than 0: that it lacks.
+// Returns the pages left after a pass; if negative, so many are missing.
 inline int64_t spare_pages(const Schedule &schedule, const std::vector<Piece> &pass) {
     const PagePool *pool = scarce_pool(schedule.cache);
     if (!pool) return INT_MAX;
@@ -221,7 +221,7 @@ inline int64_t spare_pages(const Schedule &schedule, const std::vector<Piece> &p
     return spare;
 }
 
-// Guesses take what a pass leaves of its tokens and of the pages: nobody waits for them.
+// Gives guesses the tokens and pages that a pass leaves, so no request waits for them.
 inline void add_guesses(const Schedule &schedule, std::vector<Piece> &pass, int left) {
     const PagePool *pool = scarce_pool(schedule.cache);
     int64_t spare = schedule.drafter.most ? spare_pages(schedule, pass) : 0;
@@ -237,9 +237,9 @@ inline void add_guesses(const Schedule &schedule, std::vector<Piece> &pass, int 
     }
 }
 
-// The request with the fewest positions, which cost least to compute anew, waits again, and finds those pages of its
-// own that nobody took meanwhile. Never the first of those that run: so each comes to its end. Until one does, nobody
-// is let in: the victim would take back what it gave. A request alone always has room (require_fit).
+// Preempts the running request with the fewest positions, the cheapest to compute again: it waits, and later finds
+// those of its pages that were not evicted. It is never the first of those that run, so each comes to its end. No one
+// is admitted until a request ends: the victim would take its pages back. A request alone has room (require_fit).
 inline void preempt(Schedule &schedule) {
     if (schedule.running.size() < 2) fail("the pages do not suffice for one request, which was let in: a fault here");
     auto fewer = [&](const Request *a, const Request *b) {
@@ -260,7 +260,7 @@ inline uint64_t checksum(uint64_t sum, const std::vector<float> &numbers) {  // 
     return sum;
 }
 
-// A request gets its next token, or ends.
+// Draws a request's next token and adds it. Sets `stop` if the request ends.
 inline void take_token(Request &request, const Config &config, bool ignore_end, const std::vector<float> &logits) {
     const int token = sample(request.sampler, logits, (int)request.tokens.size() - 1);
     request.tokens.push_back(token), request.times.push_back(now());
@@ -272,7 +272,7 @@ inline void take_token(Request &request, const Config &config, bool ignore_end, 
     if (request.writer->stopped) request.stop = "stop";
 }
 
-// Calls what(). An error in it ends this request, and no other one.
+// Calls what(). An error in it ends this request only.
 template <class Do>
 void blamed(Request &request, Do what) {
     try {
@@ -282,13 +282,13 @@ void blamed(Request &request, Do what) {
     }
 }
 
-// Computes a pass. Requests whose tokens were all read get their next one; show(request) is told of each that ends.
-// A request whose logits are not finite, or whose guesses fail, ends with that error; the others go on.
+// Runs a pass, draws the next token of each request that is read to its end, publishes full pages, and calls
+// show(request) for each that ends. If logits are not finite, or guesses fail, only that request ends, with the error.
 template <class Show>
 void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass, bool ignore_end, Show show) {
     Cache &cache = schedule.cache;
     const double start = now();
-    bool decodes = true;  // and reads no prompt
+    bool decodes = true;  // no prompt is read
     std::vector<Text> texts;
     std::vector<Guesses> guesses(pass.size());
     std::vector<size_t> sizes;  // (piece): tokens of its request before the pass
@@ -317,13 +317,13 @@ void run_pass(Engine &engine, Schedule &schedule, const std::vector<Piece> &pass
         schedule.bytes = bytes_of(cache).total();
         if (const PagePool *pool = scarce_pool(cache)) schedule.held = pool->used();
     });
-    // A GPU prefills with other instructions than it decodes with: what others may find there is prefilled.
+    // A GPU decodes with other instructions than it prefills with: there only pages of prompts are published.
     const bool alike = std::holds_alternative<Cpu>(*engine.machine);
     for (size_t i = 0; i < pass.size(); i++) {
         Request &request = *pass[i].request;
         if (texts[i].is_read) {
-            // Now its prompt is found, and who waits with the same one may need no more pages than there are. Not for
-            // optimists, who would try those that were preempted again too soon.
+            // Its prompt is published now, so one that waits with the same prompt may need few pages. Not if
+            // optimistic: preempted requests would be tried again too soon.
             if ((int)sizes[i] == request.prompt) schedule.changed |= !schedule.optimistic;
             log.guesses.insert(log.guesses.end(), guesses[i].tokens.begin(), guesses[i].tokens.end());
             log.right += count_right(guesses[i], request.tokens, sizes[i]);

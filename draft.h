@@ -1,16 +1,16 @@
 // Drafts: something quick guesses the next tokens, and one pass of the model checks all guesses.
 //
-// A pass reads the weights and the cache once, whether it computes one token or five (Leviathan et al. 2023; Chen et
-// al. 2023). Who guesses is a smaller model with the same tokenizer, the draft, or the text itself: what followed its
-// last words before (n-grams; Saxena 2023, prompt lookup). The model that checks is the target:
+// A pass reads the weights and the cache once, for one token as for five (Leviathan et al. 2023; Chen et al. 2023).
+// Guesses are made by the draft, a smaller model with the same tokenizer, or taken from the text itself: what followed
+// its last tokens before (n-grams; Saxena 2023, prompt lookup). The model that checks them is the target:
 //   propose     a line break is to be read next; the guesses at what follows:  At noon , Tom
 //   step        one pass:                \n   At     noon   ,   Tom
 //               the target's own next:   At   noon   ,      it
-//   accept      three guesses are its own tokens; the fourth is not, and "it" is taken in its place
-//   go back     the cache forgets "Tom"
-// Why the text is the one without drafts: a token's vectors have the same bits in any pass, and the draw for a position
-// is a function of seed and position alone: a guess is right if it is what the target draws there anyway. (Not so on a
-// GPU, where several tokens go through other kernels than one: there a text may part at a tie.)
+//   accept      three guesses are right; the fourth is not, and "it" is taken in its place
+//   rewind      "Tom" is cut from the cache
+// The text is the one without drafts: a token's vectors have the same bits in any pass, and the draw for a position is
+// a function of seed and position alone. A guess is right if the target draws the same token there. (On a GPU several
+// tokens use other kernels than one does, so a text may change where two logits are nearly equal.)
 #pragma once
 
 #include <deque>
@@ -21,38 +21,38 @@
 // Guesses at what follows a text.
 struct Guesses {
     std::vector<int> tokens = {};
-    std::vector<std::vector<double>> drawn = {};  // (guess): by Leviathan's rule, the distribution that it is from
-    int match = 0;                                // n-grams: so many of the last ids were found earlier in the text,
-    bool paused = false;                          // and guesses would cost more time than they save
+    std::vector<std::vector<double>> drawn = {};  // (guess): for rejection sampling, what it was drawn from
+    int match = 0;                                // n-grams: how many of the last ids were found earlier
+    bool paused = false;                          // n-grams: guesses would cost more time than they save
 };
 
-// What a pass of the target brought.
+// One step of the target: what its guesses cost and saved.
 struct PassLog {
-    int match;   // of its n-grams; 0 if it was of many texts
-    int tokens;  // that it brought
-    int right;   // guesses
+    int match;   // Guesses::match; 0 if it was of many texts
+    int tokens;  // drawn in it
+    int right;   // right guesses
     std::vector<int> guesses;
     bool paused;
-    double seconds;   // of all; 0 where it read prompts, too
-    double guessing;  // of the guesses
+    double seconds;   // of the whole step; 0 if it read prompts, too
+    double guessing;  // seconds of that for making guesses
 };
 
-// Who guesses, and what came of it.
+// Makes guesses, by a draft model or by n-grams, and counts how many were right.
 struct Drafter {
-    int most = 0;                              // guesses of a pass
+    int most = 0;                              // guesses of a pass at most; 0: none are made
     int vocabulary = 0;                        // ids that the target knows
-    std::unique_ptr<Engine> engine = nullptr;  // the draft; n-grams where there is none
-    Cache cache = {};                          // the draft's: a sequence for each of the target's,
-    std::vector<std::vector<int>> held = {};   // (sequence): and the tokens that it has read
-    bool rejection = false;                    // --draft-rule leviathan
+    std::unique_ptr<Engine> engine = nullptr;  // the draft model; nullptr: n-grams
+    Cache cache = {};                          // the draft model's, with the target's sequences
+    std::vector<std::vector<int>> held = {};   // (sequence): tokens that this cache holds
+    bool rejection = false;                    // check by rejection sampling: --draft-rule leviathan
     bool pauses = false;                       // n-grams: no guesses while they cost more time than they save
     struct Counts {
         int passes = 0, drafted = 0, accepted = 0, paused = 0, guessed = 0;  // guessed: passes with guesses
-        std::vector<int> tried = {}, right = {};                             // (guess): looked at, and right
-        double guessing = 0, checking[2] = {};  // seconds: of all guesses; of the rest of passes without and with them
+        std::vector<int> tried = {}, right = {};                             // (guess): checked; right
+        double guessing = 0, checking[2] = {};  // seconds: to make guesses; the rest of steps without, with guesses
     };
-    std::deque<PassLog> log = {};  // the last passes,
-    Counts counts = {};            // and all since these were emptied
+    std::deque<PassLog> log = {};  // of the last 128 passes
+    Counts counts = {};            // of all passes since the last reset
     void add(const PassLog &pass) {
         const int count = (int)pass.guesses.size();
         log.push_back(pass);
@@ -70,7 +70,7 @@ inline void look_up(const Drafter &drafter, const std::vector<int> &tokens, int 
 inline void ask_draft(Drafter &drafter, int sequence, const std::vector<int> &tokens, const Sampler &sampler, int most,
                       Guesses &guesses);
 
-// At most so many guesses at what follows a text, whose last token is not read yet.
+// Returns at most `most` guesses at what follows a text, whose last token is not read yet.
 inline Guesses propose(Drafter &drafter, int sequence, const std::vector<int> &tokens, const Sampler &sampler,
                        int most) {
     Guesses guesses;
@@ -79,8 +79,8 @@ inline Guesses propose(Drafter &drafter, int sequence, const std::vector<int> &t
     return guesses;
 }
 
-// Guesses that can follow the tokens of a pass, which are at positions [first, end): as many as the cache can take
-// back. int4 and int2 encode 32 positions together, and only those that are certain: guesses never fill such a block.
+// Returns how many guesses, at most `most`, can follow a pass's tokens at positions [first, end). The cache must be
+// able to forget them, so they never fill one of the blocks of 32 positions that int4 and int2 encode together.
 inline int guesses_of_pass(const Cache &cache, int first, int end, int most) {
     most = std::min({most, chunk_of(cache) - (end - first), limit_of(cache) - end});
     const bool same_block = end % group_size || first % group_size == 0;
@@ -88,7 +88,7 @@ inline int guesses_of_pass(const Cache &cache, int first, int end, int most) {
     return std::max(0, most);
 }
 
-// The token after `position`, at which guess number `i` was made.
+// Draws the token after `position`, for which guess number `i` was made, if there is one.
 inline int next_token(const Drafter &drafter, const Guesses &guesses, int i, const Sampler &sampler,
                       const std::vector<float> &logits, int position) {
     if (!drafter.rejection) return sample(sampler, logits, position);
@@ -99,14 +99,14 @@ inline int next_token(const Drafter &drafter, const Guesses &guesses, int i, con
     return check_guess(sampler, logits, position, guess, q);
 }
 
-// How many guesses are right: those with which the text went on from token `size` on.
+// Returns how many guesses are right: the first ones that equal the tokens of the text from index `size` on.
 inline int count_right(const Guesses &guesses, const std::vector<int> &tokens, size_t size) {
     const auto begin = guesses.tokens.begin();
     return (int)(std::mismatch(begin, guesses.tokens.end(), tokens.begin() + size, tokens.end()).first - begin);
 }
 
-// The next tokens of the only text of a cache, `most` guesses among them: a pass over its last token and the guesses.
-// take(logits) adds what follows to `tokens`, and says whether the text may go on. The last one is of next_token().
+// One step of a cache's only text (sequence 0), with at most `most` guesses, or none without --draft. Adds each drawn
+// token to `tokens`, then calls take(logits), which returns whether the text goes on.
 template <class Take>
 void step_with_guesses(Engine &engine, Cache &cache, Drafter &drafter, const Sampler &sampler, std::vector<int> &tokens,
                        int most, Take take) {
@@ -128,8 +128,8 @@ void step_with_guesses(Engine &engine, Cache &cache, Drafter &drafter, const Sam
 
 // ---- Guesses -------------------------------------------------------------------------------------------------------
 
-// How many guesses are worth their time after a match of so many ids: compares what a token took in passes with guesses
-// and in those without, in the last passes. If there are none with guesses, one guess is tried.
+// Returns how many guesses are worth their time after a match of guesses.match ids: all or none, or one to try if no
+// recent pass had guesses. Compares the seconds per token of recent passes with guesses and without.
 inline int guesses_worth_making(const Drafter &drafter, int most, Guesses &guesses) {
     if (!drafter.pauses) return most;
     double seconds[2] = {}, tokens[2] = {};  // (without guesses, with them)
@@ -142,8 +142,8 @@ inline int guesses_worth_making(const Drafter &drafter, int most, Guesses &guess
     return guesses.paused ? 0 : most;
 }
 
-// N-grams: what followed the last three tokens where they were found before, or the last two, or one. A text that
-// repeats itself goes on with the guesses themselves.
+// N-grams: guesses what followed the last three tokens where they were before, else the last two, else the last one.
+// Past the end of the text come the guesses themselves, so a text that repeats itself goes on.
 inline void look_up(const Drafter &drafter, const std::vector<int> &tokens, int most, Guesses &guesses) {
     const int count = (int)tokens.size();
     int from = 0;
@@ -165,13 +165,13 @@ inline void ask_draft(Drafter &drafter, int sequence, const std::vector<int> &to
     held.resize(rewind(drafter.cache, sequence, (int)(differs - held.begin())));
     std::vector<int> unread(tokens.begin() + held.size(), tokens.end());
     if (*std::max_element(unread.begin(), unread.end()) >= drafter.engine->model.config.vocabulary) return;
-    most = std::min(most, limit_of(drafter.cache) - (int)tokens.size());  // its own context
+    most = std::min(most, limit_of(drafter.cache) - (int)tokens.size());  // its own context may be shorter
     while ((int)guesses.tokens.size() < most) {
         std::vector<float> row = prefill(*drafter.engine, drafter.cache, sequence, unread);
         held.insert(held.end(), unread.begin(), unread.end());
         const int position = (int)held.size() - 1;
         require_finite(row, position, &drafter.cache, "the draft, ");
-        row.resize(drafter.vocabulary, -INFINITY);  // a head may be wider than the tokenizer that both have
+        row.resize(drafter.vocabulary, -INFINITY);  // its head may have more rows than the tokenizer has ids
         if (drafter.rejection) guesses.drawn.push_back(distribution(sampler, row));
         unread = {drafter.rejection ? draw_from(guesses.drawn.back(), draw(sampler.seed, position))
                                     : argmax(row.data(), (int)row.size())};

@@ -1,23 +1,23 @@
-// Who holds which page: handed out, shared, copied before it is written, forgotten, found again.
+// Which sequence holds which page: pages are handed out, shared, copied before a write, freed, found again.
 //
 // A paged cache is cut into pages of P positions. They are handed out as sequences grow, and a page table for each
 // sequence says which ones it holds, in the order of its positions:
 //   table 91 17 44 203, P = 16: positions 0 .. 15 are in page 91, positions 32 .. 47 in page 44
-// What a page holds follows from the tokens up to its end, and from nothing else. So a full page can be published under
-// them, and a sequence that begins with the same tokens holds the same page instead of computing it anew. Published
-// pages are a trie (Zheng et al. 2024, SGLang's RadixAttention): a node is its parent and the tokens of one page.
+// The rows of a page are a function of the tokens up to its end. So a full page can be published under these tokens,
+// and a sequence that begins with them holds the same page instead of computing it again. Published pages are a trie
+// (Zheng et al. 2024, SGLang's RadixAttention): the key of a node is its parent and the tokens of one page.
 //
 //   pages of 4, after "the cat sat on the mat" and "the cat ran":    root -- the cat sat on -- the mat ..
 //                                                                         \- the cat ran ..
-// A salt (of a tenant, an adapter, an image) is part of what a page is published under: texts with different salts
-// share no page, and none can tell by its speed what another one has read.
+// A salt (of a tenant, an adapter, an image) is a part of the key. Texts with different salts share no page, so none
+// can tell by its own speed what another one has read.
 // A page is in one of three states:
-//   held     by n tables; it may be published or not. Who writes into a page that others hold gets a copy first
-//   cached   by no table, but published: found again until it is handed out anew, least recently used first
-//   free     by no table, and not published
-// Layers of different kinds have pools of their own; those that look back over a window give pages back behind it.
-// Pages are whole numbers here. What is in them, and where, is the cache's own (cache.h), which carries out what is
-// decided here; so whoever decides about pages needs no memory for them.
+//   held     in the tables of n sequences, published or not. One that writes into a shared page gets a copy first
+//   cached   in no table, but published: can be found until it is evicted, least recently used first
+//   free     in no table, and not published
+// When the last sequence lets a page go (let_go), the page becomes cached or free. Each kind of layers has its own
+// pool, and pages before its window are given back. Pages are numbers here: cache.h has their bytes, and carries out
+// what is decided here. So this file needs neither memory nor a model.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,7 @@ inline int pages_for(int positions, int page) { return (int)(((int64_t)positions
 // A published page in the trie.
 struct Node {
     struct Key {
-        Node *before;  // of the page before, or nullptr
+        Node *before;  // parent: the page before, or nullptr
         std::string salt;
         std::vector<int> tokens;  // of this page
         bool operator<(const Key &other) const {
@@ -42,8 +42,8 @@ struct Node {
         }
     };
     const Key *key = nullptr;
-    std::vector<int> page = {};  // (kind), or -1
-    int uses = 0;                // by pages, by nodes that follow, by paths of sequences
+    std::vector<int> page = {};  // (kind): the page, or -1
+    int uses = 0;                // reference count: published pages + child nodes + sequences whose path has it
 };
 
 // The pages of one kind of layers.
@@ -55,22 +55,22 @@ struct PagePool {
     std::vector<int> first;                     // (sequence): its first logical page; those before it were given back
     std::vector<int> references;                // (page): sequences whose table holds it
     std::vector<Node *> node;                   // (page): where it is published, or nullptr
-    std::vector<uint64_t> left;                 // (page): when its last holder went
+    std::vector<uint64_t> left;                 // (page): clock when the last sequence let it go
     std::vector<int> free;                      // the last one is handed out next
-    std::set<std::pair<uint64_t, int>> cached;  // left, page
+    std::set<std::pair<uint64_t, int>> cached;  // (left, page), oldest first
 
     int available() const { return (int)(free.size() + cached.size()); }
     int used() const { return (int)references.size() - available(); }
-    // Pages that a sequence takes, or gives back, from one length to another.
+    // Pages that a sequence takes if it grows from one length to another, or gives back if it is cut.
     int between(int shorter, int longer) const { return pages_for(longer, page) - pages_for(shorter, page); }
     int &entry(int sequence, int logical) { return table[sequence * pages_per_sequence + logical]; }
     int entry(int sequence, int logical) const { return table[sequence * pages_per_sequence + logical]; }
-    // The first logical page that the query behind `length` positions sees; of 32 positions it sees all or none, as
-    // some precisions store them together.
+    // First logical page that the query at position `length` can see, rounded down to 32 positions because int4 and
+    // int2 store 32 together.
     int first_seen(int length) const { return window ? std::max(0, length - window + 1) / 32 * 32 / page : 0; }
 };
 
-// All are free; page 0 is handed out first.
+// Returns a pool of free pages; page 0 is handed out first.
 inline PagePool open_pages(int sequences, int64_t pages_per_sequence, int page, int pages, int window = 0) {
     PagePool pool;
     pool.page = page, pool.window = window, pool.pages_per_sequence = pages_per_sequence;
@@ -81,7 +81,7 @@ inline PagePool open_pages(int sequences, int64_t pages_per_sequence, int page, 
     return pool;
 }
 
-// What happened to a page, in order. The cache carries out the copies; all of it can be told and drawn.
+// What happened to a page. The cache carries out the copies; other events are for those who print or draw them.
 struct PageEvent {
     enum What { taken, shared, copied, published, released, freed, evicted } what;
     int kind, page, sequence = -1;
@@ -91,20 +91,20 @@ struct PageEvent {
 class Pages {
 public:
     std::vector<PagePool> pools;    // (kind), of pages of one size
-    std::vector<PageEvent> events;  // since somebody emptied the list
-    // Tokens are compared, so no page is taken for another. Of those that follow one page, neighbours begin alike.
+    std::vector<PageEvent> events;  // in order; the cache carries them out and clears the list
+    // Keys are tokens, not hashes: no page is taken for another. Among the children of a node, neighbours begin alike.
     std::map<Node::Key, Node> trie;
     std::vector<std::vector<Node *>> paths;  // (sequence): its published pages, from the first on
     std::vector<std::string> salts;          // (sequence)
 
-    // copy_step: of a page that matches in part, so many positions are copied, or twice as many, and so on.
+    // A partial match is copied in multiples of copy_step positions (32 for int4 and int2, else 1).
     void open(int sequences, std::vector<PagePool> opened, int copy_step = 1) {
         pools = std::move(opened), copy_step_ = copy_step;
         paths.assign(sequences, {}), salts.assign(sequences, ""), trie.clear();
     }
 
-    // The published pages that the first tokens of a text are in, from the first on. At most all tokens but one are
-    // looked for, as the last one's logits are wanted.
+    // Returns the published pages with the first tokens of a text, from the first on. The last token is not looked for:
+    // its logits must be computed.
     std::vector<Node *> known_pages(const std::vector<int> &tokens, const std::string &salt) {
         std::vector<Node *> path;
         const int page = pools[0].page, most = std::max(0, (int)tokens.size() - 1);
@@ -117,7 +117,7 @@ public:
         return path;
     }
 
-    // How many of a new sequence's first tokens are known; it holds their pages from now on.
+    // Prefix hit: an empty sequence gets the pages of its known first tokens. Returns how many tokens these are.
     int find(int sequence, const std::vector<int> &tokens, const std::string &salt = "") {
         const std::vector<Node *> &path = paths[sequence] = known_pages(tokens, salt);
         salts[sequence] = salt;
@@ -132,14 +132,14 @@ public:
         return length + find_part(sequence, logical, {begin, begin + std::min(most - length, page)});
     }
 
-    // Pages that a sequence needs to grow: new ones, and a copy of the one that it goes on in, if others hold that.
+    // Pages that a sequence needs to grow: new ones, and one for a copy of its last page if others hold that, too.
     int needed(int kind, int sequence, int from, int to) const {
         const PagePool &pool = pools[kind];
         const bool goes_on = to > from && from % pool.page;
         return pool.between(from, to) + (goes_on && pool.references[pool.entry(sequence, from / pool.page)] > 1);
     }
 
-    // Room for the positions [from, to) of a sequence. There are as many pages as needed() says.
+    // Makes room for positions [from, to) and gives back pages before a window. The caller has checked needed().
     void grow(int sequence, int from, int to) {
         for (int kind = 0; kind < kinds(); kind++) {
             PagePool &pool = pools[kind];
@@ -153,8 +153,8 @@ public:
         }
     }
 
-    // The full pages of a sequence can be found by others from now on: after the pass that filled them, never before.
-    // Of two pages that hold the same one stays.
+    // Publishes the full pages of a sequence, so that others find them. Call it after the pass that filled them. If a
+    // page with the same tokens is known, the sequence holds that one and gives its own back.
     void publish(int sequence, const std::vector<int> &tokens, int length) {
         std::vector<Node *> &path = paths[sequence];
         const int page = pools[0].page;
@@ -168,7 +168,7 @@ public:
             for (int kind = 0; kind < kinds(); kind++) {
                 const int mine = pools[kind].entry(sequence, i);
                 int &known = node.page[kind];
-                if (mine == -1) continue;  // a window has left it
+                if (mine == -1) continue;  // given back: it was before the window
                 if (known == -1) {
                     known = mine, pools[kind].node[mine] = &node, node.uses++;
                     events.push_back({PageEvent::published, kind, mine, sequence});
@@ -179,7 +179,7 @@ public:
         }
     }
 
-    // Sequence `to`, which is empty, gets all that sequence `from` has.
+    // An empty sequence `to` shares all pages of sequence `from`.
     void fork(int from, int to, int length) {
         for (int kind = 0; kind < kinds(); kind++) {
             PagePool &pool = pools[kind];
@@ -190,8 +190,8 @@ public:
         for (Node *node : paths[to]) node->uses++;
     }
 
-    // Gives back what lies behind the first `length` positions, of `from`: the tail first, so that it is forgotten
-    // first, and what is free is handed out again in the order of its positions.
+    // Cuts a sequence from `from` positions to `length` and gives back the other pages, the last one first: it is
+    // evicted first, and free pages are handed out again in the order of positions.
     void shrink(int sequence, int from, int length) {
         for (int kind = 0; kind < kinds(); kind++) {
             PagePool &pool = pools[kind];
@@ -212,7 +212,7 @@ private:
 
     static Node *last_of(const std::vector<Node *> &path) { return path.empty() ? nullptr : path.back(); }
 
-    // Of each kind all pages that are seen from the end of a path.
+    // Whether each kind has all pages that the query after a path sees.
     bool all_there(const std::vector<Node *> &path) const {
         const int logical = (int)path.size();
         for (int kind = 0; kind < kinds(); kind++)
@@ -221,7 +221,7 @@ private:
         return true;
     }
 
-    // The page that begins with most of `tokens`, at most one page of them, is copied as far as they are the same.
+    // Copies from the known page that shares most first tokens with `tokens`. Returns how many positions it copied.
     int find_part(int sequence, int logical, const std::vector<int> &tokens) {
         Node *const before = last_of(paths[sequence]), *best = nullptr;
         int most = 0;
@@ -237,13 +237,13 @@ private:
             if (possible) best = &place->second, most = same;
         }
         for (int kind = 0; best && kind < kinds(); kind++) {
-            hold(kind, sequence, logical, best->page[kind]);  // so that it is not taken for its own copy
+            hold(kind, sequence, logical, best->page[kind]);  // so that take() does not evict it for the copy
             copy(kind, sequence, logical, most);
         }
         return most;
     }
 
-    // One page.
+    // hold() puts an existing page into a table, take() a free one or the least recently used cached one.
     void hold(int kind, int sequence, int logical, int page) {
         PagePool &pool = pools[kind];
         if (pool.references[page]++ == 0) pool.cached.erase({pool.left[page], page});
@@ -258,7 +258,7 @@ private:
         pool.references[page] = 1;
         events.push_back({PageEvent::taken, kind, page, sequence});
     }
-    // A page of the sequence's own with the first `count` positions of the one that it holds there.
+    // Replaces a page by one of the sequence's own, with a copy of the first `count` positions.
     void copy(int kind, int sequence, int logical, int count) {
         const int from = pools[kind].entry(sequence, logical);
         take(kind, sequence, logical);
@@ -279,7 +279,7 @@ private:
         else
             pool.free.push_back(page), events.push_back({PageEvent::freed, kind, page});
     }
-    // Nobody finds it any more.
+    // Takes a page out of the trie. If it was cached, it is free now.
     void unpublish(int kind, int page) {
         PagePool &pool = pools[kind];
         Node *node = std::exchange(pool.node[page], nullptr);
@@ -293,7 +293,7 @@ private:
         drop(node);
     }
 
-    // One use less. A node that has none is forgotten, and is no use of the one before it any more.
+    // Takes one use from a node. Without uses it is erased, and its parent has one use less.
     void drop(Node *node) {
         while (node && --node->uses == 0) {
             const auto place = trie.find(*node->key);

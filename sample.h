@@ -1,4 +1,4 @@
-// From logits to a token: the likeliest, or one that is drawn; and the rule by which others check guesses.
+// From logits to a token: the likeliest one, or a drawn one; and rejection sampling, a rule to check guesses.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +16,11 @@ struct Sampler {
     uint64_t seed = 0;
 };
 
-// From 0 to below 1, a function of seed and position alone: so a text does not depend on what else is computed, or
-// where it began (splitmix64, Steele et al. 2014).
+// Returns a random number in [0, 1), a function of seed and position alone (splitmix64, Steele et al. 2014). So a text
+// does not depend on what else is computed, or on where generation began.
 inline double draw(uint64_t seed, int position) {
     uint64_t z = seed * 0x9e3779b97f4a7c15 + (uint64_t)position;
-    for (int i = 0; i < 2; i++) {  // twice: neighbouring seeds and positions have nothing to do with each other
+    for (int i = 0; i < 2; i++) {  // twice, so that neighbouring seeds and positions are unrelated
         z += 0x9e3779b97f4a7c15;
         z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
         z = (z ^ z >> 27) * 0x94d049bb133111eb;
@@ -29,15 +29,15 @@ inline double draw(uint64_t seed, int position) {
     return (double)(z >> 11) * 0x1p-53;
 }
 
-// A sampler draws from softmax(logits / T) after top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al.
-// 2024) have cut its tail. Probabilities are float32, and base/ranking.h sums them in buckets where others sort: where
-// the point that is drawn, or a cut, is within 10^-6 of the border of two tokens, the token may be another one than by
-// the definition in double precision.
+// Ranks tokens by their probability in softmax(logits / T), from which a sampler draws after top-k, then top-p
+// (Holtzman et al. 2020), then min-p (Nguyen et al. 2024) have cut the tail. Probabilities are float32, summed in
+// buckets and not sorted (base/ranking.h). So a draw or a cut within 10^-6 of the border between two tokens may take
+// the other one than double precision would.
 inline Ranking ranking_of(const Sampler &sampler, const std::vector<float> &logits) {
     return Ranking(logits, (float)std::min(1 / sampler.temperature, (double)FLT_MAX), sampler.min_p);
 }
 
-// The last token that top-k, then top-p leave, or -1 if that is all, and the sum of the probabilities up to it.
+// Returns the last token that top-k, then top-p keep (-1: they keep all), and the sum of probabilities up to it.
 inline Ranking::Place cut_of(const Sampler &sampler, const Ranking &ranking) {
     Ranking::Place cut = {-1, SIZE_MAX, ranking.total};
     if (sampler.top_k > 0) cut = ranking.find([&](auto &place) { return place.count >= (size_t)sampler.top_k; });
@@ -47,8 +47,8 @@ inline Ranking::Place cut_of(const Sampler &sampler, const Ranking &ranking) {
     return cut;
 }
 
-// The token after `position`. At temperature 0 the likeliest one, the first of equals. Otherwise a point is drawn in
-// the sum of what is kept: the token is the one that it falls on, from the likeliest on.
+// Returns the token after `position`. At temperature 0 it is the likeliest one, the first of equals. Otherwise a point
+// is drawn below the sum of the kept probabilities: the token on which it falls, counted from the likeliest.
 inline int sample(const Sampler &sampler, const std::vector<float> &logits, int position) {
     if (sampler.temperature == 0) return argmax(logits.data(), (int)logits.size());
     const Ranking ranking = ranking_of(sampler, logits);
@@ -60,21 +60,21 @@ inline int sample(const Sampler &sampler, const std::vector<float> &logits, int 
 
 // ---- Rejection sampling ----------------------------------------------------------------------------------------
 //
-// The rule by which others check guesses (Leviathan et al. 2023, section 2.3 and appendix A.1; Chen et al. 2023): the
-// text is another one than without guesses, but drawn from the same distribution.
-//   A guess x, drawn from q, is taken with probability min(1, p(x) / q(x)); else a token is drawn from what p has more
-//   than q, max(p - q, 0), normalised. Together x has the probability
-//     q(x) min(1, p(x) / q(x)) + (1 - sum of min(p, q)) max(p(x) - q(x), 0) / (sum of max(p - q, 0))
+// Another rule to check guesses (Leviathan et al. 2023, section 2.3 and appendix A.1; Chen et al. 2023). The text
+// differs from the one without guesses, but is drawn from the same distribution: p, the target's. A guess is drawn from
+// q, the draft's.
+//   A guess x is taken with probability min(1, p(x) / q(x)). Otherwise a token is drawn from max(p - q, 0), normalised.
+//   Together x has the probability
 //     = min(p(x), q(x)) + max(p(x) - q(x), 0) = p(x),   as both sums of the second term are the same number.
 
-// Token `token` has probability 1.
+// Returns probabilities (vocabulary): 1 for `token`, 0 for all others.
 inline std::vector<double> point_mass(int token, size_t vocabulary) {
     std::vector<double> p(vocabulary);
     p[token] = 1;
     return p;
 }
 
-// (vocabulary): the probabilities that sample() draws with.
+// Returns the probabilities (vocabulary) that sample() draws with.
 inline std::vector<double> distribution(const Sampler &sampler, const std::vector<float> &logits) {
     if (sampler.temperature == 0) return point_mass(argmax(logits.data(), (int)logits.size()), logits.size());
     const Ranking ranking = ranking_of(sampler, logits);
@@ -89,7 +89,7 @@ inline std::vector<double> distribution(const Sampler &sampler, const std::vecto
     return p;
 }
 
-// The token on which a point in [0, 1) falls, in the order of ids; the sum of p need not be 1.
+// Returns the token on which a point in [0, 1) falls, with tokens in the order of ids. p need not sum to 1.
 inline int draw_from(const std::vector<double> &p, double point) {
     double left = point * std::accumulate(p.begin(), p.end(), 0.0);
     int last = 0;
@@ -100,14 +100,14 @@ inline int draw_from(const std::vector<double> &p, double point) {
     return last;
 }
 
-// What p has more than q.
+// Returns max(p - q, 0) for each token.
 inline std::vector<double> rest(const std::vector<double> &p, const std::vector<double> &q) {
     std::vector<double> more(p.size());
     for (size_t token = 0; token < p.size(); token++) more[token] = std::max(0.0, p[token] - q[token]);
     return more;
 }
 
-// `chance` and `again`: two draws from [0, 1).
+// Returns the guess, or the token drawn in its place. `chance` and `again`: two draws from [0, 1).
 inline int take_or_replace(const std::vector<double> &p, const std::vector<double> &q, int guess, double chance,
                            double again) {
     if (chance * q[guess] < p[guess]) return guess;
@@ -115,7 +115,7 @@ inline int take_or_replace(const std::vector<double> &p, const std::vector<doubl
     return draw_from(more, again);
 }
 
-// The token after `position`, where `guess` was drawn from q; without one, q is empty. Its draws are not sample()'s.
+// Returns the token after `position`. `guess` was drawn from q, which is empty without one. Draws are not sample()'s.
 inline int check_guess(const Sampler &sampler, const std::vector<float> &logits, int position, int guess,
                        const std::vector<double> &q) {
     const std::vector<double> p = distribution(sampler, logits);
