@@ -126,7 +126,7 @@ struct HeadRows {
         return in(rows, Choice<Precision>::of(F32{}), Choice<Layout>::of(Contiguous{cache.sinks}), sequence);
     }
     // This pass's vectors. Position t is token span.row + t - span.position of the pass, so `start` is the address that
-    // position 0 would have. It may lie before the vectors. C++ allows no such pointer, so whole numbers are added.
+    // position 0 would have, often before the vectors. C++ allows no such pointer, so whole numbers are added.
     HOST_DEVICE Source own(const PassVectors &vectors, const Span &span) const {
         const int64_t first = (int64_t)(span.row - span.position) * vectors.heads + kv_head;
         const char *start = (const char *)((int64_t)vectors.start + first * vectors.width * (int64_t)sizeof(float));
@@ -214,8 +214,8 @@ inline Attention attention_of(const Activations &a, const Model &model, int laye
 
 namespace plain {
 
-// The positions so far: their largest score, and the sum of e^(score - max_score). It begins with a learned sink, or
-// with nothing.
+// The state of a softmax after some positions: the largest score, and the sum of e^(score - max_score). A learned sink
+// is its first score, without a value.
 struct Softmax {
     float max_score = -INFINITY, sum = 0;
     HOST_DEVICE static Softmax begin(float sink) { return {sink, sink > -INFINITY ? 1.0f : 0.0f}; }
@@ -260,8 +260,8 @@ HOST_DEVICE void attend_segment(Softmax &softmax, float *out, const float *query
     }
 }
 
-// Attention of one query head of one token. On the naive path all that it sees is consecutive in memory, so it is the
-// equation alone.
+// Attention of one query head of one token. On the naive path, unless positions were dropped, all that it sees is
+// consecutive in memory: the equation alone.
 template <class Team>
 HOST_DEVICE void attend_query(const Attention &task, const Pass &pass, int row, int head, Team team) {
     const Span &span = pass.spans[row];

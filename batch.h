@@ -48,7 +48,7 @@ struct Schedule {
     int pass_tokens = 512;                // most tokens of a pass, no fewer than sequences
     bool optimistic = false;              // admits by the pages needed now, not by the peak
     bool prefix_first = false;            // --order prefix: admits who has most known pages first,
-    int patience = 16;                    // but the oldest before it, if overtaken so often
+    int patience = 16;                    // but the oldest before it, if it was overtaken so often
     Drafter drafter = {};                 // makes no guesses unless --draft is set
     std::deque<Request *> waiting = {};   // in order of arrival
     std::vector<Request *> running = {};  // in order of arrival
@@ -228,7 +228,7 @@ inline void add_guesses(const Schedule &schedule, std::vector<Piece> &pass, int 
     for (Piece &piece : pass) {
         const Request &request = *piece.request;
         const int first = schedule.cache.lengths[request.sequence], end = first + piece.count;
-        if (end < (int)request.tokens.size()) continue;  // it still reads
+        if (end < (int)request.tokens.size()) continue;  // it still reads its prompt
         int most = std::min({schedule.drafter.most, left, request.positions() - end});
         most = guesses_of_pass(schedule.cache, first, end, most);
         while (pool && pool->between(end, end + most) > spare) most--;

@@ -30,8 +30,8 @@ struct CacheShape {
     int page = 16;                       // paged: positions per page
     int pages = 0;                       // paged: in all; 0: enough for every sequence at its capacity
     int window = 1024, sinks = 4;        // ring
-    int local = 0;  // positions that these layers look back, and no more are kept; 0: all positions are kept
-    int taps = 0;   // of convolutions, whose rows are states: base/kinds.h, Kind
+    int local = 0;  // the window of these layers: no earlier positions are kept; 0: all are
+    int taps = 0;   // L of a convolution, whose rows are states (base/kinds.h, Kind); 0: attention
 };
 
 // What a query at `position` sees: all positions up to its own, or the last `window` and the first `sinks`. Once
@@ -106,8 +106,8 @@ struct Paged {
 // without end. Position t is in row t % slots, where position t - slots was. Why not `window` slots: a whole pass is
 // stored before its first query reads, and must not overwrite what that query sees. With a window of 40, 3 sinks and a
 // pass of 32:
-//   0 .. 41    what the query at 42 sees before itself. No query sees more of the ring: 42 is the last for which
-//              nothing is dropped, and until then the sinks are read from the ring like any position.
+//   0 .. 41    all positions before the query at 42, which sees them all. From 43 on, some are dropped, and
+//              sinks are read from rows of their own. So no query sees more earlier positions in the ring.
 //   42 .. 73   a pass that begins there: in all at least 74 rows, which is 96 in whole blocks of 32
 // A key in the window keeps the rotation of its own position, as only the distance to the query counts. The sinks move
 // with the window, so they have rows of their own, too (CacheView::sink_keys), and are rotated when read.
@@ -136,9 +136,9 @@ struct Ring {
 
 using Layout = std::variant<Contiguous, Paged, Ring>;
 
-// The layout of a kind's store; `layout` is that of the layers that see everything. Layers that look back over a window
-// keep what they can see, and room for a pass: in a ring without sinks, unless all positions take fewer rows; or in
-// pages, where those before the window are given back. No ring drops what a convolution sees.
+// Returns the layout of one kind's store; `layout` is the one asked for, that of layers that see everything. Layers
+// with a window keep what they see, and room for a pass: in a ring without sinks, unless contiguous takes fewer rows;
+// or in pages, given back before the window. A ring is made no shorter than a convolution's taps.
 inline Layout open_layout(CacheShape shape, Layout layout) {
     const bool paged = std::holds_alternative<Paged>(layout), ring = std::holds_alternative<Ring>(layout);
     if (ring && shape.taps) shape.local = shape.taps, shape.window = std::max(shape.window, shape.taps);
@@ -176,7 +176,7 @@ struct CacheRows {
     size_t bytes(int layers) const { return (size_t)layers * (size_t)rows_per_layer * stride(); }
 };
 
-// What the operations of a pass know of a store, on both machines.
+// What the operations of a pass know of a store, on a CPU or a GPU.
 struct CacheView {
     Choice<Layout> layout;
     Choice<Precision> type_k, type_v;
@@ -202,7 +202,7 @@ struct Store {
     int *page_table = nullptr;  // the machine's copy of pool->table
 };
 
-// What is asked for.
+// What a cache is opened with.
 struct CacheChoice {
     Layout layout;  // of layers that see everything
     Precision type_k, type_v;
@@ -242,8 +242,8 @@ inline int chunk_of(const Cache &cache) {
 
 // ---- How many bytes ------------------------------------------------------------------------------------------
 
-// Bytes of a cache. Payload: the numbers at their precision, by the formula on top of this file. Metadata: all else,
-// which is scales, zero points, residual blocks at f16, sinks at f32, page tables, and the spare rows of a window.
+// Bytes of a cache. Payload: the numbers at their precision, by the formula on top of this file. Metadata: the rest, as
+// scales, zero points, residual blocks at f16, sinks at f32, page tables, and the spare rows of a window.
 struct CacheBytes {
     double payload = 0, metadata = 0;
     double total() const { return payload + metadata; }
@@ -284,7 +284,7 @@ inline CacheBytes bytes_of(const CacheShape &shape, const Layout &layout, const 
     return bytes;
 }
 
-// Rows of a layer now: in a paged store those of the pages handed out, in any other all.
+// Returns how many rows of a layer are in use: in a paged store those of held pages, in any other all.
 inline int64_t rows_now(const Store &store) {
     return store.pool ? (int64_t)store.pool->used() * store.pool->page : store.view.keys.rows_per_layer;
 }
@@ -407,8 +407,8 @@ inline void require_room(const Cache &cache, int sequence, int count) {
     }
 }
 
-// Copies `count` rows of each layer, from row `from` to row `to`. On a GPU the host neither sees the bytes nor waits:
-// each prefix hit may need a copy, and each text that leaves another.
+// Copies `count` rows of each layer, from row `from` to row `to`. On a GPU the bytes stay there and the host does not
+// wait, since prefix hits and copies before a write are frequent.
 inline void copy_rows(Memory &memory, const CacheRows &rows, int layers, int64_t from, int64_t to, int64_t count) {
     for (int layer = 0; rows.data && layer < layers; layer++)
         memory.write(rows.at(layer, to, 0), rows.at(layer, from, 0), count * rows.stride());

@@ -156,8 +156,8 @@ inline void look_up(const Drafter &drafter, const std::vector<int> &tokens, int 
     for (int i = from; i < from + most; i++) guesses.tokens.push_back(i < count ? tokens[i] : guesses.tokens[i - count]);
 }
 
-// The draft reads what it has not read of the text, then each of its own guesses but the last. First it rewinds to the
-// longest prefix that its cache shares with the text, so wrong guesses and new texts need no call.
+// The draft reads the tokens of the text that it has not read, then each of its own guesses but the last. First it
+// rewinds to the longest prefix that its cache shares with the text, so wrong guesses and new texts need no call.
 inline void ask_draft(Drafter &drafter, int sequence, const std::vector<int> &tokens, const Sampler &sampler, int most,
                       Guesses &guesses) {
     std::vector<int> &held = drafter.held[sequence];

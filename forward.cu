@@ -81,7 +81,7 @@ void forward(M &m, Engine &engine, const Batch &batch, const std::vector<Store> 
             best::linear(m, n, count, {{w.gate, gate}, {w.up, up}});
             best::swiglu(m, gate, gate, up, (int64_t)count * w.down.weight.cols, config.gelu);
             add(gate, w.down, w.mlp_out_norm, w.scale);  // x += W (silu(W n) * W n)
-            if (!config.per_layer) continue;  // Gemma 4: x += W (gelu(W x) * e), e: this layer's embedding
+            if (!config.per_layer) continue;  // Gemma 4: x += W (gelu(W x) * e), e: this layer's embedding of the token
             best::embed(m, normed, model.embedding, (float)config.embedding_scale, pass);
             best::linear(m, normed, count, {{w.per_layer.projection, up}});
             plain::rms_norm(m, up, up, model.layer_norm, count, epsilon * config.hidden);

@@ -62,8 +62,8 @@ struct Product {  // one of the matrices that linear() applies to x
 
 namespace plain {
 
-// For --weights int8. Each 32 neighbours of a row are whole numbers that share a scale. Each 32 neighbours of x are
-// rounded in the same way, for every product again. Products of whole numbers are then exact.
+// For --weights int8. Groups of 32 neighbours in a row are whole numbers that share a scale. Groups of x are rounded in
+// the same way, for every product again. Products of whole numbers are then exact.
 template <class Team>
 HOST_DEVICE float dot(const Int8Block *blocks, int64_t row, const float *x, int n, Team team) {
     float total = 0;

@@ -197,7 +197,7 @@ struct GroupedRow {
     HOST_DEVICE static float number(const char *row, int channel) {
         return group(row, channel / group_size).number(channel % group_size);
     }
-    // The row of a block that holds a channel of its keys; key_number() reads there the number of its position t.
+    // The row of a block in which key_number() finds the numbers of a channel of its keys.
     HOST_DEVICE static int row_of_channel(int channel, int width) { return channel / groups(width); }
     HOST_DEVICE static float key_number(const char *row, int t, int channel, int width) {
         return group(row, channel % groups(width)).number(t);
@@ -265,7 +265,7 @@ HOST_DEVICE float stored_number(RowAt row_at, int t, int channel, int width) {
     }
 }
 
-// The largest number that reads back as a finite one. Types with blocks keep the newest positions at f16: it is f16's.
+// The largest number that reads back as finite. Types with blocks keep the newest positions at f16: it is that of f16.
 inline float largest_of(const Precision &type) {
     auto of = [](auto format) {
         auto stored = [&](uint32_t magnitude) {  // as it reads back
