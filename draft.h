@@ -153,7 +153,8 @@ inline void look_up(const Drafter &drafter, const std::vector<int> &tokens, int 
         if (match > guesses.match) guesses.match = match, from = at;
     }
     most = guesses.match ? guesses_worth_making(drafter, most, guesses) : 0;
-    for (int i = from; i < from + most; i++) guesses.tokens.push_back(i < count ? tokens[i] : guesses.tokens[i - count]);
+    for (int i = from; i < from + most; i++)
+        guesses.tokens.push_back(i < count ? tokens[i] : guesses.tokens[i - count]);
 }
 
 // The draft reads the tokens of the text that it has not read, then each of its own guesses but the last. First it

@@ -51,24 +51,7 @@ struct Generation {
 
 using UseLogits = std::function<void(const std::vector<float> &)>;  // called with (rows, vocabulary)
 
-// Prefill: reads the tokens that the cache does not hold yet. Returns the logits (vocabulary) of the last one. `dump`,
-// if set, is called with the logits of every token, 32 at a time since a vocabulary is wide.
-inline std::vector<float> read_prompt(Session &session, const UseLogits &dump) {
-    Engine &engine = session.engine;
-    std::vector<int> &tokens = session.tokens;
-    auto after_chunk = [&](int count) {
-        for (int first = 0; dump && first < count; first += 32)
-            dump(logits(engine, first, std::min(32, count - first)));
-    };
-    int row = (int)tokens.size() - 1;
-    if (session.caches.empty()) {
-        naive_pass(engine, tokens), after_chunk((int)tokens.size());
-    } else {
-        Cache &cache = session.caches[0];
-        row = prefill_pass(engine, cache, 0, {tokens.begin() + cache.lengths[0], tokens.end()}, after_chunk);
-    }
-    return logits(engine, row, 1);
-}
+inline std::vector<float> read_prompt(Session &session, const UseLogits &dump);
 
 // Prefill, then decode steps. show(part) gets the text as it comes; `dump`, if set, gets the logits of every token.
 inline Generation generate(Session &session, Writer text, const UseLogits &dump,
@@ -128,6 +111,25 @@ inline Generation generate(Session &session, Writer text, const UseLogits &dump,
     show(drawn + text.flush());
     result.text = text.text, result.thought = text.thought, result.stop = stop;
     return result;
+}
+
+// Prefill: reads the tokens that the cache does not hold yet. Returns the logits (vocabulary) of the last one. `dump`,
+// if set, is called with the logits of every token, 32 at a time since a vocabulary is wide.
+inline std::vector<float> read_prompt(Session &session, const UseLogits &dump) {
+    Engine &engine = session.engine;
+    std::vector<int> &tokens = session.tokens;
+    auto after_chunk = [&](int count) {
+        for (int first = 0; dump && first < count; first += 32)
+            dump(logits(engine, first, std::min(32, count - first)));
+    };
+    int row = (int)tokens.size() - 1;
+    if (session.caches.empty()) {
+        naive_pass(engine, tokens), after_chunk((int)tokens.size());
+    } else {
+        Cache &cache = session.caches[0];
+        row = prefill_pass(engine, cache, 0, {tokens.begin() + cache.lengths[0], tokens.end()}, after_chunk);
+    }
+    return logits(engine, row, 1);
 }
 
 // ---- llm diff ----------------------------------------------------------------------------------------------

@@ -352,10 +352,8 @@ inline std::vector<int> that_fit(const Options &options, const char *flag, const
     return fitting;
 }
 
-inline int run_bench_draft(const Options &options);  // draft.h
 
 inline int run_bench(const Options &options) {
-    if (!options.draft.empty()) return run_bench_draft(options);
     const std::string &directory = options.directory;
     double begin = now(), cache_bytes = 0;
     Engine engine = open_engine(options, directory);

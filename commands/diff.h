@@ -196,11 +196,8 @@ inline void add_result(Report &report, const DiffResult &result, const Config &c
     report.add("cache", about).add("verdict", result.verdict, "verdict     " + coloured(result) + "\n");
 }
 
-inline int run_diff_draft(const Options &options);  // draft.h
-
 // Returns 0 if all verdicts are good, else 1.
 inline int run_diff(const Options &options) {
-    if (!options.draft.empty()) return run_diff_draft(options);
     Session session = open_session(options);
     stop_if_interrupted();  // at least one step is compared
     const std::string &against = options.against;
