@@ -1,10 +1,9 @@
-// Text <-> token ids. In the order a text travels: its characters, patterns over them, the merging, the steps before
-// the merging; then back from ids to text. base/tokenizer_json.h has the tables and the lists of steps that are walked
-// here. With those of GPT-2:
-//   ADDED      "the sea"            no token is looked for whole, as <|endoftext|> would be
+// Text <-> token ids: characters, pattern matching, merging, the steps before the merging; then ids back to text.
+// base/tokenizer_json.h has the tables and the lists of steps that are used here. With GPT-2's:
+//   ADDED      "the sea"            no added token in it, such as <|endoftext|>
 //   SPLIT      "the", " sea"        words by a pattern
 //   BYTES      "the", "Ġsea"        each byte as a printable character
-//   merging    t h e -> the         the pairs of the list of merges, the first of the list first
+//   merging    t h e -> the         pairs in the order of the list of merges
 #include "base/tokenizer_json.h"
 
 #include <ctype.h>
@@ -53,12 +52,12 @@ static void append(Error *error, Bytes *bytes, const char *s, size_t n) {
     bytes->data[bytes->length] = 0;
 }
 
-static const size_t MAX_GROWN = (size_t)1 << 30;  // bytes a text may become on its way
+static const size_t MAX_GROWN = (size_t)1 << 30;  // bytes that a text may grow to
 
 // ---- Characters --------------------------------------------------------------------------------------------
 
 // Length of the UTF-8 character at s (1 to 4); 0 if the text ends within it; -k if the first k bytes are none and
-// stand for one U+FFFD (the longest start of a character, Unicode 15.0, §3.9, "maximal subpart").
+// become one U+FFFD (the longest start of a character, Unicode 15.0, §3.9, "maximal subpart").
 static int utf8_length(const char *s, size_t n) {
     const uint8_t *b = (const uint8_t *)s;
     int length = b[0] < 0x80 ? 1 : b[0] < 0xC2 ? -1 : b[0] < 0xE0 ? 2 : b[0] < 0xF0 ? 3 : b[0] < 0xF5 ? 4 : -1;
@@ -74,7 +73,7 @@ static int utf8_length(const char *s, size_t n) {
     return length;
 }
 
-// Code point of the character at s, which is valid, and its length.
+// Returns the code point of the valid character at s; *length is its bytes.
 static int code_point(const char *s, size_t *length) {
     const uint8_t *b = (const uint8_t *)s;
     *length = b[0] < 0x80 ? 1 : b[0] < 0xE0 ? 2 : b[0] < 0xF0 ? 3 : 4;
@@ -96,7 +95,7 @@ static size_t space_length(const char *s) {
     return ONIGENC_IS_CODE_SPACE(ONIG_ENCODING_UTF8, code_point(s, &length)) ? length : 0;
 }
 
-// Is the character at s one of a word? (UTS 18, annex C: Alphabetic, marks, digits, connectors, joiners.)
+// Whether the character at s belongs to a word (UTS 18, annex C: Alphabetic, marks, digits, connectors, joiners).
 static bool is_word(const char *s) {
     size_t length;
     int c = code_point(s, &length);
@@ -113,7 +112,7 @@ static int byte_character(int byte) {
     return 256 + (byte <= 32 ? byte : byte <= 0xA0 ? byte - 127 + 33 : 67);
 }
 
-static int character_byte(int code) {  // -1: stands for no byte
+static int character_byte(int code) {  // -1: it is no byte's character
     if (code == 256 + 67) return 0xAD;
     if (code >= 256 && code < 256 + 67) return code <= 256 + 32 ? code - 256 : code - 256 - 33 + 127;
     return code < 256 && byte_character(code) == code ? code : -1;
@@ -127,7 +126,7 @@ size_t utf8_valid(const char *s, size_t n) {
 
 // ---- Matching ----------------------------------------------------------------------------------------------
 
-// What matching needs beside a pattern; one for each text or stream.
+// What matching needs in addition to a pattern; one for each text or stream.
 typedef struct {
     Error *error;
     size_t limit;  // bytes that a text may grow to
@@ -135,8 +134,8 @@ typedef struct {
     OnigMatchParam *param;
 } Matcher;
 
-// For texts of n bytes: they may grow 64-fold. A match that goes back over the text again and again is stopped where
-// the library stops it, at Oniguruma's own limit of 10^7. A search has none: `\s+$` begins anew at each of many blanks.
+// Opens a matcher for texts of n bytes, which may grow 64-fold. A match that backtracks too often is stopped as in the
+// library, at Oniguruma's own limit of 10^7. A search has no limit: `\s+$` starts again at each of many blanks.
 static void matcher_open(Matcher *matcher, size_t n, Error *error) {
     matcher->error = error;
     matcher->limit = 64 * n + (1 << 20) < MAX_GROWN ? 64 * n + (1 << 20) : MAX_GROWN;
@@ -144,7 +143,7 @@ static void matcher_open(Matcher *matcher, size_t n, Error *error) {
     matcher->param = onig_new_match_param();
     if (!matcher->region || !matcher->param) return fail(error, "out of memory");
     onig_initialize_match_param(matcher->param);
-    onig_set_match_stack_limit_size_of_match_param(matcher->param, 1 << 23);  // of 40 bytes each
+    onig_set_match_stack_limit_size_of_match_param(matcher->param, 1 << 23);  // entries of 40 bytes
 }
 
 static void matcher_close(Matcher *matcher) {
@@ -152,7 +151,7 @@ static void matcher_close(Matcher *matcher) {
     if (matcher->param) onig_free_match_param(matcher->param);
 }
 
-// A match, and where the search for the next one goes on. An empty match right behind the last match is none.
+// A match, and where the search for the next one goes on. An empty match right after the last match is ignored.
 typedef struct {
     size_t start, end, from, last_end;
 } Match;
@@ -166,7 +165,7 @@ static bool next_match(Matcher *matcher, regex_t *regex, const char *s, size_t n
         if (found == ONIG_MISMATCH) return false;
         size_t start = found < 0 ? 0 : (size_t)matcher->region->beg[0];
         size_t end = found < 0 ? 0 : (size_t)matcher->region->end[0];
-        UChar why[ONIG_MAX_ERROR_MESSAGE_LEN] = "a match that goes back";  // by \K
+        UChar why[ONIG_MAX_ERROR_MESSAGE_LEN] = "a match that goes back";  // \K can do that
         if (found < 0) onig_error_code_to_str(why, found);
         if (found < 0 || start < match->from || end < start)
             return fail(matcher->error, "a pattern of the tokenizer on this text: %s", (char *)why), false;
@@ -183,7 +182,7 @@ static bool next_match(Matcher *matcher, regex_t *regex, const char *s, size_t n
     return false;
 }
 
-// Replaces every match of the step's pattern in s by its text.
+// Appends s to `out`, with the step's text in place of each match of its pattern.
 static void replace(Matcher *matcher, const Step *step, const char *s, size_t n, Bytes *out) {
     size_t done = 0;
     for (Match match = FIRST_MATCH; next_match(matcher, step->regex, s, n, &match); done = match.end) {
@@ -204,14 +203,14 @@ typedef struct {
     const Tokenizer *tokenizer;
     Error *error;
     Matcher matcher;
-    Bytes scratch[MAX_STEPS];  // a step's output, while the steps behind it work on it
+    Bytes scratch[MAX_STEPS];  // a step's output, while the steps after it work on it
     Symbol *symbols;
-    uint64_t *heap;  // rank << 32 | index of the left symbol: what may be merged; lowest rank, then leftmost, on top
+    uint64_t *heap;  // candidates: rank << 32 | index of the left symbol; lowest rank, then leftmost, on top
     size_t symbol_capacity, heap_capacity, heap_count;
     int *ids;  // (count): the result
     size_t count, capacity;
     const char *text, *typed;  // (length): the whole text, and where a special token was typed; NULL: nowhere
-    size_t length, seen[2];    // of each AddedSet: where the next of its special tokens is looked for in the text
+    size_t length, seen[2];    // for each AddedSet: where the search for its next special token starts in the text
 } Encoder;
 
 static void push_id(Encoder *e, int id) {
@@ -238,7 +237,7 @@ static uint64_t heap_pop(Encoder *e) {
     return top;
 }
 
-// If there is a merge for symbol `left` and its right neighbour, it becomes a candidate.
+// Adds the merge of symbol `left` and its right neighbour, if there is one, to the candidates.
 static void offer(Encoder *e, int left) {
     if (left < 0 || e->symbols[left].next < 0) return;
     const Merge *merge = merge_slot(e->tokenizer, e->symbols[left].id, e->symbols[e->symbols[left].next].id);
@@ -250,9 +249,9 @@ static void push_symbol(Encoder *e, int *count, int id) {
     ++*count;
 }
 
-// The symbols a word starts from, linked from left to right: one a character; one a byte where the character has no
-// token but all of its bytes have; else the unknown token. That one waits for the next character with a token, so it
-// comes behind bytes that follow it: the `tokenizers` library does so. Returns how many.
+// Makes the symbols that a word starts from, linked from left to right, and returns how many. A character gives one, or
+// one a byte if it has no token but all of its bytes have, or else the unknown token. That one waits for the next
+// character with a token, so it comes after the bytes between them, as in the `tokenizers` library.
 static int first_symbols(Encoder *e, const char *s, size_t n) {
     const Tokenizer *t = e->tokenizer;
     int count = 0;
@@ -272,9 +271,9 @@ static int first_symbols(Encoder *e, const char *s, size_t n) {
     return count;
 }
 
-// Byte-pair encoding (Sennrich et al. 2016, §3.2) of one word: of all neighbours the pair with the lowest rank is
-// merged, until there is none. A heap of candidates over a linked list of symbols takes n log n, however long the
-// word. A candidate is stale when one of its symbols was merged meanwhile: the pair has another rank then.
+// Byte-pair encoding (Sennrich et al. 2016, §3.2) of one word: merges the neighbours with the lowest rank until
+// no merge is left. A heap of candidates over a linked list of symbols takes n log n, however long the word. A
+// candidate is stale if one of its symbols was merged meanwhile: the pair then has another rank.
 static void encode_word(Encoder *e, const char *s, size_t n) {
     const Tokenizer *t = e->tokenizer;
     int whole = t->ignore_merges ? model_token(t, s, n) : -1;
@@ -316,7 +315,7 @@ static void give_piece(Encoder *e, int step, const char *s, Piece piece, bool at
     if (!removed) run(e, step + 1, s + piece.start, piece.end - piece.start, at_start && piece.start == 0);
 }
 
-// Cuts a text before and behind each match. A piece waits until it is known whether the next one is joined to it.
+// Cuts a text before and after each match. A piece waits until it is known whether the next one is joined to it.
 static void split(Encoder *e, int step, const char *s, size_t n, bool at_start) {
     const Step *split = &e->tokenizer->encode.steps[step];
     Match match = FIRST_MATCH;
@@ -342,8 +341,8 @@ static int by_number(const void *a, const void *b) {
     return left < right ? -1 : left > right;
 }
 
-// Unicode normalization (UAX 15): decompose, put each run of combining marks in the order of their classes, compose.
-// utf8proc does it in one call too, but the ordering in square time.
+// Unicode normalization (UAX 15): decompose, sort each run of combining marks by class, compose. utf8proc has one call
+// for it, too, but that sorts in quadratic time.
 static void normalize(const Step *step, const char *s, size_t n, Bytes *out, Error *error) {
     uint64_t *marked = NULL;  // class << 56 | position << 24 | code point: sorting keeps those of one class in order
     size_t capacity = 0, count = 0, run = 0, length;
@@ -377,8 +376,8 @@ static void write_bytes(const char *s, size_t n, Bytes *out, Error *error) {
     }
 }
 
-// A step that makes one text of one text: *s and *n become its output. *at_start: does it still start where the
-// whole text does?
+// Runs a step from one text to one text: *s and *n become its output. *at_start: whether it still starts where the
+// whole text does.
 static void transform(Encoder *e, int index, const char **s, size_t *n, bool *at_start) {
     const Step *step = &e->tokenizer->encode.steps[index];
     Bytes *out = &e->scratch[index];
@@ -408,7 +407,7 @@ static void transform(Encoder *e, int index, const char **s, size_t *n, bool *at
     if (*n > e->matcher.limit) fail(e->error, "this text grows beyond %zu bytes", e->matcher.limit);
 }
 
-// The first of the added tokens [low, high) whose byte at `at` is `byte` or above; `high` if there is none.
+// Returns the first of the added tokens [low, high) whose byte at `at` is `byte` or above; `high` if there is none.
 static size_t first_added(const AddedSet *set, size_t low, size_t high, size_t at, int byte) {
     while (low < high) {
         size_t middle = (low + high) / 2;
@@ -418,8 +417,8 @@ static size_t first_added(const AddedSet *set, size_t low, size_t high, size_t a
     return low;
 }
 
-// The longest added token that stands first at or behind `from`, which moves there; NULL if there is none. In their
-// order those that begin like the text stand together, [low, high), the shortest first; each byte leaves fewer.
+// Moves *from to the first added token there or later, and returns the longest at that place; NULL if there is none.
+// Sorted, the tokens that begin like the text are neighbours, [low, high), the shortest first; each byte leaves fewer.
 static const Token *find_added(const AddedSet *set, const char *s, size_t n, size_t *from) {
     const Token *found = NULL;
     for (; *from < n && !found; *from += !found) {
@@ -433,8 +432,8 @@ static const Token *find_added(const AddedSet *set, const char *s, size_t n, siz
     return found;
 }
 
-// Whether somebody typed what reads as this special token: then it is text. A normalized text has other places than
-// the whole one, but the same special tokens in the same order.
+// Whether a user typed this special token, or a model wrote it: then it is text. In a normalized text its place differs
+// from the whole text's, but the special tokens are the same, in the same order.
 static bool is_typed(Encoder *e, const Token *token, int set) {
     if (!e->typed) return false;
     size_t at = e->seen[set];
@@ -444,7 +443,7 @@ static bool is_typed(Encoder *e, const Token *token, int set) {
     return e->typed[at];
 }
 
-// Gives added tokens their ids, and what lies between them to the next step.
+// Adds the ids of added tokens, and takes the text between them through the next steps.
 static void take_added(Encoder *e, int step, const char *s, size_t n, bool at_start) {
     const int mode = e->tokenizer->encode.steps[step].mode;
     const AddedSet *set = &e->tokenizer->added[mode];
@@ -534,8 +533,8 @@ struct TokenizerStream {
     bool skip_special;
     Error error;
     Matcher matcher;
-    Bytes scratch[MAX_STEPS];  // REPLACE: a step's output · BYTES, BYTE_FALLBACK: not yet characters
-    size_t seen[MAX_STEPS];    // STRIP: characters looked at · REPLACE, JOIN: tokens
+    Bytes scratch[MAX_STEPS];  // REPLACE: a step's output · BYTES, BYTE_FALLBACK: bytes of no whole character yet
+    size_t seen[MAX_STEPS];    // STRIP: characters so far · REPLACE, JOIN: tokens so far
     Bytes out;
 };
 
@@ -543,8 +542,8 @@ static const char REPLACEMENT[] = "\xEF\xBF\xBD";  // U+FFFD
 
 static void show(TokenizerStream *stream, int index, const char *s, size_t n);
 
-// Gives on the whole characters that `bytes` starts with, and U+FFFD for each stretch that is none. What may still
-// become one stays, unless this is the end.
+// Passes on the whole characters that `bytes` starts with, and U+FFFD for each stretch that is none. The start of a
+// character stays until its other bytes come, unless this is the end.
 static void show_characters(TokenizerStream *stream, int index, Bytes *bytes, bool end) {
     size_t at = 0, given = 0;
     while (at < bytes->length) {
@@ -561,7 +560,7 @@ static void show_characters(TokenizerStream *stream, int index, Bytes *bytes, bo
     if (at) memmove(bytes->data, bytes->data + at, bytes->length -= at);
 }
 
-// Byte-level: the bytes its characters stand for, or, if one stands for none, the token as it is.
+// Byte-level: passes on the bytes of the token's characters, or, if one has no byte, the token as it is.
 static void show_bytes(TokenizerStream *stream, int index, const char *s, size_t n) {
     Bytes *bytes = &stream->scratch[index];
     size_t before = bytes->length;
@@ -576,7 +575,7 @@ static void show_bytes(TokenizerStream *stream, int index, const char *s, size_t
     show_characters(stream, index + 1, bytes, false);
 }
 
-// A run of byte tokens has ended: text if it is UTF-8, else U+FFFD for each byte.
+// Ends a run of byte tokens: it is text if it is UTF-8, else U+FFFD for each byte.
 static void show_run(TokenizerStream *stream, int index) {
     Bytes *bytes = &stream->scratch[index];
     bool valid = bytes->length && utf8_valid(bytes->data, bytes->length) == bytes->length;
@@ -595,7 +594,7 @@ static void show_byte_token(TokenizerStream *stream, int index, const char *s, s
     }
 }
 
-// Drops up to `mode` signs from the start of each token, or of the text where it comes in parts.
+// Drops the step's text up to `mode` times from the start of each token, or of the text if it comes in parts.
 static void show_stripped(TokenizerStream *stream, int index, const char *s, size_t n) {
     const Step *step = &stream->tokenizer->decode.steps[index];
     size_t seen = step->fused ? stream->seen[index] : 0;
@@ -605,7 +604,7 @@ static void show_stripped(TokenizerStream *stream, int index, const char *s, siz
     show(stream, index + 1, s, n);
 }
 
-// Takes one token, or behind FUSE and BYTES a part of the text, through the decoder's steps from `index` on.
+// Takes one token, or after FUSE and BYTES a part of the text, through the decoder's steps from `index` on.
 static void show(TokenizerStream *stream, int index, const char *s, size_t n) {
     const Chain *chain = &stream->tokenizer->decode;
     if (stream->error.failed) return;
@@ -623,7 +622,7 @@ static void show(TokenizerStream *stream, int index, const char *s, size_t n) {
         return show(stream, index + 1, out->data, out->length);
     }
     if (step->kind == JOIN && stream->seen[index]++) show(stream, index + 1, " ", 1);  // between tokens
-    show(stream, index + 1, s, n);  // FUSE has told the steps behind it
+    show(stream, index + 1, s, n);  // FUSE changes only the steps after it: Step.fused
 }
 
 TokenizerStream *tokenizer_stream_begin(const Tokenizer *t, bool skip_special) {
@@ -656,7 +655,7 @@ const char *tokenizer_stream_next(TokenizerStream *stream, int id, size_t *lengt
     const Token *token = tokenizer_token(t, id) ? &t->tokens[id] : NULL;
     stream->out.length = 0;
     stream->out.data[0] = 0;
-    // The library skips what is written like a special token, which one in its normalized form may not be.
+    // The library skips a token that is spelled like a special one; a special one's normalized form may not be.
     int as = token && stream->skip_special ? *token_slot(t, token->shown, token->shown_length) : -1;
     if (token && !tokenizer_is_special(t, as)) show(stream, 0, token->shown, token->shown_length);
     return shown(stream, length);

@@ -1,11 +1,11 @@
-// The GPU under the operations: its memory, and how a kernel is launched.
+// The GPU that operations run on: its memory, and how a kernel is launched.
 //
-// nvcc compiles a kernel for the GPU. Where there is none, tests/cuda_on_cpu.h gives g++ what the toolkit would, and
-// runs the same source thread by thread on the CPU, with checks; it defines CUDA_ON_CPU. For that, kernels keep to
-// CUDA's basic words (threadIdx, __syncthreads, __shfl_sync, ...) and to what stands here:
-//   Shared<T>            shared memory, of a size the launch gives, piece by piece from SharedMemory
-//   wait_for_previous()  called by every thread of every kernel before it touches what another kernel writes or reads
-//   fast/instructions.h  what C++ has no word for, in functions of which tests/cuda_on_cpu.h has plain twins
+// nvcc compiles a kernel for the GPU. Without a GPU, tests/cuda_on_cpu.h, which defines CUDA_ON_CPU, replaces the
+// toolkit: g++ compiles the same source, which then runs thread by thread on the CPU, with checks. For that, kernels
+// use only CUDA's basic words (threadIdx, __syncthreads, __shfl_sync, ...) and these:
+//   Shared<T>            shared memory whose size the launch gives, taken piece by piece from SharedMemory
+//   wait_for_previous()  every thread of every kernel calls it before it touches what another kernel writes or reads
+//   fast/instructions.h  functions for single instructions, which have plain twins in tests/cuda_on_cpu.h
 #pragma once
 
 #include <variant>
@@ -50,14 +50,14 @@ inline void check(cudaError_t error, const char *what) {
     fail("CUDA: %s: %s: %s; --device cpu needs no card", what, cudaGetErrorString(error), cure_of(error));
 }
 
-// A function of a shared library, which is opened when it is first asked for one.
+// Returns a function of a shared library, which is opened at the first call.
 inline void *library_function(const char *library, const char *function) {
     void *opened = dlopen(library, RTLD_LAZY), *found = opened ? dlsym(opened, function) : nullptr;
     if (!found) fail("%s: install it, or add --device cpu, which needs none", dlerror());
     return found;
 }
 
-// cuBLAS is opened with a GPU: whoever computes on the CPU needs neither the library nor its 600 MB of addresses.
+// cuBLAS is opened only with a GPU: a run on the CPU needs neither the library nor its 600 MB of address space.
 #ifndef CUDA_ON_CPU
 #define AS_TEXT(word) #word
 #define CUBLAS_LIBRARY(version) "libcublas.so." AS_TEXT(version)
@@ -76,10 +76,10 @@ inline void check(cublasStatus_t status, const char *what) {
 
 __global__ void nothing() {}
 
-// What the compiler says about a kernel; an error if the program was not built for this card.
+// Gives the compiler's facts about a kernel; returns an error if the program was not built for this card.
 inline cudaError_t about_build(cudaFuncAttributes &about) { return cudaFuncGetAttributes(&about, nothing); }
 
-// Why no card computes, or "".
+// Returns why no card can be used, or "" if one can.
 inline std::string no_gpu() {
     int count = 0, driver = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
@@ -90,7 +90,7 @@ inline std::string no_gpu() {
     cudaFuncAttributes about;
     error = about_build(about);
     if (error != cudaErrorNoKernelImageForDevice) return error == cudaSuccess ? "" : cudaGetErrorString(error);
-    cudaGetLastError();  // was told
+    cudaGetLastError();  // clears the error, which is reported here
     cudaDeviceProp card;
     check(cudaGetDeviceProperties(&card, 0), "cudaGetDeviceProperties");
     return formatted("%s has compute capability %d.%d; this program was built for others", card.name, card.major,
@@ -102,10 +102,10 @@ inline std::string no_gpu() {
 constexpr int warp_size = 32;
 constexpr unsigned all_lanes = 0xffffffff;
 
-__device__ inline int lane_id() { return (int)(threadIdx.x % warp_size); }  // of unsigned numbers: one instruction
+__device__ inline int lane_id() { return (int)(threadIdx.x % warp_size); }  // unsigned: one instruction
 __device__ inline int warp_id() { return (int)(threadIdx.x / warp_size); }
 
-// Returns when the kernel before has ended and what it wrote can be seen.
+// Returns when the previous kernel has ended and its writes can be read.
 __device__ inline void wait_for_previous() {
 #ifdef CUDA_ON_CPU
     cuda_on_cpu::note_wait();
@@ -114,7 +114,7 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
-// Once all blocks have said so, those of the next kernel may start, and go on until their wait_for_previous().
+// Once all blocks have called it, the next kernel's blocks may start and run up to their wait_for_previous().
 __device__ inline void let_next_start() {
 #if !defined(CUDA_ON_CPU) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -131,7 +131,7 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// The 32 threads of a warp as a team. nvcc compiles a body for the host as well, where nobody calls it.
+// The 32 threads of a warp as a team. nvcc compiles a body for the host as well, where it is never called.
 #if defined(__CUDA_ARCH__) || defined(CUDA_ON_CPU)
 #define ON_CARD(on_card, on_host) on_card
 #else
@@ -145,10 +145,10 @@ struct Warp {
     HOST_DEVICE void wait() const { ON_CARD(__syncwarp(), (void)0); }
 };
 
-constexpr int items_together = 4;  // of a loop, in a block of threads
+constexpr int items_together = 4;  // items of a loop in one block of threads
 
-// op(item, team) for all items, a warp each. The next kernel may start when this one's blocks have waited, not before:
-// where all do, blocks of many kernels stand on the card and wait (a step took 1.4 times as long on an H100).
+// Calls op(item, team) for all items, each by one warp. It lets the next kernel start only after its own wait: else
+// blocks of many kernels occupy the card while they wait (a step took 1.4 times as long on an H100).
 template <class Op>
 __global__ void __launch_bounds__(items_together *warp_size) for_each_kernel(int64_t items, Op op) {
     wait_for_previous();
@@ -162,24 +162,24 @@ __global__ void __launch_bounds__(items_together *warp_size) for_each_kernel(int
 
 struct Grid {
     dim3 blocks;
-    int threads;              // of a block
-    size_t shared_bytes = 0;  // sum of what the kernel takes, each piece by shared_size()
+    int threads;              // in a block
+    size_t shared_bytes = 0;  // the sum of shared_size() of each piece that the kernel takes
 };
 
-// A card, and a stream on which all its work goes, in order. Lives longer than all memory taken from it.
+// A card, and a stream that does all its work in order. It must outlive all memory taken from it.
 class Gpu : public Memory {
 public:
     using Team = Warp;
 #ifdef CUDA_ON_CPU
-    static constexpr size_t least_bytes = 1;  // so that AddressSanitizer sees the end of what was asked for
+    static constexpr size_t least_bytes = 1;  // so that AddressSanitizer knows the exact end
 #else
-    static constexpr size_t least_bytes = 16;  // an asynchronous copy's: compute-sanitizer counts what it leaves out
+    static constexpr size_t least_bytes = 16;  // an asynchronous copy's: compute-sanitizer counts all 16 as read
 #endif
     cudaDeviceProp properties = {};
     cudaStream_t stream = nullptr;
     cublasHandle_t blas = nullptr;
-    bool early = false;    // kernels wait for the one before where they must: see launch()
-    int reservations = 0;  // so far: whoever recorded addresses sees that some may have changed
+    bool early = false;    // a kernel may start before the previous one ends: see launch()
+    int reservations = 0;  // so far: recorded addresses are valid only while it is unchanged
 
     Gpu() {
         check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
@@ -209,10 +209,10 @@ public:
         launch({dim3((unsigned)blocks), items_together * warp_size}, for_each_kernel<Op>, items, op);
     }
 
-    // Starts kernel(arguments...). Its blocks may start while the last blocks of the kernel before are still at work
-    // ("programmatic dependent launch", compute capability 9.0 and later, in the card and in the code, which may be
-    // older PTX), which is what wait_for_previous() is for. All kernels ask for as much shared memory of a
-    // multiprocessor as it has: those that ask for different cuts of it do not start beside each other.
+    // Starts kernel(arguments...). Its blocks may start while the previous kernel's last blocks still run
+    // ("programmatic dependent launch"), hence wait_for_previous(). That takes compute capability 9.0 or later of card
+    // and code, which may be older PTX. All kernels ask for all shared memory of a multiprocessor, because kernels
+    // that ask for different shares of it do not run at the same time.
     template <class... Parameters>
     void launch(const Grid &grid, void (*kernel)(Parameters...), std::common_type_t<Parameters>... arguments) {
         cudaLaunchAttribute asked[2] = {};
@@ -230,7 +230,7 @@ public:
         if (grid.shared_bytes > properties.sharedMemPerBlockOptin)
             fail("a kernel takes %zu bytes of a block's shared memory, %s has %zu: --device cpu has room",
                  grid.shared_bytes, properties.name, properties.sharedMemPerBlockOptin);
-        if (grid.shared_bytes > 48 << 10)  // must be asked for
+        if (grid.shared_bytes > 48 << 10)  // more must be asked for
             check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)grid.shared_bytes),
                   "cudaFuncSetAttribute");
         const char *name = "a kernel";
@@ -244,7 +244,7 @@ public:
         Room free = room();
         size_t whole = (std::max<size_t>(bytes, 1) + least_bytes - 1) / least_bytes * least_bytes;
         if ((double)bytes > free.bytes || cudaMalloc(&data, whole) != cudaSuccess) {
-            cudaGetLastError();  // was told
+            cudaGetLastError();  // clears the error, which is reported here
             fail("%s: %.3f GiB are needed, %s has %.3f GiB free: %s", what, (double)bytes / 0x1p30, free.name.c_str(),
                  free.bytes / 0x1p30, cure);
         }
@@ -252,7 +252,7 @@ public:
         check(cudaMemsetAsync(data, 0, whole, stream), "cudaMemsetAsync");
         return std::shared_ptr<void>(data, [](void *start) { cudaFree(start); });  // waits for the card
     }
-    // In the order of the stream. `from` may change when write() returns.
+    // Copy in the order of the stream. The caller may change `from` once write() has returned.
     void write(void *to, const void *from, size_t bytes) override {
         check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
     }
@@ -271,7 +271,7 @@ public:
                          room().bytes / 0x1p30);
     }
 
-    // What operations keep here from one call to the next: one T.
+    // Returns the one T that operations keep here from call to call. The first call makes it.
     template <class T>
     T &kept() {
         std::shared_ptr<void> &object = kept_[typeid(T)];
@@ -285,7 +285,7 @@ private:
 
 using Machine = std::variant<Cpu, Gpu>;
 
-// `device`: auto, cpu or cuda.
+// Opens the CPU or the GPU. `device`: auto, cpu or cuda.
 inline std::unique_ptr<Machine> open_machine(const std::string &device, int threads) {
     std::string reason = device == "cpu" ? "" : no_gpu();
     if (device == "cuda" && !reason.empty())
@@ -299,7 +299,7 @@ inline std::unique_ptr<Machine> open_machine(const std::string &device, int thre
 HOST_DEVICE constexpr size_t shared_size(size_t bytes) { return (bytes + 15) / 16 * 16; }
 
 #ifndef CUDA_ON_CPU
-// Numbers in shared memory. read() and write() move several at once; their first must be aligned to all of them.
+// Numbers in shared memory. read() and write() move a Wide at once; number i must be aligned for it.
 template <class T>
 struct Shared {
     T *data;
@@ -315,7 +315,7 @@ struct Shared {
     __device__ Shared from(int i) const { return {data + i}; }
 };
 
-// The block's shared memory, handed out from its beginning. All threads of a block take the same pieces.
+// The block's shared memory, handed out from its start. All threads of a block take the same pieces.
 struct SharedMemory {
     char *next;
     __device__ SharedMemory() {

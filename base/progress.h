@@ -1,4 +1,4 @@
-// What is heard and said while something takes long: Ctrl-C, and on a terminal how far it is.
+// What happens during long work: Ctrl-C is noticed, and a terminal shows the progress.
 #pragma once
 
 #include <atomic>
@@ -14,8 +14,8 @@ inline double now() {  // seconds
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Ctrl-C ends the work, not the program: what there is so far is said first. A machine's threads look at this between
-// two items of an operation and leave out the rest; so whoever asked for the operation throws what it computed away.
+// Ctrl-C ends the work, not the program, so that results so far can be shown. A machine's threads check this between
+// two items of an operation and skip the rest, so the caller must discard what the operation computed.
 inline std::atomic<int> interrupts{0};
 inline bool interrupted() { return interrupts.load(std::memory_order_relaxed) > 0; }
 
@@ -24,8 +24,8 @@ inline void stop_if_interrupted() {
     if (interrupted()) throw Interrupted();
 }
 
-// A line on the terminal below the cursor, so that a text that is just being written stays as it is: one down and up
-// again, for there must be a line; keep the place; to the line's beginning, do not wrap; and back to the place.
+// Shows a line below the cursor, so that a text that is being written stays intact. The codes: down and up again, so
+// that the line exists; save the cursor; go to the start of the line below and do not wrap; restore the cursor.
 inline const bool progress_is_shown = isatty(2) == 1;
 inline std::atomic<bool> progress_stands{false};
 inline void show_progress(const std::string &text) {
@@ -33,19 +33,19 @@ inline void show_progress(const std::string &text) {
     progress_stands = true;
     fprintf(stderr, "\033D\033[A\0337\r\033[B\033[?7l%s\033[K\033[?7h\0338", text.c_str());
 }
-// Nothing stands behind or below the cursor but that line. Also called where a signal came.
+// Erases that line, as nothing else is after or below the cursor. Signal handlers call it, too.
 inline void erase_progress() {
     if (progress_stands.exchange(false) && write(2, "\033[J", 3) < 0) return;
 }
 
-// What is done otherwise than it was asked for, or might surprise: it is said when the work begins, so that an error
-// before that is the only line.
+// Notes on what is done differently than asked for, or may surprise. They are shown when the work begins, so that an
+// error before that is the only line.
 inline std::optional<std::string> held_notes = "";
 inline void begin_work() {
     if (held_notes) fputs(std::exchange(held_notes, std::nullopt)->c_str(), stderr);
 }
 
-// Names of files that are not yet complete, nullptr for none. These files go with a process that a signal ends.
+// Names of files that are not yet complete, nullptr for none. They are deleted if a signal ends the process.
 inline std::atomic<const char *> unfinished[4] = {};
 inline void leave_nothing() {
     erase_progress();
@@ -53,7 +53,7 @@ inline void leave_nothing() {
         if (name) unlink(name);
 }
 
-// What main() begins with. Where memory ends: also where no exception may pass, in the threads of a parallel region.
+// main() calls it first. Out of memory ends the process here, as no exception may leave a thread of a parallel region.
 inline void prepare_process() {
     std::set_new_handler([] {
         leave_nothing();
@@ -63,7 +63,7 @@ inline void prepare_process() {
     signal(SIGINT, [](int) {
         if (interrupts++ == 0) return;
         leave_nothing();
-        _exit(130);  // asked twice
+        _exit(130);  // the second Ctrl-C
     });
     signal(SIGBUS, [](int) {  // a page of a mapped file is no longer there
         leave_nothing();
@@ -73,17 +73,17 @@ inline void prepare_process() {
     auto end = [](int number) { leave_nothing(), signal(number, SIG_DFL), raise(number); };
     for (int number : {SIGTERM, SIGHUP, SIGPIPE})
         if (signal(number, end) == SIG_IGN) signal(number, SIG_IGN);
-    signal(SIGXFSZ, SIG_IGN);  // a file that grows too large is an error of the write, as on a full disk
-    // The next file to be opened would take the number of a closed standard stream, and get what is written there. The
-    // wrong way round, so that to read or to write there fails as before.
+    signal(SIGXFSZ, SIG_IGN);  // a write beyond the limit of a file's size then fails, as on a full disk
+    // The next file to be opened would take the number of a closed standard stream, and receive its output. So
+    // /dev/null takes it, opened in the wrong direction: to read or to write there fails as before.
     for (int stream = 0; stream < 3; stream++)
         if (fcntl(stream, F_GETFD) < 0) open("/dev/null", stream == 0 ? O_WRONLY : O_RDONLY);
 }
 
-// How far some work is, from its second half second on: "prefill: 1536 of 6000 tokens, 312 tokens/s, 14 s left".
+// How far some work is, shown after half a second: "prefill: 1536 of 6000 tokens, 312 tokens/s, 14 s left".
 class Progress {
 public:
-    // Inside another one it says nothing, but counts for that.
+    // Inside another Progress it shows nothing: what is done then counts for the outer one.
     Progress(const std::string &what, double total, const char *unit = "tokens")
         : what_(what), unit_(unit), total_(total), outer_(current_ != nullptr) {
         if (!outer_) current_ = this, begin_work();
@@ -92,7 +92,7 @@ public:
     ~Progress() {
         if (!outer_) current_ = nullptr, erase_progress();
     }
-    // `amount` more is done; and of what is not, a `part` so far. Of several threads one says it.
+    // add(): `amount` more is done. at(): so is `part` of what is not counted yet. One thread shows it.
     static void add(double amount) {
         if (current_) current_->done_ += amount, at(0);
     }
@@ -101,7 +101,7 @@ public:
         if (Progress *here = current_) here->say(part);
     }
 
-    static inline std::function<void()> heard = nullptr;  // at each layer and after each pass: tests interrupt there
+    static inline std::function<void()> heard = nullptr;  // called at each layer and after each pass, for tests
 
 private:
     void say(double part) {

@@ -1,4 +1,4 @@
-// Tokens by their probability, for a vocabulary so large that to sort it takes longer than a model of 10^8 weights.
+// Tokens by probability, without a sort: to sort a large vocabulary takes longer than a model of 10^8 weights.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 #include "formats.h"
 
-// The likeliest token: where the largest logit is, the first of equals.
+// Returns the token with the largest logit, the first of equals.
 inline int argmax(const float *logits, int count) { return (int)(std::max_element(logits, logits + count) - logits); }
 
 // a b + c, rounded once where that is one instruction.
@@ -22,9 +22,9 @@ inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// e^x for x from -87 to 0, within two units of its last digit: x = n ln 2 + r, and e^r by its series. A compiler
-// computes several at a time in a loop of it, which it cannot with the library's, nor where x is bounded in here: of a
-// bound g++ makes a branch.
+// e^x for x from -87 to 0, within two units in the last place: x = n ln 2 + r, and e^r by its series. A compiler
+// vectorizes a loop of it, unlike one of the library's exp. The caller bounds x, because g++ would make a branch of a
+// bound in here.
 inline float exp_below_one(float x) {
     constexpr float shift = 0x1.8p23f, log2_e = 0x1.715476p0f, ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f;
     float shifted = multiply_add(x, log2_e, shift), n = shifted - shift;
@@ -34,7 +34,7 @@ inline float exp_below_one(float x) {
     return bit_cast<float>(bit_cast<uint32_t>(power) + (bit_cast<uint32_t>(shifted) << 23));
 }
 
-// The largest of some numbers, several at a time.
+// Returns the largest number; 16 are compared at a time.
 inline float largest_logit(const std::vector<float> &numbers) {
     constexpr size_t side = 16;
     float largest[side];
@@ -46,19 +46,19 @@ inline float largest_logit(const std::vector<float> &numbers) {
     return *std::max_element(largest, largest + side);
 }
 
-// From the likeliest token to the least likely, the first of equals first. They are put into buckets by the size of p,
-// 128 for each factor of 2, and only the tokens of a bucket in which something is looked for are compared. p: the
-// probability, not normalised: the likeliest token has 1, and what has less than 2^-48 of it is never drawn. Of equals
-// in float32, the one of the larger logit is likelier.
+// Tokens from the likeliest to the least likely, the first of equals first. p is a token's probability before it is
+// normalised: the likeliest token has 1, and a token below 2^-48 is never drawn. Tokens are put into buckets by p, 128
+// for each factor of 2, and only those of a bucket that is searched are compared. If two p are equal in float32, the
+// token with the larger logit is likelier.
 //
-// The p of a bucket have their upper 16 bits in common. So each is the bucket's largest number less some steps of the
-// last digit, and their sum is told by how many they are and by the sum of their steps: whole numbers, exact, and both
-// added by one instruction.
+// The p of a bucket share their upper 16 bits. So each is the bucket's largest number minus some steps in the last
+// place, and their sum follows from their count and the sum of their steps. Both are whole numbers, so they are exact,
+// and one instruction adds both.
 class Ranking {
 public:
-    double total = 0;   // of all p
-    double likely = 0;  // of those that are `least` or more
-    // scale: 1 / temperature. Stretch by stretch, as it stays in the L1 while it is gone through.
+    double total = 0;   // the sum of all p
+    double likely = 0;  // the sum of the p that are `least` or more
+    // scale: 1 / temperature. Works on stretches of 1,024 tokens, which stay in the L1 cache.
     Ranking(const std::vector<float> &logits, float scale, double least)
         : logits_(logits),
           largest_(largest_logit(logits)),
@@ -68,7 +68,7 @@ public:
           sums_(buckets) {
         constexpr size_t stretch = 1024;
         float p[stretch];
-        uint32_t steps[stretch];  // that p lies below 1
+        uint32_t steps[stretch];  // in the last place, from p up to 1
         for (size_t i = 0; i < logits.size(); i += stretch) {
             const size_t count = std::min(stretch, logits.size() - i);
             uint16_t *bucket = &bucket_[i];
@@ -87,14 +87,14 @@ public:
             total += sums_[b] = (double)(tally_[b] / one) * most - (double)(tally_[b] % one) * step;
         }
     }
-    // Its p; 0 where it is never drawn.
+    // Returns a token's p; 0 if it is never drawn.
     double p(int token) const { return bucket_[token] == last ? 0 : p_of({-logits_[token], token}); }
     struct Place {
         int token = 0;
-        size_t count = 0;  // of the tokens up to this one
-        double sum = 0;    // of their p
+        size_t count = 0;  // tokens up to this one, with it
+        double sum = 0;    // the sum of their p
     };
-    // The first place for which reached(place) is true, or the last one.
+    // Returns the first place for which reached(place) is true, or the last one.
     template <class Reached>
     Place find(Reached reached) const {
         Place place, before;  // before: the buckets so far
@@ -103,7 +103,7 @@ public:
             if (sums_[b] != 0 && reached(after)) {
                 auto tokens = tokens_of(b);
                 auto first = tokens.begin(), end = tokens.end();
-                for (place = before; end - first > 1;) {  // half of what is left is left: the others need no order
+                for (place = before; end - first > 1;) {  // each time half of them is left; the rest needs no order
                     auto middle = first + (end - first) / 2;
                     std::nth_element(first, middle, end);
                     Place half = {0, place.count + (middle - first), place.sum};
@@ -122,22 +122,22 @@ public:
     }
 
 private:
-    static constexpr uint32_t bits_of_one = 0x3f800000;  // of float32; those of p rise with p
+    static constexpr uint32_t bits_of_one = 0x3f800000;  // of float32; a larger p has larger bits
     static constexpr int steps_bits = 16, most_steps = (1 << steps_bits) - 1;
-    static constexpr int buckets = 48 << (23 - steps_bits), last = buckets - 1;  // p below 2^-48, counted as 0
-    static constexpr uint64_t one = 1ull << 40;  // of a tally's count, less than 2^24, above its sum of steps
+    static constexpr int buckets = 48 << (23 - steps_bits), last = buckets - 1;  // p below 2^-48, which counts as 0
+    static constexpr uint64_t one = 1ull << 40;  // the unit of a tally's count, below 2^24; the lower bits sum steps
     const std::vector<float> &logits_;
     const float largest_, scale_;
     std::unique_ptr<uint16_t[]> bucket_;  // (token)
     std::vector<uint64_t> tally_;         // (bucket)
-    std::vector<double> sums_;            // (bucket): of p
+    std::vector<double> sums_;            // (bucket): the sum of p
 
     float exponent(float logit) const { return std::max(-87.0f, (logit - largest_) * scale_); }  // p is e^ this
-    using Ranked = std::pair<float, int>;  // -logit, token: of a sorted list the likeliest is the first
+    using Ranked = std::pair<float, int>;  // -logit, token: sorted, the likeliest is the first
     float p_of(const Ranked &token) const { return exp_below_one(exponent(-token.first)); }
     std::vector<Ranked> tokens_of(int bucket) const {
         std::vector<Ranked> tokens;
-        for (size_t i = 0, end; i < logits_.size(); i = end) {  // most stretches hold none: several compared at a time
+        for (size_t i = 0, end; i < logits_.size(); i = end) {  // most stretches have none: many compared at a time
             end = std::min(logits_.size(), i + 64);
             uint16_t some = 0;
             for (size_t j = i; j < end; j++) some |= bucket_[j] == (uint16_t)bucket;

@@ -1,5 +1,5 @@
-// RoPE of long contexts: with which frequencies a head's pairs turn (layers.cu has the equation), what queries are
-// multiplied with beside it, and how a config.json asks for this.
+// RoPE for long contexts: the frequencies with which a head's pairs rotate (layers.cu has the equation), a factor of
+// queries, and how a config.json asks for these.
 #pragma once
 
 #include <algorithm>
@@ -10,24 +10,24 @@
 #include "formats.h"
 #include "json.h"
 
-// The frequency of pair i is f_i = theta^(-2i/rotary) radians a position. So that a model reads further than it was
-// trained at first, it is stretched; of a pair that turns n times within the original context to
+// The frequency of pair i is f_i = theta^(-2i/rotary) radians a position. To let a model read further than it was
+// trained at first, it is stretched. With n turns of pair i within the original context, it becomes
 //   linear    f_i / factor (Chen et al. 2023, Position Interpolation)
-//   llama3    f_i / factor where n < low_turns, f_i where n > high_turns, and between them
+//   llama3    f_i / factor if n < low_turns, f_i if n > high_turns, and between them
 //             (1 - s) f_i / factor + s f_i,  s = (n - low_turns) / (high_turns - low_turns)
-//   yarn      likewise, but s goes evenly from the pair with high_turns, 1, to that with low_turns, 0; `truncate`: from
-//             and to whole numbers of pairs (Peng et al. 2023)
-//   longrope  f_i / short_factors[i], or, of texts beyond the original context, f_i / long_factors[i] (Ding et al.
-//   2024)
+//   yarn      likewise, but s is linear in i: 1 at the pair with high_turns, 0 at the one with low_turns; `truncate`:
+//             these two are rounded to whole numbers, away from each other (Peng et al. 2023)
+//   longrope  f_i / short_factors[i], or f_i / long_factors[i] for texts beyond the original context
+//             (Ding et al. 2024)
 struct RopeScaling {
     enum Kind { none, linear, llama3, yarn, longrope } kind = none;
     double factor = 1, low_turns = 1, high_turns = 4;
     int original_context = 0;
     bool truncate = true;
     std::vector<double> short_factors, long_factors;  // (rotary / 2)
-    double rotary = 1;  // the part of a head's numbers that are pairs, the first ones; the others stay (Phi-4-mini)
-    double turned = 1;  // the part of the pairs that turn, the first ones; f_i of the others is 0 (Gemma 4)
-    double attention_factor = 1;  // of yarn and longrope: what queries and keys are multiplied with where they turn
+    double rotary = 1;  // the share of a head's numbers, the first ones, that are pairs; the others stay (Phi-4-mini)
+    double turned = 1;  // the share of the pairs, the first ones, that rotate; the others have f_i = 0 (Gemma 4)
+    double attention_factor = 1;  // yarn and longrope: factor of queries and keys where they rotate
     double query_growth = 0;      // see QueryScale
     auto all() const {
         return std::tie(kind, factor, low_turns, high_turns, original_context, truncate, short_factors, long_factors,
@@ -35,11 +35,11 @@ struct RopeScaling {
     }
 };
 
-// s, for the pair of frequency f, number i.
+// Returns s for pair i, whose frequency is f. It may be outside of 0 .. 1.
 inline double kept_part(double theta, int rotary, const RopeScaling &rope, size_t i, double f) {
     if (rope.kind == RopeScaling::llama3)
         return (rope.original_context * f / (2 * M_PI) - rope.low_turns) / (rope.high_turns - rope.low_turns);
-    auto pair_with = [&](double turns) {  // the one that turns so often, a number with a fraction
+    auto pair_with = [&](double turns) {  // the one with so many turns; it may have a fraction
         return rotary * std::log(rope.original_context / (turns * 2 * M_PI)) / (2 * std::log(theta));
     };
     double first = pair_with(rope.high_turns), last = pair_with(rope.low_turns);
@@ -48,7 +48,7 @@ inline double kept_part(double theta, int rotary, const RopeScaling &rope, size_
     return 1 - ((double)i - first) / (last == first ? 0.001 : last - first);
 }
 
-// The frequencies for texts of up to `positions`: (rotary / 2). With a theta of 0 nothing turns.
+// Returns the frequencies for texts of up to `positions`: (rotary / 2). If theta is 0, all are 0.
 inline std::vector<float> rope_frequencies(double theta, int rotary, const RopeScaling &rope, int positions = 0) {
     std::vector<float> frequencies(rotary / 2, 0.0f);
     for (size_t i = 0; theta && i < frequencies.size() && i < (size_t)(rope.turned * rotary / 2); i++) {
@@ -65,9 +65,9 @@ inline std::vector<float> rope_frequencies(double theta, int rotary, const RopeS
     return frequencies;
 }
 
-// What a query is multiplied with so that the scores of a long text stay apart: all of it at position p with
-// 1 + growth ln(1 + floor(p / context)) (Ministral 3), and where RoPE turns it with attention_factor^2 besides. That is
-// the keys' factor, too: so a cache's rows are as they would be without one.
+// Factor of a query, so that the scores of a long text stay apart: at position p all of the query is multiplied by
+// 1 + growth ln(1 + floor(p / context)) (Ministral 3), and its rotated part also by attention_factor^2. The square
+// includes the factor of the keys, so a cache's rows need none.
 struct QueryScale {
     float turned = 1, growth = 0;
     int context = 1;
@@ -80,8 +80,8 @@ struct QueryScale {
 
 // ---- From config.json --------------------------------------------------------------------------------------
 
-// What `rope`, a part of a config, asks for. `part`: of a head's numbers, those that turn where it is silent; `width`:
-// D; `context`: the model's; `original`: the only original one that its family has, or 0.
+// Reads `rope`, a section of a config. `part`: the default share of a head's numbers that rotate; `width`: D;
+// `context`: the model's; `original`: the original context that all models of the family have, or 0.
 inline RopeScaling read_scaling(const Section &config, const Section &rope, const std::string &type, double part,
                                 int width, int context, int original) {
     const char *name = rope.name.c_str(), *original_key = "original_max_position_embeddings";
@@ -98,7 +98,7 @@ inline RopeScaling read_scaling(const Section &config, const Section &rope, cons
     const bool yarn = type == "yarn", longrope = type == "longrope";
     if (type != "llama3" && !yarn && !longrope) return to;
 
-    // These speak of an original context.
+    // These types need an original context.
     if (!original) original = rope.integer(original_key, 1, 1 << 30, context);
     to.original_context = config.integer(original_key, longrope ? 2 : 1, 1 << 30, original);
     if (!rope.find("factor")) to.factor = (double)context / to.original_context;

@@ -1,10 +1,10 @@
-// safetensors: which tensors a file has, and where they lie in it. Files are mapped; nothing behind a header is read.
+// safetensors: which tensors a file has, and where they are in it. Files are mapped; only their headers are read.
 //
 // A file is: 8 bytes, the length n of the header (little-endian); n bytes of JSON,
 //   {"model.norm.weight": {"dtype": "BF16", "shape": [64], "data_offsets": [0, 128]}, ..., "__metadata__": {...}}
 // and the data. Offsets count from the start of the data; the tensors cover all of it, and none overlaps another.
 //
-// Whatever is wrong with a file ends in fail(), with a line that names it.
+// Every fault of a file ends in fail(), with a line that names the file.
 #pragma once
 
 #include <map>
@@ -27,8 +27,8 @@ struct TensorTable {
     std::map<std::string, StoredTensor> tensors;
 };
 
-// Bytes of an element, from the bits in its type's name: "BF16", "I64", "F8_E4M3"; 0: not known here, or not whole, so
-// the tensor's size is not checked. Only F32, F16 and BF16 can be used; others may lie in the file beside them.
+// Bytes of an element, from the bits in its type's name: "BF16", "I64", "F8_E4M3"; 0: not known, or not whole, so the
+// tensor's size is not checked. Only F32, F16 and BF16 can be used; a file may have unused tensors of other types.
 inline size_t stored_dtype_bytes(const std::string &dtype) {
     size_t digit = dtype.find_first_of("0123456789");
     if (digit == std::string::npos) return dtype == "BOOL";
@@ -45,7 +45,7 @@ inline std::vector<int64_t> read_counts(const Section &tensor, const char *key) 
     return counts;
 }
 
-// One entry of the header. `data` (data_bytes) is the part of the file behind the header.
+// Reads one entry of the header. `data` (data_bytes) is the part of the file after the header.
 inline StoredTensor read_entry(const std::string &file, const Json *item, const char *data, size_t data_bytes) {
     Section entry{file + ": tensor " + printable(item->key), item};
     const char *name = entry.name.c_str();
@@ -88,7 +88,7 @@ inline void check_coverage(const TensorTable &table, const char *data, size_t da
         fail("%s: holds %zu bytes of data, its header speaks of %td", table.name.c_str(), data_bytes, covered - data);
 }
 
-// The tensors of one file, given as its bytes in memory; nothing behind the header is read.
+// Returns the tensors of one file, given as its bytes in memory; only the header is read.
 inline TensorTable parse_safetensors(const std::string &name, const char *bytes, size_t size) {
     if (const char *instead = instead_of_file(bytes, size)) fail("%s: %s", name.c_str(), instead);
     uint64_t header_bytes = 0;
@@ -115,7 +115,7 @@ inline TensorTable open_safetensors(const std::string &path, std::vector<Mapping
     return parse_safetensors(path, files.back().get(), files.back().get_deleter().size);
 }
 
-// The shards that the index names, each opened once; a tensor is taken from the shard the index gives.
+// Opens each shard that the index names, once, and takes each tensor from the shard that the index gives.
 inline TensorTable open_shards(const std::string &directory, const std::string &index, std::vector<Mapping> &files) {
     Json root = parse_json(index, read_file(index, max_json_bytes), /*as_python=*/true);
     Section whole{index, &root}, map = whole.section("weight_map");

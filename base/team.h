@@ -1,6 +1,6 @@
-// Who computes. A Team is what the body of an operation is told of the threads that share it: one thread (Alone), or a
-// warp of a GPU (device.h). A machine runs such bodies, one for each item of an operation, and owns the memory that
-// they read: the threads of the CPU here, a GPU in device.h.
+// Machines and teams. A machine runs the body of an operation for each of its items, and owns the memory that bodies
+// read: it is the CPU's threads here, a GPU in device.h. A Team is a body's view of the threads that share its item:
+// one thread (Alone), or a warp of a GPU (device.h).
 #pragma once
 
 #include <sys/mman.h>
@@ -18,22 +18,22 @@
 #include "progress.h"
 #include "usable.h"
 
-// A team of one. Items of a loop are shared as  for (i = first(); i < n; i += step()).
+// A team of one thread. A team shares the items of a loop as  for (i = first(); i < n; i += step()).
 struct Alone {
     HOST_DEVICE int first() const { return 0; }
     HOST_DEVICE int step() const { return 1; }
-    HOST_DEVICE float sum(float x) const { return x; }      // over the team, for all of it
+    HOST_DEVICE float sum(float x) const { return x; }      // of the whole team, for each thread of it
     HOST_DEVICE float largest(float x) const { return x; }  // likewise
-    HOST_DEVICE void wait() const {}                        // until what all have written can be read
+    HOST_DEVICE void wait() const {}                        // until all threads' writes can be read
 };
 
-// What Linux alone has: pages of 2 MiB, and threads that sleep until a number changes.
+// Only Linux has pages of 2 MiB, and threads that sleep until a number changes.
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
 
 inline void ask_for_huge_pages(void *data, size_t bytes) {
-    madvise(data, bytes, MADV_HUGEPAGE);  // refused by kernels that have none: small ones do
+    madvise(data, bytes, MADV_HUGEPAGE);  // a kernel without them refuses, and small ones are used
 }
 inline void sleep_while(std::atomic<unsigned> &number, unsigned is) {  // it may also return without a change
     syscall(SYS_futex, &number, FUTEX_WAIT_PRIVATE, is, nullptr);
@@ -58,9 +58,9 @@ inline void wake_all(std::atomic<unsigned> &) {
 
 // ---- Memory of a machine -----------------------------------------------------------------------------------
 
-// Memory of 4 KiB pages, or of 2 MiB where they lie within it and the kernel can give them: whoever reads much looks
-// up small pages so often that it costs a tenth of the time (Linux, Documentation/admin-guide/mm/transhuge.rst).
-// Zeros; pages are taken when they are first written.
+// Returns `bytes` of zeros. A page is taken when it is first written: 2 MiB if it fits and the kernel has one, else
+// 4 KiB. To look up small pages takes a tenth of the time when much is read (Linux,
+// Documentation/admin-guide/mm/transhuge.rst).
 inline std::shared_ptr<void> map_memory(size_t bytes, const char *what, const char *cure, bool huge = true) {
     bytes = std::max<size_t>(bytes, 1);
     void *data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -70,16 +70,16 @@ inline std::shared_ptr<void> map_memory(size_t bytes, const char *what, const ch
     return std::shared_ptr<void>(data, [bytes](void *start) { munmap(start, bytes); });
 }
 
-// What caches, weights and activations are kept in.
+// A machine's memory, which holds caches, weights and activations.
 struct Memory {
     virtual ~Memory() = default;
     virtual std::shared_ptr<void> reserve(size_t bytes, const char *what, const char *cure) = 0;  // zeros
-    virtual void write(void *to, const void *from, size_t bytes) = 0;                             // into it
-    virtual void read(void *to, const void *from, size_t bytes) = 0;                              // out of it
+    virtual void write(void *to, const void *from, size_t bytes) = 0;                             // to it
+    virtual void read(void *to, const void *from, size_t bytes) = 0;                              // from it
     virtual Room room() const = 0;
 };
 
-// Numbers there. resize() keeps none of them; assign() takes others there.
+// Numbers in a machine's memory. resize() does not keep them; assign() copies new ones to it.
 template <class T>
 struct Buffer {
     std::shared_ptr<void> memory;
@@ -88,7 +88,7 @@ struct Buffer {
     void resize(Memory &of, size_t count) {
         if (count <= capacity) return;
         memory.reset();
-        size_t more = std::max(count, capacity + capacity / 2);  // one token more a step does not move it each time
+        size_t more = std::max(count, capacity + capacity / 2);  // so that one token more does not move it each time
         capacity = (double)more * sizeof(T) < of.room().bytes ? more : count;
         memory =
             of.reserve(capacity * sizeof(T), "the activations of this many tokens", "shorten the prompt or lower -c");
@@ -101,20 +101,20 @@ struct Buffer {
 
 // ---- The CPU: a team of threads ----------------------------------------------------------------------------
 
-struct Share {  // of some items: those of one thread
+struct Share {  // the items of one thread
     int64_t first, last;
     int count() const { return (int)(last - first); }
 };
 
-inline void pause_briefly() {  // between two looks at what another core will change
+inline void pause_briefly() {  // between two reads of what another core will change
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
-    __asm__ volatile("isb");  // as long as x86's pause, about; `yield` takes no time on most cores
+    __asm__ volatile("isb");  // about as long as x86's pause; `yield` takes no time on most cores
 #endif
 }
 
-// run(body) lets all threads call body(); what else is here is called by all of them, inside it.
+// run(body) lets all threads call body(). The functions that share work or wait are called by all of them, inside it.
 class Cpu : public Memory {
 public:
     using Team = Alone;
@@ -146,24 +146,24 @@ public:
 #endif
     Share share(int64_t items) const { return {items * index() / team(), items * (index() + 1) / team()}; }
 
-    // body(i, team) for all items, each thread its share; the results can be read when it returns.
+    // Calls body(i, team) for all items, each thread for its share. The results can be read when it returns.
     template <class Body>
     void for_each(int64_t items, Body body) {
         Share mine = share(items);
         for (int64_t i = mine.first; i < mine.last && !interrupted(); i++) body(i, Alone());
         wait();
     }
-    // The same for items of unequal cost: whoever is ready takes the next one.
+    // The same for items of unequal cost: a thread that is ready takes the next one.
     template <class Body>
     void for_each_in_turn(int64_t items, Body body) {
         int64_t &taken = state_->places[index()].taken;
         for (int64_t i; (i = state_->next.fetch_add(1) - taken) < items;)
             if (!interrupted()) body(i, Alone());
-        taken += items + team();  // each has asked once in vain
+        taken += items + team();  // every thread overshoots by one fetch_add
         wait();
     }
 
-    // Memory that the team shares, until it is asked for again.
+    // Returns (count) numbers that the team shares, valid until the next call.
     template <class T>
     T *shared(size_t count) {
         if (shared_.size() < count * sizeof(T)) {
@@ -174,8 +174,8 @@ public:
         return (T *)shared_.data();
     }
 
-    // Waits until the whole team is here: each counts its waits where the others look. OpenMP's own barrier may spin
-    // for 10 ms; the waits of a layer are of microseconds.
+    // Waits until the whole team is here: each thread counts its waits where the others read them. OpenMP's own barrier
+    // may spin for 10 ms, while the waits of a layer take microseconds.
     void wait() {
         State &s = *state_;
         const int all = team(), me = index();
@@ -194,16 +194,16 @@ public:
     std::string name() const { return "CPU, " + std::to_string(threads) + (threads == 1 ? " thread" : " threads"); }
 
 private:
-    struct alignas(cache_line) Place {   // of a thread, in its own line of the caches
-        std::atomic<unsigned> waits{0};  // that it has come to in this run
-        int64_t taken = 0;               // items and vain askings of for_each_in_turn() so far in this run
+    struct alignas(cache_line) Place {   // a thread's counts, in a cache line of their own
+        std::atomic<unsigned> waits{0};  // its waits so far in this run
+        int64_t taken = 0;               // all threads' fetch_adds in the loops before, in this run
     };
     struct State {
-        std::vector<Place> places = std::vector<Place>(1);  // one computes outside run() too
-        std::atomic<int64_t> next{0};  // so many times for_each_in_turn() was asked for an item in this run
+        std::vector<Place> places = std::vector<Place>(1);  // for the one thread outside run()
+        std::atomic<int64_t> next{0};  // fetch_adds by for_each_in_turn() so far in this run
         std::atomic<int> sleeping{0};
         std::atomic<int64_t> late{0};  // ns that threads have waited longer than a short spin
-        double watched = 0;            // in so many seconds of runs
+        double watched = 0;            // the seconds of runs that `late` is from
         int cores = usable_threads();
         int team = 1;
         double again = 0, patience = 0;  // when the whole team is tried again; seconds from one try to the next
@@ -211,9 +211,9 @@ private:
     std::unique_ptr<State> state_;
     Aligned<char> shared_;
 
-    // Waits until another thread has come to as many waits. Spins for a millisecond, about, and then sleeps: on a busy
-    // machine, whoever slept gets a core at once when it is woken, but whoever spun waits for its turn among the other
-    // programs. `crowded`: somebody waits for this very core.
+    // Waits until another thread has counted as many waits. Spins for about a millisecond, and then sleeps: on a busy
+    // machine, a thread that slept gets a core as soon as it is woken, but one that spun waits for its turn among the
+    // other programs. `crowded`: another thread of the team may need this core.
     void wait_for(std::atomic<unsigned> &there, unsigned mine, bool crowded) {
         State &s = *state_;
         constexpr int short_spins = 2000, long_spins = 60000;
@@ -232,9 +232,9 @@ private:
         s.late += (int64_t)((now() - start) * 1e9);
     }
 
-    // Where other programs take the cores, a thread that waits for another waits for a slice of the scheduler's, some
-    // milliseconds: fewer threads are then faster. What counts is a tenth of a second, as any machine is disturbed now
-    // and then; and from time to time all are tried again.
+    // Halves the team if other programs take its cores: a wait for a thread without a core takes a time slice, some
+    // milliseconds, and fewer threads are faster. It judges by a tenth of a second, as any machine is disturbed now and
+    // then. From time to time the whole team is tried again.
     void adapt(double seconds) {
         State &s = *state_;
         constexpr double window = 0.1;

@@ -1,4 +1,4 @@
-// Text to ids and back: tokenizer.c for C++, whose errors are exceptions and whose memory goes by itself.
+// Text to ids and back: tokenizer.c for C++, with exceptions and memory that is freed by itself.
 #pragma once
 
 #include <map>
@@ -16,7 +16,7 @@ inline TokenizerPointer load_tokenizer(const std::string &directory) {
     return TokenizerPointer(tokenizer, tokenizer_free);
 }
 
-// A line on standard error. It may quote what is no UTF-8: such bytes are shown as \xNN.
+// Returns a line for standard error. Bytes in it that are not UTF-8 become \xNN.
 inline std::string said(const std::string &line) {
     std::string result = "llm: ";
     for (size_t at = 0; at < line.size();) {
@@ -30,13 +30,13 @@ inline void note(const std::string &line) {
     held_notes ? (void)(*held_notes += said(line)) : (void)fputs(said(line).c_str(), stderr);
 }
 
-// `what` the text is called in the message.
+// Throws unless the text is UTF-8. `what` is its name in the message.
 inline void require_utf8(const std::string &what, const std::string &text) {
     const size_t valid = utf8_valid(text.data(), text.size());
     if (valid < text.size()) fail(("%s: " NOT_UTF8), what.c_str(), valid, (unsigned)(uint8_t)text[valid]);
 }
 
-// `typed`: of a conversation (base/tokenizer.h), whose template says itself what stands before it.
+// Returns a text's ids. With `typed` (base/tokenizer.h) it is a conversation, whose template has BOS itself.
 inline std::vector<int> encode(const Tokenizer *tokenizer, const std::string &text,
                                const std::string &what = "the prompt", const char *typed = nullptr) {
     char error[1000];
@@ -48,14 +48,14 @@ inline std::vector<int> encode(const Tokenizer *tokenizer, const std::string &te
     return result;
 }
 
-// Tokens of one sequence as text that can be printed at once. Without a tokenizer: the ids.
+// Turns tokens of one sequence into text that can be printed at once; without a tokenizer, into the ids.
 struct TextStream {
     const Tokenizer *tokenizer;
     std::unique_ptr<TokenizerStream, decltype(&tokenizer_stream_free)> stream{nullptr, tokenizer_stream_free};
     explicit TextStream(const Tokenizer *source, bool skip_special = true) : tokenizer(source) {
         if (tokenizer) stream.reset(tokenizer_stream_begin(tokenizer, skip_special));
     }
-    // Behind tokens whose text was said before.
+    // Continues after tokens whose text was shown before.
     TextStream(const Tokenizer *source, const std::vector<int> &before) : TextStream(source) {
         for (int id : before) next(id);
     }
@@ -77,22 +77,22 @@ struct TextStream {
     }
 };
 
-// The text of a sequence as it comes, up to the first of `stops`. What may be the beginning of one is held back until
-// it is known. A special token gives no text, but its spelling may be a stop. Where `thoughts` says how they begin and
-// end, they are kept apart; one begins before any other text. A reader sees them with their marks, between `dim` and
-// `bright`.
+// The text of a sequence as it comes, up to the first of `stops`. What may be the start of one is held back until it is
+// certain. A special token gives no text, but its spelling may be a stop. `thoughts` maps the mark that begins a
+// thought to the one that ends it. A thought begins before any other text and goes to `thought`, not to `text`. It is
+// shown with its marks, between `dim` and `bright`.
 struct Writer {
     const Tokenizer *tokenizer;
     TextStream stream;
     std::vector<std::string> stops;
     std::map<std::string, std::string> thoughts = {};
-    std::string end_of_thought = "", dim = "", bright = "";  // "": it is in no thought
+    std::string end_of_thought = "", dim = "", bright = "";  // "": not in a thought
     std::string text = "", thought = "", held = "";
     bool stopped = false;
     Writer(const Tokenizer *source, const std::vector<int> &before, const std::vector<std::string> &ends = {})
         : tokenizer(source), stream(source, before), stops(ends) {}
 
-    // What may be shown after a token, and at the end.
+    // Return what can be shown after a token, and at the end.
     std::string next(int id) {
         held += stream.next(id);
         const char *spelled = tokenizer && tokenizer_is_special(tokenizer, id) ? tokenizer_token(tokenizer, id) : "";
@@ -105,7 +105,7 @@ struct Writer {
         return take(true) + (end_of_thought.empty() ? "" : bright);
     }
 
-    // Which of `texts` ends first in `in`, the longest of those that do, and from where to where; texts.size(): none.
+    // Finds which of `texts` ends first in `in`, the longest of several, at [first, after). which = texts.size(): none.
     struct Found {
         size_t which, first, after;
     };
@@ -120,7 +120,7 @@ struct Writer {
     }
 
 private:
-    // What is looked for: stops, then what ends this thought, or what begins one where there is no other text.
+    // What to look for: stops, then the end of this thought, or the start of one if there is no other text yet.
     std::vector<std::string> marks() const {
         std::vector<std::string> all = stops;
         if (!end_of_thought.empty()) return all.push_back(end_of_thought), all;
@@ -137,7 +137,7 @@ private:
             const std::vector<std::string> all = marks();
             auto [which, first, after] = find_first(all, held);
             const bool found = which < all.size();
-            size_t begun = 0;  // bytes at the end that may begin one
+            size_t begun = 0;  // bytes at the end that may be the start of a mark
             for (const std::string &each : all)
                 for (size_t size = std::min(each.size() - 1, held.size()); size > begun && !found && !end; size--)
                     if (held.compare(held.size() - size, size, each, 0, size) == 0) begun = size;
@@ -154,7 +154,7 @@ private:
     }
 };
 
-// The text of ids. Special tokens that are skipped give nothing.
+// Returns the text of ids. Special tokens that are skipped give nothing.
 inline std::string decode(const Tokenizer *tokenizer, const std::vector<int> &ids, bool skip_special = true) {
     TextStream stream(tokenizer, skip_special);
     std::string text;

@@ -1,4 +1,4 @@
-// What of the machine this process may use: memory and threads, by the machine, its container (cgroups), environment.
+// How much memory and how many threads this process may use, by the machine, its container (cgroups) and environment.
 #pragma once
 
 #include <unistd.h>
@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-// The number behind `key` ("MemAvailable:") in a file of the kernel's; "": its first. `otherwise`: no file, or "max".
+// Returns the number after `key` ("MemAvailable:") in a kernel's file; "": its first. No number there: `otherwise`.
 inline double kernel_number(const std::string &path, const std::string &key, double otherwise) {
     std::ifstream file(path);
     std::string word;
@@ -23,8 +23,8 @@ inline double kernel_number(const std::string &path, const std::string &key, dou
     return file >> number ? number : otherwise;
 }
 
-// What each system says in its own way: bytes of memory that can be had without swapping; where the program's file is,
-// "" if that is unknown; the bytes that rusage counts memory in.
+// What differs between systems: bytes of memory that can be had without swapping; the path of the program's file, "" if
+// it is unknown; the unit of rusage's memory, in bytes.
 #ifdef __linux__
 inline double free_memory_of_machine(const std::string &root) {
     double all = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGE_SIZE);
@@ -35,7 +35,7 @@ inline std::string own_path() {
     return readlink("/proc/self/exe", path, sizeof path - 1) > 0 ? path : "";
 }
 constexpr int rusage_unit = 1024;
-#else  // macOS, which has neither /proc nor cgroups: what looks for them below finds none
+#else  // macOS, which has neither /proc nor cgroups: searches for them below find none
 #include <mach-o/dyld.h>
 #include <mach/mach.h>
 
@@ -54,7 +54,7 @@ inline std::string own_path() {
 constexpr int rusage_unit = 1;
 #endif
 
-// A file of this project, which stands beside the program; the programs of tests are in build/.
+// Returns the path of a project's file, which is next to the program. The programs of tests are in build/.
 inline std::string file_of_project(const std::string &name) {
     const std::string program = own_path(), beside = program.substr(0, program.rfind('/') + 1) + name;
     const size_t build = program.rfind("/build/");
@@ -62,8 +62,8 @@ inline std::string file_of_project(const std::string &name) {
     return of_test ? program.substr(0, build + 1) + name : beside;
 }
 
-// The folders of the cgroups this process is in, and of all around. `controller`: "memory", "cpu" of version 1; "": of
-// version 2. A container sees its own folder at the top, so paths need not exist. `root`: before each path, for tests.
+// Returns the folders of this process's cgroups and of those around them. `controller`: "memory", "cpu" in version 1;
+// "" in version 2. A container sees its own folder as the top, so paths need not exist. `root`: a prefix for tests.
 inline std::vector<std::string> cgroup_folders(const std::string &root, const std::string &controller) {
     std::vector<std::string> folders;
     std::ifstream groups(root + "/proc/self/cgroup");
@@ -82,13 +82,13 @@ inline std::vector<std::string> cgroup_folders(const std::string &root, const st
     return folders;
 }
 
-// Bytes that can still be had, and of what: a card, or "this machine" or "this container", whichever has less.
+// Bytes that are still free, and where: a card, or the one of "this machine" and "this container" that has less.
 struct Room {
     double bytes;
     std::string name;
 };
 
-// What can be had without swapping. A cgroup's page cache, such as weights read before, gives way like free memory.
+// What can be had without swapping. A cgroup's page cache, such as weights read before, counts as free: it gives way.
 inline Room free_memory_of_host(const std::string &root = "") {
     Room least{free_memory_of_machine(root), "this machine"};
     auto look_into = [&](const std::string &folder, const char *most, const char *used, const std::string &total) {
@@ -103,12 +103,12 @@ inline Room free_memory_of_host(const std::string &root = "") {
     return least;
 }
 
-// As many as may run at once: this process's processors, a cgroup's share of time, and `wanted`, if any; at least 1.
+// Threads that may run at once: the least of its processors, its cgroups' share of time and `wanted`; at least 1.
 inline int usable_threads(const std::string &root = "", const char *wanted = getenv("OMP_NUM_THREADS")) {
 #ifdef _OPENMP
-    double threads = omp_get_num_procs();  // that this process may run on
+    double threads = omp_get_num_procs();  // those that this process may run on
 #else
-    double threads = 1;  // a compiler that has no OpenMP, such as Apple's, makes a program of one
+    double threads = 1;  // a compiler that has no OpenMP, such as Apple's, makes a program of one thread
 #endif
     auto share = [&](double quota, double period) {  // microseconds in each period; no quota: -1 or "max"
         if (quota > 0 && period > 0) threads = std::min(threads, std::ceil(quota / period));

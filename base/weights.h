@@ -1,11 +1,11 @@
 // A model's tensors: what each is, where it is in a checkpoint's files, and how they move into a machine's memory.
 //
 //   config.json, generation_config.json                          -> Config (config.h)
-//   model.safetensors, or, where the weights are split, model.safetensors.index.json, which says which
+//   model.safetensors, or, if the weights are split, model.safetensors.index.json, which says which
 //   tensor is in which file                                      -> Model
 //
-// Weights are mapped, not read: loading touches the headers only, a page of weights comes from the disk when the
-// first product needs it, and a model takes its file's size in memory (shared with the page cache) and no more.
+// Weights are mapped, not read. Loading touches only the headers; a page of weights comes from the disk when a product
+// first needs it. A model takes its files' size in memory (shared with the page cache) and no more.
 #pragma once
 
 #include <atomic>
@@ -24,8 +24,8 @@
 
 // ---- What a checkpoint becomes -------------------------------------------------------------------------------------
 
-// The last two are never in a file. int8: formats.h says how its numbers lie. bf16_pairs: bf16, of which products take
-// two neighbours at a time, with inputs that are rounded to bf16, too.
+// The last two are never in a file. int8: see Int8Block (formats.h). bf16_pairs: bf16 whose products take two
+// neighbours at a time, with inputs that are rounded to bf16, too.
 enum class DType { f32, f16, bf16, int8, bf16_pairs };
 
 inline int dtype_bytes(DType type) { return type == DType::f32 ? 4 : type == DType::int8 ? 1 : 2; }
@@ -34,7 +34,7 @@ inline const char *dtype_name(DType type) {
     return names[(int)type];
 }
 
-// A matrix (rows, cols), row-major, where it lies in the mapped file. A vector has one row.
+// A row-major matrix (rows, cols) in a mapped file or in a machine's memory. A vector has one row.
 struct Tensor {
     const void *data = nullptr;  // nullptr: this model has no such tensor
     DType type = DType::f32;
@@ -52,54 +52,54 @@ struct Linear {     // y = weight x + bias
     Tensor bias;    // (1, outputs), absent in most families
 };
 
-// What a layer adds to x of a second embedding of each token, its own, P numbers wide (Gemma 4 E2B and E4B).
+// How a layer adds its second embedding of each token, P numbers wide, to x (Gemma 4 E2B and E4B).
 struct PerLayer {
-    Linear projection;  // (P, hidden), of the first embedding; what comes out is normed, and the second one added
+    Linear projection;  // (P, hidden), of the first embedding; its result is normed, and the second one added
     Linear gate;        // (P, hidden), of x
     Linear output;      // (hidden, P)
     Tensor out_norm;    // (1, hidden)
-    float scale = 1;    // what x is multiplied with at the end
+    float scale = 1;    // factor of x at the end
 };
 
-// With D the width of its kind's keys. Rows of query, key and value are head after head, D rows each; a head's rows are
-// in the half-split order of RoPE: component i turns together with component i + D / 2.
+// D is the width of keys in the layer's kind. Query, key and value have D rows per head, head after head, in the
+// half-split order of RoPE: component i rotates together with component i + D / 2.
 struct LayerWeights {
     Tensor attention_norm;                  // (1, hidden)
     Linear query;                           // (heads * D, hidden)
-    Linear key, value;                      // (kv_heads * D, hidden); absent where another layer's rows are read
+    Linear key, value;                      // (kv_heads * D, hidden); absent if another layer's rows are read
     Linear output;                          // (hidden, heads * D)
     Tensor query_norm, key_norm;            // (1, D): RMSNorm of each head before RoPE (Qwen3), absent elsewhere
-    Tensor all_query_norm, all_key_norm;    // (1, heads * D), (1, kv_heads * D): of all heads as one vector (OLMo 2)
-    Tensor value_norm;                      // (1, D): likewise (Gemma 4)
+    Tensor all_query_norm, all_key_norm;    // (1, heads * D), (1, kv_heads * D): RMSNorm of all heads as one (OLMo 2)
+    Tensor value_norm;                      // (1, D): RMSNorm of each head, with weights of 1 (Gemma 4)
     Tensor sinks;                           // (1, heads): learned sinks, scores without a value (gpt-oss)
     Tensor mlp_norm;                        // (1, hidden)
     Linear gate, up;                        // (ffn, hidden)
     Linear down;                            // (hidden, ffn)
     Tensor attention_out_norm, mlp_out_norm;  // (1, hidden): RMSNorm of what is added to x (Gemma 3), absent elsewhere
-    Tensor taps, taps_bias;  // (hidden, L), (1, hidden): of a short convolution (LFM2), whose query, key and value are
-                             // the parts C, B and x of its in_proj, (hidden, hidden) each
-    float scale = 1;  // what x is multiplied with at the end of the MLP; where it is not 1, it has an mlp_out_norm
+    Tensor taps, taps_bias;  // (hidden, L), (1, hidden): of a short convolution (LFM2). Its query, key and value are
+                             // the parts C, B and x of in_proj, (hidden, hidden) each
+    float scale = 1;  // factor of x at the end of the MLP; if it is not 1, there is an mlp_out_norm
     PerLayer per_layer;
 };
 
-// Move-only: tensors point into files (or copies), which live as long as the model.
+// Move-only, as tensors point into `files` and `copies`, which live as long as the model.
 struct Model {
     Config config;
     Tensor embedding;   // (vocabulary, hidden)
     Tensor final_norm;  // (1, hidden)
     Tensor head;        // (vocabulary, hidden): the embedding itself when tied
-    Tensor layer_embedding;  // (vocabulary, layers * P): a token's second embedding, one for each layer, or absent
+    Tensor layer_embedding;  // (layer_vocabulary, layers * P): second embeddings of each token, or absent
     Tensor layer_norm;       // (1, P): see PerLayer
     std::vector<LayerWeights> layers;
     int64_t weight_bytes = 0, parameters = 0;  // of all tensors above; a tied head counts once
     std::vector<Mapping> files;
-    std::vector<std::unique_ptr<char[]>> copies;  // tensors that lie at an odd address in their file, or were 1 less
-    std::string beside;  // the file's tensors that are none of the text model's: "score.weight and 2 others"
+    std::vector<std::unique_ptr<char[]>> copies;  // tensors that were not aligned in their file, or were computed
+    std::string beside;  // tensors outside the text model: "score.weight and 2 others"
 };
 
 // ---- Numbers -------------------------------------------------------------------------------------------------
 
-// Calls use(p) with a tensor's numbers as a file stores them: `const float *`, `const f16 *` or `const bf16 *`.
+// Calls use(p) with a tensor's numbers in a file's types: `const float *`, `const f16 *` or `const bf16 *`.
 template <class Use>
 void with_numbers(const Tensor &tensor, Use use) {
     if (tensor.type == DType::f32) return use((const float *)tensor.data);
@@ -112,22 +112,22 @@ void with_numbers(const Tensor &tensor, Use use) {
 
 // Where a tensor comes from.
 struct Part {
-    int first = 0, all = 0;  // rows from `first` on of a matrix of `all` rows; 0: a matrix of its own
+    int first = 0, all = 0;  // rows from `first` on in a matrix of `all` rows; 0: a matrix of its own
 };
 struct Origin {
-    std::string name;            // Llama's, below "model."; "": it is in no file, and each number is 1
-    std::vector<int64_t> shape;  // of a vector its width
-    bool matrix = false;         // every token is multiplied with it
-    Part part = {};              // also of the bias of such a matrix
-    bool norm = false;           // RMSNorm multiplies with it, all of it times `scale`
+    std::string name;            // Llama's name after "model."; "": in no file, each number is 1
+    std::vector<int64_t> shape;  // a vector has only its width
+    bool matrix = false;         // every token is multiplied by it
+    Part part = {};              // the bias of such a matrix has one, too
+    bool norm = false;           // weights of RMSNorm, to be multiplied by `scale`
     double scale = 1;
 };
 inline Origin norm_of(const std::string &name, int width, double scale = 1) {
     return {name + ".weight", {width}, false, {}, /*norm=*/true, scale};
 }
 
-// Each tensor of a layer, once: visit(tensor, whether this layer has it, its origin). Loading and moving them and
-// counting operations all go through this list.
+// Calls visit(tensor, whether this layer has it, its origin) once for each tensor of a layer. Loading and moving them
+// and counting operations all use this list.
 template <class Layer, class Visit>
 void visit_layer(Layer &w, const Config &config, int index, Visit &visit) {
     const Family &family = *config.family;
@@ -143,7 +143,7 @@ void visit_layer(Layer &w, const Config &config, int index, Visit &visit) {
         visit(to.bias, here && bias, Origin{name + ".bias", {outputs}, false, part});
     };
 
-    // Some files have query, key and value in one matrix; of a convolution they are C, B and x, in another order.
+    // Some files have query, key and value in one matrix. A convolution's are C, B and x, in another order.
     const bool bias = convolves ? config.convolution_bias : config.qkv_bias;
     const bool output_bias = convolves ? config.convolution_bias : config.output_bias;
     const std::string joint = convolves ? "in_proj" : family.fused_qkv ? "qkv_proj" : "";
@@ -171,7 +171,7 @@ void visit_layer(Layer &w, const Config &config, int index, Visit &visit) {
     linear(w.up, true, mlp + up, ffn, hidden, config.mlp_bias, both ? Part{ffn, 2 * ffn} : Part{});
     linear(w.down, true, mlp + "down_proj", hidden, ffn, config.mlp_bias);
 
-    // Where there are norms after, Llama's name for the one before the MLP is that of another one.
+    // With norms after, Llama's name of the norm before the MLP is the name of another norm.
     const bool before = family.norms_before, after = family.norms_after;
     visit(w.attention_norm, before, norm_of(layer + "input_layernorm", hidden));
     const char *mlp_norm = after ? "pre_feedforward_layernorm" : "post_attention_layernorm";
@@ -187,9 +187,9 @@ void visit_layer(Layer &w, const Config &config, int index, Visit &visit) {
     visit(second.out_norm, more, norm_of(layer + "post_per_layer_input_norm", hidden));
 }
 
-// And each of a model. The second embedding of tokens and what the first adds to it come to
-// (embedding * sqrt(P) + RMSNorm(projection)) / sqrt(2): what both are divided by is in Config::layer_scale, and put
-// into the norm's weights here.
+// Calls visit() once for each tensor of a model. The second embedding with the projection of the first is
+// (embedding * sqrt(P) + RMSNorm(projection)) / sqrt(2). The division is part of Config::layer_scale for the embedding,
+// and of the norm's weights, which are scaled here.
 template <class M, class Visit>
 void visit_tensors(M &model, Visit visit) {
     const Config &config = model.config;
@@ -203,15 +203,15 @@ void visit_tensors(M &model, Visit visit) {
     visit(model.final_norm, true, norm_of("norm", hidden, config.logit_scale));
 }
 
-// Takes tensors out of the table by name, with the shape the config asks for.
+// Takes tensors from the table by name, and refuses a shape that the config does not ask for.
 struct Binder {
     const TensorTable &table;
     Model &model;
-    std::string outer = "", prefix = "model.";  // of lm_head, and of all else
+    std::string outer = "", prefix = "model.";  // of lm_head's name; of all others
     std::map<std::string, Tensor> taken = {};
 
-    // The name in this file, from Llama's: a family has others for some parts between dots, and where the head is the
-    // embedding, a file may have either.
+    // Returns the name in this file for Llama's. A family has its own names for some parts between dots; if the head is
+    // the embedding, a file may have either.
     std::string named(std::string name) const {
         const std::string embedding = "embed_tokens.weight", head = "lm_head.weight";
         if (model.config.tied && (name == embedding || name == head))
@@ -248,14 +248,14 @@ struct Binder {
         model.parameters += tensor.rows * tensor.cols;
         return taken[name] = tensor;
     }
-    // A vector of float32 that is in no file as it is.
+    // Makes a vector of float32 that no file has in this form.
     template <class Number>
     Tensor made(int64_t width, Number number) {
         float *copy = (float *)room((size_t)width * sizeof(float));
         for (int64_t i = 0; i < width; i++) copy[i] = number(i);
         return {copy, DType::f32, 1, width};
     }
-    // Gemma 3 stores what is to be added to 1.
+    // Points a tensor of the model to its numbers. Gemma 3 stores a norm's weights minus 1.
     void operator()(Tensor &to, bool here, const Origin &from) {
         if (!here) return;
         if (from.name.empty()) return void(to = made(from.shape[0], [](int64_t) { return 1.0f; }));
@@ -270,10 +270,10 @@ struct Binder {
     }
 };
 
-// A tensor of the model proper that nothing here reads means another computation than this one: an architecture under
-// another's name, a bias the config does not speak of, more layers than it says. Left aside, as in Transformers, are
-// the RoPE tables that old Llamas store (rotary_emb.inv_freq), which follow from the config, and what is next to the
-// text model: what sees or hears, heads for other tasks (score, v_head).
+// Refuses a tensor of the text model that nothing here reads. It means another computation: an architecture under
+// another's name, a bias or layers that the config does not mention. Ignored, as in Transformers, are the RoPE tables
+// of old Llamas (rotary_emb.inv_freq), which follow from the config, and tensors outside the text model: those that see
+// or hear, and heads for other tasks (score, v_head).
 inline void refuse_unused(Binder &binder) {
     const Config &config = binder.model.config;
     size_t beside = 0;
@@ -281,7 +281,7 @@ inline void refuse_unused(Binder &binder) {
     for (const auto &[name, tensor] : binder.taken) parts.insert(name.substr(0, name.find('.') + 1));
     for (const auto &[name, tensor] : binder.table.tensors) {
         if (binder.taken.count(name) || name.find("rotary_emb.") != std::string::npos) continue;
-        const std::string part = name.substr(0, name.find('.') + 1);  // of a base model's "layers." and the like
+        const std::string part = name.substr(0, name.find('.') + 1);  // a base model has "layers." and the like
         const bool own = binder.prefix.empty() ? parts.count(part) > 0 : name.rfind(binder.prefix, 0) == 0;
         if (own || name.rfind(binder.outer + "lm_head.", 0) == 0)
             fail("%s: tensor %s is none of a %s with %s: config.json must name the architecture it belongs to",
@@ -292,15 +292,15 @@ inline void refuse_unused(Binder &binder) {
     if (beside > 1) binder.model.beside += " and " + counted((int64_t)beside - 1, "other");
 }
 
-// Points the model's tensors into the table's; the caller keeps what the table points into alive. The head is the
-// embedding when the config ties them. As in Transformers 5, what is stored has the last word: if a tied checkpoint
-// stores both, each is used as it is (some store the same matrix twice), if one, that for both.
+// Returns a model whose tensors point into the table's; the caller keeps the memory of the table alive. The head is the
+// embedding if the config ties them. As in Transformers 5, the files decide in the end: if a tied checkpoint stores
+// both, each is used as it is (some store the same matrix twice); if it stores one, that is used for both.
 inline Model bind_weights(Config config, const TensorTable &table) {
     Model model;
     model.config = std::move(config);
     model.layers.resize((size_t)model.config.layers);
     Binder binder{table, model};
-    // The last that fits: a text model may be a part of a larger one, and a base model have no prefix at all.
+    // The last prefix that fits: a text model may be a part of a larger one, and a base model may have no prefix.
     for (const char *prefix : {"", "language_model.", "model.", "language_model.model.", "model.language_model."}) {
         const auto at = table.tensors.lower_bound(prefix + std::string("layers."));
         if (at != table.tensors.end() && at->first.rfind(prefix + std::string("layers."), 0) == 0)
@@ -314,11 +314,11 @@ inline Model bind_weights(Config config, const TensorTable &table) {
     for (int i = 0; i < model.config.layers; i++) {
         const std::string layer = "layers." + std::to_string(i) + ".", attention = layer + "self_attn.";
         LayerWeights &w = model.layers[(size_t)i];
-        if (model.config.family->ways == Ways::gemma4)  // of what comes last
+        if (model.config.family->ways == Ways::gemma4)  // the factor at the layer's end
             (model.config.per_layer ? w.per_layer.scale : w.scale) =
                 number_of(binder.take(layer + "layer_scalar", {1}), 0);
         if (model.config.rows[(size_t)i].own) continue;
-        for (const char *unused : {"k_proj", "v_proj", "k_norm", "v_norm"})  // of shared rows, files may have them
+        for (const char *unused : {"k_proj", "v_proj", "k_norm", "v_norm"})  // files may have them for shared rows
             binder.taken[binder.named(attention + unused + ".weight")] = {};
     }
     refuse_unused(binder);
@@ -340,13 +340,13 @@ inline size_t stored_bytes(const Tensor &tensor) {
     return (size_t)(tensor.rows * tensor.cols) * dtype_bytes(tensor.type);
 }
 
-// Calls use(tensor, matrix) for each; `matrix` if it is one that every token is multiplied with.
+// Calls use(tensor, matrix) for each tensor; `matrix`: every token is multiplied by it.
 template <class M, class Use>
 void for_each_tensor(M &model, Use use) {
     visit_tensors(model, [&](auto &tensor, bool, const Origin &from) { use(tensor, from.matrix); });
 }
 
-// Whether products with a model's matrices, all in bf16, round their inputs to bf16, too.
+// Sets whether products with a model's matrices, all in bf16, round their inputs to bf16, too.
 inline void round_inputs(Model &model, bool rounded) {
     for_each_tensor(model, [&](Tensor &tensor, bool matrix) {
         if (!matrix || !tensor.data) return;
@@ -357,7 +357,7 @@ inline void round_inputs(Model &model, bool rounded) {
     });
 }
 
-// Writes the int8 numbers of a matrix. Threads share its blocks of rows.
+// Quantizes a matrix to int8. Threads share its blocks of 16 rows.
 inline void write_int8(Cpu &cpu, Int8Block *to, const Tensor &matrix) {
     std::atomic<bool> good{true};
     int64_t groups = int8_groups(matrix.cols);
@@ -374,16 +374,16 @@ inline void write_int8(Cpu &cpu, Int8Block *to, const Tensor &matrix) {
         fail("--weights int8: a weight is NaN or beyond 8.3e6, which its scales cannot hold: leave the flag out");
 }
 
-// Moves the model's tensors from the mapped files into the machine's memory, which is returned: all as they are, or the
-// matrices as int8. These are not looked up by token: a tied model's embedding then stays, and is no longer its head.
+// Copies tensors from the mapped files to the machine's memory, which it returns: all as they are, or only the
+// matrices, as int8. An embedding, which is looked up by token, stays: a tied model's head becomes a tensor of its own.
 inline std::shared_ptr<void> move_weights(Model &model, Machine &machine, bool to_int8) {
     constexpr size_t alignment = 256, piece = 64 << 20;
     Memory &memory = std::visit([](auto &m) -> Memory & { return m; }, machine);
     auto moves = [&](const Tensor &tensor, bool matrix) { return tensor.data && (matrix || !to_int8); };
     auto moved = [&](Tensor tensor) { return tensor.type = to_int8 ? DType::int8 : tensor.type, tensor; };
 
-    // A place for each tensor, once: a tied head is the embedding. The map has them in the order of the files.
-    std::map<const void *, std::pair<Tensor, size_t>> places;  // what, and to which byte of the memory
+    // A place for each tensor, once, as a tied head is the embedding. The map has the order of addresses in the files.
+    std::map<const void *, std::pair<Tensor, size_t>> places;  // a tensor, and its offset in the memory
     size_t total = 0;
     for_each_tensor(model, [&](const Tensor &tensor, bool matrix) {
         if (!moves(tensor, matrix) || places.count(tensor.data)) return;
@@ -398,7 +398,7 @@ inline std::shared_ptr<void> move_weights(Model &model, Machine &machine, bool t
         memory.reserve(total, "the weights", "choose a smaller model, or leave --weights out");
     char *start = (char *)weights.get();
 
-    // In pieces, so that Ctrl-C is heard. A file's pages are not kept once they were read.
+    // Copies in pieces, so that Ctrl-C is noticed. A file's pages are given back after they were read.
     Progress progress("weights", (double)total / 1e6, "MB");
     for (auto &[data, place] : places) {
         const size_t bytes = stored_bytes(moved(place.first));
@@ -411,7 +411,7 @@ inline std::shared_ptr<void> move_weights(Model &model, Machine &machine, bool t
         for (const Mapping &file : model.files) forget_pages(file);
     }
 
-    // From now on the model's tensors are there, and as int8 they take other bytes.
+    // Points the model's tensors there, and counts their bytes again, as int8 takes others.
     std::set<const void *> counted;
     model.weight_bytes = 0;
     for_each_tensor(model, [&](Tensor &tensor, bool matrix) {
