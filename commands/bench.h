@@ -352,7 +352,6 @@ inline std::vector<int> that_fit(const Options &options, const char *flag, const
     return fitting;
 }
 
-
 inline int run_bench(const Options &options) {
     const std::string &directory = options.directory;
     double begin = now(), cache_bytes = 0;

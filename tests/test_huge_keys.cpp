@@ -14,7 +14,7 @@ static const std::string fixture = "tests/fixtures/huge_keys";
 constexpr float huge_from = 50;                    // the huge ones are 180 to 300, the others below 2
 constexpr int positions = 320, first_scored = 64;  // before it, most of the keys are of the newest block
 
-enum class Bias { huge, without, fast };
+enum class KeyBias { huge, without, fast };
 enum class Rounding { none, per_channel, per_token };
 
 // Numbers of a position's keys, all KV heads together.
@@ -25,7 +25,7 @@ static int kv_width(const Engine &engine) {
 
 // The first layer's k_proj bias: as stored; without the huge channels; with each of them in the pair (i, i + 32) that
 // lies as far from the fastest one as its own does from the slowest.
-static Vector bias_of(const Engine &engine, Bias which) {
+static Vector bias_of(const Engine &engine, KeyBias which) {
     Vector bias;
     int width = engine.model.config.kinds[0].key_width, half = width / 2;
     for (int i = 0; i < kv_width(engine); i++) bias.push_back(number_of(engine.model.layers[0].key.bias, i));
@@ -33,8 +33,8 @@ static Vector bias_of(const Engine &engine, Bias which) {
     for (int i = 0; i < (int)bias.size(); i++) {
         if (std::fabs(bias[i]) < huge_from) continue;
         int mirrored = i / half * half + (half - 1 - i % half);
-        if (which == Bias::without) moved[i] = 0;
-        if (which == Bias::fast) std::swap(moved[i], moved[mirrored]);
+        if (which == KeyBias::without) moved[i] = 0;
+        if (which == KeyBias::fast) std::swap(moved[i], moved[mirrored]);
     }
     return moved;
 }
@@ -97,7 +97,7 @@ struct Distances {
     Distance f32, f16, bf16, fp8, int8, int4, channel_int4, token_int4;
 };
 
-static Distances measure(Bias which, const char *title) {
+static Distances measure(KeyBias which, const char *title) {
     Engine engine = engine_of(fixture, 2);
     Vector bias = bias_of(engine, which);
     Tensor &stored = engine.model.layers[0].key.bias;
@@ -142,7 +142,7 @@ static double lost(Rounding rounding) {
     Cache cache = cache_for(engine, F32{}, F32{}, positions);
     prefill(engine, cache, 0, plain_tokens(engine));
     const float *keys = (const float *)cache.stores[0].view.keys.at(0, row_of(cache.stores[0], 0, 0), 0);
-    Vector before(keys, keys + positions * kv_width(engine)), bias = bias_of(engine, Bias::huge);
+    Vector before(keys, keys + positions * kv_width(engine)), bias = bias_of(engine, KeyBias::huge);
     for (int begin = 0; begin < positions; begin += 32) round_block(cache, begin, rounding);
     double errors = 0, squares = 0;
     for (size_t i = 0; i < before.size(); i++) {
@@ -163,7 +163,7 @@ TEST_CASE("per token, one step swallows the channels beside a huge one; per chan
 
 // Behind each bound stands what was measured; the bounds of KL leave a factor of 2.9 or more.
 TEST_CASE("huge channels: per-token keys fail, in 8 bits too; per-channel int4 does not") {
-    Distances huge = measure(Bias::huge, "huge channels, slow pairs");
+    Distances huge = measure(KeyBias::huge, "huge channels, slow pairs");
     CHECK(huge.f32.kl < 1e-9);
     CHECK(huge.f32.same == doctest::Approx(1));
     CHECK(huge.f16.kl < 1e-3);           // 0.00007
@@ -179,7 +179,7 @@ TEST_CASE("huge channels: per-token keys fail, in 8 bits too; per-channel int4 d
 }
 
 TEST_CASE("the same checkpoint without them: every precision is close") {
-    Distances without = measure(Bias::without, "without huge channels");
+    Distances without = measure(KeyBias::without, "without huge channels");
     CHECK(without.f16.kl < 1e-5);                                                      // 0.0000001
     CHECK(without.bf16.kl < 1e-4);                                                     // 0.000005
     CHECK(without.fp8.kl < 0.005);                                                     // 0.0012
@@ -191,7 +191,7 @@ TEST_CASE("the same checkpoint without them: every precision is close") {
 }
 
 TEST_CASE("huge channels that RoPE turns fast: within a block they swing from end to end, and per-channel fails too") {
-    Distances fast = measure(Bias::fast, "huge channels, fast pairs");
+    Distances fast = measure(KeyBias::fast, "huge channels, fast pairs");
     CHECK(fast.f16.kl < 1e-3);         // 0.00003
     CHECK(fast.int4.kl > 0.15);        // 0.474
     CHECK(fast.int4.same < 0.65);      // 47 %
