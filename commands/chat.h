@@ -225,7 +225,7 @@ inline Report answer(Chat &chat, const UseLogits &dump) {
     report.add("turn", (int)chat.turns.size()).show("kept", kept, "kept %d");
     report.show("read", result.prefilled, ", read %d").add("prompt_tokens", session.prompt);
     const std::vector<int> tokens(session.tokens.begin() + session.prompt, session.tokens.end());
-    if (chat.options.temperature > 0) report.add("seed", (long long)chat.options.seed);
+    if (session.sampler.temperature > 0) report.add("seed", (long long)session.sampler.seed);
     report.add("prompt_ids", asked.ids).add("tokens", tokens).add("text", result.text);
     report.add("thought", result.thought)
         .add("stop", result.stop)
@@ -434,7 +434,7 @@ inline bool obey(Chat &chat, const std::string &command) {
         note(counted((int64_t)chat.turns.size(), "turn is", "turns are") + " left");
     } else {
         chat.turns.back().answer.clear();
-        chat.options.seed++;
+        chat.session.sampler.seed++;
         return true;
     }
     return false;
